@@ -1,0 +1,64 @@
+# `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
+
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-slow lint compile golden image clean lock
+
+BIN := .venv/bin
+PYTHON := $(BIN)/python
+PIP := PYTHONWARNINGS=ignore $(PYTHON) -m pip --quiet --disable-pip-version-check
+PYTEST := $(PYTHON) -m pytest
+SETUP := .venv/.setup
+VARIANT ?= cpu
+IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; \
+		do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+setup: $(SETUP) ## create .venv from requirements.lock (every other target does this by itself)
+
+$(SETUP): pyproject.toml requirements.lock
+	@sh .ci/venv
+	@echo "Installing requirements.lock into .venv, a few minutes the first time"
+	@$(PIP) install --requirement requirements.lock
+	@$(PIP) install --no-deps --no-build-isolation --editable .
+	@touch $@
+
+run: $(SETUP) ## the whole pipeline on this machine
+	@$(BIN)/flotilla run $(ARGS)
+
+# Tests that start clusters want both cores to themselves: a second pass. 5: nothing was collected.
+test: $(SETUP) ## every test but the slow ones
+	$(PYTEST) -m "not slow and not cluster" --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "cluster and not slow" $(ARGS) || test $$? -eq 5
+
+test-slow: $(SETUP) ## the slow tests
+	$(PYTEST) -m slow $(ARGS) || test $$? -eq 5
+
+lint: $(SETUP) ## style, types, import contracts, house rules
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(PYTEST) -q tests/house_rules
+
+compile: $(SETUP) ## the pipeline as KFP YAML, in build/
+	@mkdir -p build
+	$(BIN)/flotilla compile -o build/pipeline.yaml $(ARGS)
+
+golden: $(SETUP) ## rewrite the golden files; look at the difference before you keep it
+	FLOTILLA_GOLDEN=write $(PYTEST) -q -m "" tests/golden
+
+image: ## the container image: make image VARIANT=gpu IMAGE=name:tag
+	docker build --build-arg VARIANT=$(VARIANT) --tag $(IMAGE) .
+
+clean: ## remove caches and build output; .venv and runs/ stay
+	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -path ./.venv -prune -o -path ./runs -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+lock: ## pin what is installed and what pyproject.toml asks for; newest of all after `rm -r .venv`
+	@sh .ci/venv
+	@$(PIP) install --editable '.[dev]'
+	@{ echo '# Full pins of everything that is installed; rewritten by `make lock`.'; \
+		$(PYTHON) -m pip freeze --all --exclude pip --exclude-editable; } > .venv/lock
+	@cmp -s .venv/lock requirements.lock || cp .venv/lock requirements.lock

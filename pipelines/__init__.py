@@ -1,0 +1,1 @@
+"""The pipeline, and the command line around it."""

@@ -1,0 +1,103 @@
+"""What the commands do once their words are parsed."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from pipelines import display, local_run
+from pipelines.outcome import Outcome
+from trainer import config_file
+from trainer.config import Config
+from trainer.errors import INTERRUPTED
+
+DEFAULT_CONFIG = Path("configs/digits.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a person asked for on the command line.
+
+    Attributes:
+        pipeline: a name of `pipelines.training.PIPELINES`.
+        config: the YAML file, or None for the default.
+        assignments: the `--set` texts.
+        workdir: below which everything is written.
+        resume: a run to be taken up again, or empty.
+        dataset: URI of a published dataset, or empty.
+        as_json: whether the last line of standard output is one JSON object.
+    """
+
+    pipeline: str
+    config: Path | None
+    assignments: tuple[str, ...]
+    workdir: Path
+    resume: str = ""
+    dataset: str = ""
+    as_json: bool = False
+
+
+def run(request: Request) -> int:
+    """Run a pipeline on this machine, show it, and return the exit code; raises `UserError`."""
+    config = load(request)
+    if request.resume:
+        started = local_run.resumed_run(config, request.workdir, request.resume)
+    else:
+        started = local_run.new_run(config, request.workdir)
+    errors = Console(stderr=True, highlight=False)
+    errors.print(f"run {started.run_id} in {started.folder}", markup=False, soft_wrap=True)
+    pipeline, extra = request.pipeline, {}
+    if request.dataset:
+        pipeline, extra = "train_on", {"dataset": request.dataset}
+    with display.Display() as follow:
+        outcome = local_run.execute(started, pipeline, extra, follow)
+    Console(highlight=False).print(display.closing_table(outcome))
+    _last_words(errors, request, started, outcome)
+    if request.as_json:
+        print_json(_summary(started, outcome))
+    return outcome.exit_code
+
+
+def load(request: Request) -> Config:
+    """Read the configuration that the request names; raises `ConfigError`."""
+    path = request.config or DEFAULT_CONFIG
+    if request.resume and request.config is None:
+        path = local_run.saved_config(request.workdir, request.resume)
+    return config_file.load(path, request.assignments)
+
+
+def print_json(summary: dict[str, object]) -> None:
+    """Write one JSON object as the last line of standard output."""
+    sys.stdout.flush()
+    sys.stdout.write(json.dumps(summary) + "\n")
+    sys.stdout.flush()
+
+
+def _last_words(
+    errors: Console, request: Request, run: local_run.LocalRun, outcome: Outcome
+) -> None:
+    if outcome.message:
+        errors.print(f"flotilla: {outcome.status}: {outcome.message}", markup=False, soft_wrap=True)
+    if outcome.exit_code == INTERRUPTED:
+        command = f"flotilla {request.pipeline} --workdir {request.workdir} --resume {run.run_id}"
+        errors.print(f"flotilla: go on with: {command}", markup=False, soft_wrap=True)
+    elif outcome.status == "failed":
+        errors.print(f"flotilla: all output is in {run.folder / 'pipeline.log'}", soft_wrap=True)
+
+
+def _summary(run: local_run.LocalRun, outcome: Outcome) -> dict[str, object]:
+    summary: dict[str, object] = {
+        "status": outcome.status,
+        "run_id": run.run_id,
+        "metrics": outcome.figures("evaluate_model"),
+        "artifacts": outcome.artifacts(),
+        "message": outcome.message,
+    }
+    trained = outcome.figures("train_model")
+    if "global_step" in trained:
+        summary["global_step"] = trained["global_step"]
+    return summary

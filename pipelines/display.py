@@ -1,0 +1,132 @@
+"""What a person sees of a run: live progress on standard error, and a closing table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipelines.outcome import Outcome
+
+# Without a terminal a line of progress comes at most so often.
+LINE_SECONDS = 5.0
+_MARKS = {"done": "[green]done[/]", "failed": "[red]failed[/]", "interrupted": "[yellow]ended[/]"}
+
+
+class Display:
+    """Follows the events of one run; to be used as a context manager."""
+
+    def __init__(self) -> None:
+        """Write to standard error."""
+        self._console = Console(stderr=True, highlight=False)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._bar: TaskID | None = None
+        self._line_at = 0.0
+
+    def __enter__(self) -> Display:
+        """Begin to draw."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave the terminal as it was."""
+        self._bars.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        show = _SHOWN.get(event["event"])
+        if show:
+            show(self, event)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def step_begin(self, event: dict[str, Any]) -> None:
+        """A step has begun."""
+        self._say(f"{event['step']} ...")
+
+    def step_end(self, event: dict[str, Any]) -> None:
+        """A step has ended."""
+        if self._bar is not None:
+            self._bars.remove_task(self._bar)
+            self._bar = None
+        mark = _MARKS[event["status"]]
+        self._say(f"{event['step']} {mark} in {event['seconds']:.1f} s")
+
+    def life(self, event: dict[str, Any]) -> None:
+        """The chief has begun to train."""
+        if event["resumed"]:
+            self._say(f"training goes on from global step {event['global_step']}")
+
+    def restart(self, event: dict[str, Any]) -> None:
+        """A task was started again."""
+        self._say(f"{event['task']} ended with {event['cause']} and is started again")
+
+    def checkpoint_passed_over(self, event: dict[str, Any]) -> None:
+        """A damaged checkpoint was not used."""
+        self._console.print(f"passed over {event['uri']}: {event['reason']}", markup=False)
+
+    def _progress_line(self, event: dict[str, Any]) -> str:
+        return (
+            f"loss {event['loss']:.4f}  {event['steps_per_second']:.0f} steps/s  "
+            f"{event['seconds_left']:.0f} s left"
+        )
+
+    def progress(self, event: dict[str, Any]) -> None:
+        """Training has come further."""
+        line = self._progress_line(event)
+        if not self._console.is_terminal:
+            if event["time"] - self._line_at >= LINE_SECONDS:
+                self._line_at = event["time"]
+                self._say(f"global step {event['global_step']}/{event['steps']}  {line}")
+            return
+        if self._bar is None:
+            self._bar = self._bars.add_task("training", total=event["steps"], figures="")
+        self._bars.update(self._bar, completed=event["global_step"], figures=line)
+
+
+_SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
+    "step_begin": Display.step_begin,
+    "step_end": Display.step_end,
+    "life": Display.life,
+    "restart": Display.restart,
+    "checkpoint_passed_over": Display.checkpoint_passed_over,
+    "progress": Display.progress,
+}
+
+
+def closing_table(outcome: Outcome) -> Table:
+    """Return the table of all steps: status, seconds, key figures, where."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("step", "status", "seconds", "figures", "where"):
+        table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
+    for step in outcome.steps:
+        table.add_row(
+            step["step"],
+            _MARKS[step["status"]],
+            f"{step['seconds']:.1f}",
+            _figures(step["figures"]),
+            step["uri"],
+        )
+    return table
+
+
+def _figures(figures: dict[str, Any]) -> str:
+    shown = [(name, value) for name, value in figures.items() if not isinstance(value, list | dict)]
+    return " ".join(f"{name}={_short(value)}" for name, value in shown[:4])
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

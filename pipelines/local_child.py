@@ -1,0 +1,40 @@
+"""The process in which KFP's local runner works: one pipeline, one fresh folder, then the end.
+
+It stands apart because the runner changes its process (it patches `print`, leaves a step running
+when it is interrupted, and prints the whole input of every step).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from kfp import local
+
+from pipelines.training import PIPELINES
+from trainer import parent
+
+
+def main() -> None:
+    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    parent.end_with_parent()
+    # The steps get their parent from here; a shell stands between them and this process.
+    os.environ.update(parent.environment())
+    # An end is for the step that runs; this process goes on to the exit step.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: None)
+    arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(folder / "kfp"),
+        raise_on_error=True,
+    )
+    PIPELINES[name](**arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Run a pipeline on this machine: lay out the run's folder, start the runner, follow its events."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from components.steps import RUN_FOLDER, RUN_ID
+from pipelines.outcome import Outcome, outcome_of
+from trainer import events, parent, storage
+from trainer.config import Config
+from trainer.errors import ConfigError, nearest
+from trainer.parameters import to_parameters
+
+Follower = Callable[[dict[str, Any]], None]
+
+EVENTS = "events.jsonl"
+# How often the events of a run are looked at: often enough for a progress bar.
+LOOK_SECONDS = 0.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalRun:
+    """One run on this machine: its id, its folder, and its configuration with a storage root."""
+
+    run_id: str
+    folder: Path
+    config: Config
+
+
+def new_run(config: Config, workdir: Path) -> LocalRun:
+    """Lay out a fresh run below `workdir`; raises `ConfigError` when it cannot be written."""
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    return _laid_out(config, workdir, f"{config.name}-{stamp}-{secrets.token_hex(2)}")
+
+
+def resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
+    """Take up the run `run_id` below `workdir` again; raises `ConfigError` if there is none."""
+    check_run_id(workdir, run_id)
+    return _laid_out(config, workdir, run_id)
+
+
+def saved_config(workdir: Path, run_id: str) -> Path:
+    """Return the file with the configuration that a run was started with."""
+    check_run_id(workdir, run_id)
+    return workdir / run_id / "config.json"
+
+
+def check_run_id(workdir: Path, run_id: str) -> None:
+    """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
+    runs = [path.parent.name for path in workdir.glob("*/config.json")]
+    if run_id not in runs:
+        known = nearest(run_id, runs) or (f" (newest: {max(runs)})" if runs else "")
+        raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
+
+
+def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
+    folder = workdir.absolute() / run_id
+    root = config.storage.root or storage.uri_of(workdir.absolute())
+    placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})
+    try:
+        # The runner leaves a folder of every step in the temporary directory.
+        (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        (folder / EVENTS).unlink(missing_ok=True)
+        (folder / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to {folder}: {error.strerror}; choose another --workdir"
+        ) from None
+    return LocalRun(run_id=run_id, folder=folder, config=placed)
+
+
+def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Follower) -> Outcome:
+    """Run `pipeline` (a name of `pipelines.training.PIPELINES`) to its end.
+
+    SIGINT and SIGTERM end it with a last checkpoint; a second one ends it at once.
+
+    Args:
+        run: the run, laid out.
+        pipeline: its name.
+        extra: further arguments of the pipeline.
+        follow: is called with every event as it comes.
+    """
+    arguments = {**to_parameters(run.config), **extra}
+    (run.folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
+    with (run.folder / "pipeline.log").open("ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "pipelines.local_child", pipeline, str(run.folder)],
+            env=_environment(run),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Its own session: an interrupt reaches it from here, once, and not by the terminal.
+            start_new_session=True,
+        )
+    try:
+        with _interrupts(child) as interrupts:
+            happened = _follow(run, child, follow)
+    finally:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+        shutil.rmtree(run.folder / "tmp", ignore_errors=True)
+    return outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+
+
+def _environment(run: LocalRun) -> dict[str, str]:
+    return {
+        **os.environ,
+        **parent.environment(),
+        events.VARIABLE: str(run.folder / EVENTS),
+        RUN_ID: run.run_id,
+        RUN_FOLDER: str(run.folder),
+        "TMPDIR": str(run.folder / "tmp"),
+        # The user's own modules stand where the command was given.
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+    }
+
+
+def _follow(
+    run: LocalRun, child: subprocess.Popen[bytes], follow: Follower
+) -> list[dict[str, Any]]:
+    happened: list[dict[str, Any]] = []
+    running = True
+    while running:
+        try:
+            child.wait(timeout=LOOK_SECONDS)
+            running = False
+        except subprocess.TimeoutExpired:
+            pass
+        for event in islice(events.read(run.folder / EVENTS), len(happened), None):
+            happened.append(event)
+            follow(event)
+    return happened
+
+
+@contextmanager
+def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
+    """Pass the first SIGINT or SIGTERM on as a request, the second as an end; yield what came."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+        _signal_group(child, signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield seen
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _signal_group(child: subprocess.Popen[bytes], number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(child.pid, number)

@@ -1,0 +1,99 @@
+"""How a run ended, told from its events."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The end of a run.
+
+    Attributes:
+        status: `done`, `blessed`, `refused`, `failed` or `interrupted`.
+        exit_code: of the command line.
+        message: one line that says why, empty when all went well.
+        steps: the last record of every step, in order of their end.
+    """
+
+    status: str
+    exit_code: int
+    message: str
+    steps: tuple[dict[str, Any], ...]
+
+    def figures(self, step: str) -> dict[str, Any]:
+        """Return the figures of a step, or none if it was not done."""
+        return next((dict(s["figures"]) for s in self.steps if s["step"] == step), {})
+
+    def artifacts(self) -> dict[str, str]:
+        """Return the URI of what each step has published."""
+        return {_ARTIFACTS[s["step"]]: s["uri"] for s in self.steps if s["uri"]}
+
+
+_ARTIFACTS = {
+    "prepare_data": "dataset",
+    "train_model": "checkpoint",
+    "evaluate_model": "evaluation",
+    "check_gate": "decision",
+    "export_model": "model",
+    "finish": "report",
+}
+
+
+def outcome_of(
+    happened: Iterable[dict[str, Any]], returncode: int, *, interrupted: bool
+) -> Outcome:
+    """Judge a run by its events and by the exit code of the local runner."""
+    events = list(happened)
+    steps = _with_the_dead(events)
+    for step in steps:
+        if step["status"] == "failed" and not interrupted:
+            code = USAGE if step["exit_code"] == USAGE else FAILED
+            return Outcome(status="failed", exit_code=code, message=_told(step), steps=steps)
+    stopped = [step for step in steps if step["status"] in ("interrupted", "failed")]
+    if interrupted or stopped:
+        message = stopped[0]["error"] if stopped else "interrupted"
+        return Outcome(status="interrupted", exit_code=INTERRUPTED, message=message, steps=steps)
+    if returncode:
+        message = f"the local runner ended with exit code {returncode}; see pipeline.log"
+        return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
+    return _judged(steps)
+
+
+def _judged(steps: tuple[dict[str, Any], ...]) -> Outcome:
+    by_name = {step["step"]: step for step in steps}
+    gate = by_name.get("check_gate")
+    if gate is None:
+        return Outcome(status="done", exit_code=DONE, message="", steps=steps)
+    if gate["figures"]["decision"] == "blessed":
+        if "export_model" not in by_name:
+            message = "the model was blessed, but export_model was not run; see pipeline.log"
+            return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
+        return Outcome(status="blessed", exit_code=DONE, message="", steps=steps)
+    message = "; ".join(gate["figures"]["reasons"])
+    return Outcome(status="refused", exit_code=REFUSED, message=message, steps=steps)
+
+
+def _with_the_dead(events: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the ended steps, and those that began and died without a word."""
+    ended = {event["step"]: event for event in events if event["event"] == "step_end"}
+    for event in events:
+        if event["event"] == "step_begin" and event["step"] not in ended:
+            ended[event["step"]] = {
+                "step": event["step"],
+                "status": "failed",
+                "exit_code": FAILED,
+                "error": "the step was killed; see pipeline.log",
+                "seconds": 0.0,
+                "figures": {},
+                "uri": "",
+            }
+    return tuple(ended.values())
+
+
+def _told(step: dict[str, Any]) -> str:
+    return f"{step['step']}: {step['error']}"

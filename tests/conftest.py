@@ -1,0 +1,142 @@
+"""What holds for every test: a fixed environment, loopback only, no process left behind."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+MNIST_FILES = (
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+)
+KEPT = {"FLOTILLA_MNIST_DIR", "FLOTILLA_GOLDEN"}
+FOREIGN = ("FLOTILLA_", "KFP_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES", "STORAGE_EMULATOR_HOST")
+TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
+SECONDS_TO_END = 10
+
+
+def _settle_environment() -> None:
+    """Take the machine's own settings away, for this process and for all that it starts."""
+    for name in list(os.environ):
+        foreign = name.startswith(FOREIGN) and name not in KEPT
+        if foreign or name in TERMINAL or name.lower() in PROXIES:
+            del os.environ[name]
+    os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
+
+
+# Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
+_settle_environment()
+
+
+@pytest.fixture(scope="session")
+def mnist_dir() -> Path:
+    """The folder with the four official MNIST files."""
+    folder = os.environ.get("FLOTILLA_MNIST_DIR")
+    if not folder:
+        pytest.skip("needs the official MNIST files: FLOTILLA_MNIST_DIR has to name their folder")
+    absent = [name for name in MNIST_FILES if not (Path(folder) / name).is_file()]
+    if absent:
+        pytest.fail(f"FLOTILLA_MNIST_DIR={folder} lacks {', '.join(absent)}")
+    return Path(folder)
+
+
+@pytest.fixture
+def golden() -> Callable[[str, str], None]:
+    """Compare a text with a file of `tests/golden`; `make golden` writes it instead."""
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN / name
+        if os.environ.get("FLOTILLA_GOLDEN") == "write":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"{path} is missing: run `make golden`"
+        assert path.read_text(encoding="utf-8") == text, f"{path} differs: see `make golden`"
+
+    return check
+
+
+def _is_outside(host: object) -> bool:
+    name = host.decode() if isinstance(host, bytes) else host
+    if not isinstance(name, str) or name in {"", "localhost", socket.gethostname()}:
+        return False
+    try:
+        address = ipaddress.ip_address(name.partition("%")[0])
+    except ValueError:
+        return True
+    return not (address.is_loopback or address.is_unspecified)
+
+
+@pytest.fixture(autouse=True)
+def outside_attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Refuse connections that leave this machine, and fail the test that tried one.
+
+    A test that is about a network out of reach empties the list that this fixture gives it.
+    What other processes and C++ libraries do is not seen.
+    """
+    attempts: list[str] = []
+
+    def guard(owner: Any, name: str, host_of: Callable[..., object]) -> None:
+        real = getattr(owner, name)
+
+        def guarded(*args: Any, **named: Any) -> Any:
+            host = host_of(*args, **named)
+            if _is_outside(host):
+                attempts.append(str(host))
+                raise OSError(errno.ENETUNREACH, f"tests stay on loopback: {host} was refused")
+            return real(*args, **named)
+
+        monkeypatch.setattr(owner, name, guarded)
+
+    def peer(sock: socket.socket, address: Any) -> object:
+        return address[0] if sock.family in {socket.AF_INET, socket.AF_INET6} else None
+
+    guard(socket.socket, "connect", peer)
+    guard(socket.socket, "connect_ex", peer)
+    guard(socket, "getaddrinfo", lambda host, *_, **__: host)
+    yield attempts
+    assert not attempts, f"the test tried to leave this machine: {', '.join(attempts)}"
+
+
+@pytest.fixture(autouse=True)
+def no_process_left(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail a test marked `cluster` that leaves a process behind, and end that process."""
+    if not request.node.get_closest_marker("cluster"):
+        yield
+        return
+    folder: Path = request.getfixturevalue("tmp_path")
+    before = set(psutil.Process().children(recursive=True))
+    yield
+    left = [process for process in _started(folder) if process not in before]
+    names = {process.pid: _command(process) for process in left}
+    _, alive = psutil.wait_procs(left, timeout=SECONDS_TO_END)
+    for process in alive:
+        process.kill()
+    psutil.wait_procs(alive, timeout=SECONDS_TO_END)
+    found = "; ".join(f"{process.pid} {names[process.pid]}" for process in alive)
+    assert not alive, f"still running {SECONDS_TO_END} s after the test: {found}"
+
+
+def _started(folder: Path) -> list[psutil.Process]:
+    """Return our descendants, and the orphans that name the test's folder: no child of ours."""
+    family = psutil.Process().children(recursive=True)
+    orphans = [p for p in psutil.process_iter() if p not in family and str(folder) in _command(p)]
+    return [p for p in family + orphans if "resource_tracker" not in _command(p)]
+
+
+def _command(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return ""

@@ -1,0 +1,97 @@
+"""The files of the repository, as the house rules see them."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("trainer", "components", "pipelines")
+# Only where there is no git to ask, as in an unpacked archive.
+NOT_OURS = {"build", "dist", "runs", "__pycache__"}
+
+
+@cache
+def files() -> tuple[Path, ...]:
+    """Return every file that is tracked or about to be, relative to the root."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+        names = listed.stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        names = [str(path.relative_to(ROOT)) for path in _walk(ROOT)]
+    return tuple(Path(name) for name in sorted(set(names)) if name and (ROOT / name).is_file())
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    for entry in os.scandir(folder):
+        if entry.is_file():
+            yield Path(entry.path)
+        elif entry.name == ".ci" or not (entry.name.startswith(".") or entry.name in NOT_OURS):
+            yield from _walk(Path(entry.path))
+
+
+def python_files(*packages: str) -> list[Path]:
+    """Return the Python files, of these top-level folders only when any are named."""
+    return [
+        path
+        for path in files()
+        if path.suffix == ".py" and (not packages or path.parts[0] in packages)
+    ]
+
+
+def text(path: Path) -> str:
+    """Return the text of a file; an empty one for what is not text."""
+    try:
+        return (ROOT / path).read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return ""
+
+
+def tree(path: Path) -> ast.Module:
+    """Return the syntax tree of a Python file."""
+    return ast.parse(text(path), filename=str(path))
+
+
+def module_name(path: Path) -> str:
+    """Return the dotted name of a Python file."""
+    parts = path.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Return the modules that an import statement names; `from a import b` may name `a.b`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def imports_on_load(module: ast.Module) -> list[str]:
+    """Return what runs as an import when the module is loaded: everything outside functions."""
+    found: list[str] = []
+    pending: list[ast.AST] = list(module.body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        found += imported(node)
+        pending += ast.iter_child_nodes(node)
+    return found
+
+
+def all_imports(module: ast.Module) -> list[str]:
+    """Return every import of the module, those inside functions included."""
+    return [name for node in ast.walk(module) for name in imported(node)]
+
+
+def project() -> dict[str, Any]:
+    """Return pyproject.toml."""
+    return tomllib.loads(text(Path("pyproject.toml")))

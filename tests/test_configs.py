@@ -1,0 +1,46 @@
+"""The configuration files that come with Flotilla."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+
+from trainer.config import Config
+from trainer.config_file import load
+
+FOLDER = Path(__file__).parents[1] / "configs"
+FILES = sorted(FOLDER.glob("*.yaml"))
+
+
+def keys(model, prefix=""):
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from keys(kind, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def written(tree, known, prefix=""):
+    for name, value in tree.items():
+        if f"{prefix}{name}" in known:
+            yield f"{prefix}{name}"
+        else:
+            yield from written(value, known, f"{prefix}{name}.")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_it_is_valid(path):
+    assert load(path).name == path.stem.partition("-")[0]
+
+
+def test_digits_shows_every_key():
+    known = list(keys(Config))
+    tree = yaml.safe_load((FOLDER / "digits.yaml").read_text(encoding="utf-8"))
+    assert list(written(tree, known)) == known
+
+
+def test_digits_shows_the_defaults():
+    config = load(FOLDER / "digits.yaml", ["model.args={}"])
+    assert config == Config()

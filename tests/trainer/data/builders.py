@@ -1,0 +1,246 @@
+"""TFDS builders as a user would write them, each odd in one way."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+CLASSES = ["cat", "dog", "eel"]
+ROLL = 5
+
+
+def image(number):
+    """A picture that no other number has."""
+    return ((np.arange(60) * 7 + number * 3) % 256).astype(np.uint8).reshape(4, 5, 3)
+
+
+def example(number):
+    """One example of `Everything`; all of it follows from its number."""
+    return {
+        "image": image(number),
+        "size": np.float32(number / 3),
+        "exact": np.float64(number) / 3,
+        "name": f"example {number} äß",
+        "box": np.array([number, -number, 2**31 - 1 - number], np.int32),
+        "words": [f"a{number}", ""],
+        "mask": np.array([[number % 2, 1, 0]], np.bool_),
+        "flag": number % 2 == 0,
+        "large": np.uint64(2**64 - 1 - number),
+        "counts": np.array([2**32 - 1 - number, number], np.uint32),
+        "half": np.array([number / 4], np.float16),
+        "nested": {"inner": np.int8(-(number % 100)), "deep": {"er": np.float32(number)}},
+        "steps": [number, number + 1],
+        "label": number % len(CLASSES),
+    }
+
+
+def flat(features, path=""):
+    """Nested features by their path, as a prepared dataset names them."""
+    found = {}
+    for name, value in features.items():
+        if isinstance(value, dict):
+            found |= flat(value, f"{path}{name}/")
+        else:
+            found[path + name] = value
+    return found
+
+
+class Small(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """What the others have in common: `sizes` examples of each split, made from their numbers."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    sizes: ClassVar = {"train": 40, "test": 10}
+    keys = None
+    in_order = False
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(self.features()),
+            supervised_keys=self.keys,
+            disable_shuffling=self.in_order,
+        )
+
+    def features(self):
+        return {
+            "x": tfds.features.Tensor(shape=(2,), dtype=np.float32),
+            "number": np.int64,
+            "label": tfds.features.ClassLabel(names=CLASSES),
+        }
+
+    def example(self, number):
+        return {"x": [number, -number], "number": number, "label": number % len(CLASSES)}
+
+    def _split_generators(self, dl_manager):
+        del dl_manager
+        first = 0
+        splits = {}
+        for split, size in self.sizes.items():
+            splits[split] = self._generate_examples(range(first, first + size))
+            first += size
+        return splits
+
+    def _generate_examples(self, numbers):
+        for number in numbers:
+            yield number, self.example(number)
+
+
+class Everything(Small):
+    """A feature of every kind that can be stored."""
+
+    keys = ({"image": "image", "nested": "nested"}, "label")
+
+    def features(self):
+        return {
+            "image": tfds.features.Image(shape=(4, 5, 3)),
+            "size": np.float32,
+            "exact": np.float64,
+            "name": tfds.features.Text(),
+            "box": tfds.features.Tensor(shape=(3,), dtype=np.int32),
+            "words": tfds.features.Tensor(shape=(2,), dtype=np.str_),
+            "mask": tfds.features.Tensor(shape=(1, 3), dtype=np.bool_),
+            "flag": np.bool_,
+            "large": np.uint64,
+            "counts": tfds.features.Tensor(shape=(2,), dtype=np.uint32),
+            "half": tfds.features.Tensor(shape=(1,), dtype=np.float16),
+            "nested": {"inner": np.int8, "deep": {"er": np.float32}},
+            "steps": tfds.features.Sequence(np.int32, length=2),
+            "label": tfds.features.ClassLabel(names=CLASSES),
+        }
+
+    def example(self, number):
+        return example(number)
+
+
+class Pictures(Small):
+    """Encoded images, texts and classes alone: what is read by the short way."""
+
+    keys = ("image", "label")
+
+    def features(self):
+        return {
+            "image": tfds.features.Image(shape=(4, 5, 3)),
+            "name": tfds.features.Text(),
+            "label": tfds.features.ClassLabel(names=CLASSES),
+        }
+
+    def example(self, number):
+        return {name: example(number)[name] for name in ("image", "name", "label")}
+
+
+class TrainOnly(Small):
+    sizes: ClassVar = {"train": 40}
+
+
+class TrainAndValidation(Small):
+    sizes: ClassVar = {"train": 40, "validation": 7}
+
+
+class AllThree(Small):
+    sizes: ClassVar = {"train": 40, "validation": 7, "test": 10}
+
+
+class NoTrain(Small):
+    sizes: ClassVar = {"test": 10, "extra": 3}
+
+
+class InOrder(Small):
+    sizes: ClassVar = {"train": 40, "test": 10}
+    in_order = True
+
+
+class Versions(Small):
+    VERSION = tfds.core.Version("2.0.0")
+    SUPPORTED_VERSIONS: ClassVar = [tfds.core.Version("1.5.0")]
+
+
+class VariableImage(Small):
+    keys = ("picture", "label")
+
+    def features(self):
+        return {**super().features(), "picture": tfds.features.Image(shape=(None, None, 3))}
+
+    def example(self, number):
+        return {**super().example(number), "picture": np.zeros((2, 2 + number % 2, 3), np.uint8)}
+
+
+class VariableExtra(VariableImage):
+    """The shape varies only where it does not matter."""
+
+    keys = ("x", "label")
+
+
+class Unlabelled(Small):
+    """The test split comes without labels, as in a competition."""
+
+    def example(self, number):
+        return {**super().example(number), "label": number % 3 if number < 40 else -1}
+
+
+class IntegerLabel(Small):
+    """Ratings from 3 to 7: integers that are no ClassLabel."""
+
+    keys = ("x", "rating")
+
+    def features(self):
+        return {"x": np.float32, "rating": np.int32}
+
+    def example(self, number):
+        return {"x": number, "rating": 3 + number % ROLL}
+
+
+class HugeLabel(IntegerLabel):
+    def example(self, number):
+        return {"x": number, "rating": 10**9 + number}
+
+
+class FloatLabel(Small):
+    keys = ("x", "rating")
+
+    def features(self):
+        return {"x": np.float32, "rating": np.float32}
+
+    def example(self, number):
+        return {"x": number, "rating": number}
+
+
+class NoLabel(Small):
+    def features(self):
+        return {"x": np.float32, "y": np.float32}
+
+
+class TwoLabels(Small):
+    keys = ("x", ("label", "number"))
+
+
+class Downloading(Small):
+    """Downloads `urls`, which a test sets, and counts how often it was made."""
+
+    urls: ClassVar[list[str]] = []
+    made = 0
+
+    def _split_generators(self, dl_manager):
+        Downloading.made += 1
+        dl_manager.download(self.urls)
+        return super()._split_generators(dl_manager)
+
+
+class ByHand(Small):
+    MANUAL_DOWNLOAD_INSTRUCTIONS = """Register at the site,
+    and put all.zip into the folder."""
+
+    def _split_generators(self, dl_manager):
+        assert (dl_manager.manual_dir / "all.zip").exists()
+        return super()._split_generators(dl_manager)
+
+
+class Failing(Small):
+    def example(self, number):
+        raise RuntimeError(f"no example {number}\nand a second line")
+
+
+class NotConstructed(Small):
+    def __init__(self, **options):
+        raise RuntimeError(f"not today: {sorted(options)}")

@@ -1,0 +1,106 @@
+"""Datasets that several tests read."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer import storage
+from trainer.config import DataConfig
+from trainer.data.prepare import PreparedDataset, prepare
+from trainer.data.read import DatasetSpec
+from trainer.data.records import encode, parse
+from trainer.data.shards import ShardWriter
+from trainer.data.spec import FeatureSpec
+
+ROOT = Path(__file__).parents[3]
+Prepare = Callable[..., PreparedDataset]
+
+
+@pytest.fixture(scope="session")
+def mnist_dir():
+    """The folder with the official MNIST files; beside the repository where it is not named."""
+    folder = Path(os.environ.get("FLOTILLA_MNIST_DIR") or ROOT.parent / "shared/data/mnist")
+    if not folder.is_dir():
+        pytest.skip(f"needs the official MNIST files: no folder {folder} (FLOTILLA_MNIST_DIR)")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def digits(tmp_path_factory):
+    """The `digits` dataset, prepared once for all tests; to be read only."""
+    folder = tmp_path_factory.mktemp("digits")
+    return prepare(DataConfig(), storage.uri_of(folder / "root"), folder / "scratch")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return storage.uri_of(tmp_path / "root")
+
+
+@pytest.fixture
+def scratch(tmp_path):
+    return tmp_path / "scratch"
+
+
+@pytest.fixture
+def prepared(root, scratch) -> Prepare:
+    """Prepare a builder of `builders.py`, with two shards unless asked otherwise."""
+
+    def make(name, **options):
+        dataset = f"tests.trainer.data.builders:{name}"
+        return prepare(DataConfig(**{"dataset": dataset, "shards": 2, **options}), root, scratch)
+
+    return make
+
+
+@pytest.fixture
+def contents() -> Callable[..., dict[str, np.ndarray]]:
+    """Read all examples of a split of a prepared dataset, with every feature that is stored."""
+
+    def read(dataset, split):
+        spec = DatasetSpec.from_manifest(dataset.manifest)
+        folder = storage.local_path(dataset.uri)
+        paths = [str(folder / name) for name in spec.files(split)]
+        records = list(tf.data.TFRecordDataset(paths).as_numpy_iterator())
+        values = parse(spec.features, tf.constant(records))
+        return {name: value.numpy() for name, value in values.items()}
+
+    return read
+
+
+@pytest.fixture
+def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
+    """Write shards whose examples are numbered from 0, without TFDS."""
+
+    def write(examples, shards=3):
+        features = {
+            "number": FeatureSpec(shape=(), dtype="int64", stored="int"),
+            "image": FeatureSpec(shape=(2, 2), dtype="uint8", stored="raw"),
+            "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+        }
+        numbers = np.arange(examples)
+        images = np.repeat(numbers % 256, 4).reshape(-1, 2, 2)
+        batch = {"number": numbers, "image": images, "label": numbers % 10}
+        folder = tmp_path / "shards"
+        folder.mkdir()
+        writer = ShardWriter(folder, "train", shards)
+        for record in encode(features, batch):
+            writer.add(record)
+        writer.flush()
+        spec = DatasetSpec(
+            features=features,
+            inputs=("number",),
+            label="label",
+            num_classes=10,
+            labels=(),
+            shards={"train": tuple(writer.examples)},
+        )
+        return spec, sorted(folder.iterdir())
+
+    return write

@@ -1,0 +1,224 @@
+"""What TFDS may and may not do, and the one line that comes of it."""
+
+import gzip
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import tensorflow_datasets as tfds
+
+from tests.trainer.data import builders
+from trainer.data import download as module
+from trainer.data.download import download
+from trainer.data.network import UnreachableError
+from trainer.errors import ConfigError, UserError
+
+MNIST = [
+    "train-images-idx3-ubyte.gz",
+    "train-labels-idx1-ubyte.gz",
+    "t10k-images-idx3-ubyte.gz",
+    "t10k-labels-idx1-ubyte.gz",
+]
+REMOTE = "http://data.example.invalid"
+
+
+@pytest.fixture
+def data_dir(tmp_path):
+    return tmp_path / "data"
+
+
+@pytest.fixture
+def unreachable(monkeypatch):
+    """Take every host as out of reach; gives the URLs that were asked for."""
+    asked = []
+
+    def refuse(url):
+        asked.append(url)
+        raise UnreachableError("no route")
+
+    monkeypatch.setattr(module, "reach", refuse)
+    return asked
+
+
+def refusal(kind, *args):
+    with pytest.raises(kind) as caught:
+        download(*args)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("data.")
+    return message
+
+
+def test_a_builder_that_needs_no_files(data_dir, unreachable):
+    builder = builders.Small(data_dir=data_dir)
+    download("small", builder, "")
+    assert builder.info.splits["train"].num_examples == 40
+    assert not unreachable
+
+
+# TFDS reads a dataset's description with a method that protobuf has deprecated.
+@pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
+def test_what_is_prepared_is_left_alone(data_dir, monkeypatch):
+    download("small", builders.Small(data_dir=data_dir), "")
+    monkeypatch.setattr(builders.Small, "example", lambda *_: pytest.fail("made again"))
+    download("small", builders.Small(data_dir=data_dir), "/no/such/folder")
+
+
+def test_nothing_is_printed(data_dir, capsys):
+    download("small", builders.Small(data_dir=data_dir), "")
+    # Standard output belongs to the results.
+    assert capsys.readouterr().out == ""
+
+
+def test_a_real_dataset_without_files_and_without_network(data_dir, outside_attempts):
+    message = refusal(
+        UserError, "fashion_mnist", tfds.builder("fashion_mnist", data_dir=data_dir), ""
+    )
+    assert "fashion_mnist cannot be downloaded" in message
+    assert "is out of reach (" in message
+    assert "set data.manual_dir to it: " in message
+    assert not [name for name in MNIST if name not in message]
+    # One look at the first host, and no second try.
+    assert len(outside_attempts) == 1
+    outside_attempts.clear()
+
+
+def test_the_probe_comes_before_the_download(data_dir, unreachable, monkeypatch):
+    monkeypatch.setattr(builders.Downloading, "urls", [f"{REMOTE}/a", f"{REMOTE}/b"])
+    message = refusal(UserError, "own", builders.Downloading(data_dir=data_dir), "")
+    assert "data.example.invalid is out of reach (no route)" in message
+    assert unreachable == [f"{REMOTE}/a"]
+
+
+def test_without_checksums_the_files_cannot_be_named(data_dir, unreachable, monkeypatch):
+    monkeypatch.setattr(builders.Downloading, "urls", [f"{REMOTE}/a"])
+    message = refusal(UserError, "own", builders.Downloading(data_dir=data_dir), "")
+    assert "manual_dir" not in message
+    assert "TFDS_DATA_DIR" in message
+    assert unreachable
+
+
+def test_a_host_is_asked_once(data_dir, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(module, "reach", asked.append)
+    urls = []
+    for name in ("a", "b"):
+        (tmp_path / name).write_text(name)
+        urls.append(str(tmp_path / name))
+    monkeypatch.setattr(builders.Downloading, "urls", urls)
+    download("own", builders.Downloading(data_dir=data_dir), "")
+    assert asked == urls[:1]
+
+
+def test_no_network_is_asked_for_files_that_are_there(
+    data_dir, mnist_dir, unreachable, monkeypatch
+):
+    # The official files are many; the generation of examples is not what is tested.
+    builder = tfds.builder("mnist", data_dir=data_dir)
+    monkeypatch.setattr(type(builder), "_generate_examples", lambda *_, **__: iter(TWO_DIGITS))
+    download("mnist", builder, str(mnist_dir))
+    assert not unreachable
+    assert builder.info.splits["test"].num_examples == 2
+
+
+TWO_DIGITS = [
+    (label, {"image": builders.np.full((28, 28, 1), label, "uint8"), "label": label})
+    for label in (0, 1)
+]
+
+
+def test_files_that_are_missing_are_named(data_dir, mnist_dir, tmp_path, unreachable):
+    manual = tmp_path / "manual"
+    manual.mkdir()
+    for name in MNIST[:3]:
+        shutil.copy(mnist_dir / name, manual)
+    message = refusal(UserError, "mnist", tfds.builder("mnist", data_dir=data_dir), str(manual))
+    assert message.endswith(f"data.manual_dir ({manual}): {MNIST[3]}")
+    assert len(unreachable) == 1
+
+
+def test_an_empty_manual_folder(data_dir, tmp_path, unreachable):
+    manual = tmp_path / "manual"
+    manual.mkdir()
+    message = refusal(UserError, "mnist", tfds.builder("mnist", data_dir=data_dir), str(manual))
+    assert not [name for name in MNIST if name not in message]
+    assert unreachable
+
+
+@pytest.mark.parametrize("make", [id, Path.touch], ids=["nothing", "a file"])
+def test_a_manual_folder_that_is_none(data_dir, tmp_path, make):
+    make(tmp_path / "manual")
+    builder = tfds.builder("mnist", data_dir=data_dir)
+    message = refusal(ConfigError, "mnist", builder, str(tmp_path / "manual"))
+    assert message.startswith(f"data.manual_dir: {tmp_path / 'manual'} is not a folder")
+
+
+def test_the_manual_folder_may_be_below_home(data_dir, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    message = refusal(ConfigError, "mnist", builders.Small(data_dir=data_dir), "~/files")
+    assert f"{tmp_path}/files is not a folder" in message
+
+
+def test_a_file_that_is_not_the_official_one(data_dir, tmp_path, unreachable):
+    manual = tmp_path / "manual"
+    manual.mkdir()
+    for name in MNIST:
+        (manual / name).write_bytes(gzip.compress(b"something else"))
+    message = refusal(UserError, "mnist", tfds.builder("mnist", data_dir=data_dir), str(manual))
+    named = re.match(r"data.manual_dir: (\S+) is not the official file", message)
+    assert named is not None
+    assert named[1] in {str(manual / name) for name in MNIST}
+    assert "get it anew from http" in message
+    assert not unreachable
+
+
+def test_files_that_only_a_person_can_get(data_dir):
+    message = refusal(UserError, "by_hand", builders.ByHand(data_dir=data_dir), "")
+    assert "set data.manual_dir to the folder that has them" in message
+    assert message.endswith("Register at the site, and put all.zip into the folder.")
+
+
+@pytest.mark.parametrize("name", ["manual", "data/downloads/manual"])
+def test_files_that_a_person_has_got(data_dir, tmp_path, name):
+    manual = tmp_path / name
+    manual.mkdir(parents=True)
+    (manual / "all.zip").touch()
+    builder = builders.ByHand(data_dir=data_dir)
+    download("by_hand", builder, str(manual) if name == "manual" else "")
+    assert builder.is_prepared()
+
+
+def test_a_builder_that_fails(data_dir):
+    message = refusal(UserError, "own", builders.Failing(data_dir=data_dir), "")
+    assert "own could not be prepared: RuntimeError: " in message
+    assert "no example 0" in message
+    assert re.search(r"\(\w+\.py:\d+\)$", message)
+
+
+def test_the_cause_is_kept(data_dir):
+    with pytest.raises(UserError) as caught:
+        download("own", builders.Failing(data_dir=data_dir), "")
+    assert isinstance(caught.value.__cause__, RuntimeError)
+
+
+def test_a_file_in_the_place_of_the_data_folder(data_dir):
+    data_dir.write_text("")
+    message = refusal(UserError, "own", builders.Small(data_dir=data_dir), "")
+    assert str(data_dir) in message
+
+
+def test_an_answer_that_is_no_file(data_dir, monkeypatch):
+    def fail(*_, **__):
+        raise tfds.download.DownloadError("Failed to get url. HTTP code: 404.")
+
+    monkeypatch.setattr(builders.Small, "_split_generators", fail)
+    message = refusal(UserError, "own", builders.Small(data_dir=data_dir), "")
+    assert message == "data.dataset: own cannot be downloaded: Failed to get url. HTTP code: 404."
+
+
+def test_standard_output_is_given_back(data_dir):
+    before = sys.stdout
+    refusal(UserError, "own", builders.Failing(data_dir=data_dir), "")
+    assert sys.stdout is before

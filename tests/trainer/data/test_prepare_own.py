@@ -1,0 +1,255 @@
+"""Builders as users write them: every kind of feature, odd splits, odd labels."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from tests.trainer.data import builders
+from trainer import storage
+from trainer.data import examples, prepare
+from trainer.data.read import DatasetSpec
+from trainer.errors import UserError
+
+# TFDS reads a dataset's description with a method that protobuf has deprecated.
+READS_AGAIN = pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
+
+
+def refusal(prepared, name, **options):
+    with pytest.raises(UserError) as caught:
+        prepared(name, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def numbers_of(contents, dataset, split):
+    return contents(dataset, split)["number"].tolist()
+
+
+def plain(value):
+    """The value as a stored record gives it back."""
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, list) and isinstance(value[0], str):
+        return [word.encode() for word in value]
+    return np.asarray(value).tolist()
+
+
+@pytest.mark.parametrize("split", ["train", "validation", "test"])
+def test_every_value_is_the_builders(prepared, contents, split):
+    dataset = prepared("Everything")
+    found = contents(dataset, split)
+    numbers = (2**64 - 1 - found["large"]).tolist()
+    expected = [builders.flat(builders.example(number)) for number in numbers]
+    assert set(found) == set(expected[0])
+    for name, values in found.items():
+        assert [plain(row[name]) for row in expected] == values.tolist(), name
+
+
+def test_every_type_is_the_builders(prepared, contents):
+    dataset = prepared("Everything")
+    found = contents(dataset, "train")
+    for name, feature in DatasetSpec.from_manifest(dataset.manifest).features.items():
+        dtype = "object" if feature.dtype == "string" else feature.dtype
+        assert found[name].dtype == dtype, name
+        assert found[name].shape[1:] == feature.shape, name
+
+
+def test_every_example_is_in_one_place(prepared, contents):
+    dataset = prepared("Everything")
+    numbers = [
+        (2**64 - 1 - value)
+        for split in ("train", "validation", "test")
+        for value in contents(dataset, split)["large"].tolist()
+    ]
+    assert sorted(numbers) == list(range(50))
+
+
+@pytest.mark.parametrize("name", ["Pictures", "Everything"])
+def test_both_ways_of_reading_agree(prepared, contents, root, monkeypatch, name):
+    short = prepared(name)
+    monkeypatch.setattr(examples, "_is_plain", lambda *_: False)
+    storage.delete(short.uri)
+    assert prepared(name).manifest.same_content(short.manifest)
+
+
+def test_pictures_are_read_the_short_way(prepared, monkeypatch):
+    used = []
+    read = examples._records
+    monkeypatch.setattr(examples, "_records", lambda *args: used.append(args[2]) or read(*args))
+    prepared("Pictures")
+    assert used == ["train", "test"]
+    prepared("Everything")
+    assert used == ["train", "test"]
+
+
+def test_tfds_reads_the_records_by_the_features_file(prepared, contents):
+    dataset = prepared("Everything")
+    folder = storage.local_path(dataset.uri)
+    features = tfds.features.FeaturesDict.from_config(folder)
+    names = DatasetSpec.from_manifest(dataset.manifest).files("test")
+    records = tf.data.TFRecordDataset([str(folder / name) for name in names])
+    theirs = [features.deserialize_example(record) for record in records]
+    for name, values in contents(dataset, "test").items():
+        assert [example[name].numpy().tolist() for example in theirs] == values.tolist(), name
+
+
+def test_the_features_file_names_the_classes(prepared):
+    dataset = prepared("Pictures")
+    features = tfds.features.FeaturesDict.from_config(storage.local_path(dataset.uri))
+    assert features["label"].names == builders.CLASSES
+    assert features["image"].shape == (4, 5, 3)
+
+
+def test_the_manifest_names_the_features(prepared):
+    fields = prepared("Everything").manifest.fields
+    assert fields["features"]["box"] == {"shape": [3], "dtype": "int32", "stored": "raw"}
+    assert fields["inputs"] == ["image", "nested/inner", "nested/deep/er"]
+    assert fields["labels"] == builders.CLASSES
+    assert json.loads(json.dumps(fields)) == fields
+
+
+def test_test_is_drawn_where_the_builder_has_none(prepared, contents):
+    dataset = prepared("TrainOnly", validation=5)
+    splits = {
+        split: numbers_of(contents, dataset, split) for split in ("train", "validation", "test")
+    }
+    assert {name: len(numbers) for name, numbers in splits.items()} == {
+        "train": 30,
+        "validation": 5,
+        "test": 5,
+    }
+    assert sorted(sum(splits.values(), [])) == list(range(40))
+
+
+def test_test_cannot_be_drawn_without_validation(prepared, scratch):
+    message = refusal(prepared, "TrainOnly", validation=0)
+    assert message.startswith("data.validation: 0")
+    assert "has no test split" in message
+    assert list(scratch.iterdir()) == []
+
+
+def test_the_builders_validation_is_the_test(prepared, contents):
+    dataset = prepared("TrainAndValidation")
+    assert sorted(numbers_of(contents, dataset, "test")) == list(range(40, 47))
+
+
+def test_the_builders_validation_is_not_mixed_in(prepared, contents):
+    dataset = prepared("AllThree")
+    assert sorted(numbers_of(contents, dataset, "test")) == list(range(47, 57))
+    assert max(numbers_of(contents, dataset, "train")) < 40
+    assert max(numbers_of(contents, dataset, "validation")) < 40
+
+
+def test_without_validation_there_is_no_such_split(prepared):
+    fields = prepared("Small", validation=0).manifest.fields
+    assert set(fields["splits"]) == set(fields["label_counts"]) == {"train", "test"}
+
+
+def test_a_builder_without_training_split(prepared):
+    assert "no split 'train' (it has test, extra)" in refusal(prepared, "NoTrain")
+
+
+def test_more_shards_than_examples(prepared):
+    assert "40 shards for 36 training examples" in refusal(prepared, "Small", shards=40)
+
+
+@pytest.mark.parametrize("shards", [1, 7, 36])
+def test_shards_differ_by_at_most_one(prepared, shards):
+    found = prepared("Small", shards=shards).manifest.fields["splits"]
+    assert len(found["train"]["shards"]) == shards
+    for split in found.values():
+        assert sum(split["shards"]) == split["examples"]
+        assert max(split["shards"]) - min(split["shards"]) <= 1
+
+
+def test_each_shard_has_some_of_everything(prepared):
+    # A builder that keeps its order, as one sorted by class would: shards are dealt, not cut.
+    dataset = prepared("InOrder", shards=3, validation=0)
+    folder = storage.local_path(dataset.uri)
+    for name in DatasetSpec.from_manifest(dataset.manifest).files("train"):
+        records = tf.data.TFRecordDataset(str(folder / name)).as_numpy_iterator()
+        numbers = [number_in(record) for record in records]
+        assert numbers == list(range(numbers[0], 40, 3))
+
+
+def number_in(record):
+    example = tf.train.Example.FromString(record)
+    return example.features.feature["number"].int64_list.value[0]
+
+
+def test_a_variable_image_is_refused_before_it_is_made(prepared, monkeypatch):
+    monkeypatch.setattr(prepare, "download", lambda *_: pytest.fail("downloaded"))
+    assert "feature 'picture'" in refusal(prepared, "VariableImage")
+
+
+def test_a_variable_feature_that_does_not_matter(prepared):
+    assert set(prepared("VariableExtra").manifest.fields["features"]) == {"x", "number", "label"}
+
+
+def test_examples_without_labels_are_refused(prepared, root):
+    message = refusal(prepared, "Unlabelled")
+    assert "split 'test'" in message
+    assert "'label' is -1" in message
+    assert storage.published(storage.join(root, "datasets")) == []
+
+
+def test_integers_are_classes_up_to_the_largest(prepared):
+    fields = prepared("IntegerLabel").manifest.fields
+    assert (fields["num_classes"], fields["labels"]) == (8, [])
+    assert [len(counts) for counts in fields["label_counts"].values()] == [8] * 3
+    assert sum(fields["label_counts"]["test"]) == 10
+    assert fields["label_counts"]["train"][:3] == [0, 0, 0]
+
+
+def test_a_quantity_is_no_class(prepared):
+    assert "which is no class" in refusal(prepared, "HugeLabel")
+
+
+def test_the_version_is_resolved(prepared):
+    newest = prepared("Versions")
+    assert newest.manifest.fields["version"] == "2.0.0"
+    assert prepared("Versions", version="2.0.0").reused
+
+
+def test_a_version_that_can_no_longer_be_made(prepared):
+    assert "too old" in refusal(prepared, "Versions", version="1.5.0")
+
+
+@READS_AGAIN
+def test_the_download_is_kept_where_tfds_keeps_it(prepared, tmp_path, monkeypatch):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "kept"))
+    monkeypatch.setattr(builders.Downloading, "urls", [])
+    monkeypatch.setattr(builders.Downloading, "made", 0)
+    prepared("Downloading")
+    assert (tmp_path / "kept" / "downloading" / "1.0.0").is_dir()
+    assert not prepared("Downloading", seed=1).reused
+    assert builders.Downloading.made == 1
+
+
+@READS_AGAIN
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda path: path.unlink(), "No such file"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-7]), "truncated"),
+        (lambda path: path.write_bytes(b""), "36 examples too few"),
+        (lambda path: path.write_bytes(path.read_bytes() * 2), "examples too many"),
+    ],
+    ids=["missing", "cut", "empty", "double"],
+)
+@pytest.mark.parametrize("name", ["Pictures", "Small"])
+def test_a_kept_dataset_that_is_damaged(prepared, tmp_path, monkeypatch, name, harm, words):
+    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "kept"))
+    prepared(name)
+    (path,) = (tmp_path / "kept").rglob("*-train.tfrecord-*")
+    harm(path)
+    message = refusal(prepared, name, seed=1)
+    assert f"the split 'train' of tests.trainer.data.builders:{name} in {path.parent}" in message
+    assert words.replace("36", "40") in message
+    shutil.rmtree(path.parent)
+    assert not prepared(name, seed=1).reused

@@ -1,0 +1,174 @@
+"""A small published dataset and a checkpoint of a model on it, made by the real modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.datasets import load_digits
+
+from trainer import gate, storage
+from trainer.checkpoints import Checkpoints
+from trainer.config import Config, GateConfig
+from trainer.config_file import parse
+from trainer.data.records import encode
+from trainer.data.shards import ShardWriter
+from trainer.data.spec import SCHEMA, FeatureSpec
+from trainer.errors import UserError
+from trainer.evaluate import evaluate
+from trainer.export import Exported, export
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+
+TEST_EXAMPLES = 97
+CLASSES = 10
+GLOBAL_STEP = 7
+FEATURES = {
+    "image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw"),
+    "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SmallRun:
+    """What a run has after training, and the test examples as arrays."""
+
+    root: Path
+    config: Config
+    dataset: str
+    checkpoint: str
+    model: keras.Model
+    images: np.ndarray
+    labels: np.ndarray
+
+    @property
+    def logits(self) -> np.ndarray:
+        """The model's answers to all test examples, by plain arithmetic."""
+        kernel, bias = (variable.numpy() for variable in self.model.variables)
+        flat = self.images.reshape(len(self.images), -1).astype(np.float64) / 255
+        return flat @ kernel + bias
+
+
+def small_run(root: Path) -> SmallRun:
+    """Publish digits and the checkpoint of a softmax model that knows the mean image of a class."""
+    images, labels = digits()
+    dataset = publish_dataset(root / "dataset", (images, labels))
+    config = parse({"model": {"name": "softmax"}, "evaluation": {"batch_size": 10}})
+    model = template_model(config, images, labels)
+    checkpoint = publish_checkpoint(root / "checkpoints", model)
+    return SmallRun(
+        root=root,
+        config=config,
+        dataset=dataset,
+        checkpoint=checkpoint,
+        model=model,
+        images=images[:TEST_EXAMPLES],
+        labels=labels[:TEST_EXAMPLES],
+    )
+
+
+def digits() -> tuple[np.ndarray, np.ndarray]:
+    """Return scikit-learn's handwritten digits as bytes (n, 8, 8, 1), and their classes."""
+    found = load_digits()
+    images = np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis]
+    return images, found.target.astype(np.int64)
+
+
+def publish_dataset(
+    folder: Path,
+    examples: tuple[np.ndarray, np.ndarray],
+    *,
+    test: int = TEST_EXAMPLES,
+    claimed: int | None = None,
+    label_names: list[str] | None = None,
+) -> str:
+    """Publish images with labels: the first `test` to test on, the next 40 to train on.
+
+    `claimed` is what the manifest says of the test split, where it should be wrong.
+    """
+    images, labels = examples
+    source = folder.with_name(f"{folder.name}-source")
+    source.mkdir(parents=True)
+    parts = {"train": (slice(test, test + 40), 2), "test": (slice(0, test), 3)}
+    splits = {}
+    for split, (rows, count) in parts.items():
+        writer = ShardWriter(source, split, count)
+        batch = {"image": images[rows], "label": labels[rows]}
+        for record in encode(FEATURES, batch):
+            writer.add(record)
+        writer.flush()
+        splits[split] = {"examples": sum(writer.examples), "shards": writer.examples}
+    if claimed is not None:
+        splits["test"]["shards"][0] += claimed - test
+    fields = {
+        "dataset": "digits",
+        "version": "1.0.0",
+        "dataset_schema": SCHEMA,
+        "splits": splits,
+        "features": {name: feature.to_json() for name, feature in FEATURES.items()},
+        "inputs": ["image"],
+        "label": "label",
+        "labels": [str(i) for i in range(CLASSES)] if label_names is None else label_names,
+        "num_classes": CLASSES,
+        "fingerprint": "0" * 8,
+    }
+    uri = storage.uri_of(folder)
+    storage.publish(source, uri, kind="dataset", fields=fields)
+    return uri
+
+
+def template_model(config: Config, images: np.ndarray, labels: np.ndarray) -> keras.Model:
+    """Return a softmax model with the centred mean image of each class as its weights."""
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=CLASSES)
+    model = registry.build(config.model, spec, 0)
+    flat = images.reshape(len(images), -1) / 255
+    means = np.stack([flat[labels == digit].mean(axis=0) for digit in range(CLASSES)])
+    kernel, bias = model.variables
+    kernel.assign(means.T.astype(np.float32))
+    bias.assign((-0.5 * (means**2).sum(axis=1)).astype(np.float32))
+    return model
+
+
+def publish_checkpoint(folder: Path, model: keras.Model, step: int = GLOBAL_STEP) -> str:
+    """Publish the weights of a model as the checkpoint of a global step."""
+    variables = {f"model/{variable.path}": variable.value for variable in model.variables}
+    variables["global_step"] = tf.Variable(step, dtype=tf.int64)
+    saved = Checkpoints(storage.uri_of(folder), keep=9, scratch=folder.with_name("saving"))
+    return saved.save(variables, io_device=None, fields={"metrics": {}})
+
+
+def decide(run: SmallRun, folder: Path, *, accuracy: float) -> str:
+    """Evaluate the run's checkpoint below `folder` and hold it against a threshold."""
+    config = run.config.model_copy(update={"gate": GateConfig(min={"accuracy": accuracy})})
+    evaluation, decision = (storage.uri_of(folder / name) for name in ("evaluation", "decision"))
+    scratch = folder / "scratch"
+    scratch.mkdir(exist_ok=True)
+    evaluate(config, run.dataset, run.checkpoint, evaluation, scratch)
+    return gate.check(config, evaluation, decision).uri
+
+
+def export_model(run: SmallRun, decision: str, output: str, scratch: Path) -> Exported:
+    """Export the run's checkpoint."""
+    scratch.mkdir(exist_ok=True)
+    return export(run.config, run.dataset, run.checkpoint, decision, output, scratch)
+
+
+def refused_export(run: SmallRun, decision: str, folder: Path) -> str:
+    """Return the one line that an export says which has to be refused; nothing is published."""
+    output = storage.uri_of(folder / "refused")
+    with pytest.raises(UserError) as caught:
+        export_model(run, decision, output, folder / "scratch")
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not (folder / "refused").exists()
+    return message
+
+
+def with_formats(run: SmallRun, *formats: str) -> SmallRun:
+    """Return the run with other forms to export."""
+    forms = run.config.export.model_copy(update={"formats": formats})
+    return replace(run, config=run.config.model_copy(update={"export": forms}))

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+from trainer import storage
+
+# A busy machine is no reason to fail.
+settings.register_profile("patient", deadline=None)
+settings.load_profile("patient")
+
+REPOSITORY = Path(__file__).parents[3]
+FILES = {"b.txt": b"second", "a.bin": bytes(range(256)) * 40, "deep/er/c d.txt": b"", "ü/é": b"x"}
+
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    """A place to publish in whose path is as awkward as paths get."""
+    return storage.uri_of(tmp_path / "the röot #1 100%25 ?x")
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Make:
+    """Write files below a folder and return the folder."""
+
+    def _make(name: str = "source", files: Mapping[str, bytes] = FILES) -> Path:
+        folder = tmp_path / name
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_bytes(content)
+        return folder
+
+    return _make
+
+
+def path_of(uri: str) -> Path:
+    """The local path of a URI that has one."""
+    path = storage.local_path(uri)
+    assert path is not None
+    return path
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files below a folder, hidden ones too."""
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def left_over(folder: Path) -> list[Path]:
+    """What writers left below a folder."""
+    return [path for path in folder.rglob("*") if path.name.endswith(".part")]
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start a Python program that can import the trainer."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", program, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=REPOSITORY,
+    )

@@ -1,0 +1,236 @@
+"""Full disks, files in the way, limits: one line each, and nothing half-made is left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.storage.errors import reported
+
+from .conftest import FILES, Make, content, left_over, path_of, start
+
+PUBLISH_WITHIN_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+from trainer import storage
+from trainer.errors import UserError
+source, uri, limit = sys.argv[1:]
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+try:
+    storage.publish(Path(source), uri, kind="x")
+except UserError as error:
+    print(error)
+try:
+    storage.write_bytes(uri + "-text", bytes(2 * int(limit)))
+except UserError as error:
+    print(error)
+try:
+    storage.fetch(uri + "-other", Path(source + "-fetched"))
+except UserError as error:
+    print(error)
+"""
+
+
+def failing(number: int) -> Any:
+    def fail(*_: object, **__: object) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    return fail
+
+
+def test_a_limit_on_files_that_the_system_enforces(make: Make, root: str, tmp_path: Path) -> None:
+    uri = storage.join(root, "a")
+    source = make(files={"small": b"1", "large": bytes(40_000)})
+    storage.publish(source, uri + "-other", kind="x")
+    process = start(PUBLISH_WITHIN_A_LIMIT, str(source), uri, "20000")
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    lines = output.splitlines()
+    assert len(lines) == 3
+    actions = (f"cannot publish {source}", "cannot write", "cannot fetch")
+    for line, action in zip(lines, actions, strict=True):
+        assert line.startswith(action)
+        assert line.endswith(
+            "File too large; raise the limit on the size of files (ulimit -f), "
+            "or use another file system"
+        )
+    assert [path.name for path in path_of(root).iterdir()] == ["a-other"]
+    assert not (tmp_path / "source-fetched").exists()
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
+@pytest.mark.parametrize("name", ["os.fsync", "shutil.copyfile", "os.rename"])
+def test_a_disk_that_fails_while_publishing(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    source, uri = make(), storage.join(root, "a")
+    with monkeypatch.context() as patch:
+        patch.setattr(name, failing(number))
+        with pytest.raises(UserError, match=os.strerror(number)) as error:
+            storage.publish(source, uri, kind="x")
+    assert str(error.value).startswith(f"cannot publish {source} to {uri}: ")
+    if number != errno.EIO:
+        assert str(error.value).endswith(
+            "free some space, or set storage.root to a place with more"
+        )
+    assert not storage.is_published(uri)
+    assert content(path_of(root)) == {}
+    storage.publish(source, uri, kind="x")
+    storage.verify(uri)
+
+
+@pytest.mark.parametrize(("module", "name"), [(os, "fsync"), (os, "replace")])
+def test_a_disk_that_is_full_while_a_file_is_replaced(
+    root: str, monkeypatch: pytest.MonkeyPatch, module: Any, name: str
+) -> None:
+    uri = storage.join(root, "a")
+    storage.write_bytes(uri, b"old")
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, failing(errno.ENOSPC))
+        with pytest.raises(UserError, match="No space left on device"):
+            storage.write_bytes(uri, b"new")
+    assert content(path_of(root)) == {"a": b"old"}
+    assert left_over(path_of(root)) == []
+
+
+def test_what_is_published_survives_a_full_disk(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old = storage.join(root, "step-1")
+    manifest = storage.publish(make(), old, kind="checkpoint")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", failing(errno.ENOSPC))
+        with pytest.raises(UserError):
+            storage.publish(make(), storage.join(root, "step-2"), kind="checkpoint")
+    assert storage.published(root) == [(old, manifest)]
+    assert storage.verify(old)
+
+
+def test_all_is_on_the_disk_before_it_shows(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    before: list[int] = []
+    real_sync, real_rename = os.fsync, os.rename
+
+    def sync(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        real_sync(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        before.extend(synced)
+        real_rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    monkeypatch.setattr(os, "rename", rename)
+    uri = storage.join(root, "a")
+    storage.publish(make(), uri, kind="x")
+    there = path_of(uri)
+    assert {path.stat().st_ino for path in [there, *there.rglob("*")]} == set(before)
+    assert synced[len(before) :] == [there.parent.stat().st_ino]
+
+
+def test_a_copy_that_differs_from_its_source_is_not_published(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shutil.copyfile
+
+    def copy(source: Path, target: Path) -> None:
+        real(source, target)
+        if target.name == "a.bin":
+            target.write_bytes(b"wrong")
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    uri = storage.join(root, "a")
+    with pytest.raises(UserError, match=r"a\.bin changed meanwhile, or was copied wrongly"):
+        storage.publish(make(), uri, kind="x")
+    assert list(path_of(root).iterdir()) == []
+
+
+def test_a_source_that_vanishes_is_reported(
+    make: Make, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = make()
+    real = shutil.copyfile
+
+    def copy(one: Path, two: Path) -> None:
+        shutil.rmtree(source, ignore_errors=True)
+        real(one, two)
+
+    monkeypatch.setattr(shutil, "copyfile", copy)
+    with pytest.raises(UserError, match=r"cannot publish .*a\.bin: No such file"):
+        storage.publish(source, storage.join(root, "a"), kind="x")
+
+
+@pytest.mark.parametrize("below", [(), ("sub",), ("sub", "sub")])
+def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ...]) -> None:
+    path_of(root).write_bytes(b"mine")
+    uri = storage.join(root, *below)
+    remedy = "a file stands where a folder is needed; move it away"
+    with pytest.raises(UserError, match=f"cannot publish .*{remedy}"):
+        storage.publish(make(), uri, kind="x")
+    if below:
+        with pytest.raises(UserError, match=f"cannot write .*{remedy}"):
+            storage.write_bytes(uri, b"")
+    assert path_of(root).read_bytes() == b"mine"
+
+
+def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
+    uri = storage.join(root, "a")
+    storage.publish(make(), uri, kind="x")
+    remedy = "a folder stands where a file is needed; move it away"
+    with pytest.raises(UserError, match=f"cannot write .*{remedy}"):
+        storage.write_bytes(uri, b"")
+    with pytest.raises(UserError, match=f"cannot read .*{remedy}"):
+        storage.read_bytes(uri)
+    assert storage.verify(uri)
+
+
+def test_a_name_that_is_too_long(make: Make, root: str) -> None:
+    with pytest.raises(UserError, match="File name too long; use shorter names"):
+        storage.publish(make(), storage.join(root, "a" * 300), kind="x")
+
+
+def test_no_permission(make: Make, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make()
+    monkeypatch.setattr(Path, "mkdir", failing(errno.EACCES))
+    with pytest.raises(UserError, match="Permission denied; make it accessible to this user"):
+        storage.publish(source, storage.join(root, "a"), kind="x")
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (OSError(errno.ENOSPC, "No space", b"/a/\xff"), "cannot x: /a/\udcff: No space; free"),
+        (OSError("odd"), "cannot x: odd"),
+        (OSError(), "cannot x: OSError"),
+        (OSError(errno.EIO, "I/O error", 7), "cannot x: I/O error"),
+        (OSError(errno.EIO, "I/O error", "/hidden", None, "/asked"), "cannot x: /asked: I/O"),
+    ],
+)
+def test_errors_are_one_line(error: OSError, message: str) -> None:
+    with pytest.raises(UserError) as caught, reported("x"):
+        raise error
+    assert str(caught.value).startswith(message)
+    assert caught.value.__cause__ is error
+
+
+def test_other_errors_pass_unchanged() -> None:
+    with pytest.raises(ZeroDivisionError), reported("x"):
+        raise ZeroDivisionError
+    with pytest.raises(storage.Missing), reported("x"):
+        raise storage.Missing
+
+
+def test_the_source_is_whole_after_all_that(make: Make, root: str) -> None:
+    source = make()
+    storage.publish(source, storage.join(root, "a"), kind="x")
+    assert content(source) == FILES

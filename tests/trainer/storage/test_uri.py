@@ -1,0 +1,123 @@
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.storage.uri import scheme_of
+
+_names = st.text(
+    st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20
+).filter(lambda name: name not in (".", ".."))
+
+
+@given(st.lists(_names, min_size=1, max_size=4))
+def test_a_path_survives_the_way_to_a_uri_and_back(names: list[str]) -> None:
+    path = Path("/", *names)
+    uri = storage.uri_of(path)
+    assert storage.local_path(uri) == path
+    assert uri.isascii()
+    assert " " not in uri
+
+
+@given(st.lists(_names, min_size=1, max_size=4), _names)
+def test_join_is_the_slash_of_paths(names: list[str], last: str) -> None:
+    path = Path("/", *names)
+    assert storage.local_path(storage.join(storage.uri_of(path), last)) == path / last
+
+
+@given(st.binary(min_size=1).filter(lambda b: not {0, 47} & set(b) and b not in (b".", b"..")))
+def test_a_name_that_is_not_utf_8_survives(name: bytes) -> None:
+    path = Path("/", os.fsdecode(name))
+    assert storage.local_path(storage.uri_of(path)) == path
+
+
+def test_uri_of_makes_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert storage.local_path(storage.uri_of("a/../b")) == tmp_path / "b"
+    assert storage.uri_of("//a") == "file:///a"
+
+
+def test_links_stay_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    assert storage.uri_of(tmp_path / "link").endswith("/link")
+
+
+@pytest.mark.parametrize(
+    ("uri", "parts", "expected"),
+    [
+        ("file:///a", ("b", "c"), "file:///a/b/c"),
+        ("file:///a/", ("b/c",), "file:///a/b/c"),
+        ("file:///", ("a b",), "file:///a%20b"),
+        ("file:///a", (), "file:///a"),
+        ("gs://bucket", ("ä b",), "gs://bucket/ä b"),
+        ("gs://bucket/", ("x",), "gs://bucket/x"),
+        ("minio://b/p?endpoint=h:9&disableSSL=true", ("x",), "minio://b/p/x?endpoint=h:9&disableSSL=true"),
+    ],
+)  # fmt: skip
+def test_join(uri: str, parts: tuple[str, ...], expected: str) -> None:
+    assert storage.join(uri, *parts) == expected
+
+
+@pytest.mark.parametrize("part", ["", "/a", "a/", "a//b", "..", "a/../b", "."])
+def test_join_does_not_climb(part: str) -> None:
+    with pytest.raises(UserError, match="is not a plain name"):
+        storage.join("file:///a", part)
+
+
+@pytest.mark.parametrize(
+    ("uri", "path"),
+    [
+        ("file:///a/b%20c", "/a/b c"),
+        ("file://localhost/a", "/a"),
+        ("file:///typed by hand?#", "/typed by hand?#"),
+        ("file:///100%", "/100%"),
+    ],
+)
+def test_local_path(uri: str, path: str) -> None:
+    assert storage.local_path(uri) == Path(path)
+
+
+@pytest.mark.parametrize("uri", ["gs://b/x", "s3://b/x", "minio://b/x"])
+def test_other_stores_have_no_local_path(uri: str) -> None:
+    assert storage.local_path(uri) is None
+
+
+@pytest.mark.parametrize(
+    "uri", ["", "runs/a", "/runs/a", "file://", "http://h/x", "file:/a", "://x", "FILE:///a"]
+)
+def test_what_is_no_uri(uri: str) -> None:
+    with pytest.raises(UserError, match="is not a storage URI: write it as file:///path"):
+        scheme_of(uri)
+
+
+@pytest.mark.parametrize("uri", ["file://host/a", "file://a", "file:///a%00b"])
+def test_what_is_no_file_uri(uri: str) -> None:
+    with pytest.raises(UserError, match="a file URI is file:///absolute/path"):
+        storage.local_path(uri)
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3", "minio"])
+def test_stores_to_come_are_refused_in_one_line(scheme: str, tmp_path: Path) -> None:
+    uri = f"{scheme}://bucket/x"
+    actions: list[Callable[[], object]] = [
+        lambda: storage.publish(tmp_path, uri, kind="model"),
+        lambda: storage.fetch(uri, tmp_path / "x"),
+        lambda: storage.read_manifest(uri),
+        lambda: storage.verify(uri),
+        lambda: storage.is_published(uri),
+        lambda: storage.published(uri),
+        lambda: storage.delete(uri),
+        lambda: storage.read_bytes(uri),
+        lambda: storage.write_bytes(uri, b""),
+    ]
+    for action in actions:
+        with pytest.raises(UserError, match=f"{scheme}:// is not available in this version"):
+            action()

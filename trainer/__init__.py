@@ -1,0 +1,1 @@
+"""Flotilla's trainer: pure TensorFlow, free of Kubeflow Pipelines and of Kubernetes."""

@@ -1,0 +1,151 @@
+"""Checkpoints: published directories `step-00001500` that every strategy can read.
+
+A checkpoint holds TensorFlow's own checkpoint files, with each variable under its path in the
+model, so that it does not matter which strategy wrote it or where the variables stood.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer import events, storage
+from trainer.checkpoint_listing import KIND, listed
+from trainer.errors import UserError
+
+_PREFIX = "variables"
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The newest valid checkpoint, fetched and verified."""
+
+    uri: str
+    global_step: int
+    folder: Path
+
+
+class Checkpoints:
+    """The checkpoints of one run below one URI: saved, kept, and found again."""
+
+    def __init__(self, uri: str, *, keep: int, scratch: Path) -> None:
+        """Keep the newest `keep` checkpoints below `uri`; local copies go below `scratch`."""
+        self.uri = uri
+        self._keep = keep
+        self._scratch = scratch
+        self.last: str = ""
+
+    def newest(self) -> Found | None:
+        """Fetch the newest valid checkpoint and say which newer ones were passed over, and why."""
+        for uri, step in reversed(listed(self.uri)):
+            folder = self._scratch / "restored"
+            try:
+                storage.fetch(uri, folder)
+            except UserError as error:
+                log.warning("passed over %s: %s", uri, error)
+                events.emit("checkpoint_passed_over", uri=uri, reason=str(error))
+                continue
+            self.last = uri
+            return Found(uri=uri, global_step=step, folder=folder)
+        return None
+
+    def save(
+        self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
+    ) -> str:
+        """Publish all `variables` and return the URI.
+
+        Args:
+            variables: by path, `global_step` among them.
+            io_device: the device whose file system is written; the one of this process.
+            fields: what the manifest says beside the global step.
+
+        Raises:
+            UserError: a variable is not finite, or the checkpoint cannot be written.
+        """
+        step = int(variables["global_step"].numpy())
+        uri = storage.join(self.uri, f"step-{step:08d}")
+        if uri == self.last:
+            return uri
+        _require_finite(variables, step, self.last)
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._scratch, prefix="saving-") as folder:
+            _write(variables, Path(folder) / _PREFIX, io_device)
+            if storage.is_published(uri):
+                # Only a checkpoint that could not be read stands here: a valid one was resumed.
+                storage.delete(uri)
+            storage.publish(Path(folder), uri, kind=KIND, fields={"global_step": step, **fields})
+        self.last = uri
+        events.emit("checkpoint", uri=uri, global_step=step)
+        for old, _ in listed(self.uri)[: -self._keep]:
+            storage.delete(old)
+        return uri
+
+
+def restore(found: Found, variables: Mapping[str, tf.Variable], *, io_device: str | None) -> None:
+    """Give every one of `variables` its value in the checkpoint; raises `UserError` on a misfit."""
+    _read(found.folder, variables, found.uri, io_device)
+
+
+def restore_model(uri: str, model: keras.Model, scratch: Path) -> storage.Manifest:
+    """Give the variables of a model their values in the checkpoint at `uri`.
+
+    Raises:
+        UserError: the checkpoint is missing or damaged, or does not fit the model.
+    """
+    folder = scratch / "checkpoint"
+    manifest = storage.fetch(uri, folder)
+    named = {f"model/{variable.path}": variable.value for variable in model.variables}
+    _read(folder, named, uri, None)
+    return manifest
+
+
+def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    try:
+        tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
+    except (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as error:
+        raise UserError(f"cannot write a checkpoint to {prefix.parent}: {error.message}") from None
+
+
+def _read(
+    folder: Path, variables: Mapping[str, tf.Variable], uri: str, io_device: str | None
+) -> None:
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    checkpoint = tf.train.Checkpoint(variables=dict(variables))
+    try:
+        status = checkpoint.read(str(folder / _PREFIX), options)
+        status.assert_existing_objects_matched()
+    except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the checkpoint {uri} does not fit model and optimizer of the configuration "
+            f"({reason}); train the same ones, or begin a new run"
+        ) from None
+    status.expect_partial()
+
+
+def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:
+    for path, variable in variables.items():
+        if not variable.dtype.is_floating:
+            continue
+        with tf.device(variable.device):
+            finite = tf.reduce_all(tf.math.is_finite(variable))
+        if not bool(finite):
+            raise UserError(diverged(f"{path} is not finite", step, last))
+
+
+def diverged(what: str, step: int, last: str) -> str:
+    """Return the one line that a user reads when training has diverged."""
+    kept = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
+    return (
+        f"training diverged: {what} at global step {step}; lower training.optimizer.learning_rate "
+        f"or clip the gradient ({kept})"
+    )

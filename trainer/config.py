@@ -1,0 +1,253 @@
+"""The run configuration: what `configs/*.yaml` may say, with defaults and limits.
+
+The model is frozen and strict: an unknown key, a wrong type or a value out of range is refused by
+name. `trainer.config_file` reads files and `--set` assignments into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from trainer.errors import nearest
+
+MODELS = ("softmax", "mlp", "cnn")
+STRATEGIES = ("async_parameter_server",)
+# `tests/trainer/test_optimizers.py` holds this list against what Keras offers.
+OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
+    "muon", "nadam", "rmsprop", "sgd",
+)  # fmt: skip
+SHARES = ("accuracy", "precision", "recall", "f1", "auc")
+
+# A key whose other values need a part that is not built yet: refused by name, never ignored.
+NOT_YET: dict[str, Any] = {
+    "training.pull_every": 1,
+    "training.replicas_to_aggregate": 0,
+    "training.mixed_precision": False,
+    "training.jit_compile": False,
+    "training.warm_start": "",
+    "training.schedule.name": "constant",
+    "training.schedule.warmup_steps": 0,
+    "data.partition": "disjoint",
+    "cluster.launcher": "local",
+    "cluster.evaluator": False,
+    "cluster.gpus_per_worker": 0,
+    "cluster.gpu_memory_mb": 0,
+    "cluster.placement": {},
+    "cluster.existing_servers": False,
+    "cluster.in_process": False,
+    "cluster.kubernetes": {},
+    "evaluation.slices": (),
+}
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses what it does not know."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    def digest(self) -> str:
+        """Return a short hash of everything that this part says."""
+        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
+
+
+def _known(kind: str, value: str, allowed: tuple[str, ...]) -> str:
+    if ":" in value or value in allowed:
+        return value
+    hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
+    raise ValueError(f"no {kind} of this name{hint}")
+
+
+class DataConfig(Section):
+    """Which examples, and how they are split and sharded."""
+
+    dataset: str = Field("digits", min_length=1, description="TFDS name, or package.module:Builder")
+    version: str = Field("", description="dataset version; the newest when empty")
+    manual_dir: str = Field("", description="folder with the official files, for use offline")
+    shards: int = Field(8, ge=1, le=100_000, description="shards of the training split")
+    validation: float = Field(
+        0.1, ge=0, description="taken from training: a share below 1, a count from 1, 0 for none"
+    )
+    partition: Literal["disjoint", "reshuffle"] = Field(
+        "disjoint", description="disjoint: own shards for each worker; reshuffle: all data on each"
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the split into train and validation")
+
+    @field_validator("validation")
+    @classmethod
+    def _share_or_count(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError("a count of examples has to be a whole number")
+        return value
+
+
+class ModelConfig(Section):
+    """The Keras model."""
+
+    name: str = Field("mlp", description="softmax, mlp, cnn, or package.module:function")
+    args: dict[str, Any] = Field({}, description="arguments of the model")
+
+    @field_validator("name")
+    @classmethod
+    def _known_model(cls, value: str) -> str:
+        return _known("model", value, MODELS)
+
+
+class OptimizerConfig(Section):
+    """A Keras optimizer by name; `args` are its further arguments."""
+
+    name: str = Field("adam", description="name of a Keras optimizer")
+    learning_rate: float = Field(0.003, gt=0, description="learning rate")
+    args: dict[str, Any] = Field({}, description="further arguments of the optimizer")
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, value: str) -> str:
+        if value not in OPTIMIZERS:
+            hint = nearest(value, OPTIMIZERS) or f" (one of {', '.join(OPTIMIZERS)})"
+            raise ValueError(f"no optimizer of this name{hint}")
+        return value
+
+
+class ScheduleConfig(Section):
+    """How the learning rate moves with the global step."""
+
+    name: Literal["constant", "cosine", "exponential", "piecewise"] = Field(
+        "constant", description="learning rate schedule"
+    )
+    warmup_steps: int = Field(0, ge=0, description="global steps of linear warm-up")
+    args: dict[str, Any] = Field({}, description="further arguments of the schedule")
+
+
+class TrainingConfig(Section):
+    """How long, how fast and how safely to train."""
+
+    strategy: str = Field("async_parameter_server", description="how a step runs on the cluster")
+    steps: int = Field(1500, ge=1, description="global steps (updates applied)")
+    batch_size: int = Field(64, ge=1, description="examples of one replica in one step")
+    optimizer: OptimizerConfig = Field(OptimizerConfig())
+    schedule: ScheduleConfig = Field(ScheduleConfig())
+    pull_every: int = Field(1, ge=1, description="local steps between pull and push")
+    replicas_to_aggregate: int = Field(0, ge=0, description="gradients of one update; 0: all")
+    checkpoint_every: int = Field(500, ge=1, description="global steps between checkpoints")
+    checkpoint_seconds: float = Field(0, ge=0, description="seconds between checkpoints; 0: none")
+    keep: int = Field(3, ge=1, description="checkpoints that are kept")
+    validate_every: int = Field(500, ge=0, description="global steps between validations; 0: none")
+    patience: int = Field(0, ge=0, description="stop after so many validations without gain")
+    stall_timeout: float = Field(120, gt=0, description="seconds without progress")
+    mixed_precision: bool = Field(False, description="compute in 16 bits")
+    jit_compile: bool = Field(False, description="compile the step with XLA")
+    warm_start: str = Field("", description="a checkpoint URI, or champion")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and of the order of examples")
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str) -> str:
+        return _known("strategy", value, STRATEGIES)
+
+
+class ClusterConfig(Section):
+    """What runs where."""
+
+    launcher: Literal["local", "tfjob"] = Field("local", description="who starts the tasks")
+    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
+    workers: int = Field(2, ge=1, le=10_000, description="workers")
+    evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
+    gpus_per_worker: int = Field(0, ge=0, description="GPUs of one worker")
+    gpu_memory_mb: int = Field(0, ge=0, description="fixed share of a GPU; 0: grow on demand")
+    placement: dict[str, str] = Field({}, description="variable glob to parameter server")
+    existing_servers: bool = Field(False, description="join servers that already run")
+    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
+    max_restarts: int = Field(3, ge=0, description="restarts of all tasks together")
+    kubernetes: dict[str, Any] = Field({}, description="settings of the TFJob")
+
+
+class EvaluationConfig(Section):
+    """How a trained model is measured."""
+
+    batch_size: int = Field(1000, ge=1, description="examples of one evaluation batch")
+    slices: tuple[str, ...] = Field((), description="features to report on apart")
+
+
+class GateConfig(Section):
+    """What a model has to reach before it is exported."""
+
+    min: dict[str, float] = Field({"accuracy": 0.95}, description="lowest value by metric")
+    max: dict[str, float] = Field({}, description="highest value by metric")
+
+    @field_validator("min", "max")
+    @classmethod
+    def _shares_within_one(cls, rules: dict[str, float]) -> dict[str, float]:
+        for metric, value in rules.items():
+            if metric.endswith(SHARES) and not 0 <= value <= 1:
+                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
+        return rules
+
+
+class ExportConfig(Section):
+    """In which forms a blessed model leaves."""
+
+    formats: tuple[Literal["saved_model", "keras"], ...] = Field(
+        ("saved_model", "keras"), min_length=1, description="forms of the exported model"
+    )
+
+
+class StorageConfig(Section):
+    """Where published directories stand."""
+
+    root: str = Field("", description="URI; below the workdir, or the pipeline root, when empty")
+
+    @field_validator("root")
+    @classmethod
+    def _uri(cls, value: str) -> str:
+        if value and not value.startswith(("file:///", "gs://", "s3://", "minio://")):
+            raise ValueError("not a URI: it has to begin with file:///, gs://, s3:// or minio://")
+        return value.rstrip("/")
+
+
+class Config(Section):
+    """One run, whole."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?$")] = Field(
+        "digits", description="name of the model in the registry"
+    )
+    data: DataConfig = Field(DataConfig())
+    model: ModelConfig = Field(ModelConfig())
+    training: TrainingConfig = Field(TrainingConfig())
+    cluster: ClusterConfig = Field(ClusterConfig())
+    evaluation: EvaluationConfig = Field(EvaluationConfig())
+    gate: GateConfig = Field(GateConfig())
+    export: ExportConfig = Field(ExportConfig())
+    storage: StorageConfig = Field(StorageConfig())
+
+    @model_validator(mode="after")
+    def _built_parts_only(self) -> Config:
+        for key, only in NOT_YET.items():
+            value: Any = self
+            for part in key.split("."):
+                value = getattr(value, part)
+            if value != only:
+                raise ValueError(
+                    f"{key}: {value!r} is not available yet; the only value is {only!r}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _patience_needs_validation(self) -> Config:
+        if self.training.patience and not (self.training.validate_every and self.data.validation):
+            raise ValueError(
+                "training.patience: an early stop needs training.validate_every and data.validation"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_shard_for_each_worker(self) -> Config:
+        if self.data.partition == "disjoint" and self.cluster.workers > self.data.shards:
+            raise ValueError(
+                f"cluster.workers: {self.cluster.workers} workers cannot share "
+                f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
+            )
+        return self

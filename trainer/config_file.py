@@ -1,0 +1,114 @@
+"""Read a configuration: a YAML file, `--set` assignments, or JSON, into a `Config`.
+
+Every mistake ends as a `ConfigError` of one line that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from trainer.config import Config
+from trainer.errors import ConfigError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `1e6` for a text; people who write learning rates mean the number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load(path: str | Path, assignments: Iterable[str] = ()) -> Config:
+    """Read the YAML file `path`, lay the `section.key=value` assignments over it, and check all.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or says something that is not allowed.
+    """
+    tree = _read(Path(path))
+    for assignment in assignments:
+        _assign(tree, assignment)
+    return parse(tree)
+
+
+def parse(tree: Mapping[str, Any]) -> Config:
+    """Check a nested mapping and return it as a `Config`; raises `ConfigError`."""
+    try:
+        return Config.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_explain(e) for e in error.errors()[:3])) from None
+
+
+def parse_value(text: str) -> Any:
+    """Return the value that `text` stands for in YAML; raises `ConfigError`."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError:
+        raise ConfigError(f"{text!r} is not a YAML value") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or "not YAML"
+        raise ConfigError(f"{path} is not valid YAML{where}: {problem}") from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} has to hold sections with keys, not a {type(tree).__name__}")
+    return tree
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
+    node = tree
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        below = node.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {assignment!r}: {section} is not a section")
+        node = below
+    node[last] = parse_value(text)
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{key}: no such key{_nearest_key(error['loc'])}"
+    if not key:
+        return str(message)
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
+        return f"{key}: {message}"
+    return f"{key}: {error['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
+
+
+def _nearest_key(path: tuple[str | int, ...]) -> str:
+    model: Any = Config
+    for part in path[:-1]:
+        model = model.model_fields[str(part)].annotation
+    keys = list(model.model_fields)
+    hint = nearest(str(path[-1]), keys)
+    if hint or not issubclass(model, BaseModel):
+        return hint
+    return f" (one of {', '.join(keys)})"

@@ -1,0 +1,96 @@
+"""Find the builder of a dataset: embedded, from TFDS, or your own `package.module:Builder`."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+
+from trainer.config import DataConfig
+from trainer.errors import ConfigError, nearest
+
+# By name, so that what one needs is loaded only when it is asked for.
+EMBEDDED = {"digits": "trainer.data.digits:Digits"}
+
+
+def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
+    """Return the TFDS builder of `config.dataset`, in the configured or its newest version.
+
+    A name may carry a TFDS config, as in `glue/cola`.
+
+    Args:
+        config: the data section.
+        data_dir: where TFDS keeps what it downloads and prepares.
+
+    Raises:
+        ConfigError: no such dataset, config of it, version or class.
+    """
+    name = EMBEDDED.get(config.dataset, config.dataset)
+    own = _own_class(name) if ":" in name else None
+    try:
+        if own:
+            return own(data_dir=data_dir, **_version(config))
+        return tfds.builder(config.dataset, data_dir=data_dir, **_version(config))
+    except tfds.core.DatasetNotFoundError as error:
+        raise ConfigError(
+            f"data.dataset: there is no dataset {config.dataset!r} in TFDS"
+            f"{nearest(config.dataset, _names())}; a builder of your own is package.module:Builder"
+        ) from error
+    # Whatever a builder's constructor raises: a wrong version, config or argument.
+    except Exception as error:
+        raise ConfigError(_refusal(config, error)) from error
+
+
+def _version(config: DataConfig) -> dict[str, str]:
+    return {"version": config.version} if config.version else {}
+
+
+def _names() -> list[str]:
+    return [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
+
+
+def _own_class(name: str) -> type[Any]:
+    module, _, attribute = name.partition(":")
+    if attribute[:1].isdigit():
+        raise ConfigError(
+            f"data.dataset: {name!r} names a version; set data.dataset to {module!r} and "
+            f"data.version to {attribute!r}"
+        )
+    try:
+        loaded = importlib.import_module(module)
+    # A module of the user's may fail in any way while it is imported.
+    except Exception as error:
+        raise ConfigError(
+            f"data.dataset: cannot import {module}: {type(error).__name__}: {first_line(error)}; "
+            "it has to stand on PYTHONPATH"
+        ) from error
+    found = getattr(loaded, attribute, None)
+    if not (isinstance(found, type) and issubclass(found, tfds.core.DatasetBuilder)):
+        hint = nearest(attribute, [word for word in vars(loaded) if not word.startswith("_")])
+        raise ConfigError(
+            f"data.dataset: {module} has no TFDS builder (tfds.core.DatasetBuilder) called "
+            f"{attribute!r}{hint}"
+        )
+    return found
+
+
+def _refusal(config: DataConfig, error: Exception) -> str:
+    # TFDS puts its own call before the reason.
+    reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", first_line(error))
+    base, _, chosen = config.dataset.partition("/")
+    if "BuilderConfig" in reason and chosen:
+        known = list(tfds.builder_cls(base).builder_configs)
+        hint = nearest(chosen, known) or f" (one of {', '.join(known[:20])})"
+        return f"data.dataset: {base} has no config {chosen!r}{hint}"
+    key = "data.version" if config.version and "ersion" in reason else "data.dataset"
+    value = config.version if key == "data.version" else config.dataset
+    return f"{key}: {value}: {type(error).__name__}: {reason}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,156 @@
+"""Let TFDS download and prepare a dataset, and say in one line why it could not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import tensorflow_datasets as tfds
+
+from trainer.data.datasets import first_line
+from trainer.data.network import UnreachableError, reach
+from trainer.errors import ConfigError, UserError
+
+_FILES_NAMED = 8
+
+
+def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> None:
+    """Make the builder's dataset ready to be read; at once where it is prepared already.
+
+    Files that are in `manual_dir` are taken from there, and no network is asked for them.
+
+    Args:
+        name: of the dataset, for errors.
+        builder: its data_dir is where the download goes.
+        manual_dir: folder with the official files, or empty.
+
+    Raises:
+        ConfigError: there is no such folder.
+        UserError: files are missing and cannot be downloaded, are not the official ones, or the
+            builder failed.
+    """
+    # Not `is_prepared()`, which warns of each dataset that is not.
+    if (builder.data_path / "dataset_info.json").exists():
+        return
+    folder = _folder(manual_dir)
+    _refuse_without_manual_files(name, builder, folder)
+    _ask_before_download(builder, _reach_or_explain(name, builder, folder))
+    tfds.disable_progress_bar()
+    settings = tfds.download.DownloadConfig(manual_dir=folder, try_download_gcs=False)
+    try:
+        # TFDS prints; standard output belongs to the results.
+        with contextlib.redirect_stdout(sys.stderr):
+            builder.download_and_prepare(download_config=settings)
+    except UserError:
+        raise
+    except tfds.download.DownloadError as error:
+        raise UserError(
+            f"data.dataset: {name} cannot be downloaded: {first_line(error)}"
+        ) from error
+    # Beneath is the builder's code, which may fail in any way, and may be the user's own.
+    except Exception as error:
+        raise UserError(_failure(name, error)) from error
+
+
+def _folder(manual_dir: str) -> Path | None:
+    if not manual_dir:
+        return None
+    folder = Path(manual_dir).expanduser().absolute()
+    if not folder.is_dir():
+        raise ConfigError(f"data.manual_dir: {folder} is not a folder; name the one with the files")
+    return folder
+
+
+def _manual_folder(builder: Any, folder: Path | None) -> Path:
+    # The second is where TFDS looks when it is not told.
+    return folder or Path(builder.data_dir_root) / "downloads" / "manual"
+
+
+def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -> None:
+    instructions = builder.MANUAL_DOWNLOAD_INSTRUCTIONS
+    place = _manual_folder(builder, folder)
+    if instructions and not (place.is_dir() and any(place.iterdir())):
+        raise UserError(
+            f"data.dataset: the files of {name} are not in {place}; set data.manual_dir to the "
+            f"folder that has them. {' '.join(instructions.split())}"
+        )
+
+
+def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
+    """Have `ask(url)` called before each real download, and only then.
+
+    Which URLs a builder downloads is known to nobody before it does: its list of checksums holds
+    those of all its configs, and may be missing. TFDS has no public hook there.
+    """
+    make = builder._make_download_manager
+
+    def make_asking(**options: Any) -> Any:
+        manager = make(**options)
+        start = manager._download
+
+        def ask_and_start(resource: Any) -> Any:
+            ask(resource.url)
+            return start(resource)
+
+        manager._download = ask_and_start
+        return manager
+
+    builder._make_download_manager = make_asking
+
+
+def _reach_or_explain(name: str, builder: Any, folder: Path | None) -> Callable[[str], None]:
+    reached: set[str] = set()
+
+    def ask(url: str) -> None:
+        host = urlsplit(url).netloc
+        if host in reached:
+            return
+        try:
+            reach(url)
+        except UnreachableError as error:
+            raise UserError(
+                f"data.dataset: {name} cannot be downloaded, {host} is out of reach ({error}); "
+                f"{_remedy(url, builder, _manual_folder(builder, folder), bool(folder))}"
+            ) from error
+        reached.add(host)
+
+    return ask
+
+
+def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
+    known = builder.url_infos or {}
+    if url not in known or not known[url].filename:
+        return "run it where the network is open, or set TFDS_DATA_DIR to a folder that has it"
+    # The one that is asked for comes first: the rest may belong to other configs.
+    names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
+    absent = [file for file in names if file and not (place / file).exists()]
+    more = f" and {len(absent) - _FILES_NAMED} more" if len(absent) > _FILES_NAMED else ""
+    files = ", ".join(absent[:_FILES_NAMED]) + more
+    if is_set:
+        return f"put what is missing into data.manual_dir ({place}): {files}"
+    return f"put the official files into a folder and set data.manual_dir to it: {files}"
+
+
+def _failure(name: str, error: Exception) -> str:
+    wrong = re.match(r"Artifact (\S+), downloaded to (.+), has wrong checksum", str(error))
+    if wrong:
+        url, path = wrong.groups()
+        return (
+            f"data.manual_dir: {path} is not the official file (size or sha256 differ); "
+            f"get it anew from {url}"
+        )
+    if isinstance(error, OSError) and error.filename:
+        return f"data.dataset: {name}: {error.filename}: {error.strerror}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    return (
+        f"data.dataset: {name} could not be prepared: {type(error).__name__}: "
+        f"{first_line(error)} ({where})"
+    )

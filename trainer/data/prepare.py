@@ -1,0 +1,160 @@
+"""Download a dataset, split it, and publish it as shards; once for each configuration.
+
+A dataset stands at `<root>/datasets/<key>`. The key is made of what decides on its content, so that
+another configuration never meets it, and the same one finds it again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tensorflow_datasets as tfds
+
+from trainer import storage
+from trainer.config import DataConfig
+from trainer.data import datasets
+from trainer.data.download import download
+from trainer.data.features import Selection, save_record_features, select
+from trainer.data.spec import KIND, SCHEMA
+from trainer.data.splits import plan
+from trainer.storage import Manifest
+from trainer.storage.errors import reported
+
+if TYPE_CHECKING:
+    from trainer.data.write import Written
+
+# What says where the data is found, or how it is read, and not what it is.
+_NOT_CONTENT = {"manual_dir", "partition"}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PreparedDataset:
+    """Where the dataset is published, and whether it was before."""
+
+    uri: str
+    manifest: Manifest
+    reused: bool
+
+
+def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
+    """Return the published dataset of this configuration, made where there is none.
+
+    One that is published and whole is reused; one that is damaged is made again.
+
+    Args:
+        config: the data section.
+        root: `storage.root`; the dataset is published below it.
+        scratch: local folder for what is downloaded and written meanwhile, removed at the end. What
+            TFDS makes of the download stays in `TFDS_DATA_DIR` instead, where that is set.
+
+    Raises:
+        ConfigError: no such dataset, version or folder.
+        UserError: the dataset cannot be downloaded, or is of no use here.
+    """
+    with _folder(scratch) as folder:
+        source = datasets.builder(config, _tfds_dir(folder))
+        uri = storage.join(root, "datasets", dataset_key(config, str(source.version)))
+        found = _whole(uri)
+        if found:
+            return PreparedDataset(uri, found, reused=True)
+        selection = select(config.dataset, source.info)
+        download(config.dataset, source, config.manual_dir)
+        shards = folder / "shards"
+        with reported(f"prepare {config.dataset}"):
+            written = _write(config, source, selection, shards)
+        _remove_damaged(uri)
+        fields = _fields(config, source, selection, written)
+        return PreparedDataset(uri, storage.publish(shards, uri, kind=KIND, fields=fields), False)
+
+
+def dataset_key(config: DataConfig, version: str) -> str:
+    """Return the name of the published directory for a configuration and a resolved version."""
+    section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
+    content = json.dumps({**section, "version": version, "schema": SCHEMA}, sort_keys=True)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.dataset)
+    return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+@contextmanager
+def _folder(scratch: Path) -> Iterator[Path]:
+    with reported(f"write below {scratch}"):
+        scratch.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix="prepare-", dir=scratch))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tfds_dir(folder: Path) -> Path:
+    chosen = os.environ.get("TFDS_DATA_DIR")
+    return Path(chosen).expanduser() if chosen else folder / "tfds"
+
+
+def _whole(uri: str) -> Manifest | None:
+    try:
+        return storage.verify(uri)
+    except storage.NotPublished:
+        return None
+    except storage.Corrupt as error:
+        _log.warning("%s; it is prepared again", error)
+        return None
+
+
+def _remove_damaged(uri: str) -> None:
+    # Only now, and only if nobody else has put it right meanwhile.
+    if storage.is_published(uri) and not _whole(uri):
+        storage.delete(uri)
+
+
+def _write(
+    config: DataConfig, source: tfds.core.DatasetBuilder, selection: Selection, folder: Path
+) -> Written:
+    # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
+    from trainer.data.write import write  # noqa: PLC0415
+
+    folder.mkdir()
+    sizes = {name: split.num_examples for name, split in source.info.splits.items()}
+    where = plan(
+        config.dataset,
+        sizes,
+        validation=config.validation,
+        shards=config.shards,
+        seed=config.seed,
+    )
+    save_record_features(selection, folder)
+    return write(config.dataset, source, selection, where, folder)
+
+
+def _fields(
+    config: DataConfig, source: tfds.core.DatasetBuilder, selection: Selection, written: Written
+) -> dict[str, Any]:
+    return {
+        "dataset_schema": SCHEMA,
+        "dataset": config.dataset,
+        "version": str(source.version),
+        "splits": {
+            name: {"examples": sum(shards), "shards": shards}
+            for name, shards in written.examples.items()
+        },
+        "features": {name: spec.to_json() for name, spec in selection.specs.items()},
+        "inputs": selection.inputs,
+        "label": selection.label,
+        "labels": selection.labels,
+        "num_classes": written.num_classes,
+        "label_counts": written.label_counts,
+        "fingerprint": written.fingerprint,
+    }

@@ -1,0 +1,133 @@
+"""Fetch shards, and make batches of them: the only part of the data that a task of a cluster needs.
+
+Nothing here imports TFDS. All of `training_batches` and `evaluation_batches` is a TensorFlow graph,
+which a `ClusterCoordinator` can run in a worker's process, where none of our Python runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from trainer import storage
+from trainer.data.records import parse
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+
+__all__ = ["DatasetSpec", "evaluation_batches", "stage_shards", "training_batches"]
+
+# Of what is held in memory to be shuffled, unless the caller says how many examples.
+SHUFFLE_BYTES = 256 << 20
+_TEXT_BYTES = 1024
+_AT_ONCE = 8
+
+Files = str | Sequence[str | Path]
+
+
+def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int = 1) -> list[Path]:
+    """Fetch the shards `index`, `index + of`, ... of a split, verified, and return their paths.
+
+    Other shards in `directory` are removed, since a reader may take all that it finds there.
+
+    Raises:
+        UserError: no such split, or more readers than shards.
+    """
+    names = DatasetSpec.from_manifest(storage.read_manifest(uri)).files(split)
+    if of > len(names):
+        raise UserError(
+            f"data.shards: {of} readers cannot share the {len(names)} shards of {split!r}; "
+            f"set data.shards to {of} or more"
+        )
+    wanted = names[index::of]
+    storage.fetch(uri, directory, only=set(wanted).__contains__)
+    for path in directory.glob("*.tfrecord"):
+        if path.name not in wanted:
+            path.unlink()
+    return [directory / name for name in wanted]
+
+
+def training_batches(
+    spec: DatasetSpec,
+    files: Files,
+    *,
+    batch_size: int,
+    seed: int,
+    shuffle_buffer: int | None = None,
+) -> tf.data.Dataset:
+    """Return `(inputs, label)` batches without end, in a new order in every epoch.
+
+    An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
+    nothing is skipped at the seam. The same seed gives the same order.
+
+    Args:
+        spec: of the dataset.
+        files: paths, or one pattern such as "shards/*.tfrecord", which is resolved where the
+            dataset runs.
+        batch_size: examples of one batch.
+        seed: of the order.
+        shuffle_buffer: examples that are held in memory; by default as many as take 256 MiB. Where
+            the whole split fits, it is read and parsed once and every order is equally likely.
+    """
+    held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
+    if spec.examples("train") <= held:
+        batches = _from_memory(spec, _paths(files), seed, spec.examples("train"))
+        batches = batches.rebatch(batch_size, drop_remainder=True)
+    else:
+        batches = _streamed(_paths(files), seed, held)
+        batches = batches.batch(batch_size, drop_remainder=True).map(
+            lambda records: _example(spec, records)
+        )
+    return batches.prefetch(2)
+
+
+def evaluation_batches(spec: DatasetSpec, files: Files, *, batch_size: int) -> tf.data.Dataset:
+    """Return `(inputs, label)` batches of each example once, in the order of the files."""
+    records = _paths(files).flat_map(tf.data.TFRecordDataset)
+    return records.batch(batch_size).map(lambda batch: _example(spec, batch)).prefetch(2)
+
+
+def _paths(files: Files) -> tf.data.Dataset:
+    if isinstance(files, str):
+        return tf.data.Dataset.list_files(files, shuffle=False)
+    return tf.data.Dataset.from_tensor_slices([str(path) for path in files])
+
+
+def _fitting(spec: DatasetSpec) -> int:
+    def size(name: str) -> int:
+        feature = spec.features[name]
+        dtype = tf.as_dtype(feature.dtype)
+        elements: int = tf.TensorShape(feature.shape).num_elements()
+        return elements * (_TEXT_BYTES if dtype == tf.string else dtype.size)
+
+    return max(1, SHUFFLE_BYTES // sum(size(name) for name in (*spec.inputs, spec.label)))
+
+
+def _from_memory(
+    spec: DatasetSpec, paths: tf.data.Dataset, seed: int, examples: int
+) -> tf.data.Dataset:
+    def reordered(example: Any, epoch: Any) -> Any:
+        _, label = example
+        order = tf.random.experimental.stateless_shuffle(tf.range(tf.size(label)), (seed, epoch))
+        return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
+
+    whole = paths.flat_map(tf.data.TFRecordDataset).batch(examples)
+    parsed = whole.map(lambda records: _example(spec, records)).cache().repeat()
+    return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
+
+
+def _streamed(paths: tf.data.Dataset, seed: int, held: int) -> tf.data.Dataset:
+    # As many paths as a dataset has at most are few beside its examples.
+    mixed = paths.shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
+    records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=_AT_ONCE, block_length=16)
+    return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
+
+
+def _example(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, tf.Tensor]:
+    wanted = {name: spec.features[name] for name in (*spec.inputs, spec.label)}
+    values = parse(wanted, records)
+    if len(spec.inputs) == 1:
+        return values[spec.inputs[0]], values[spec.label]
+    return {name: values[name] for name in spec.inputs}, values[spec.label]

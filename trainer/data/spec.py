@@ -1,0 +1,94 @@
+"""What a prepared dataset holds, as its manifest tells it. Free of TensorFlow.
+
+A split is a list of TFRecord shards of `tf.train.Example`. How a feature stands in a record is its
+`stored`: "raw" (the bytes of the tensor, little-endian, row by row), "int" (an int64), "float" (a
+float32) or "bytes" (texts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trainer.errors import UserError, nearest
+from trainer.storage import Manifest
+
+KIND = "dataset"
+# Part of a dataset's key: a change of what is written has to raise it.
+SCHEMA = 1
+SPLITS = ("train", "validation", "test")
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureSpec:
+    """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetSpec:
+    """Everything that a reader or a model has to know of a prepared dataset."""
+
+    features: Mapping[str, FeatureSpec]
+    inputs: tuple[str, ...]
+    label: str
+    num_classes: int
+    labels: tuple[str, ...]
+    shards: Mapping[str, tuple[int, ...]]
+
+    def examples(self, split: str) -> int:
+        """Return the number of examples of a split; 0 for one that the dataset does not have."""
+        return sum(self.shards.get(split, ()))
+
+    def files(self, split: str) -> list[str]:
+        """Return the file names of a split's shards, in order.
+
+        Raises:
+            UserError: the dataset has no such split.
+        """
+        if split not in self.shards:
+            hint = nearest(split, self.shards) or f" (it has {', '.join(self.shards)})"
+            raise UserError(f"the dataset has no split {split!r}{hint}")
+        count = len(self.shards[split])
+        return [shard_name(split, index, count) for index in range(count)]
+
+    @classmethod
+    def from_manifest(cls, manifest: Manifest) -> DatasetSpec:
+        """Read the spec of a published dataset.
+
+        Raises:
+            UserError: it is not a dataset, or another version wrote it.
+        """
+        if manifest.kind != KIND:
+            raise UserError(f"a {manifest.kind} is published there and not a {KIND}: check the URI")
+        found = manifest.fields.get("dataset_schema")
+        if found != SCHEMA:
+            raise UserError(
+                f"the dataset has schema {found} and this version reads {SCHEMA}: prepare it again"
+            )
+        return cls(
+            features={
+                name: FeatureSpec(**{**feature, "shape": tuple(feature["shape"])})
+                for name, feature in manifest.fields["features"].items()
+            },
+            inputs=tuple(manifest.fields["inputs"]),
+            label=manifest.fields["label"],
+            num_classes=manifest.fields["num_classes"],
+            labels=tuple(manifest.fields["labels"]),
+            shards={
+                name: tuple(split["shards"]) for name, split in manifest.fields["splits"].items()
+            },
+        )
+
+
+def shard_name(split: str, index: int, count: int) -> str:
+    """Return the file name of one shard."""
+    return f"{split}-{index:05d}-of-{count:05d}.tfrecord"

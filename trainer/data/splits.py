@@ -1,0 +1,94 @@
+"""Which example goes where: train, validation and test, drawn by a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data.spec import SPLITS
+from trainer.errors import UserError
+
+TRAIN, VALIDATION, TEST = range(len(SPLITS))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Where every example goes, and in how many shards each split is written.
+
+    `targets` has for each split of the source that is read an array over its examples, in order,
+    of indexes into `SPLITS`. `shards` counts by the name of the split; one without examples is
+    left out.
+    """
+
+    targets: Mapping[str, NDArray[np.int8]]
+    shards: Mapping[str, int]
+
+
+def plan(name: str, sizes: Mapping[str, int], *, validation: float, shards: int, seed: int) -> Plan:
+    """Draw validation, and test where the source has none, from the training split.
+
+    Args:
+        name: of the dataset, for errors.
+        sizes: examples of each split of the source.
+        validation: a share of the training split below 1, a count from 1, 0 for none.
+        shards: of the training split; the others get shards of about the same size.
+        seed: of the draw.
+
+    Raises:
+        UserError: the source is too small, or has no training split.
+    """
+    source = {split: size for split, size in sizes.items() if size}
+    if "train" not in source:
+        found = ", ".join(source) or "none"
+        raise UserError(
+            f"data.dataset: {name} has no split 'train' (it has {found}); "
+            "give data.dataset a builder of your own that makes one"
+        )
+    test_source = next((split for split in ("test", "validation") if split in source), None)
+    held = _held_out(source["train"], validation)
+    targets = {"train": _draw(name, source["train"], held, test_source is None, seed)}
+    if test_source:
+        targets[test_source] = np.full(source[test_source], TEST, np.int8)
+    every = np.concatenate(list(targets.values()))
+    counts = np.bincount(every, minlength=len(SPLITS)).tolist()
+    if shards > counts[TRAIN]:
+        raise UserError(
+            f"data.shards: {shards} shards for {counts[TRAIN]} training examples of {name}; "
+            f"set data.shards to {counts[TRAIN]} or less"
+        )
+    size = -(-counts[TRAIN] // shards)
+    written = {"train": shards}
+    for index in (VALIDATION, TEST):
+        if counts[index]:
+            written[SPLITS[index]] = min(shards, -(-counts[index] // size))
+    return Plan(targets=targets, shards=written)
+
+
+def _held_out(examples: int, validation: float) -> int:
+    if validation >= 1:
+        return int(validation)
+    return max(1, round(validation * examples)) if validation else 0
+
+
+def _draw(name: str, examples: int, held: int, with_test: bool, seed: int) -> NDArray[np.int8]:
+    if with_test and not held:
+        raise UserError(
+            f"data.validation: 0, and {name} has no test split, so that nothing is left to test "
+            "on; set data.validation to 0.1 or so, and a test split of that size is drawn as well"
+        )
+    taken = held * (2 if with_test else 1)
+    if taken >= examples:
+        what = "validation and test" if with_test else "validation"
+        raise UserError(
+            f"data.validation: {what} would take {taken} of the {examples} training examples of "
+            f"{name}; set a smaller share or count"
+        )
+    # Of NumPy's generators only this one promises the same draw in every version.
+    order = np.random.RandomState(seed).permutation(examples)
+    target = np.full(examples, TRAIN, np.int8)
+    target[order[:held]] = VALIDATION
+    target[order[held:taken]] = TEST
+    return target

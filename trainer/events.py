@@ -1,0 +1,45 @@
+"""What happens in a run, as lines of JSON that a person or a program can follow while it goes on.
+
+Every process of a run appends to the file that `FLOTILLA_EVENTS` names: steps that begin and end,
+progress of training, checkpoints, incidents. Without the variable the same goes to the log.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+VARIABLE = "FLOTILLA_EVENTS"
+log = logging.getLogger(__name__)
+
+
+def emit(event: str, **fields: Any) -> None:
+    """Append one event; `fields` have to be JSON values.
+
+    One `write` of one line in append mode, so that lines of several processes do not mix.
+    """
+    line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
+    path = os.environ.get(VARIABLE)
+    if not path:
+        log.info("%s", line)
+        return
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
+
+
+def read(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file in order; a line that is not whole yet is left out."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)

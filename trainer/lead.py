@@ -1,0 +1,119 @@
+"""The chief: leads the training of a cluster from the newest valid checkpoint to the end."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from functools import cache, partial
+from types import FrameType
+
+import keras
+import tensorflow as tf
+
+from trainer import evaluate, storage
+from trainer.checkpoints import Checkpoints
+from trainer.cluster import Cluster
+from trainer.config import Config
+from trainer.data.read import evaluation_batches, stage_shards, training_batches
+from trainer.data.spec import DatasetSpec
+from trainer.errors import ClusterLostError
+from trainer.launcher import Job
+from trainer.models import registry as models
+from trainer.models.spec import InputSpec
+from trainer.optimizers import build_optimizer
+from trainer.strategies import registry as strategies
+from trainer.strategies.interface import Problem, Strategy
+from trainer.train import Surroundings, train
+
+# Examples that one worker shuffles among: enough for a class-sorted shard of common size.
+SHUFFLE_BUFFER = 10_000
+# What TensorFlow raises in the chief when a server that it relies on has gone or has begun anew.
+_LOST = (
+    tf.errors.UnavailableError,
+    tf.errors.AbortedError,
+    tf.errors.CancelledError,
+    tf.errors.FailedPreconditionError,
+    tf.errors.NotFoundError,
+)
+
+
+def lead(job: Job, cluster: Cluster) -> None:
+    """Train from the newest valid checkpoint to the end; see `trainer.train.train`."""
+    logging.getLogger("tensorflow").setLevel(logging.WARNING)
+    stopping = _stop_on_sigterm()
+    config = job.config
+    spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
+    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
+    build_model = partial(models.build, config.model, inputs, config.training.seed)
+    strategy = strategies.create(config.training.strategy, cluster)
+    around = Surroundings(
+        problem=partial(_problem, config, spec, build_model),
+        validate=_validator(job, spec, build_model),
+        stopping=stopping,
+    )
+    kept = Checkpoints(job.checkpoints, keep=config.training.keep, scratch=job.workdir / "scratch")
+    try:
+        train(config, strategy, kept, around)
+    except _LOST as error:
+        raise ClusterLostError(
+            f"a task of the cluster is gone: {str(error).splitlines()[0]}"
+        ) from error
+    finally:
+        strategy.close()
+
+
+def _problem(
+    config: Config, spec: DatasetSpec, build_model: Callable[[], keras.Model], start: int
+) -> Problem:
+    training = config.training
+    return Problem(
+        build_model=build_model,
+        build_optimizer=partial(build_optimizer, training.optimizer),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        batches=partial(
+            training_batches,
+            spec,
+            "shards/*.tfrecord",
+            batch_size=training.batch_size,
+            # A resumed life would otherwise see the examples in the order of the life before.
+            seed=training.seed + start,
+            shuffle_buffer=SHUFFLE_BUFFER,
+        ),
+    )
+
+
+def _validator(
+    job: Job, spec: DatasetSpec, build_model: Callable[[], keras.Model]
+) -> Callable[[Strategy], dict[str, float]] | None:
+    if not spec.examples("validation"):
+        return None
+    files = stage_shards(job.dataset, job.workdir / "validation", "validation")
+    batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
+
+    @cache
+    def measured_copy() -> tuple[keras.Model, evaluate.Measurer]:
+        # Made at its first use: what is made before the cluster is connected stands on no device
+        # that exists afterwards.
+        copy = build_model()
+        return copy, evaluate.measurer(copy)
+
+    def validate(strategy: Strategy) -> dict[str, float]:
+        copy, measured = measured_copy()
+        trained = strategy.variables()
+        for variable in copy.variables:
+            variable.assign(trained[f"model/{variable.path}"])
+        return measured(batches)
+
+    return validate
+
+
+def _stop_on_sigterm() -> Callable[[], bool]:
+    asked: list[int] = []
+
+    def remember(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
+
+    signal.signal(signal.SIGTERM, remember)
+    signal.signal(signal.SIGINT, remember)
+    return lambda: bool(asked)

@@ -1,0 +1,1 @@
+"""Keras models: `registry.build` makes one by name; one file a model."""

@@ -1,0 +1,124 @@
+"""Make a model by its name, or by the user's own `package.module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import keras
+from keras.src.utils.naming import reset_uids
+
+from trainer.config import ModelConfig
+from trainer.errors import ConfigError, nearest
+from trainer.models.cnn import cnn
+from trainer.models.mlp import mlp
+from trainer.models.softmax import softmax
+from trainer.models.spec import InputSpec
+
+ModelFunction = Callable[..., keras.Model]
+
+BUILT_IN: dict[str, ModelFunction] = {"softmax": softmax, "mlp": mlp, "cnn": cnn}
+
+
+def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
+    """Return the model, built, with float logits of shape (batch, num_classes) as its output.
+
+    The same config, spec and seed give the same variable paths and the same weights, whatever the
+    process has built before: Keras's counters of names and random seeds are set anew for that.
+    The variables belong to the `tf.distribute` strategy whose scope is entered, if one is.
+
+    Raises:
+        ConfigError: no such function, wrong arguments, or something that is not such a model.
+    """
+    function = BUILT_IN.get(config.name) or _own_function(config.name)
+    _check_arguments(config.name, function, config.args)
+    # `keras.backend.clear_session` does this too, but it breaks a strategy scope that is entered.
+    reset_uids()
+    keras.utils.set_random_seed(seed)
+    try:
+        model = function(spec, **config.args)
+    except ConfigError as error:
+        raise ConfigError(f"model {config.name}: {error}") from None
+    # Whatever a user's function raises is for the user to put right.
+    except Exception as error:
+        raise ConfigError(f"model {config.name}: {first_line(error)}") from error
+    _check_output(config.name, model, spec)
+    _check_paths(config.name, model)
+    return model
+
+
+def _own_function(name: str) -> ModelFunction:
+    place, _, function = name.partition(":")
+    try:
+        module = importlib.import_module(place)
+    # A module of the user's may fail in any way while it is imported.
+    except Exception as error:
+        raise ConfigError(
+            f"model {name}: cannot import {place}: {first_line(error)}; "
+            "it has to stand on PYTHONPATH"
+        ) from error
+    found = getattr(module, function, None)
+    if not callable(found):
+        hint = nearest(function, vars(module))
+        raise ConfigError(f"model {name}: {place} has no function {function!r}{hint}")
+    return cast("ModelFunction", found)
+
+
+def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]) -> None:
+    _, *parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return
+    allowed = [parameter.name for parameter in parameters]
+    for argument in args:
+        if argument not in allowed:
+            known = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
+            hint = nearest(argument, allowed)
+            raise ConfigError(f"model.args: {name} has no argument {argument!r} ({known}){hint}")
+
+
+def _check_output(name: str, model: object, spec: InputSpec) -> None:
+    if not isinstance(model, keras.Model):
+        raise ConfigError(f"model {name}: it is a {type(model).__name__}, not a keras.Model")
+    try:
+        # The call also builds a model that has not seen its input yet.
+        logits = model(spec.symbols())
+    except Exception as error:
+        raise ConfigError(
+            f"model {name}: it does not take the dataset's input of shape {spec.shape} and type "
+            f"{spec.dtype}: {first_line(error)}"
+        ) from error
+    if not isinstance(logits, keras.KerasTensor):
+        raise ConfigError(f"model {name}: its output is a {type(logits).__name__}, not one tensor")
+    if logits.shape != (None, spec.num_classes) or "float" not in logits.dtype:
+        raise ConfigError(
+            f"model {name}: its output has to be float logits of shape (batch, {spec.num_classes}),"
+            f" not {logits.dtype} of shape {logits.shape}"
+        )
+    if _ends_with_softmax(model):
+        raise ConfigError(
+            f"model {name}: it has to return logits; remove the softmax from its last layer"
+        )
+
+
+def _ends_with_softmax(model: keras.Model) -> bool:
+    last = model.layers[-1] if model.layers else None
+    activation = getattr(last, "activation", None)
+    return isinstance(last, keras.layers.Softmax) or activation is keras.activations.softmax
+
+
+def _check_paths(name: str, model: keras.Model) -> None:
+    paths = [variable.path for variable in model.variables]
+    twice = sorted({path for path in paths if paths.count(path) > 1})
+    if twice:
+        raise ConfigError(
+            f"model {name}: two variables are called {twice[0]}; give its layers different names, "
+            "since a checkpoint finds variables by name"
+        )
+
+
+def first_line(error: Exception) -> str:
+    """Return the type of an error and the first line of what it says."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

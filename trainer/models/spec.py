@@ -1,0 +1,80 @@
+"""What a model has to take in and give out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import keras
+
+from trainer.errors import ConfigError
+
+Shape = tuple[int, ...]
+
+
+class Feature(Protocol):
+    """What the dataset says of a feature, without the batch axis."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Sizes of its axes; empty for a single value."""
+
+    @property
+    def dtype(self) -> str:
+        """Name of its type, such as uint8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputSpec:
+    """One example without its batch axis, and the number of classes.
+
+    With several input features `shape` and `dtype` are mappings with the same feature names, and
+    the model takes a mapping of tensors.
+    """
+
+    shape: Shape | Mapping[str, Shape]
+    dtype: str | Mapping[str, str]
+    num_classes: int
+
+    @classmethod
+    def of(
+        cls, features: Mapping[str, Feature], inputs: Sequence[str], num_classes: int
+    ) -> InputSpec:
+        """Return the spec of a model that takes the features named `inputs`."""
+        shapes = {name: tuple(features[name].shape) for name in inputs}
+        dtypes = {name: features[name].dtype for name in inputs}
+        if len(inputs) == 1:
+            return cls(shape=shapes[inputs[0]], dtype=dtypes[inputs[0]], num_classes=num_classes)
+        return cls(shape=shapes, dtype=dtypes, num_classes=num_classes)
+
+    def symbols(self) -> Any:
+        """Return the Keras input for the single tensor, or a mapping of them."""
+        if isinstance(self.shape, Mapping):
+            assert isinstance(self.dtype, Mapping)
+            return {
+                name: keras.Input(shape=shape, dtype=self.dtype[name], name=name)
+                for name, shape in self.shape.items()
+            }
+        return keras.Input(shape=self.shape, dtype=self.dtype, name="input")
+
+
+def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
+    """Return the single Keras input and the float tensor made of it, for the models built in.
+
+    Bytes are brought into 0..1; other numbers are only cast.
+
+    Raises:
+        ConfigError: the dataset has several inputs, or an input that is not a number.
+    """
+    if isinstance(spec.shape, Mapping):
+        names = ", ".join(spec.shape)
+        raise ConfigError(f"takes one input feature, the dataset has {names}; {_OWN_MODEL}")
+    if spec.dtype == "string":
+        raise ConfigError(f"takes numbers, the dataset's input is a text; {_OWN_MODEL}")
+    given = spec.symbols()
+    scale = 1 / 255 if spec.dtype == "uint8" else 1.0
+    return given, keras.layers.Rescaling(scale, name="scale")(given)
+
+
+_OWN_MODEL = "write your own as package.module:function"

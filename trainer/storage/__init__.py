@@ -1,0 +1,49 @@
+"""Published directories: whole or absent, whatever dies while they are written.
+
+A directory is published when it holds a `MANIFEST.json`, written last, that names each file with
+its size and crc32c. Readers take only what a manifest names and check it. Directories are named by
+URI; this version stores below `file://`, other schemes join in `trainer.storage.schemes`.
+
+All errors that a user can put right (a full disk, a missing directory, a wrong file) are raised as
+`trainer.errors.UserError`.
+"""
+
+from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema
+from trainer.storage.fetching import fetch
+from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
+from trainer.storage.publishing import (
+    delete,
+    is_published,
+    publish,
+    published,
+    read_bytes,
+    read_file,
+    read_manifest,
+    verify,
+    write_bytes,
+)
+from trainer.storage.uri import join, local_path, uri_of
+
+__all__ = [
+    "MANIFEST",
+    "Conflict",
+    "Corrupt",
+    "FileEntry",
+    "Manifest",
+    "Missing",
+    "NotPublished",
+    "UnknownSchema",
+    "delete",
+    "fetch",
+    "is_published",
+    "join",
+    "local_path",
+    "publish",
+    "published",
+    "read_bytes",
+    "read_file",
+    "read_manifest",
+    "uri_of",
+    "verify",
+    "write_bytes",
+]

@@ -1,0 +1,142 @@
+"""`MANIFEST.json`: what a published directory holds.
+
+    {"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}
+
+Paths are relative, with forward slashes. `fields` are the kind's own and stand beside the others.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from trainer.storage.checksum import Checksum
+from trainer.storage.errors import Corrupt, UnknownSchema
+
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+RESERVED = ("schema", "kind", "created", "files")
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a published directory; refuses a path that leads out of it.
+
+    Raises:
+        ValueError: a part is not what a manifest may say.
+    """
+
+    path: str
+    bytes: int
+    crc32c: str
+
+    def __post_init__(self) -> None:
+        """Refuse what no manifest may say."""
+        if not _is_inside(self.path):
+            raise ValueError(f"{self.path!r} is not a path below the directory")
+        if type(self.bytes) is not int or self.bytes < 0:
+            raise ValueError(f"{self.path}: {self.bytes!r} is not a size")
+        if not isinstance(self.crc32c, str) or not re.fullmatch(r"[0-9a-f]{8}", self.crc32c):
+            raise ValueError(f"{self.path}: {self.crc32c!r} is not a crc32c")
+
+    @property
+    def checksum(self) -> Checksum:
+        """Size and crc32c that the file has to have."""
+        return Checksum(self.bytes, self.crc32c)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a published directory, by path, and the fields of its kind.
+
+    Raises:
+        ValueError: a part is not what a manifest may say, or `fields` are not JSON.
+    """
+
+    kind: str
+    files: tuple[FileEntry, ...] = ()
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    created: str = field(default_factory=_now)
+
+    def __post_init__(self) -> None:
+        """Put files in order, make fields plain JSON, and refuse the rest."""
+        for name in ("kind", "created"):
+            value = getattr(self, name)
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name}: {value!r} is not a text")
+        if taken := [name for name in self.fields if name in RESERVED]:
+            raise ValueError(f"the field names {', '.join(taken)} are the manifest's own")
+        ordered = tuple(sorted(self.files, key=lambda entry: entry.path))
+        if len({entry.path for entry in ordered}) < len(ordered):
+            raise ValueError("a file is named twice")
+        object.__setattr__(self, "files", ordered)
+        # What is compared before publishing has to equal what is read back: tuples become lists.
+        object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.bytes for entry in self.files)
+
+    def same_content(self, other: Manifest) -> bool:
+        """Say whether both describe the same thing, whenever it was published."""
+        mine, theirs = ((m.kind, m.files, m.fields) for m in (self, other))
+        return mine == theirs
+
+    def to_json(self) -> bytes:
+        """Return the text of `MANIFEST.json`."""
+        files = [
+            {"path": entry.path, "bytes": entry.bytes, "crc32c": entry.crc32c}
+            for entry in self.files
+        ]
+        head = {"schema": SCHEMA, "kind": self.kind, "created": self.created, "files": files}
+        text = json.dumps({**head, **self.fields}, indent=1, ensure_ascii=False, allow_nan=False)
+        return (text + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes | str, where: str = MANIFEST) -> Manifest:
+        """Read what `to_json` wrote; `where` names it in errors.
+
+        Raises:
+            UnknownSchema: it was written by a version with another layout.
+            Corrupt: it is not a manifest.
+        """
+        try:
+            tree = json.loads(data)
+            if not isinstance(tree, dict):
+                raise ValueError("not an object")
+            # First of all: another schema may have other names.
+            _refuse_other_schema(tree.get("schema"), where)
+            missing = [name for name in RESERVED if name not in tree]
+            if missing:
+                raise ValueError(f"no {', '.join(missing)}")
+            files = tuple(FileEntry(**entry) for entry in tree["files"])
+            fields = {name: value for name, value in tree.items() if name not in RESERVED}
+            return cls(tree["kind"], files, fields, tree["created"])
+        except (ValueError, TypeError, RecursionError) as error:
+            reason = " ".join(str(error).split())
+            raise Corrupt(f"{where} is damaged ({reason}): delete it and make it again") from error
+
+
+def _refuse_other_schema(schema: object, where: str) -> None:
+    if type(schema) is not int:
+        raise ValueError(f"{schema!r} is not a schema number")
+    if schema != SCHEMA:
+        raise UnknownSchema(
+            f"{where} has schema {schema} and this version reads {SCHEMA}: "
+            "use the version that wrote it, or make it again"
+        )
+
+
+def _is_inside(path: object) -> bool:
+    if not isinstance(path, str) or "\0" in path or path == MANIFEST:
+        return False
+    return not any(name in ("", ".", "..") for name in path.split("/"))

@@ -1,0 +1,236 @@
+"""Publish, read, list, verify and delete published directories, in any store."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import UserError, nearest
+from trainer.storage.checksum import Checksum, checksum, checksum_of
+from trainer.storage.errors import (
+    Conflict,
+    Corrupt,
+    Missing,
+    NotPublished,
+    UnknownSchema,
+    reported,
+)
+from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
+from trainer.storage.schemes import store_for
+from trainer.storage.staging import is_staging
+from trainer.storage.uri import join
+
+_log = logging.getLogger(__name__)
+
+
+def publish(
+    directory: Path, uri: str, *, kind: str, fields: Mapping[str, Any] | None = None
+) -> Manifest:
+    """Publish all files below `directory` at `uri`: whole and verified, or not at all.
+
+    The same kind, files and fields again is a no-op, which trusts the manifest and does not read
+    the published files again (`verify` does). A `MANIFEST.json` of `directory` itself is left out,
+    so that a published directory can be published elsewhere. Empty folders are left out too.
+
+    Args:
+        directory: local folder; only files and folders, links to files are followed.
+        uri: where to; what stands there without a manifest is replaced.
+        kind: "dataset", "checkpoint", "model", ...
+        fields: the kind's own, as JSON values.
+
+    Returns:
+        The manifest at `uri`: the new one, or the equal one that was there before.
+
+    Raises:
+        Conflict: something else is published at `uri`.
+        UserError: `directory` or `uri` cannot be used: missing, no space, no permission.
+    """
+    store = store_for(uri)
+    with reported(f"publish {directory} to {uri}"):
+        manifest = Manifest(kind, _scan(directory), fields or {})
+        if not is_published(uri) and store.place(uri, directory, manifest):
+            return manifest
+    there = read_manifest(uri)
+    if there.same_content(manifest):
+        return there
+    raise Conflict(
+        f"{uri} is published already, with other content ({_difference(there, manifest)}): "
+        "delete it first, or publish elsewhere"
+    )
+
+
+def read_manifest(uri: str) -> Manifest:
+    """Return the manifest at `uri`.
+
+    Raises:
+        NotPublished: there is none.
+        Corrupt: there is one and it cannot be read.
+        UnknownSchema: it was written by a version with another layout.
+    """
+    try:
+        data = read_bytes(join(uri, MANIFEST))
+    except Missing:
+        raise NotPublished(
+            f"{uri} is not published (no {MANIFEST} there): check the URI, or make it again"
+        ) from None
+    return Manifest.from_json(data, where=f"{uri}: {MANIFEST}")
+
+
+def is_published(uri: str) -> bool:
+    """Say whether there is a manifest at `uri`, readable or not."""
+    try:
+        read_manifest(uri)
+    except NotPublished:
+        return False
+    except (Corrupt, UnknownSchema):
+        return True
+    return True
+
+
+def verify(uri: str) -> Manifest:
+    """Check every file at `uri` against its manifest, by size and crc32c.
+
+    Raises:
+        NotPublished: there is no manifest.
+        Corrupt: a file is missing or differs; the message names it, and both values.
+    """
+    manifest = read_manifest(uri)
+    store = store_for(uri)
+    with reported(f"verify {uri}"):
+        for entry in manifest.files:
+            try:
+                found = store.checksum(join(uri, entry.path))
+            except (FileNotFoundError, NotADirectoryError):
+                found = None
+            refuse_difference(uri, entry, found)
+    return manifest
+
+
+def read_file(uri: str, path: str) -> bytes:
+    """Return one small file of the directory published at `uri`, checked.
+
+    Raises:
+        NotPublished: there is no manifest.
+        Missing: the manifest names no such file.
+        Corrupt: the file is missing or differs from the manifest.
+    """
+    named = {entry.path: entry for entry in read_manifest(uri).files}
+    if path not in named:
+        raise Missing(f"{uri} holds no {path}{nearest(path, named)}")
+    try:
+        data = read_bytes(join(uri, path))
+    except Missing:
+        refuse_difference(uri, named[path], None)
+        raise
+    refuse_difference(uri, named[path], checksum_of(data))
+    return data
+
+
+def refuse_difference(uri: str, entry: FileEntry, found: Checksum | None) -> None:
+    """Raise `Corrupt` unless `found` is what the manifest at `uri` says of `entry`."""
+    if found == entry.checksum:
+        return
+    if found is None:
+        what = f"is missing (expected {entry.bytes} bytes)"
+    elif found.bytes != entry.bytes:
+        what = f"has {found.bytes} bytes (expected {entry.bytes})"
+    else:
+        what = f"has crc32c {found.crc32c} (expected {entry.crc32c})"
+    raise Corrupt(f"{uri} is damaged: {entry.path} {what}; delete it and make it again")
+
+
+def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
+    """Return the published directories directly below `uri`, of one kind or all, by name.
+
+    One whose manifest cannot be read is passed over, with a warning in the log.
+    """
+    store = store_for(uri)
+    try:
+        with reported(f"list {uri}"):
+            names = store.children(uri)
+    except UserError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return []
+        raise
+    found = []
+    for name in names:
+        child = join(uri, name)
+        try:
+            manifest = read_manifest(child)
+        except NotPublished:
+            continue
+        except (Corrupt, UnknownSchema) as error:
+            _log.warning("passed over: %s", error)
+            continue
+        if kind in (None, manifest.kind):
+            found.append((child, manifest))
+    return found
+
+
+def delete(uri: str) -> None:
+    """Remove all that stands at `uri`, the manifest first; nothing there is no error."""
+    with reported(f"delete {uri}"):
+        try:
+            store_for(uri).remove(uri)
+        except FileNotFoundError:
+            return
+
+
+def read_bytes(uri: str) -> bytes:
+    """Return the content of the file at `uri`; raises `Missing` where there is none."""
+    with reported(f"read {uri}"):
+        try:
+            return store_for(uri).read(uri)
+        except (FileNotFoundError, NotADirectoryError):
+            raise Missing(f"there is nothing at {uri}") from None
+
+
+def write_bytes(uri: str, data: bytes) -> None:
+    """Create or replace the file at `uri`: a reader sees the old content or the new."""
+    with reported(f"write {uri}"):
+        store_for(uri).write(uri, data)
+
+
+def _scan(directory: Path) -> tuple[FileEntry, ...]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    for folder, folders, names in os.walk(directory, onerror=fail):
+        for name in folders:
+            if (Path(folder) / name).is_symlink():
+                raise UserError(f"cannot publish {Path(folder) / name}: a link to a folder")
+        # What a dead `fetch` left here is not part of the content.
+        folders[:] = [name for name in folders if not is_staging(name)]
+        found += [_entry(directory, Path(folder) / name) for name in names]
+    return tuple(entry for entry in found if entry is not None)
+
+
+def _entry(directory: Path, path: Path) -> FileEntry | None:
+    name = path.relative_to(directory).as_posix()
+    if name == MANIFEST:
+        return None
+    if path.exists() and not path.is_file():
+        raise UserError(f"cannot publish {path}: neither a file nor a folder")
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"cannot publish {name!r}: its name is not UTF-8") from None
+    found = checksum(path)
+    return FileEntry(name, found.bytes, found.crc32c)
+
+
+def _difference(there: Manifest, new: Manifest) -> str:
+    if there.kind != new.kind:
+        return f"kind {there.kind} and not {new.kind}"
+    different = sorted({entry.path for entry in set(there.files) ^ set(new.files)})
+    if different:
+        return f"{different[0]} differs" + (
+            f", as {n} more do" if (n := len(different) - 1) else ""
+        )
+    names = sorted(there.fields.keys() | new.fields.keys())
+    fields = [name for name in names if there.fields.get(name) != new.fields.get(name)]
+    return f"fields {', '.join(fields)}"

@@ -1,0 +1,29 @@
+"""Strategies by name, and the roles that each one needs."""
+
+from __future__ import annotations
+
+import importlib
+
+from trainer.cluster import Cluster
+from trainer.errors import ConfigError
+from trainer.strategies.interface import Strategy
+
+_BUILT_IN = {
+    "async_parameter_server": "trainer.strategies.async_parameter_server:AsyncParameterServer",
+}
+
+
+def create(name: str, cluster: Cluster) -> Strategy:
+    """Return the strategy `name` (a built-in one, or `package.module:Class`) for a cluster.
+
+    Raises:
+        ConfigError: there is no such class, or it is not a `Strategy`.
+    """
+    module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
+    try:
+        strategy = getattr(importlib.import_module(module_name), class_name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"training.strategy: cannot import {name!r}: {error}") from None
+    if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
+        raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
+    return strategy(cluster)
