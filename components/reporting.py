@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from components.step_record import step_records
 from trainer import events, history, report, storage
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
@@ -20,7 +27,8 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
         path: the file to be written.
     """
     happened = list(events.read(folder / "events.jsonl"))
-    steps = [each for each in happened if each["event"] == "step_end"]
+    # The exit step is the one that writes this.
+    steps = [each for each in step_records(happened) if each["step"] != "finish"]
     decision = _newest(root, run_id, "decision", "decision.json")
     facts = {
         "run_id": run_id,
@@ -29,7 +37,7 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
         "steps": steps,
         "metrics": _newest(root, run_id, "evaluation", "metrics.json").get("metrics", {}),
         "rules": decision.get("rules", []),
-        "history": history.read(storage.join(root, run_id, "checkpoints")),
+        "history": _history(root, run_id),
         "incidents": [each for each in happened if each["event"] in ("restart", "life")],
     }
     report.write(facts, path)
@@ -45,17 +53,32 @@ def _verdict(state: str, decision: dict[str, Any], steps: list[dict[str, Any]]) 
 
 
 def _newest(root: str, run_id: str, kind: str, name: str) -> dict[str, Any]:
-    found = storage.published(storage.join(root, run_id, kind))
-    if not found:
-        return {}
-    uri, _ = max(found, key=lambda pair: pair[1].created)
-    loaded: dict[str, Any] = json.loads(storage.read_file(uri, name))
-    return loaded
+    with _left_out_if_unreadable():
+        found = storage.published(storage.join(root, run_id, kind))
+        if found:
+            uri, _ = max(found, key=lambda pair: pair[1].created)
+            return dict(json.loads(storage.read_file(uri, name)))
+    return {}
+
+
+def _history(root: str, run_id: str) -> list[dict[str, Any]]:
+    with _left_out_if_unreadable():
+        return history.read(storage.join(root, run_id, "checkpoints"))
+    return []
 
 
 def _config(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
-    if not path.exists():
-        return {}
-    loaded: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return loaded
+    with _left_out_if_unreadable():
+        if path.exists():
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
+
+
+@contextmanager
+def _left_out_if_unreadable() -> Iterator[None]:
+    # A report with a gap tells more of a run that failed than no report.
+    try:
+        yield
+    except (UserError, ValueError, OSError) as error:
+        log.warning("left out of the report: %s", error)

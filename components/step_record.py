@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -15,6 +16,10 @@ from typing import Any, NoReturn
 
 from trainer import events, parent
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
+
+# Set by a runner that was asked to end: no step but the exit step does its work then.
+STOPPING = "FLOTILLA_STOPPING"
+_ASKED = "interrupted before the step was done"
 
 
 @dataclass(kw_only=True)
@@ -29,9 +34,35 @@ class StepRecord:
         self.uri, self.figures = uri, figures
 
 
+def step_records(happened: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """Return the last record of every step, in the order in which they began.
+
+    A step that began and died without a word is one that failed.
+    """
+    records: dict[str, dict[str, Any]] = {}
+    for event in happened:
+        if event["event"] == "step_begin":
+            records[event["step"]] = {
+                "step": event["step"],
+                "status": "failed",
+                "exit_code": FAILED,
+                "error": "the step was killed; see pipeline.log",
+                "seconds": 0.0,
+                "figures": {},
+                "uri": "",
+            }
+        elif event["event"] == "step_end":
+            records[event["step"]] = event
+    return tuple(records.values())
+
+
 @contextmanager
-def recorded(name: str) -> Iterator[StepRecord]:
+def recorded(name: str, *, exit_step: bool = False) -> Iterator[StepRecord]:
     """Run a step in this block and record its course.
+
+    Args:
+        name: the step.
+        exit_step: whether it does its work even when the run was asked to end.
 
     Raises:
         SystemExit: the block raised a `UserError`; its line was written to standard error.
@@ -54,20 +85,34 @@ def recorded(name: str) -> Iterator[StepRecord]:
         )
 
     events.emit("step_begin", step=name)
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, _interrupt)
     try:
-        yield record
+        with _interruptible():
+            if os.environ.get(STOPPING) and not exit_step:
+                raise RunInterruptedError(_ASKED)
+            yield record
     except UserError as error:
         status = "interrupted" if error.exit_code == INTERRUPTED else "failed"
         end(status, error.exit_code, str(error))
         sys.stderr.write(f"flotilla: {name}: {error}\n")
         raise SystemExit(error.exit_code) from None
     except Exception as error:
-        end("failed", FAILED, f"bug in {name}: {type(error).__name__}: {error}")
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        end("failed", FAILED, f"bug in {name}: {words}")
         raise
     end("done", 0, "")
 
 
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise RunInterruptedError("interrupted")
+    raise RunInterruptedError(_ASKED)

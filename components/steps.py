@@ -148,15 +148,18 @@ def export_model(
 
 def finish(state: str, root: str, kfp_run_id: str, artifact: Any) -> None:
     """Write the report; `artifact` is a KFP HTML."""
-    with recorded("finish") as record:
+    with recorded("finish", exit_step=True) as record:
         from components import reporting
 
-        run_id = run_id_of(kfp_run_id)
-        report = Path(artifact.path)
-        reporting.write(state, root, run_id, _folder(), report)
-        uri = storage.join(root, run_id, "report.html")
-        storage.write_bytes(uri, report.read_bytes())
-        record.done(uri, {})
+        run_id, folder = run_id_of(kfp_run_id), _folder()
+        page = folder / "report.html"
+        reporting.write(state, root, run_id, folder, page)
+        Path(artifact.path).write_bytes(page.read_bytes())
+        # Without a root the first step has failed, and says so.
+        if root:
+            uri = storage.join(root, run_id, "report.html")
+            storage.write_bytes(uri, page.read_bytes())
+            record.done(uri, {})
 
 
 def _config(text: str) -> Config:

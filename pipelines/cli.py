@@ -7,12 +7,11 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from trainer.errors import DONE, UserError
+from trainer.errors import DONE, USAGE, UserError
 
 app = typer.Typer(
     name="flotilla",
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -93,7 +92,14 @@ def compile_(
 
 def main() -> None:
     """Be the console script."""
-    app()
+    arguments = sys.argv[1:]
+    try:
+        code = app(arguments or ["--help"], standalone_mode=False)
+    except typer.TyperException as error:
+        command = getattr(getattr(error, "ctx", None), "command_path", "flotilla")
+        words = " ".join(error.format_message().split()).rstrip(".")
+        code = _told(f"{words}; see `{command} --help`", USAGE, as_json="--json" in arguments)
+    sys.exit(code)
 
 
 def _run(
@@ -121,13 +127,17 @@ def _run(
 
 def _ended(command: Callable[[], int], as_json: bool) -> NoReturn:
     """End the process with the code of `command`; an error of the user is one line."""
-    from pipelines import commands
-
     try:
         code = command()
     except UserError as error:
-        sys.stderr.write(f"flotilla: {error}\n")
-        if as_json:
-            commands.print_json({"status": "failed", "message": str(error)})
-        code = error.exit_code
+        code = _told(str(error), error.exit_code, as_json=as_json)
     raise typer.Exit(code)
+
+
+def _told(message: str, code: int, *, as_json: bool) -> int:
+    from pipelines import commands
+
+    sys.stderr.write(f"flotilla: {message}\n")
+    if as_json:
+        commands.print_json({"status": "failed", "message": message})
+    return code

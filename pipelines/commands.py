@@ -64,16 +64,19 @@ def run(request: Request) -> int:
 
 def load(request: Request) -> Config:
     """Read the configuration that the request names; raises `ConfigError`."""
-    path = request.config or DEFAULT_CONFIG
-    if request.resume and request.config is None:
+    path = request.config
+    if path is None and request.resume:
         path = local_run.saved_config(request.workdir, request.resume)
+    elif path is None and DEFAULT_CONFIG.exists():
+        path = DEFAULT_CONFIG
     return config_file.load(path, request.assignments)
 
 
 def print_json(summary: dict[str, object]) -> None:
-    """Write one JSON object as the last line of standard output."""
+    """Write one JSON object, with the keys that scripts rely on, as the last line of output."""
+    whole = {"status": "", "run_id": "", "metrics": {}, "artifacts": {}, "message": "", **summary}
     sys.stdout.flush()
-    sys.stdout.write(json.dumps(summary) + "\n")
+    sys.stdout.write(json.dumps(whole) + "\n")
     sys.stdout.flush()
 
 
@@ -81,12 +84,16 @@ def _last_words(
     errors: Console, request: Request, run: local_run.LocalRun, outcome: Outcome
 ) -> None:
     if outcome.message:
-        errors.print(f"flotilla: {outcome.status}: {outcome.message}", markup=False, soft_wrap=True)
+        # Training says "interrupted at global step ..." by itself.
+        told = outcome.message.startswith(outcome.status)
+        words = outcome.message if told else f"{outcome.status}: {outcome.message}"
+        errors.print(f"flotilla: {words}", markup=False, soft_wrap=True)
     if outcome.exit_code == INTERRUPTED:
         command = f"flotilla {request.pipeline} --workdir {request.workdir} --resume {run.run_id}"
         errors.print(f"flotilla: go on with: {command}", markup=False, soft_wrap=True)
     elif outcome.status == "failed":
-        errors.print(f"flotilla: all output is in {run.folder / 'pipeline.log'}", soft_wrap=True)
+        log = run.folder / "pipeline.log"
+        errors.print(f"flotilla: all output is in {log}", markup=False, soft_wrap=True)
 
 
 def _summary(run: local_run.LocalRun, outcome: Outcome) -> dict[str, object]:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tempfile
 from pathlib import Path
 
 from kfp import compiler
 
 from components.image import IMAGE
 from pipelines.training import COMPONENTS, PIPELINES
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
+
+_IMAGE = re.compile(
+    r"[a-z0-9][a-z0-9._-]*(:\d+)?"  # a host, or the name itself
+    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
+    re.ASCII,
+)
 
 
 def compile_all(output: Path, image: str, components: Path | None) -> dict[str, str]:
@@ -23,8 +33,13 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
         Where the pipeline, and the components, were written.
 
     Raises:
+        ConfigError: `image` is not the name of an image.
         UserError: a file cannot be written.
     """
+    if image and not _IMAGE.fullmatch(image):
+        raise ConfigError(
+            f"--image {image!r} is not the name of an image: write it as host/name:tag"
+        )
     compile_pipeline(output, image or IMAGE)
     if components is None:
         return {"pipeline": str(output)}
@@ -44,10 +59,15 @@ def compile_components(folder: Path, image: str = IMAGE) -> None:
 
 
 def _write(source: object, output: Path, image: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+        # The compiler takes no other ending than this one.
+        compiled = Path(folder, "compiled.yaml")
+        compiler.Compiler().compile(source, str(compiled))
+        text = compiled.read_text(encoding="utf-8")
+    # In quotes: YAML would take some names, such as `12:30`, for a number.
+    text = text.replace(f"image: {IMAGE}", f"image: {json.dumps(image)}")
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        compiler.Compiler().compile(source, str(output))
-        text = output.read_text(encoding="utf-8")
-        output.write_text(text.replace(f"image: {IMAGE}", f"image: {image}"), encoding="utf-8")
+        output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None

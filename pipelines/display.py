@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pipelines.outcome import Outcome
+from trainer import storage
 
 # Without a terminal a line of progress comes at most so often.
 LINE_SECONDS = 5.0
@@ -76,7 +79,8 @@ class Display:
 
     def checkpoint_passed_over(self, event: dict[str, Any]) -> None:
         """A damaged checkpoint was not used."""
-        self._console.print(f"passed over {event['uri']}: {event['reason']}", markup=False)
+        text = f"passed over {event['uri']}: {event['reason']}"
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def _progress_line(self, event: dict[str, Any]) -> str:
         return (
@@ -117,10 +121,19 @@ def closing_table(outcome: Outcome) -> Table:
             step["step"],
             _MARKS[step["status"]],
             f"{step['seconds']:.1f}",
-            _figures(step["figures"]),
-            step["uri"],
+            escape(_figures(step["figures"])),
+            escape(_where(step["uri"])),
         )
     return table
+
+
+def _where(uri: str) -> str:
+    """Return a path where there is one, below the current folder a relative one."""
+    path = storage.local_path(uri) if uri else None
+    if path is None:
+        return uri
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _figures(figures: dict[str, Any]) -> str:

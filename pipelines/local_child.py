@@ -11,9 +11,11 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import FrameType
 
 from kfp import local
 
+from components.step_record import STOPPING
 from pipelines.training import PIPELINES
 from trainer import parent
 
@@ -26,7 +28,11 @@ def main() -> None:
     os.environ.update(parent.environment())
     # An end is for the step that runs; this process goes on to the exit step.
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: None)
+        signal.signal(number, _no_further_step)
+    # The runner puts the interpreter's path unquoted into a shell command, and in place of the word
+    # `python3` wherever a value of a parameter has it: let both be the same word.
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
@@ -34,6 +40,11 @@ def main() -> None:
         raise_on_error=True,
     )
     PIPELINES[name](**arguments)
+
+
+def _no_further_step(_number: int, _frame: FrameType | None) -> None:
+    # It may have come between two steps: the next one has to hear of it.
+    os.environ[STOPPING] = "1"
 
 
 if __name__ == "__main__":

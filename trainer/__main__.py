@@ -6,10 +6,12 @@ import argparse
 import logging
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from trainer import parent
-from trainer.errors import DONE, FAILED, UserError
+from trainer.errors import DONE, FAILED, USAGE, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,7 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _leave_words(workdir: Path, words: str) -> None:
     """Tell the launcher why this process ends."""
-    if workdir.is_dir():
+    # Without room for the words the exit code still has to arrive.
+    with suppress(OSError):
         (workdir / "words.txt").write_text(f"{' '.join(words.split())}\n", encoding="utf-8")
 
 
@@ -58,8 +61,15 @@ def _task(options: argparse.Namespace) -> None:
         serve(job, tasks, this)
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USAGE, f"{self.prog}: {message}; see --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m trainer", description=__doc__)
+    parser = _Parser(prog="python -m trainer", description=__doc__)
     stages = parser.add_subparsers(required=True, metavar="STAGE")
     task = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
     task.add_argument("--dataset", required=True, metavar="URI")

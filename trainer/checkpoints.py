@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,15 @@ import tensorflow as tf
 from trainer import events, storage
 from trainer.checkpoint_listing import KIND, listed
 from trainer.errors import UserError
+from trainer.storage.errors import reported
 
 _PREFIX = "variables"
+# A full disk, a folder that may not be written, a file over the limit of its size.
+_UNWRITABLE = (
+    tf.errors.ResourceExhaustedError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.OutOfRangeError,
+)
 log = logging.getLogger(__name__)
 
 
@@ -44,12 +52,17 @@ class Checkpoints:
         self.last: str = ""
 
     def newest(self) -> Found | None:
-        """Fetch the newest valid checkpoint and say which newer ones were passed over, and why."""
+        """Fetch the newest valid checkpoint and say which newer ones were passed over, and why.
+
+        Raises:
+            UserError: what is wrong lies elsewhere, such as a full disk: beginning anew would then
+                throw away a good checkpoint.
+        """
         for uri, step in reversed(listed(self.uri)):
             folder = self._scratch / "restored"
             try:
                 storage.fetch(uri, folder)
-            except UserError as error:
+            except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
                 log.warning("passed over %s: %s", uri, error)
                 events.emit("checkpoint_passed_over", uri=uri, reason=str(error))
                 continue
@@ -75,18 +88,25 @@ class Checkpoints:
         if uri == self.last:
             return uri
         _require_finite(variables, step, self.last)
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._scratch, prefix="saving-") as folder:
-            _write(variables, Path(folder) / _PREFIX, io_device)
+        with reported(f"save {uri}"), self._folder() as folder:
+            _write(variables, folder / _PREFIX, io_device)
             if storage.is_published(uri):
                 # Only a checkpoint that could not be read stands here: a valid one was resumed.
                 storage.delete(uri)
-            storage.publish(Path(folder), uri, kind=KIND, fields={"global_step": step, **fields})
+            storage.publish(folder, uri, kind=KIND, fields={"global_step": step, **fields})
         self.last = uri
         events.emit("checkpoint", uri=uri, global_step=step)
-        for old, _ in listed(self.uri)[: -self._keep]:
+        # What stands ahead was passed over, and must not push out what can be read.
+        readable = [old for old, reached in listed(self.uri) if reached <= step]
+        for old in readable[: -self._keep]:
             storage.delete(old)
         return uri
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self._scratch, prefix="saving-") as name:
+            yield Path(name)
 
 
 def restore(found: Found, variables: Mapping[str, tf.Variable], *, io_device: str | None) -> None:
@@ -101,6 +121,9 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> storage.Manife
         UserError: the checkpoint is missing or damaged, or does not fit the model.
     """
     folder = scratch / "checkpoint"
+    kind = storage.read_manifest(uri).kind
+    if kind != KIND:
+        raise UserError(f"{uri} is of kind {kind!r} and not a checkpoint")
     manifest = storage.fetch(uri, folder)
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
     _read(folder, named, uri, None)
@@ -111,7 +134,7 @@ def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | 
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
     try:
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
-    except (tf.errors.ResourceExhaustedError, tf.errors.PermissionDeniedError) as error:
+    except _UNWRITABLE as error:
         raise UserError(f"cannot write a checkpoint to {prefix.parent}: {error.message}") from None
 
 

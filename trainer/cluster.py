@@ -17,7 +17,7 @@ from typing import Any
 from trainer.errors import ConfigError, UserError, nearest
 
 ROLES = ("chief", "ps", "worker", "evaluator")
-_ADDRESS = re.compile(r"^(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>\d{1,5})$")
+_ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
         raise ConfigError("TF_CONFIG is not set; the launcher or the TFJob operator sets it")
     try:
         tree = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"TF_CONFIG is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError("TF_CONFIG has to be an object with 'cluster' and 'task'")
@@ -116,7 +116,7 @@ def _addresses(tree: Any) -> dict[str, tuple[str, ...]]:
 
 
 def _check_address(role: str, host: Any) -> None:
-    match = _ADDRESS.match(host) if isinstance(host, str) else None
+    match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
     if not match or not 0 < int(match["port"]) < 2**16:
         raise ConfigError(f"TF_CONFIG: {host!r} of {role!r} is not host:port")
 
@@ -127,7 +127,7 @@ def _task(tree: Any) -> Task:
     role, index = tree.get("type"), tree.get("index", 0)
     if role not in ROLES:
         raise ConfigError(f"TF_CONFIG: no task type {role!r}{_hint(str(role))}")
-    if isinstance(index, str) and index.isascii() and index.isdigit():
+    if isinstance(index, str) and re.fullmatch(r"[0-9]{1,5}", index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
         raise ConfigError(f"TF_CONFIG: task index {index!r} is not a number from 0 on")

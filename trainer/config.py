@@ -7,9 +7,11 @@ name. `trainer.config_file` reads files and `--set` assignments into it.
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.errors import nearest
 
@@ -31,6 +33,8 @@ NOT_YET: dict[str, Any] = {
     "training.warm_start": "",
     "training.schedule.name": "constant",
     "training.schedule.warmup_steps": 0,
+    "training.schedule.args": {},
+    "training.stall_timeout": 120,
     "data.partition": "disjoint",
     "cluster.launcher": "local",
     "cluster.evaluator": False,
@@ -54,8 +58,23 @@ class Section(BaseModel):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
 
+def _finite(value: Any) -> Any:
+    """Refuse what JSON cannot say: tasks and pipeline steps get the configuration as JSON."""
+    for each in value.values() if isinstance(value, dict) else value:
+        if isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(f"{each} is not a finite number")
+        if isinstance(each, dict | list):
+            _finite(each)
+    return value
+
+
+Free = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
 def _known(kind: str, value: str, allowed: tuple[str, ...]) -> str:
-    if ":" in value or value in allowed:
+    module, _, name = value.partition(":")
+    own = all(part.isidentifier() for part in [*module.split("."), name])
+    if own or value in allowed:
         return value
     hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
     raise ValueError(f"no {kind} of this name{hint}")
@@ -88,7 +107,7 @@ class ModelConfig(Section):
     """The Keras model."""
 
     name: str = Field("mlp", description="softmax, mlp, cnn, or package.module:function")
-    args: dict[str, Any] = Field({}, description="arguments of the model")
+    args: Free = Field({}, description="arguments of the model")
 
     @field_validator("name")
     @classmethod
@@ -101,7 +120,7 @@ class OptimizerConfig(Section):
 
     name: str = Field("adam", description="name of a Keras optimizer")
     learning_rate: float = Field(0.003, gt=0, description="learning rate")
-    args: dict[str, Any] = Field({}, description="further arguments of the optimizer")
+    args: Free = Field({}, description="further arguments of the optimizer")
 
     @field_validator("name")
     @classmethod
@@ -119,7 +138,7 @@ class ScheduleConfig(Section):
         "constant", description="learning rate schedule"
     )
     warmup_steps: int = Field(0, ge=0, description="global steps of linear warm-up")
-    args: dict[str, Any] = Field({}, description="further arguments of the schedule")
+    args: Free = Field({}, description="further arguments of the schedule")
 
 
 class TrainingConfig(Section):
@@ -162,7 +181,7 @@ class ClusterConfig(Section):
     existing_servers: bool = Field(False, description="join servers that already run")
     in_process: bool = Field(False, description="run the servers as threads, for a debugger")
     max_restarts: int = Field(3, ge=0, description="restarts of all tasks together")
-    kubernetes: dict[str, Any] = Field({}, description="settings of the TFJob")
+    kubernetes: Free = Field({}, description="settings of the TFJob")
 
 
 class EvaluationConfig(Section):
@@ -203,8 +222,8 @@ class StorageConfig(Section):
     @field_validator("root")
     @classmethod
     def _uri(cls, value: str) -> str:
-        if value and not value.startswith(("file:///", "gs://", "s3://", "minio://")):
-            raise ValueError("not a URI: it has to begin with file:///, gs://, s3:// or minio://")
+        if value and not re.match(r"(file:///|(gs|s3|minio)://)[^/]", value):
+            raise ValueError("not a URI: write it as file:///path, gs://, s3:// or minio://bucket")
         return value.rstrip("/")
 
 

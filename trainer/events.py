@@ -28,11 +28,12 @@ def emit(event: str, **fields: Any) -> None:
     if not path:
         log.info("%s", line)
         return
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(descriptor, f"{line}\n".encode())
-    finally:
-        os.close(descriptor)
+        with open(path, "ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())
+    except OSError as error:
+        # A full disk has to be reported by what cannot go on without it.
+        log.warning("cannot write to %s: %s: %s", path, error.strerror, line)
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import signal
 from collections.abc import Callable
 from functools import cache, partial
@@ -71,6 +72,7 @@ def _problem(
         build_model=build_model,
         build_optimizer=partial(build_optimizer, training.optimizer),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        chance_loss=math.log(max(2, spec.num_classes)),
         batches=partial(
             training_batches,
             spec,

@@ -92,6 +92,10 @@ def _deep(value: Any, parameter: Parameter) -> Any:
     if not parameter.is_json:
         return value
     try:
+        return json.loads(value)
+    except ValueError:
+        pass
+    try:
         return parse_value(value)
     except ConfigError:
         key = ".".join(parameter.key)

@@ -96,5 +96,7 @@ class TaskProcess:
             # A dead peer is an error at once and not after gRPC's own patience.
             "GRPC_FAIL_FAST": "use_caller",
             # The user's own modules stand where the run was started, not in the task's folder.
-            "PYTHONPATH": os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
+            ),
         }

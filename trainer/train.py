@@ -20,6 +20,9 @@ from trainer.strategies.interface import Problem, Strategy
 # One stretch of steps between two looks at the world: long enough to cost nothing, short enough
 # that a person sees progress and that an end that was asked for comes soon.
 STRETCH_SECONDS = 0.5
+# A mean loss this many times that of a blind guess is as lost as one that is not a number: weights
+# that Adam has thrown far away still give finite losses, and never come back.
+DIVERGED = 1e4
 
 
 @dataclass(kw_only=True)
@@ -83,14 +86,15 @@ def train(
     """
     found = checkpoints.newest()
     start = found.global_step if found else 0
-    strategy.build(around.problem(start))
+    problem = around.problem(start)
+    strategy.build(problem)
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
     _say_begin(config, found)
-    loop = _Loop(config, strategy, checkpoints, around, start)
+    loop = _Loop(config, strategy, checkpoints, around, DIVERGED * problem.chance_loss)
     if not found:
         loop.save()
-    return loop.run(start)
+    return loop.run()
 
 
 def _say_begin(config: Config, found: Found | None) -> None:
@@ -105,25 +109,27 @@ class _Loop:
         strategy: Strategy,
         checkpoints: Checkpoints,
         around: Surroundings,
-        start: int,
+        most_loss: float,
     ) -> None:
         self._training = config.training
         self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
         self._strategy = strategy
         self._checkpoints = checkpoints
-        self._history = History(checkpoints.uri, start=start)
+        self._history = History(checkpoints.uri, start=strategy.global_step())
         self._board = Board(checkpoints.uri)
         self._around = around
+        self._most_loss = most_loss
         self._pace = Pace(training=config.training)
         self._patience = Patience(limit=config.training.patience)
+        self._enough = False
         for row in self._history.rows:
             if "validation_loss" in row:
-                self._patience.exhausted(row["validation_loss"])
+                self._enough = self._patience.exhausted(row["validation_loss"])
 
-    def run(self, step: int) -> int:
-        saved = step
+    def run(self) -> int:
+        step = saved = self._strategy.global_step()
         saved_at = time.monotonic()
-        enough = False
+        enough = self._enough
         while step < self._training.steps and not enough:
             if self._around.stopping():
                 uri = self.save()
@@ -131,7 +137,7 @@ class _Loop:
             before = step
             step, row = self._stretch(step)
             if _crossed(before, step, self._training.validate_every, self._training.steps):
-                row |= self._validated()
+                row |= self._validated(step)
             if "validation_loss" in row:
                 enough = self._patience.exhausted(row["validation_loss"])
             self._history.add(row)
@@ -147,8 +153,8 @@ class _Loop:
         loss = self._strategy.run(self._pace.stretch(step))
         seconds = time.monotonic() - began
         reached = self._strategy.global_step()
-        if not math.isfinite(loss):
-            what = f"the loss is {loss}"
+        if not loss <= self._most_loss:
+            what = f"the loss is {loss:g}"
             raise UserError(checkpointing.diverged(what, reached, self._checkpoints.last))
         speed = (reached - step) / max(seconds, 1e-9)
         self._pace.steps_per_second = speed
@@ -163,10 +169,14 @@ class _Loop:
         events.emit("progress", steps=self._training.steps, seconds_left=round(left, 1), **row)
         return reached, row
 
-    def _validated(self) -> dict[str, float]:
+    def _validated(self, step: int) -> dict[str, float]:
         if self._around.validate is None:
             return {}
         figures = self._around.validate(self._strategy)
+        for name, value in figures.items():
+            if not math.isfinite(value):
+                what = f"the validation {name} is {value}"
+                raise UserError(checkpointing.diverged(what, step, self._checkpoints.last))
         return {f"validation_{name}": value for name, value in figures.items()}
 
     def _checkpoint_due(self, saved: int, step: int, saved_at: float) -> bool:

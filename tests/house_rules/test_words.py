@@ -10,7 +10,7 @@ FORBIDDEN = {
     "a package registry or its mirror": r"py[p]i\.|pythonhosted\.org|npmj[s]\.|conda\.anaconda\.",
     "a container registry": r"\b(?:ghcr|docker|gcr|quay)\.io\b|docker\.pkg\.dev|registry\.k8s\.",
     "an index of its own": r"--(?:extra-)?index[-]url|--find[-]links|--trusted[-]host",
-    "a path of one machine": r"(?<![\w.$}])/(?:work|root|home)/\w",
+    "a path of one machine": r"/wor[k]/(?:main|shared|notes)|/roo[t]/\.",
     "a ticket": r"(?i)\b(?:issue|ticket)s?\s+#?\d|\b(?:fix\w*|closes?|resolves?|see|PR)\s+#\d",
     "how the text came about": r"\bA[I]\b|\bLL[M]s?\b|(?i:co-authored[-]by|language[ ]model)",
 }

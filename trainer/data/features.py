@@ -87,7 +87,10 @@ def stored_form(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def save_record_features(selection: Selection, folder: Path) -> None:
-    """Write `features.json`, by which TFDS itself can read the records (`deserialize_example`)."""
+    """Write `features.json`, by which TFDS itself can read the records (`deserialize_example`).
+
+    But for tensors of uint32, which TFDS 4.9 writes and cannot decode.
+    """
     features = {
         name: _as_recorded(spec, selection.connectors[name])
         for name, spec in selection.specs.items()

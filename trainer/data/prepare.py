@@ -26,6 +26,7 @@ from trainer.config import DataConfig
 from trainer.data import datasets
 from trainer.data.download import download
 from trainer.data.features import Selection, save_record_features, select
+from trainer.data.png import quicken
 from trainer.data.spec import KIND, SCHEMA
 from trainer.data.splits import plan
 from trainer.storage import Manifest
@@ -71,6 +72,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         if found:
             return PreparedDataset(uri, found, reused=True)
         selection = select(config.dataset, source.info)
+        quicken(selection.connectors.values())
         download(config.dataset, source, config.manual_dir)
         shards = folder / "shards"
         with reported(f"prepare {config.dataset}"):

@@ -90,4 +90,6 @@ def _restore(feature: FeatureSpec, column: tf.Tensor) -> tf.Tensor:
     values = tf.io.decode_raw(column, _SIGNED.get(feature.dtype, dtype))
     if feature.dtype in _SIGNED:
         values = tf.bitcast(values, dtype)
-    return tf.reshape(values, (-1, *feature.shape))
+    # The size of the batch stays known where it is.
+    size = -1 if column.shape[0] is None else column.shape[0]
+    return tf.reshape(values, (size, *feature.shape))

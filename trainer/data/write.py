@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,4 +98,4 @@ def _label_counts(
 
 def _fingerprint(writers: Mapping[str, ShardWriter]) -> str:
     crcs = {split: writer.crcs for split, writer in writers.items()}
-    return hashlib.sha256(repr(crcs).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(crcs, sort_keys=True).encode()).hexdigest()

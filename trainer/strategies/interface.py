@@ -24,6 +24,7 @@ class Problem:
         build_model: makes the model; called once on each place that needs a copy.
         build_optimizer: makes the optimizer, not yet built.
         loss: labels [batch] and logits [batch, classes] to the mean loss, a scalar.
+        chance_loss: the loss of a blind guess; what lies far above it has diverged.
         batches: the endless training examples of the task that calls it, as (inputs, labels). It
             is traced into a graph and run by a worker, in that worker's working folder.
     """
@@ -31,6 +32,7 @@ class Problem:
     build_model: Callable[[], keras.Model]
     build_optimizer: Callable[[], keras.optimizers.Optimizer]
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    chance_loss: float
     batches: Callable[[], tf.data.Dataset]
 
 

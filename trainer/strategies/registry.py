@@ -22,8 +22,12 @@ def create(name: str, cluster: Cluster) -> Strategy:
     module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
     try:
         strategy = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"training.strategy: cannot import {name!r}: {error}") from None
+    # A module of the user's may fail in any way while it is imported.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"training.strategy: cannot import {name!r}: {reason}") from error
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
+    if lacking := sorted(strategy.__abstractmethods__):
+        raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
     return strategy(cluster)

@@ -1,5 +1,7 @@
 """`digits` end to end: the key, the published directory, reuse and repair."""
 
+import hashlib
+import itertools
 import json
 import logging
 import os
@@ -63,9 +65,10 @@ def test_the_splits_are_disjoint_and_complete(digits, contents):
         split: images_of(contents(digits, split)) for split in ("train", "validation", "test")
     }
     source = np.round(load_digits().images * 255 / 16).astype(np.uint8)
-    assert sorted(sum(splits.values(), [])) == sorted(image.tobytes() for image in source)
+    found = list(itertools.chain(*splits.values()))
+    assert sorted(found) == sorted(image.tobytes() for image in source)
     # All digits differ, so that an example which is in two splits would show.
-    assert len(set(sum(splits.values(), []))) == 1797
+    assert len(set(found)) == 1797
 
 
 def test_an_image_keeps_its_label(digits, contents):
@@ -97,12 +100,10 @@ def test_the_fingerprint_is_of_the_shards(digits):
     for split, found in crcs.items():
         for name in spec.files(split):
             found.append(f"{google_crc32c.value((folder / name).read_bytes()):08x}")
-    assert digits.manifest.fields["fingerprint"] == module_fingerprint(crcs)
+    assert digits.manifest.fields["fingerprint"] == fingerprint_of(crcs)
 
 
-def module_fingerprint(crcs):
-    import hashlib
-
+def fingerprint_of(crcs):
     return hashlib.sha256(json.dumps(crcs, sort_keys=True).encode()).hexdigest()
 
 

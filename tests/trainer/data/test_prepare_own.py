@@ -1,6 +1,8 @@
 """Builders as users write them: every kind of feature, odd splits, odd labels."""
 
+import itertools
 import json
+import re
 import shutil
 
 import numpy as np
@@ -70,7 +72,7 @@ def test_every_example_is_in_one_place(prepared, contents):
 
 
 @pytest.mark.parametrize("name", ["Pictures", "Everything"])
-def test_both_ways_of_reading_agree(prepared, contents, root, monkeypatch, name):
+def test_both_ways_of_reading_agree(prepared, monkeypatch, name):
     short = prepared(name)
     monkeypatch.setattr(examples, "_is_plain", lambda *_: False)
     storage.delete(short.uri)
@@ -91,11 +93,16 @@ def test_tfds_reads_the_records_by_the_features_file(prepared, contents):
     dataset = prepared("Everything")
     folder = storage.local_path(dataset.uri)
     features = tfds.features.FeaturesDict.from_config(folder)
+    # TFDS cannot decode tensors of uint32, whoever wrote them.
+    features = tfds.features.FeaturesDict({n: features[n] for n in features if n != "counts"})
     names = DatasetSpec.from_manifest(dataset.manifest).files("test")
     records = tf.data.TFRecordDataset([str(folder / name) for name in names])
     theirs = [features.deserialize_example(record) for record in records]
-    for name, values in contents(dataset, "test").items():
-        assert [example[name].numpy().tolist() for example in theirs] == values.tolist(), name
+    found = contents(dataset, "test")
+    for name in features:
+        assert [np.asarray(example[name]).tolist() for example in theirs] == found[name].tolist(), (
+            name
+        )
 
 
 def test_the_features_file_names_the_classes(prepared):
@@ -123,7 +130,7 @@ def test_test_is_drawn_where_the_builder_has_none(prepared, contents):
         "validation": 5,
         "test": 5,
     }
-    assert sorted(sum(splits.values(), [])) == list(range(40))
+    assert sorted(itertools.chain(*splits.values())) == list(range(40))
 
 
 def test_test_cannot_be_drawn_without_validation(prepared, scratch):
@@ -220,13 +227,19 @@ def test_a_version_that_can_no_longer_be_made(prepared):
     assert "too old" in refusal(prepared, "Versions", version="1.5.0")
 
 
-@READS_AGAIN
-def test_the_download_is_kept_where_tfds_keeps_it(prepared, tmp_path, monkeypatch):
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A folder where TFDS keeps what it makes."""
     monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "kept"))
+    return tmp_path / "kept"
+
+
+@READS_AGAIN
+def test_the_download_is_kept_where_tfds_keeps_it(prepared, kept, monkeypatch):
     monkeypatch.setattr(builders.Downloading, "urls", [])
     monkeypatch.setattr(builders.Downloading, "made", 0)
     prepared("Downloading")
-    assert (tmp_path / "kept" / "downloading" / "1.0.0").is_dir()
+    assert (kept / "downloading" / "1.0.0").is_dir()
     assert not prepared("Downloading", seed=1).reused
     assert builders.Downloading.made == 1
 
@@ -237,19 +250,18 @@ def test_the_download_is_kept_where_tfds_keeps_it(prepared, tmp_path, monkeypatc
     [
         (lambda path: path.unlink(), "No such file"),
         (lambda path: path.write_bytes(path.read_bytes()[:-7]), "truncated"),
-        (lambda path: path.write_bytes(b""), "36 examples too few"),
-        (lambda path: path.write_bytes(path.read_bytes() * 2), "examples too many"),
+        (lambda path: path.write_bytes(b""), "40 examples too few|only 0 element"),
+        (lambda path: path.write_bytes(path.read_bytes() * 2), "examples too many|at least 41"),
     ],
     ids=["missing", "cut", "empty", "double"],
 )
 @pytest.mark.parametrize("name", ["Pictures", "Small"])
-def test_a_kept_dataset_that_is_damaged(prepared, tmp_path, monkeypatch, name, harm, words):
-    monkeypatch.setenv("TFDS_DATA_DIR", str(tmp_path / "kept"))
+def test_a_kept_dataset_that_is_damaged(prepared, kept, name, harm, words):
     prepared(name)
-    (path,) = (tmp_path / "kept").rglob("*-train.tfrecord-*")
+    (path,) = kept.rglob("*-train.tfrecord-*")
     harm(path)
     message = refusal(prepared, name, seed=1)
     assert f"the split 'train' of tests.trainer.data.builders:{name} in {path.parent}" in message
-    assert words.replace("36", "40") in message
+    assert re.search(words, message)
     shutil.rmtree(path.parent)
     assert not prepared(name, seed=1).reused

@@ -144,3 +144,11 @@ def test_the_shape_is_known_in_a_graph():
     )
     assert element.element_spec["image"].shape.as_list() == [None, 2, 3]
     assert element.element_spec["label"].shape.as_list() == [None]
+
+
+def test_the_size_of_a_batch_stays_known():
+    features = {"image": feature((2, 3), "uint8"), "label": feature((), "int64")}
+    records = tf.data.Dataset.from_tensors(b"").batch(8, drop_remainder=True)
+    element = records.map(lambda batch: parse(features, batch)).element_spec
+    assert element["image"].shape.as_list() == [8, 2, 3]
+    assert element["label"].shape.as_list() == [8]

@@ -1,0 +1,37 @@
+"""A process that launches a job as a pipeline step does: `python -m tests.cluster.launch JOB`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from trainer import events, local_cluster
+from trainer.config_file import parse
+from trainer.errors import UserError
+from trainer.launcher import Job
+
+
+def main() -> int:
+    """Launch the job of a JSON file; return the exit code of its end."""
+    # Held open for as long as this process lives: its end is the end of the reader's events.
+    os.open(os.environ[events.VARIABLE], os.O_WRONLY)
+    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        local_cluster.launch(
+            Job(
+                config=parse(job["config"]),
+                dataset=job["dataset"],
+                checkpoints=job["checkpoints"],
+                workdir=Path(job["workdir"]),
+            )
+        )
+    except UserError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""A launched job under a test's eyes: its events as they come, its tasks, and its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from trainer import checkpoint_listing, events, history, storage
+
+SECONDS = 120
+Event = dict[str, Any]
+
+
+class Launched:
+    """A launcher process. Its events come through a pipe, so that waiting needs no clock."""
+
+    def __init__(self, process: subprocess.Popen[str], pipe: TextIO, folder: Path) -> None:
+        self.process = process
+        self.folder = folder
+        self.checkpoints = storage.uri_of(folder / "checkpoints")
+        self._pipe = pipe
+        self.seen: list[Event] = []
+
+    def wait_for(self, wanted: Callable[[Event], bool]) -> Event:
+        """Read events until one is wanted; fail when the run ends before."""
+        for line in self._pipe:
+            event = json.loads(line)
+            self.seen.append(event)
+            if wanted(event):
+                return event
+        raise AssertionError(f"the run ended before; it said {self.process.communicate()}")
+
+    def wait_for_step(self, step: int) -> Event:
+        """Read events until training has come to a global step."""
+        return self.wait_for(lambda e: e["event"] == "progress" and e["global_step"] >= step)
+
+    def end(self) -> tuple[int, str]:
+        """Wait for the launcher's end; return its exit code and what it said."""
+        self.seen += [json.loads(line) for line in self._pipe]
+        said, _ = self.process.communicate(timeout=SECONDS)
+        return self.process.returncode, said
+
+    def task(self, name: str) -> psutil.Process:
+        """Return the process of a task such as `worker-0`."""
+        folder = str(self.folder / "cluster" / name / "config.json")
+        return next(p for p in self.tasks() if folder in p.cmdline())
+
+    def tasks(self) -> list[psutil.Process]:
+        """Return the processes of all tasks."""
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def kill(self, name: str) -> None:
+        """Kill a task as the kernel does when memory is gone."""
+        self.task(name).send_signal(signal.SIGKILL)
+
+    def happened(self, event: str) -> list[Event]:
+        """Return all events of one name so far."""
+        return [each for each in self.seen if each["event"] == event]
+
+    def newest(self) -> int:
+        """Return the global step of the newest checkpoint, verified."""
+        uri, step = checkpoint_listing.newest(self.checkpoints)
+        storage.verify(uri)
+        return step
+
+    def history(self) -> list[dict[str, Any]]:
+        """Return the rows of the run's history."""
+        return history.read(self.checkpoints)
+
+
+@contextmanager
+def launched(config: dict[str, Any], dataset: str, folder: Path) -> Iterator[Launched]:
+    """Start a launcher for a configuration; it is killed at the end if it still runs."""
+    folder.mkdir(exist_ok=True)
+    job = folder / "job.json"
+    checkpoints = storage.uri_of(folder / "checkpoints")
+    workdir = str(folder / "cluster")
+    job.write_text(
+        json.dumps(
+            {"config": config, "dataset": dataset, "checkpoints": checkpoints, "workdir": workdir}
+        )
+    )
+    fifo = folder / "events"
+    if not fifo.exists():
+        os.mkfifo(fifo)
+    with (
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.cluster.launch", str(job)],
+            env={**os.environ, events.VARIABLE: str(fifo)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as process,
+        fifo.open(encoding="utf-8") as pipe,
+    ):
+        try:
+            yield Launched(process, pipe, folder)
+        finally:
+            process.kill()

@@ -1,0 +1,122 @@
+"""What the local cluster survives, and what it leaves when it does not: real kills."""
+
+from __future__ import annotations
+
+import signal
+
+import psutil
+import pytest
+
+from tests.cluster.launched import Launched, launched
+
+pytestmark = pytest.mark.cluster
+
+EVERY = 200
+STEPS = 3000
+SETTINGS = {
+    "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
+    "cluster": {"parameter_servers": 1, "workers": 2, "max_restarts": 3},
+}
+
+
+def applied(run: Launched) -> int:
+    """Return the updates that were applied over all lives, repeated ones counted each time."""
+    total, reached = 0, 0
+    for event in run.seen:
+        if event["event"] == "life":
+            reached = event["global_step"]
+        if event["event"] == "progress":
+            total += event["global_step"] - reached
+            reached = event["global_step"]
+    return total
+
+
+@pytest.fixture
+def running(dataset, tmp_path):
+    with launched(SETTINGS, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 50)
+        yield run
+
+
+def test_a_killed_worker_is_started_again_and_training_goes_on(running):
+    running.kill("worker-1")
+    code, said = running.end()
+    assert code == 0, said
+    assert [e["task"] for e in running.happened("restart")] == ["worker-1"]
+    assert running.happened("restart")[0]["cause"] == "signal SIGKILL"
+    assert len(running.happened("life")) == 1
+    # A closure that was under way is done again as a whole: at most its 50 steps too many.
+    assert STEPS <= running.newest() <= STEPS + 50
+
+
+def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(running):
+    running.kill("ps-0")
+    code, said = running.end()
+    assert code == 0, said
+    assert running.happened("life")[-1]["global_step"] % EVERY == 0
+    assert running.newest() == STEPS
+    assert applied(running) - STEPS <= EVERY
+
+
+def test_a_killed_chief_begins_a_new_life_on_the_living_servers(running):
+    servers = {name: running.task(name).pid for name in ("ps-0", "worker-0", "worker-1")}
+    running.kill("chief-0")
+    running.wait_for(lambda event: event["event"] == "life")
+    assert servers == {name: running.task(name).pid for name in servers}
+    code, said = running.end()
+    assert code == 0, said
+    assert [e["task"] for e in running.happened("restart")] == ["chief-0"]
+    assert running.newest() == STEPS
+    assert applied(running) - STEPS <= EVERY
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupt_publishes_a_last_checkpoint(running, number):
+    tasks = running.tasks()
+    running.process.send_signal(number)
+    code, said = running.end()
+    assert code == 130
+    newest = running.newest()
+    assert said == (
+        f"interrupted at global step {newest}; checkpoint {running.checkpoints}/step-{newest:08d}\n"
+    )
+    assert newest == running.history()[-1]["global_step"]
+    _, alive = psutil.wait_procs(tasks, timeout=10)
+    assert not alive
+
+
+def test_a_second_interrupt_ends_at_once(running):
+    tasks = running.tasks()
+    running.task("chief-0").send_signal(signal.SIGSTOP)
+    running.process.send_signal(signal.SIGINT)
+    running.process.send_signal(signal.SIGTERM)
+    code, said = running.end()
+    assert code == 130
+    assert "interrupted" in said
+    _, alive = psutil.wait_procs(tasks, timeout=10)
+    assert not alive
+
+
+def test_no_task_outlives_a_launcher_that_is_killed(running):
+    tasks = running.tasks()
+    assert len(tasks) == 4
+    running.task("worker-0").send_signal(signal.SIGSTOP)
+    running.process.kill()
+    running.process.wait()
+    _, alive = psutil.wait_procs(tasks, timeout=10)
+    assert not alive
+    assert running.newest() % EVERY == 0
+
+
+def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_path):
+    cluster = {**SETTINGS["cluster"], "max_restarts": 0}
+    with launched({**SETTINGS, "cluster": cluster}, dataset, tmp_path) as run:
+        run.wait_for_step(50)
+        tasks = run.tasks()
+        run.kill("worker-0")
+        code, said = run.end()
+    assert code == 1
+    assert said.startswith("worker-0 ended with signal SIGKILL and cluster.max_restarts (0)")
+    assert str(tmp_path / "cluster" / "worker-0" / "log.txt") in said
+    _, alive = psutil.wait_procs(tasks, timeout=10)
+    assert not alive

@@ -1,0 +1,66 @@
+"""The KFP components: each is one import and one call, and takes what it passes on."""
+
+import ast
+import inspect
+
+import pytest
+
+from components import steps
+from components.image import IMAGE
+from components.resolve_config import resolve_config
+from pipelines.training import COMPONENTS
+from trainer.parameters import run_parameters
+
+
+def function_of(component):
+    source = inspect.getsource(component.python_func)
+    return next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef))
+
+
+@pytest.fixture(params=COMPONENTS, ids=lambda component: component.name)
+def component(request):
+    return request.param
+
+
+def test_its_body_is_one_import_and_one_call(component):
+    docstring, imported, call = function_of(component).body
+    assert isinstance(docstring, ast.Expr)
+    assert ast.unparse(imported) == "from components import steps"
+    assert isinstance(call, ast.Return | ast.Expr)
+    assert isinstance(call.value, ast.Call)
+    assert ast.unparse(call.value.func) == f"steps.{component.python_func.__name__}"
+
+
+def test_it_passes_on_what_it_takes_in_the_same_order(component):
+    function = function_of(component)
+    call = function.body[-1].value
+    taken = [argument.arg for argument in function.args.args]
+    passed = [ast.unparse(argument) for argument in call.args]
+    if component is resolve_config:
+        assert passed == ["locals()"]
+        return
+    # Of a final status the step gets the state alone.
+    assert passed == ["status.state" if name == "status" else name for name in taken]
+    expected = inspect.signature(getattr(steps, component.python_func.__name__)).parameters
+    assert len(expected) == len(passed)
+
+
+def test_its_image_is_the_one_and_it_installs_nothing(component):
+    container = component.component_spec.implementation.container
+    assert container.image == IMAGE
+    assert "pip" not in " ".join(container.command[:3])
+
+
+def test_it_says_what_it_does(component):
+    assert inspect.getdoc(component.python_func)
+
+
+def test_the_first_step_takes_exactly_the_run_parameters():
+    taken = inspect.signature(resolve_config.python_func).parameters
+    expected = [(p.name, p.type) for p in run_parameters()]
+    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, ("kfp_run_id", str)]
+
+
+def test_no_run_parameter_has_a_default_of_its_own_in_the_first_step():
+    taken = inspect.signature(resolve_config.python_func).parameters.values()
+    assert {parameter.default for parameter in taken} == {inspect.Parameter.empty}

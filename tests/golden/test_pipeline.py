@@ -1,0 +1,8 @@
+"""The compiled pipeline as a file: a change of it is seen before it is kept."""
+
+from pipelines.compile import compile_pipeline
+
+
+def test_the_compiled_pipeline_is_the_golden_file(golden, tmp_path):
+    compile_pipeline(tmp_path / "pipeline.yaml")
+    golden("pipeline.yaml", (tmp_path / "pipeline.yaml").read_text(encoding="utf-8"))

@@ -1,0 +1,173 @@
+"""`flotilla compile`: what a KFP instance is given, and what must not be in it."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from kfp import components as kfp_components
+
+from components.image import IMAGE
+from pipelines.compile import compile_all, compile_components, compile_pipeline
+from pipelines.training import COMPONENTS
+from trainer.errors import ConfigError, UserError
+
+ROOT = Path(__file__).parents[2]
+OTHER = "registry.example:5000/team/flotilla_python:1.2-gpu"
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+    compile_pipeline(path)
+    return path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def executors(compiled):
+    return yaml.safe_load(compiled)["deploymentSpec"]["executors"]
+
+
+def images_of(text):
+    tree = yaml.safe_load(text)
+    return [each["container"]["image"] for each in tree["deploymentSpec"]["executors"].values()]
+
+
+def test_twice_compiled_is_the_same_bytes(compiled, tmp_path):
+    again = tmp_path / "deep" / "again.yaml"
+    compile_pipeline(again)
+    assert again.read_bytes() == compiled.encode()
+
+
+def test_the_sdk_loads_it(compiled):
+    loaded = kfp_components.load_component_from_text(compiled)
+    assert loaded.name == "flotilla-training"
+    assert not [name for name, each in loaded.component_spec.inputs.items() if not each.optional]
+
+
+def test_it_is_small(compiled):
+    assert len(compiled.encode()) < 100_000
+
+
+def test_it_is_one_document(compiled):
+    assert len(list(yaml.safe_load_all(compiled))) == 1
+
+
+@pytest.mark.parametrize(
+    "word", ["password", "secret", "token", "access_key", "accesskey", "credential"]
+)
+def test_it_holds_no_secret(compiled, word):
+    assert word not in compiled.lower()
+
+
+def test_it_holds_no_path_of_this_machine(compiled):
+    assert str(ROOT) not in compiled
+    assert str(Path.home()) not in compiled
+    assert not re.search(r"file:///|/tmp/|/usr/|/var/|site-packages", compiled)
+
+
+def test_it_installs_nothing(compiled):
+    assert "pip install" not in compiled
+
+
+def test_it_holds_no_source_of_the_trainer(executors):
+    for name, each in executors.items():
+        source = each["container"]["command"][-1]
+        assert len(source) < 3000, name
+        # One import beside those that KFP itself writes, and one call.
+        body = source.split("def ", 1)[1]
+        assert re.findall(r"^ +(?:from|import) .*$", body, re.MULTILINE) == [
+            "    from components import steps"
+        ]
+        assert body.count("steps.") == 1, name
+
+
+def test_every_step_has_the_image(compiled):
+    assert images_of(compiled) == [IMAGE] * len(COMPONENTS)
+
+
+def test_another_image_is_put_everywhere(tmp_path, compiled):
+    compile_all(tmp_path / "pipeline.yaml", OTHER, tmp_path / "components")
+    text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
+    assert images_of(text) == [OTHER] * len(COMPONENTS)
+    assert text.replace(OTHER, IMAGE) == compiled
+    for component in COMPONENTS:
+        text = (tmp_path / "components" / f"{component.name}.yaml").read_text(encoding="utf-8")
+        assert images_of(text) == [OTHER]
+        assert IMAGE not in text
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        "flotilla",
+        "flotilla_python:0.1.0",
+        # YAML would take these for something else than text.
+        "123",
+        "1e5",
+        "12:30",
+        "true",
+        "null",
+        "localhost:5000/flotilla",
+        "host.example/a/b-c/d:v1.2_3",
+        f"host.example/flotilla@sha256:{'0123456789abcdef' * 4}",
+        f"host.example:8080/flotilla:tag@sha256:{'0' * 64}",
+    ],
+)
+def test_a_good_image_name_arrives_as_it_is(tmp_path, image):
+    compile_all(tmp_path / "pipeline.yaml", image, None)
+    text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
+    assert set(images_of(text)) == {image}
+    kfp_components.load_component_from_text(text)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        " ", "a b", "a: b", "a #b", "x\ny", "x\n", "-x", '"', "'x'", "{x}", "[x]", "&x", "*x", "!x",
+        "%x", "@x", "Upper", "ümage", "https://host/x", "/x", "x/", "x//y", "x:", "x@sha256:12",
+        "host/x:a:b", "x" * 10 + ":" + "t" * 129,
+    ],
+)  # fmt: skip
+def test_an_odd_image_name_is_refused(tmp_path, image):
+    with pytest.raises(ConfigError) as caught:
+        compile_all(tmp_path / "pipeline.yaml", image, None)
+    assert str(caught.value) == (
+        f"--image {image!r} is not the name of an image: write it as host/name:tag"
+    )
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_file_may_have_any_name(tmp_path, compiled):
+    compile_pipeline(tmp_path / "pipeline.txt")
+    assert (tmp_path / "pipeline.txt").read_text(encoding="utf-8") == compiled
+
+
+def test_what_was_there_is_replaced(tmp_path, compiled):
+    path = tmp_path / "pipeline.yaml"
+    path.write_text("old\n" * 10_000, encoding="utf-8")
+    compile_pipeline(path)
+    assert path.read_text(encoding="utf-8") == compiled
+
+
+def test_a_folder_in_the_place_of_the_file(tmp_path):
+    with pytest.raises(UserError, match=r"^cannot write .*: Is a directory$"):
+        compile_pipeline(tmp_path)
+
+
+def test_a_file_in_the_place_of_the_folder(tmp_path):
+    (tmp_path / "build").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match=r"^cannot write .*build.pipeline\.yaml: "):
+        compile_pipeline(tmp_path / "build" / "pipeline.yaml")
+
+
+def test_one_file_a_component(tmp_path):
+    compile_components(tmp_path)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {
+        "resolve-config.yaml", "prepare-data.yaml", "train-model.yaml", "evaluate-model.yaml",
+        "check-gate.yaml", "export-model.yaml", "finish.yaml",
+    }  # fmt: skip
+    for path in tmp_path.iterdir():
+        loaded = kfp_components.load_component_from_file(str(path))
+        assert loaded.name == path.stem

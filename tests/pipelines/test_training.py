@@ -1,0 +1,139 @@
+"""The wiring of the pipeline, as KFP has understood it."""
+
+import pytest
+import yaml
+
+from pipelines.compile import compile_pipeline
+from pipelines.training import COMPONENTS, PIPELINES, SIGNATURE
+from trainer.parameters import run_parameters
+
+KFP_TYPES = {
+    str: "STRING", int: "NUMBER_INTEGER", float: "NUMBER_DOUBLE", bool: "BOOLEAN",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def spec(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+    compile_pipeline(path)
+    return yaml.safe_load(path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def main_tasks(spec):
+    return spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+
+
+def inputs_of(task):
+    return task["inputs"]["parameters"]
+
+
+def source_of(task, name):
+    """Return step and output that an input of a task comes from."""
+    found = inputs_of(task)[name]
+    produced = found["taskOutputParameter"]
+    return produced["producerTask"], produced["outputParameterKey"]
+
+
+def all_tasks(spec):
+    folders = [spec["root"], *spec["components"].values()]
+    return {
+        name: task for each in folders if "dag" in each for name, task in each["dag"]["tasks"].items()
+    }
+
+
+def test_the_run_parameters_are_the_leaves_of_the_configuration(spec):
+    given = spec["root"]["inputDefinitions"]["parameters"]
+    assert set(given) == {p.name for p in run_parameters()}
+    for parameter in run_parameters():
+        assert given[parameter.name]["parameterType"] == KFP_TYPES[parameter.type]
+        assert given[parameter.name]["defaultValue"] == parameter.default
+        assert given[parameter.name]["isOptional"]
+
+
+def test_every_run_parameter_reaches_the_first_step(main_tasks):
+    given = inputs_of(main_tasks["resolve-config"])
+    for parameter in run_parameters():
+        channel = given[parameter.name]["componentInputParameter"]
+        assert channel.endswith(f"--{parameter.name}")
+    assert given["kfp_run_id"]["runtimeValue"]["constant"] == "{{$.pipeline_job_uuid}}"
+
+
+def test_the_exit_step_runs_after_everything(spec):
+    tasks = spec["root"]["dag"]["tasks"]
+    assert set(tasks) == {"exit-handler-1", "finish"}
+    assert tasks["finish"]["dependentTasks"] == ["exit-handler-1"]
+    assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
+    # Of the parameter and not of the first step, which may be the one that failed.
+    assert inputs_of(tasks["finish"])["root"] == {"componentInputParameter": "storage_root"}
+    assert inputs_of(tasks["finish"])["status"]["taskFinalStatus"] == {"producerTask": "exit-handler-1"}
+
+
+def test_each_step_gets_what_the_one_before_has_published(main_tasks):
+    train, evaluate = main_tasks["train-model"], main_tasks["evaluate-model"]
+    assert source_of(main_tasks["prepare-data"], "data") == ("resolve-config", "data")
+    assert source_of(train, "dataset") == ("prepare-data", "Output")
+    assert source_of(evaluate, "dataset") == ("prepare-data", "Output")
+    assert source_of(evaluate, "checkpoint") == ("train-model", "Output")
+    assert source_of(main_tasks["check-gate"], "evaluation") == ("evaluate-model", "Output")
+
+
+@pytest.mark.parametrize("step", ["train-model", "evaluate-model", "check-gate"])
+def test_each_step_gets_the_run(main_tasks, step):
+    for name in ("config", "root", "run_id"):
+        assert source_of(main_tasks[step], name) == ("resolve-config", name)
+
+
+def test_preparing_data_depends_on_nothing_but_the_data_section(main_tasks):
+    assert set(inputs_of(main_tasks["prepare-data"])) == {"data", "root"}
+
+
+def test_only_a_blessed_model_is_exported(spec, main_tasks):
+    branch = main_tasks["condition-2"]
+    condition = branch["triggerPolicy"]["condition"]
+    assert condition.endswith("== 'blessed'")
+    assert "check-gate-Output" in condition
+    below = spec["components"][branch["componentRef"]["name"]]["dag"]["tasks"]
+    assert set(below) == {"export-model"}
+    decision = inputs_of(below["export-model"])["decision"]["componentInputParameter"]
+    assert decision.endswith("check-gate-decision")
+
+
+def test_only_preparing_data_may_come_from_a_cache(spec):
+    steps = {component.name for component in COMPONENTS}
+    cached = [
+        name
+        for name, task in all_tasks(spec).items()
+        if name in steps and task["cachingOptions"].get("enableCache")
+    ]
+    assert cached == ["prepare-data"]
+
+
+def test_every_component_is_a_step_once(spec):
+    steps = sorted(each.name for each in COMPONENTS)
+    assert sorted(name for name in all_tasks(spec) if name in steps) == steps
+
+
+def test_kfp_calls_the_pipeline_by_position():
+    kinds = {parameter.kind for parameter in SIGNATURE.parameters.values()}
+    assert kinds == {next(iter(SIGNATURE.parameters.values())).POSITIONAL_OR_KEYWORD}
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("prepare", ["prepare-data", "resolve-config"]),
+        ("train", ["prepare-data", "resolve-config", "train-model"]),
+        ("train_on", ["resolve-config", "train-model"]),
+    ],
+)
+def test_the_short_pipelines(name, steps):
+    tasks = PIPELINES[name].pipeline_spec.root.dag.tasks
+    assert sorted(tasks) == steps
+
+
+def test_training_on_a_dataset_takes_its_uri():
+    spec = PIPELINES["train_on"].pipeline_spec
+    given = spec.root.dag.tasks["train-model"].inputs.parameters["dataset"]
+    assert given.component_input_parameter == "dataset"
+    assert set(spec.root.input_definitions.parameters) == {*SIGNATURE.parameters, "dataset"}

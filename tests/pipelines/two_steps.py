@@ -1,0 +1,35 @@
+"""A pipeline of two steps, run as `flotilla` runs one: the first step, and one that keeps it.
+
+`python -m tests.pipelines.two_steps two_steps FOLDER`, with `arguments.json` in the folder.
+"""
+
+from typing import Any
+
+from kfp import dsl
+
+from components.image import IMAGE
+from pipelines import local_child, training
+
+
+@dsl.component(base_image=IMAGE, install_kfp_package=False)
+def keep(config: str, data: str, root: str, run_id: str, path: str):
+    """Write what the first step has passed on to the file `path`."""
+    import json  # noqa: PLC0415
+    from pathlib import Path  # noqa: PLC0415
+
+    kept = {"config": config, "data": data, "root": root, "run_id": run_id}
+    Path(path).write_text(json.dumps(kept), encoding="utf-8")
+
+
+def two_steps(*values: Any) -> None:
+    """Resolve the run parameters; the last value is where to keep them."""
+    *parameters, path = values
+    resolved = training._resolved(tuple(parameters))
+    training._uncached(keep(**{**training._run(resolved), "data": resolved["data"], "path": path}))
+
+
+_PATH = training._DATASET.replace(name="path")
+
+if __name__ == "__main__":
+    training.PIPELINES["two_steps"] = training._pipeline(two_steps, "two-steps", _PATH)
+    local_child.main()

@@ -1,0 +1,248 @@
+"""Batches for training and for evaluation: every example, once an epoch, in a graph alone."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.data import read
+from trainer.data.read import DatasetSpec, evaluation_batches, training_batches
+from trainer.data.records import encode
+from trainer.data.spec import FeatureSpec
+
+# Held in memory as a whole; streamed through a small buffer; streamed without any shuffling.
+BUFFERS = {"memory": None, "stream": 7, "one": 1}
+
+
+@pytest.fixture(params=BUFFERS.values(), ids=BUFFERS.keys())
+def buffer(request):
+    return request.param
+
+
+def train(spec, files, *, batch_size=4, seed=0, buffer=None):
+    return training_batches(spec, files, batch_size=batch_size, seed=seed, shuffle_buffer=buffer)
+
+
+def numbers(batches, count):
+    """The numbers of the first `count` examples."""
+    taken = itertools.chain.from_iterable(
+        values.numpy().tolist() for values, _ in batches.take(-(-count // 4))
+    )
+    return list(itertools.islice(taken, count))
+
+
+@pytest.mark.parametrize("examples", [20, 23, 3])
+def test_every_epoch_has_each_example_once(numbered, buffer, examples):
+    spec, files = numbered(examples)
+    found = numbers(train(spec, files, buffer=buffer), 5 * examples)
+    # 23 is no multiple of the batch size: nothing is skipped at the seam.
+    for start in range(0, 5 * examples, examples):
+        assert sorted(found[start : start + examples]) == list(range(examples))
+
+
+def test_batches_are_full(numbered, buffer):
+    spec, files = numbered(10)
+    for values, label in train(spec, files, buffer=buffer).take(7):
+        assert values.shape == label.shape == (4,)
+
+
+def test_the_batch_size_is_known_in_the_graph(numbered, buffer):
+    spec, files = numbered(10)
+    values, label = train(spec, files, buffer=buffer).element_spec
+    assert values.shape == label.shape == (4,)
+
+
+def test_a_batch_may_be_larger_than_an_epoch(numbered, buffer):
+    spec, files = numbered(5)
+    ((values, _),) = train(spec, files, batch_size=12, buffer=buffer).take(1)
+    assert np.bincount(values).tolist() == [3, 3, 2, 2, 2] or sorted(values.numpy()[:5]) == [
+        0, 1, 2, 3, 4,
+    ]  # fmt: skip
+
+
+def test_it_never_ends(numbered, buffer):
+    spec, files = numbered(4)
+    assert len(numbers(train(spec, files, buffer=buffer), 4 * 500)) == 2000
+
+
+@pytest.mark.parametrize("buffer", [None, 7])
+def test_every_epoch_has_another_order(numbered, buffer):
+    spec, files = numbered(40)
+    found = numbers(train(spec, files, buffer=buffer), 120)
+    epochs = {tuple(found[start : start + 40]) for start in (0, 40, 80)}
+    assert len(epochs) == 3
+    assert tuple(range(40)) not in epochs
+
+
+def test_the_seed_gives_the_order(numbered, buffer):
+    spec, files = numbered(60)
+    first, same, other = (
+        numbers(train(spec, files, seed=seed, buffer=buffer), 150) for seed in (3, 3, 4)
+    )
+    assert first == same
+    assert first != other
+
+
+@pytest.mark.parametrize("seed", [0, 2**31 - 1])
+def test_every_seed_of_the_configuration(numbered, buffer, seed):
+    spec, files = numbered(12)
+    assert sorted(numbers(train(spec, files, seed=seed, buffer=buffer), 12)) == list(range(12))
+
+
+def test_in_memory_every_place_is_equally_likely(numbered):
+    spec, files = numbered(4)
+    found = np.reshape(numbers(train(spec, files), 4 * 2000), (-1, 4))
+    for place in range(4):
+        assert abs(np.bincount(found[:, place]) - 500).max() < 100
+
+
+def test_an_example_stays_together(numbered, buffer):
+    spec, files = numbered(30)
+    spec = replace(spec, inputs=("image", "number"))
+    for inputs, label in train(spec, files, buffer=buffer).take(20):
+        assert (inputs["image"].numpy()[:, 0, 0] == inputs["number"].numpy()).all()
+        assert (label.numpy() == inputs["number"].numpy() % 10).all()
+
+
+def test_one_input_is_a_tensor(numbered, buffer):
+    spec, files = numbered(12)
+    values, label = train(replace(spec, inputs=("image",)), files, buffer=buffer).element_spec
+    # Bytes go to the model as they are: four times less to move, and it knows how to scale.
+    assert values == tf.TensorSpec((4, 2, 2), tf.uint8)
+    assert label == tf.TensorSpec((4,), tf.int64)
+
+
+def test_several_inputs_are_a_mapping(numbered, buffer):
+    spec, files = numbered(12)
+    spec = replace(spec, inputs=("image", "number"))
+    values, _ = train(spec, files, buffer=buffer).element_spec
+    assert set(values) == {"image", "number"}
+
+
+def test_texts_as_input(tmp_path):
+    features = {
+        "text": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+        "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    }
+    words = np.array([b"one", b"two", "drei ä".encode()], object)
+    path = str(tmp_path / "a.tfrecord")
+    with tf.io.TFRecordWriter(path) as writer:
+        for record in encode(features, {"text": words, "label": np.arange(3)}):
+            writer.write(record)
+    spec = DatasetSpec(
+        features=features,
+        inputs=("text",),
+        label="label",
+        num_classes=3,
+        labels=(),
+        shards={"train": (3,)},
+    )
+    ((values, _),) = train(spec, [path], batch_size=3).take(1)
+    assert sorted(values.numpy()) == sorted(words)
+
+
+def test_a_pattern_is_relative_to_the_working_folder(numbered, buffer, monkeypatch):
+    spec, files = numbered(12)
+    monkeypatch.chdir(files[0].parents[1])
+    found = numbers(train(spec, "shards/*.tfrecord", buffer=buffer), 12)
+    assert sorted(found) == list(range(12))
+
+
+def test_a_pattern_and_its_files_give_the_same(numbered, buffer):
+    spec, files = numbered(30)
+    pattern = str(files[0].parent / "*.tfrecord")
+    assert numbers(train(spec, pattern, buffer=buffer), 60) == numbers(
+        train(spec, files, buffer=buffer), 60
+    )
+
+
+def test_a_pattern_that_finds_nothing(numbered, buffer, tmp_path):
+    spec, _ = numbered(12)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="No files matched pattern"):
+        train(spec, str(tmp_path / "none-*.tfrecord"), buffer=buffer)
+
+
+def test_a_part_of_the_shards(numbered, buffer):
+    spec, files = numbered(12, shards=3)
+    # The spec is of the whole split, what a worker reads is a part of it.
+    found = numbers(train(spec, files[1:2], buffer=buffer), 12)
+    assert sorted(found) == sorted([1, 4, 7, 10] * 3)
+
+
+def test_all_of_it_is_a_graph(numbered, buffer, monkeypatch):
+    """No Python of ours runs where a worker runs it."""
+    spec, files = numbered(12)
+    monkeypatch.chdir(files[0].parents[1])
+
+    @tf.function
+    def first():
+        return next(iter(train(spec, "shards/*.tfrecord", buffer=buffer)))
+
+    graph = first.get_concrete_function().graph.as_graph_def()
+    nodes = [*graph.node, *(node for part in graph.library.function for node in part.node_def)]
+    kinds = {node.op for node in nodes}
+    assert not {kind for kind in kinds if "PyFunc" in kind}
+    assert kinds & {"MatchingFilesDataset", "ListFilesDataset", "MatchingFiles"}
+    # No op either that looks for the files while the graph is made.
+    values, _ = first()
+    assert values.shape == (4,)
+
+
+def test_how_much_is_held_follows_the_size_of_an_example(numbered, monkeypatch):
+    spec, _ = numbered(100)
+    # An int64 as input and another as label.
+    monkeypatch.setattr(read, "SHUFFLE_BYTES", 16 * 99)
+    assert read._fitting(spec) == 99
+    assert read._fitting(replace(spec, inputs=("image",))) == 16 * 99 // 12
+
+
+@pytest.mark.parametrize(("held", "cached"), [(16 * 100, True), (16 * 99, False), (0, False)])
+def test_what_fits_is_read_once(numbered, monkeypatch, held, cached):
+    spec, files = numbered(100)
+    monkeypatch.setattr(read, "SHUFFLE_BYTES", held)
+    iterator = iter(train(spec, files))
+    next(iterator)
+    for path in files:
+        path.unlink()
+    if cached:
+        assert len([next(iterator) for _ in range(100)]) == 100
+        return
+    with pytest.raises(tf.errors.NotFoundError):
+        [next(iterator) for _ in range(100)]
+
+
+def test_evaluation_is_in_order_and_ends(numbered):
+    spec, files = numbered(11, shards=2)
+    batches = evaluation_batches(spec, files, batch_size=4)
+    found = [values.numpy().tolist() for values, _ in batches]
+    assert found == [[0, 2, 4, 6], [8, 10, 1, 3], [5, 7, 9]]
+    assert [values.numpy().tolist() for values, _ in batches] == found
+
+
+def test_evaluation_has_the_same_elements_as_training(numbered):
+    spec, files = numbered(12)
+    spec = replace(spec, inputs=("image", "number"))
+    values, label = evaluation_batches(spec, files, batch_size=4).element_spec
+    assert values["image"] == tf.TensorSpec((None, 2, 2), tf.uint8)
+    assert label == tf.TensorSpec((None,), tf.int64)
+
+
+def test_evaluation_by_a_pattern_is_in_order(numbered):
+    spec, files = numbered(30, shards=12)
+    pattern = str(files[0].parent / "*.tfrecord")
+    first, second = (
+        [values.numpy().tolist() for values, _ in evaluation_batches(spec, given, batch_size=30)]
+        for given in (pattern, files)
+    )
+    assert first == second
+
+
+def test_a_damaged_record_is_an_error(numbered):
+    spec, files = numbered(12)
+    data = bytearray(files[0].read_bytes())
+    data[20] ^= 1
+    files[0].write_bytes(data)
+    with pytest.raises(tf.errors.DataLossError):
+        list(evaluation_batches(spec, files, batch_size=4))

@@ -1,0 +1,39 @@
+"""What a user reads, and with which exit code a process ends."""
+
+import pytest
+
+from trainer import errors
+from trainer.errors import nearest
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (errors.UserError, 1),
+        (errors.ConfigError, 2),
+        (errors.RunInterruptedError, 130),
+        (errors.ClusterLostError, 138),
+    ],
+)
+def test_each_error_has_its_exit_code(kind, code):
+    assert issubclass(kind, errors.UserError)
+    assert kind("one line").exit_code == code
+    assert str(kind("one line")) == "one line"
+
+
+def test_the_exit_codes_are_what_scripts_rely_on():
+    named = (errors.DONE, errors.FAILED, errors.USAGE, errors.REFUSED)
+    assert named == (0, 1, 2, 3)
+    assert (errors.INTERRUPTED, errors.BEGIN_AGAIN) == (130, 138)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [("stepss", "; did you mean 'steps'?"), ("workrs", "; did you mean 'workers'?"), ("xyz", "")],
+)
+def test_the_nearest_word(word, expected):
+    assert nearest(word, iter(["steps", "workers"])) == expected
+
+
+def test_nothing_is_near_where_nothing_is_allowed():
+    assert nearest("steps", []) == ""
