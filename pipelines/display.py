@@ -16,7 +16,11 @@ from trainer import storage
 
 # Without a terminal a line of progress comes at most so often.
 LINE_SECONDS = 5.0
-_MARKS = {"done": "[green]done[/]", "failed": "[red]failed[/]", "interrupted": "[yellow]ended[/]"}
+_MARKS = {
+    "done": "[green]done[/]",
+    "failed": "[red]failed[/]",
+    "interrupted": "[yellow]interrupted[/]",
+}
 
 
 class Display:

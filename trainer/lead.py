@@ -27,8 +27,6 @@ from trainer.strategies import registry as strategies
 from trainer.strategies.interface import Problem, Strategy
 from trainer.train import Surroundings, train
 
-# Examples that one worker shuffles among: enough for a class-sorted shard of common size.
-SHUFFLE_BUFFER = 10_000
 # What TensorFlow raises in the chief when a server that it relies on has gone or has begun anew.
 _LOST = (
     tf.errors.UnavailableError,
@@ -80,7 +78,6 @@ def _problem(
             batch_size=training.batch_size,
             # A resumed life would otherwise see the examples in the order of the life before.
             seed=training.seed + start,
-            shuffle_buffer=SHUFFLE_BUFFER,
         ),
     )
 

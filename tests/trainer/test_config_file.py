@@ -100,7 +100,7 @@ def test_a_value_is_yaml_with_the_numbers_that_people_write(text, value):
     "text",
     [
         "[", "{a", "'", "!!int x", "!!bool x", "!!timestamp x", "2026-13-45", "!!python/name:os.x",
-        "{[1]: 2}", "*a", "\x00", "{a: 1, a: 2}", "[" * 1500, "9" * 5000,
+        "{[1]: 2}", "*a", "\x00", "{a: 1, a: 2}", "[" * 400, "9" * 5000,
     ],
 )  # fmt: skip
 def test_what_is_no_value_is_refused_with_its_key(text):
@@ -163,7 +163,7 @@ def test_several_mistakes_stand_in_one_line():
         ("a: !!int x\n", "is not valid YAML: invalid literal for int()"),
         ("a: 2026-13-45\n", "is not valid YAML: month must be in 1..12"),
         ("a: 1\n---\nb: 2\n", "is not valid YAML at line 2, column 1: "),
-        ("{" * 1500, "is not valid YAML: maximum recursion depth exceeded"),
+        ("{" * 400, "is not valid YAML: maximum recursion depth exceeded"),
         ("training: {steps: 1}\nname: a\ntraining: {keep: 1}\n", "line 3, column 1: the key 'tr"),
         ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' stands twice"),
     ],

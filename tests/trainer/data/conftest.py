@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,15 +19,6 @@ from trainer.data.spec import FeatureSpec
 
 ROOT = Path(__file__).parents[3]
 Prepare = Callable[..., PreparedDataset]
-
-
-@pytest.fixture(scope="session")
-def mnist_dir():
-    """The folder with the official MNIST files; beside the repository where it is not named."""
-    folder = Path(os.environ.get("FLOTILLA_MNIST_DIR") or ROOT.parent / "shared/data/mnist")
-    if not folder.is_dir():
-        pytest.skip(f"needs the official MNIST files: no folder {folder} (FLOTILLA_MNIST_DIR)")
-    return folder
 
 
 @pytest.fixture(scope="session")
