@@ -40,7 +40,7 @@ def _leave_words(workdir: Path, words: str) -> None:
 
 
 def _task(options: argparse.Namespace) -> None:
-    from trainer import cluster, config_file, launcher
+    from trainer import cluster, config_file, launcher, topology
 
     config = config_file.load(options.config)
     tasks, this = cluster.from_tf_config(os.environ.get("TF_CONFIG", ""))
@@ -51,10 +51,10 @@ def _task(options: argparse.Namespace) -> None:
         workdir=options.workdir,
     )
     cluster.check_port(tasks, this)
-    if this.role == "chief":
+    if topology.topology_of(config.training.strategy).leads(this):
         from trainer.lead import lead
 
-        lead(job, tasks)
+        lead(job, tasks, this)
     else:
         from trainer.serve import serve
 

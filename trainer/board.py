@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import tensorflow as tf
 
@@ -17,12 +18,21 @@ class Board:
         folder = storage.local_path(storage.join(uri, "logs"))
         self._writer = tf.summary.create_file_writer(str(folder)) if folder else None
 
-    def add(self, row: Mapping[str, float]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Write all figures of one row of the history at its global step."""
         if self._writer is None:
             return
         with self._writer.as_default(step=int(row["global_step"])):
-            for name, value in row.items():
+            for name, value in _scalars(row):
                 if name != "global_step":
                     tf.summary.scalar(name, value)
         self._writer.flush()
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the figures of a row; one in a mapping is called `outer/inner`."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value

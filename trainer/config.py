@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from trainer.errors import nearest
+from trainer.topology import TOPOLOGIES, topology_of
 
 MODELS = ("softmax", "mlp", "cnn")
-STRATEGIES = ("async_parameter_server",)
+STRATEGIES = tuple(TOPOLOGIES)
 # `tests/trainer/test_optimizers.py` holds this list against what Keras offers.
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
@@ -27,7 +28,6 @@ SHARES = ("accuracy", "precision", "recall", "f1", "auc")
 # A key whose other values need a part that is not built yet: refused by name, never ignored.
 NOT_YET: dict[str, Any] = {
     "training.pull_every": 1,
-    "training.replicas_to_aggregate": 0,
     "training.mixed_precision": False,
     "training.jit_compile": False,
     "training.warm_start": "",
@@ -35,12 +35,10 @@ NOT_YET: dict[str, Any] = {
     "training.schedule.warmup_steps": 0,
     "training.schedule.args": {},
     "training.stall_timeout": 120,
-    "data.partition": "disjoint",
     "cluster.launcher": "local",
     "cluster.evaluator": False,
     "cluster.gpus_per_worker": 0,
     "cluster.gpu_memory_mb": 0,
-    "cluster.placement": {},
     "cluster.existing_servers": False,
     "cluster.in_process": False,
     "cluster.kubernetes": {},
@@ -264,7 +262,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_shard_for_each_worker(self) -> Config:
-        if self.data.partition == "disjoint" and self.cluster.workers > self.data.shards:
+        shared = topology_of(self.training.strategy).workers and self.data.partition == "disjoint"
+        if shared and self.cluster.workers > self.data.shards:
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
                 f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"

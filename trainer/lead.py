@@ -1,4 +1,4 @@
-"""The chief: leads the training of a cluster from the newest valid checkpoint to the end."""
+"""The task that leads: trains from the newest valid checkpoint to the end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ import tensorflow as tf
 
 from trainer import evaluate, storage
 from trainer.checkpoints import Checkpoints
-from trainer.cluster import Cluster
+from trainer.cluster import Cluster, Task
 from trainer.config import Config
 from trainer.data.read import evaluation_batches, stage_shards, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ClusterLostError
+from trainer.input import NUMBER_FILE, PATTERN, stage_input
 from trainer.launcher import Job
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
@@ -37,7 +38,7 @@ _LOST = (
 )
 
 
-def lead(job: Job, cluster: Cluster) -> None:
+def lead(job: Job, cluster: Cluster, task: Task) -> None:
     """Train from the newest valid checkpoint to the end; see `trainer.train.train`."""
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stopping = _stop_on_sigterm()
@@ -45,7 +46,8 @@ def lead(job: Job, cluster: Cluster) -> None:
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
     inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
     build_model = partial(models.build, config.model, inputs, config.training.seed)
-    strategy = strategies.create(config.training.strategy, cluster)
+    stage_input(job, cluster, task)
+    strategy = strategies.create(config, cluster, task)
     around = Surroundings(
         problem=partial(_problem, config, spec, build_model),
         validate=_validator(job, spec, build_model),
@@ -71,14 +73,19 @@ def _problem(
         build_optimizer=partial(build_optimizer, training.optimizer),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         chance_loss=math.log(max(2, spec.num_classes)),
-        batches=partial(
-            training_batches,
-            spec,
-            "shards/*.tfrecord",
-            batch_size=training.batch_size,
-            # A resumed life would otherwise see the examples in the order of the life before.
-            seed=training.seed + start,
-        ),
+        batches=partial(_batches, config, spec, start),
+    )
+
+
+def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
+    """Return the batches of the task in whose working folder this graph runs."""
+    number = tf.strings.to_number(tf.io.read_file(NUMBER_FILE), tf.int32)
+    return training_batches(
+        spec,
+        PATTERN,
+        batch_size=config.training.batch_size,
+        # Two workers on the same examples have orders of their own, and so has a resumed life.
+        seed=config.training.seed + start + 7919 * number,
     )
 
 

@@ -28,6 +28,7 @@ from trainer.errors import (
 from trainer.launcher import Job
 from trainer.local_ports import held_cluster
 from trainer.task_process import TaskProcess
+from trainer.topology import leader, topology_of
 
 # A chief that was asked to end has this long to publish its last checkpoint.
 GRACE_SECONDS = 60.0
@@ -42,59 +43,67 @@ def launch(job: Job) -> None:
     SIGINT and SIGTERM to this process end training with a last checkpoint; a second one ends at
     once.
     """
-    tasks = {"ps": job.config.cluster.parameter_servers, "worker": job.config.cluster.workers}
+    topology = topology_of(job.config.training.strategy)
+    tasks = topology.tasks(
+        servers=job.config.cluster.parameter_servers, workers=job.config.cluster.workers
+    )
     happenings: _Happenings = queue.SimpleQueue()
-    with held_cluster({"chief": 1, **tasks}) as cluster, _signals(happenings):
+    with held_cluster(tasks) as cluster, _signals(happenings):
         processes = [
             TaskProcess(job, cluster, Task(role=role, index=index))
-            for role, count in {**tasks, "chief": 1}.items()
+            for role, count in tasks.items()
             for index in range(count)
         ]
         try:
             for process in processes:
                 _start(process, happenings)
-            _Supervisor(job, processes, happenings).run()
+            _Supervisor(job, leader(cluster), processes, happenings).run()
         finally:
             for process in processes:
                 process.kill()
 
 
 class _Supervisor:
-    def __init__(self, job: Job, processes: list[TaskProcess], happenings: _Happenings) -> None:
+    def __init__(
+        self, job: Job, leading: Task, processes: list[TaskProcess], happenings: _Happenings
+    ) -> None:
         self._limit = job.config.cluster.max_restarts
-        self._chief = next(p for p in processes if p.task.role == "chief")
+        self._leader = next(p for p in processes if p.task == leading)
         self._happenings = happenings
         self._restarts = 0
-        self._excused = 0
+        # How many restarts there had been when a task was last started.
+        self._born = dict.fromkeys((p.task for p in processes), 0)
 
     def run(self) -> None:
         while True:
             happening = self._happenings.get()
             if happening is None:
-                self._end_chief()
+                self._end_leader()
                 raise RunInterruptedError(
-                    self._chief.words() or "interrupted before training began"
+                    self._leader.words() or "interrupted before training began"
                 )
             process, code = happening
-            if process is self._chief and code == DONE:
+            if process is self._leader and code == DONE:
                 return
-            self._react(process, code)
+            # Where all workers run the outer loop, the others may end a little before the leader.
+            if code not in (DONE, INTERRUPTED) or process is self._leader:
+                self._react(process, code)
 
     def _react(self, process: TaskProcess, code: int) -> None:
         """Start a task again that died, or raise when that would be of no use."""
-        if process is self._chief and code == INTERRUPTED:
+        if code == INTERRUPTED:
             raise RunInterruptedError(process.words())
         if code in (FAILED, USAGE):
             words = process.words() or process.last_line()
             raise UserError(f"{words} ({process.task}, log {process.log})")
         self._count(process, code)
+        self._born[process.task] = self._restarts
         events.emit("restart", task=str(process.task), cause=_cause(code), restarts=self._restarts)
         _start(process, self._happenings)
 
     def _count(self, process: TaskProcess, code: int) -> None:
-        # A chief that begins again after a lost server is the same incident, not a second one.
-        if process is self._chief and code == BEGIN_AGAIN and self._excused < self._restarts:
-            self._excused = self._restarts
+        # A task that begins again because another one was lost is the same incident.
+        if code == BEGIN_AGAIN and self._born[process.task] < self._restarts:
             return
         if self._restarts >= self._limit:
             raise UserError(
@@ -104,8 +113,8 @@ class _Supervisor:
             )
         self._restarts += 1
 
-    def _end_chief(self) -> None:
-        self._chief.terminate()
+    def _end_leader(self) -> None:
+        self._leader.terminate()
         while True:
             try:
                 happening = self._happenings.get(timeout=GRACE_SECONDS)
@@ -116,7 +125,7 @@ class _Supervisor:
                 ) from None
             if happening is None:
                 raise RunInterruptedError("interrupted twice; the checkpoint before it is whole")
-            if happening[0] is self._chief:
+            if happening[0] is self._leader:
                 return
 
 

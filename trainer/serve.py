@@ -8,7 +8,7 @@ from __future__ import annotations
 import tensorflow as tf
 
 from trainer.cluster import Cluster, Task
-from trainer.data.read import stage_shards
+from trainer.input import stage_input
 from trainer.launcher import Job
 
 
@@ -21,9 +21,7 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     Raises:
         UserError: the shards cannot be fetched.
     """
-    if task.role == "worker":
-        count = cluster.count("worker")
-        stage_shards(job.dataset, job.workdir / "shards", "train", index=task.index, of=count)
+    stage_input(job, cluster, task)
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
     )

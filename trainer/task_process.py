@@ -11,6 +11,7 @@ from trainer import parent
 from trainer.cluster import Cluster, Task
 from trainer.errors import UserError
 from trainer.launcher import Job
+from trainer.topology import topology_of
 
 # What a task writes in its folder when it ends by an error of the user: one line, no traceback.
 WORDS = "words.txt"
@@ -31,6 +32,7 @@ class TaskProcess:
         self.log = self.folder / LOG
         self._job = job
         self._cluster = cluster
+        self._leads = topology_of(job.config.training.strategy).leads(task)
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -90,7 +92,7 @@ class TaskProcess:
             # TensorFlow's own account of its devices drowns what the task has to say.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **os.environ,
-            **({} if self.task.role == "chief" else _SERVER),
+            **({} if self._leads else _SERVER),
             **parent.environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
             # A dead peer is an error at once and not after gRPC's own patience.

@@ -9,12 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import checkpoints as checkpointing
-from trainer import events
-from trainer.board import Board
-from trainer.checkpoints import Checkpoints, Found
+from trainer.checkpoints import Checkpoints
 from trainer.config import Config, TrainingConfig
 from trainer.errors import RunInterruptedError, UserError
-from trainer.history import History
+from trainer.journal import Bystander, Journal
 from trainer.strategies.interface import Problem, Strategy
 
 # One stretch of steps between two looks at the world: long enough to cost nothing, short enough
@@ -85,88 +83,91 @@ def train(
         ClusterLostError: the strategy lost a task that it cannot do without.
     """
     found = checkpoints.newest()
-    start = found.global_step if found else 0
-    problem = around.problem(start)
+    problem = around.problem(found.global_step if found else 0)
     strategy.build(problem)
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
-    _say_begin(config, found)
-    loop = _Loop(config, strategy, checkpoints, around, DIVERGED * problem.chance_loss)
+    keeper = Journal if strategy.publishes else Bystander
+    journal = keeper(config, checkpoints, strategy.global_step())
+    journal.begin(strategy.global_step())
+    loop = _Loop(config.training, strategy, journal, around, DIVERGED * problem.chance_loss)
     if not found:
         loop.save()
     return loop.run()
 
 
-def _say_begin(config: Config, found: Found | None) -> None:
-    start = found.global_step if found else 0
-    events.emit("life", global_step=start, steps=config.training.steps, resumed=bool(found))
-
-
 class _Loop:
     def __init__(
         self,
-        config: Config,
+        training: TrainingConfig,
         strategy: Strategy,
-        checkpoints: Checkpoints,
+        journal: Journal,
         around: Surroundings,
         most_loss: float,
     ) -> None:
-        self._training = config.training
-        self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
+        self._training = training
         self._strategy = strategy
-        self._checkpoints = checkpoints
-        self._history = History(checkpoints.uri, start=strategy.global_step())
-        self._board = Board(checkpoints.uri)
+        self._journal = journal
         self._around = around
         self._most_loss = most_loss
-        self._pace = Pace(training=config.training)
-        self._patience = Patience(limit=config.training.patience)
+        self._pace = Pace(training=training)
+        self._patience = Patience(limit=training.patience)
         self._enough = False
-        for row in self._history.rows:
+        for row in journal.rows:
             if "validation_loss" in row:
                 self._enough = self._patience.exhausted(row["validation_loss"])
 
     def run(self) -> int:
         step = saved = self._strategy.global_step()
         saved_at = time.monotonic()
-        enough = self._enough
-        while step < self._training.steps and not enough:
-            if self._around.stopping():
+        while step < self._training.steps:
+            stop, enough, stretch = self._strategy.agreed(
+                int(self._around.stopping()), int(self._enough), self._pace.stretch(step)
+            )
+            if stop:
                 uri = self.save()
                 raise RunInterruptedError(f"interrupted at global step {step}; checkpoint {uri}")
-            before = step
-            step, row = self._stretch(step)
-            if _crossed(before, step, self._training.validate_every, self._training.steps):
-                row |= self._validated(step)
-            if "validation_loss" in row:
-                enough = self._patience.exhausted(row["validation_loss"])
-            self._history.add(row)
-            self._board.add(row)
+            if enough:
+                break
+            step = self._trained(step, stretch)
             if self._checkpoint_due(saved, step, saved_at):
                 self.save()
                 saved, saved_at = step, time.monotonic()
         self.save()
         return step
 
-    def _stretch(self, step: int) -> tuple[int, dict[str, Any]]:
+    def save(self) -> str:
+        return self._journal.save(self._strategy.variables(), self._strategy.io_device)
+
+    def _trained(self, before: int, stretch: int) -> int:
+        step, row = self._stretch(before, stretch)
+        if _crossed(before, step, self._training.validate_every, self._training.steps):
+            row |= self._validated(step)
+        if "validation_loss" in row:
+            self._enough = self._patience.exhausted(row["validation_loss"])
+        self._journal.add(row)
+        return step
+
+    def _stretch(self, step: int, stretch: int) -> tuple[int, dict[str, Any]]:
         began = time.monotonic()
-        loss = self._strategy.run(self._pace.stretch(step))
+        report = self._strategy.run(stretch)
         seconds = time.monotonic() - began
         reached = self._strategy.global_step()
-        if not loss <= self._most_loss:
-            what = f"the loss is {loss:g}"
-            raise UserError(checkpointing.diverged(what, reached, self._checkpoints.last))
+        if not report.loss <= self._most_loss:
+            what = f"the loss is {report.loss:g}"
+            raise UserError(checkpointing.diverged(what, reached, self._journal.last_checkpoint))
         speed = (reached - step) / max(seconds, 1e-9)
         self._pace.steps_per_second = speed
+        before = self._journal.rows[-1]["seconds"] if self._journal.rows else 0.0
         row = {
             "global_step": reached,
-            "loss": loss,
+            "loss": report.loss,
             "learning_rate": self._strategy.learning_rate(),
             "steps_per_second": round(speed, 3),
-            "seconds": round(self._history.seconds() + seconds, 3),
+            "seconds": round(before + seconds, 3),
+            **report.figures,
         }
-        left = (self._training.steps - reached) / speed if speed else 0.0
-        events.emit("progress", steps=self._training.steps, seconds_left=round(left, 1), **row)
+        self._journal.progress(row)
         return reached, row
 
     def _validated(self, step: int) -> dict[str, float]:
@@ -176,7 +177,7 @@ class _Loop:
         for name, value in figures.items():
             if not math.isfinite(value):
                 what = f"the validation {name} is {value}"
-                raise UserError(checkpointing.diverged(what, step, self._checkpoints.last))
+                raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
         return {f"validation_{name}": value for name, value in figures.items()}
 
     def _checkpoint_due(self, saved: int, step: int, saved_at: float) -> bool:
@@ -184,16 +185,6 @@ class _Loop:
             return True
         every = self._training.checkpoint_seconds
         return bool(every) and time.monotonic() - saved_at >= every
-
-    def save(self) -> str:
-        last = self._history.rows[-1] if self._history.rows else {}
-        metrics = {name: value for name, value in last.items() if name != "global_step"}
-        position = {"examples": last.get("global_step", 0) * self._training.batch_size}
-        return self._checkpoints.save(
-            self._strategy.variables(),
-            io_device=self._strategy.io_device,
-            fields={**self._fields, "metrics": metrics, "input_position": position},
-        )
 
 
 def _crossed(before: int, after: int, every: int, end: int) -> bool:

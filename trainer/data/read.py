@@ -54,7 +54,7 @@ def training_batches(
     files: Files,
     *,
     batch_size: int,
-    seed: int,
+    seed: int | tf.Tensor,
     shuffle_buffer: int | None = None,
 ) -> tf.data.Dataset:
     """Return `(inputs, label)` batches without end, in a new order in every epoch.
@@ -106,7 +106,7 @@ def _fitting(spec: DatasetSpec) -> int:
 
 
 def _from_memory(
-    spec: DatasetSpec, paths: tf.data.Dataset, seed: int, examples: int
+    spec: DatasetSpec, paths: tf.data.Dataset, seed: int | tf.Tensor, examples: int
 ) -> tf.data.Dataset:
     def reordered(example: Any, epoch: Any) -> Any:
         _, label = example
@@ -118,7 +118,7 @@ def _from_memory(
     return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
 
 
-def _streamed(paths: tf.data.Dataset, seed: int, held: int) -> tf.data.Dataset:
+def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
     # As many paths as a dataset has at most are few beside its examples.
     mixed = paths.shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
     records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=_AT_ONCE, block_length=16)

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import keras
 import tensorflow as tf
 
-from trainer.cluster import Cluster
+from trainer.cluster import Cluster, Task
+from trainer.config import Config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,23 +38,48 @@ class Problem:
     batches: Callable[[], tf.data.Dataset]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a stretch of steps has brought.
+
+    Attributes:
+        loss: the mean loss over the updates.
+        figures: further figures for the history, JSON values: staleness, dropped gradients, and
+            `workers`, which maps a worker to its local steps and examples.
+    """
+
+    loss: float
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
 class Strategy(ABC):
     """Applies updates to one model on one cluster."""
 
     #: Where checkpoints are written and read: always on the task that leads.
     io_device: str | None = None
 
-    def __init__(self, cluster: Cluster) -> None:
-        """Remember the cluster; nothing is connected before `build`."""
+    def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
+        """Remember what there is; nothing is connected before `build`."""
+        self.config = config
         self.cluster = cluster
+        self.task = task
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this task keeps the journal; where several run the loop, one of them does."""
+        return True
+
+    def agreed(self, *values: int) -> tuple[int, ...]:
+        """Return the largest of each value over all tasks that run the outer loop."""
+        return values
 
     @abstractmethod
     def build(self, problem: Problem) -> None:
         """Connect to the cluster and make model, optimizer and input on it."""
 
     @abstractmethod
-    def run(self, steps: int) -> float:
-        """Apply `steps` updates and return their mean loss.
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates.
 
         Raises:
             ClusterLostError: a task is gone that the strategy cannot do without; begin a new life.
@@ -74,20 +101,39 @@ class Strategy(ABC):
         """Let go of the cluster."""
 
 
+Batch = tuple[Any, tf.Tensor]
+
+
+def gradient_of(
+    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
+    """Return the function from a batch to its loss and the gradient of each trainable variable.
+
+    The loss has the losses of the layers (such as L2) in it; a gradient of rows that were looked
+    up is `IndexedSlices`.
+    """
+
+    def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
+        inputs, labels = batch
+        with tf.GradientTape() as tape:
+            value = tf.cast(loss(labels, model(inputs, training=True)), tf.float32)
+            if model.losses:
+                value += tf.add_n(model.losses)
+        return value, tape.gradient(value, [v.value for v in model.trainable_variables])
+
+    return gradient
+
+
 def step_of(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
-) -> Callable[[tuple[tf.Tensor, tf.Tensor]], tf.Tensor]:
+) -> Callable[[Batch], tf.Tensor]:
     """Return the function that computes one gradient and applies it: batch to loss."""
+    gradient = gradient_of(model, loss)
 
-    def step(batch: tuple[tf.Tensor, tf.Tensor]) -> tf.Tensor:
-        inputs, labels = batch
-        with tf.GradientTape() as tape:
-            value = loss(labels, model(inputs, training=True))
-            if model.losses:
-                value += tf.add_n(model.losses)
-        gradients = tape.gradient(value, model.trainable_variables)
+    def step(batch: Batch) -> tf.Tensor:
+        value, gradients = gradient(batch)
         optimizer.apply(gradients, model.trainable_variables)
         return value
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import importlib
 
-from trainer.cluster import Cluster
+from trainer.cluster import Cluster, Task
+from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.strategies.interface import Strategy
 
 _BUILT_IN = {
+    "single": "trainer.strategies.single:Single",
     "async_parameter_server": "trainer.strategies.async_parameter_server:AsyncParameterServer",
+    "sync_parameter_server": "trainer.strategies.sync_parameter_server:SyncParameterServer",
+    "in_graph": "trainer.strategies.in_graph:InGraph",
+    "multi_worker_mirrored": "trainer.strategies.multi_worker_mirrored:MultiWorkerMirrored",
 }
 
 
-def create(name: str, cluster: Cluster) -> Strategy:
-    """Return the strategy `name` (a built-in one, or `package.module:Class`) for a cluster.
+def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
+    """Return `training.strategy` (a built-in one, or `package.module:Class`) for one task.
 
     Raises:
         ConfigError: there is no such class, or it is not a `Strategy`.
     """
+    name = config.training.strategy
     module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
     try:
         strategy = getattr(importlib.import_module(module_name), class_name)
@@ -30,4 +36,4 @@ def create(name: str, cluster: Cluster) -> Strategy:
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
-    return strategy(cluster)
+    return strategy(config, cluster, task)

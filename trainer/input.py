@@ -1,0 +1,28 @@
+"""The training examples of one task, brought into its working folder before it joins."""
+
+from __future__ import annotations
+
+from trainer.cluster import Cluster, Task
+from trainer.data.read import stage_shards
+from trainer.launcher import Job
+
+# Graphs that the chief made run in a worker's process: what they need to know of the worker they
+# read from its working folder.
+NAME_FILE = "task.txt"
+NUMBER_FILE = "number.txt"
+PATTERN = "shards/*.tfrecord"
+
+
+def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
+    """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
+
+    A chief that has workers trains on nothing itself, a parameter server never does.
+    """
+    workers = cluster.count("worker")
+    if task.role == "ps" or (task.role == "chief" and workers):
+        return
+    (job.workdir / NAME_FILE).write_text(str(task), encoding="utf-8")
+    (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
+    disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
+    index, of = (task.index, workers) if disjoint else (0, 1)
+    stage_shards(job.dataset, job.workdir / "shards", "train", index=index, of=of)

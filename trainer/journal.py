@@ -1,0 +1,82 @@
+"""What a training life leaves behind: history, TensorBoard, events and checkpoints, in one place.
+
+Where several tasks run the outer loop side by side, one of them keeps the journal and the others
+only remember what it read at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from trainer import events
+from trainer.board import Board
+from trainer.checkpoints import Checkpoints
+from trainer.config import Config
+from trainer.history import History
+
+
+class Journal:
+    """The rows and checkpoints of a run, going on from a global step."""
+
+    def __init__(self, config: Config, checkpoints: Checkpoints, start: int) -> None:
+        """Read the rows up to global step `start`."""
+        self._steps = config.training.steps
+        self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
+        self._batch_size = config.training.batch_size
+        self._checkpoints = checkpoints
+        self._history = History(checkpoints.uri, start=start)
+        self._board = Board(checkpoints.uri)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all rows so far."""
+        return self._history.rows
+
+    @property
+    def last_checkpoint(self) -> str:
+        """Return the URI of the newest checkpoint, or an empty text."""
+        return self._checkpoints.last
+
+    def begin(self, start: int) -> None:
+        """Say that a life begins."""
+        events.emit("life", global_step=start, steps=self._steps, resumed=start > 0)
+
+    def progress(self, row: Mapping[str, Any]) -> None:
+        """Say how far training has come."""
+        speed = row["steps_per_second"]
+        left = (self._steps - row["global_step"]) / speed if speed else 0.0
+        events.emit("progress", steps=self._steps, seconds_left=round(left, 1), **row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep one row."""
+        self._history.add(row)
+        self._board.add(row)
+
+    def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:
+        """Publish a checkpoint and return its URI; raises `UserError`."""
+        last = self.rows[-1] if self.rows else {}
+        metrics = {name: value for name, value in last.items() if name != "global_step"}
+        position = {"examples": last.get("global_step", 0) * self._batch_size}
+        fields = {**self._fields, "metrics": metrics, "input_position": position}
+        return self._checkpoints.save(variables, io_device=io_device, fields=fields)
+
+
+class Bystander(Journal):
+    """The journal of a task beside the one that publishes: nothing leaves it."""
+
+    def begin(self, start: int) -> None:
+        """Say nothing."""
+
+    def progress(self, row: Mapping[str, Any]) -> None:
+        """Say nothing."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Remember one row."""
+        self._history.rows.append(row)
+
+    def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:  # noqa: ARG002
+        """Leave saving to the task that publishes."""
+        return self.last_checkpoint

@@ -1,0 +1,68 @@
+"""In-graph replication: one client builds a tower for every worker in one function.
+
+All towers pull the same variables, each computes the gradient of its own batch on its worker, the
+client averages them and applies one update. Synchronous without queues; the plainest way to many
+workers, and the slowest worker sets the pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.strategies.interface import Problem, Report, gradient_of
+from trainer.strategies.served import Served
+
+
+class InGraph(Served):
+    """One chief whose graph spans all workers, with the variables on parameter servers."""
+
+    def build(self, problem: Problem) -> None:
+        """Connect, place the variables, and open the batches of each worker on that worker."""
+        self.connect()
+        self.build_model(problem)
+        self._workers = [
+            f"/job:worker/task:{index}" for index in range(self.cluster.count("worker"))
+        ]
+        self._iterators = [self._batches(worker, problem) for worker in self._workers]
+        self._steps_of = self._steps(problem)
+
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates, each the mean of one gradient from every worker."""
+        total = self._steps_of(self._iterators, tf.constant(steps))
+        return Report(loss=float(total) / steps)
+
+    def _batches(self, worker: str, problem: Problem) -> Any:
+        with tf.device(f"{worker}/device:CPU:0"):
+            return iter(problem.batches())
+
+    def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
+        gradient = gradient_of(self.model, problem.loss)
+        variables = self.model.trainable_variables
+
+        @tf.function
+        def steps_of(iterators: list[Any], steps: tf.Tensor) -> tf.Tensor:
+            total = tf.constant(0.0)
+            for _ in tf.range(steps):
+                towers = []
+                for worker, iterator in zip(self._workers, iterators, strict=True):
+                    with tf.device(worker):
+                        towers.append(gradient(next(iterator)))
+                losses = [loss for loss, _ in towers]
+                means = [_mean(each) for each in zip(*(g for _, g in towers), strict=True)]
+                self.optimizer.apply(means, variables)
+                total += tf.add_n(losses) / len(losses)
+            return total
+
+        return steps_of  # type: ignore[no-any-return]
+
+
+def _mean(gradients: tuple[Any, ...]) -> tf.Tensor:
+    """Return the mean of one variable's gradients; rows that were looked up stay sparse."""
+    if isinstance(gradients[0], tf.IndexedSlices):
+        values = tf.concat([each.values for each in gradients], 0) / len(gradients)
+        indices = tf.concat([each.indices for each in gradients], 0)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n(list(gradients)) / len(gradients)

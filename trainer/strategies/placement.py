@@ -1,0 +1,131 @@
+"""Which variable stands on which parameter server.
+
+Bytes are spread greedily: the largest variable first, each to the server that holds least so far
+(Graham 1969, "Bounds on Multiprocessing Timing Anomalies": within 4/3 of the best). Servers named
+by `cluster.placement` come before that. The slots of an optimizer stand beside their variable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.errors import ConfigError, nearest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sized:
+    """A variable that is to be placed: its path in the model and its size."""
+
+    path: str
+    bytes: int
+
+
+def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
+    """Return the index of a parameter server for each variable.
+
+    Args:
+        variables: in any order.
+        servers: how many parameter servers there are.
+        named: a glob over paths to a server such as "ps:0"; the first that fits counts.
+
+    Raises:
+        ConfigError: a server that does not exist, or a glob that fits no variable.
+    """
+    _check(variables, servers, named)
+    load = [0] * servers
+    chosen: dict[int, int] = {}
+    for index, variable in enumerate(variables):
+        server = next((to for glob, to in named.items() if fnmatchcase(variable.path, glob)), "")
+        if server:
+            chosen[index] = _server(server)
+            load[chosen[index]] += variable.bytes
+    for index in sorted(range(len(variables)), key=lambda i: -variables[i].bytes):
+        if index not in chosen:
+            chosen[index] = load.index(min(load))
+            load[chosen[index]] += variables[index].bytes
+    return [chosen[index] for index in range(len(variables))]
+
+
+def place(
+    build_model: Callable[[], keras.Model], servers: int, named: Mapping[str, str]
+) -> keras.Model:
+    """Build a model with its variables on the parameter servers; raises `ConfigError`.
+
+    The model is built twice: once here, to learn paths and sizes in the order in which variables
+    are made, and once with each of them made where it belongs.
+    """
+    made: list[tf.Variable] = []
+    with tf.variable_creator_scope(_recording(made)):
+        sketch = build_model()
+    paths = {id(variable.value): variable.path for variable in sketch.variables}
+    sizes = [Sized(path=paths.get(id(v), ""), bytes=_bytes(v)) for v in made]
+    devices = iter([server_device(index) for index in assign(sizes, servers, named)])
+
+    def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        with tf.device(next(devices)):
+            return next_creator(**kwargs)
+
+    with tf.variable_creator_scope(create):
+        return build_model()
+
+
+def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
+    """Make the optimizer's variables, each beside the variable that it belongs to."""
+    add = optimizer.add_variable_from_reference
+
+    def beside(reference: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
+        with tf.device(reference.value.device):
+            return add(reference, *args, **kwargs)
+
+    with _replaced(optimizer, "add_variable_from_reference", beside):
+        optimizer.build(model.trainable_variables)
+
+
+def server_device(index: int) -> str:
+    """Return TensorFlow's name of a parameter server's processor."""
+    return f"/job:ps/task:{index}/device:CPU:0"
+
+
+def _recording(made: list[tf.Variable]) -> Callable[..., tf.Variable]:
+    def create(next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        made.append(next_creator(**kwargs))
+        return made[-1]
+
+    return create
+
+
+@contextmanager
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def _bytes(variable: tf.Variable) -> int:
+    return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
+
+
+def _server(name: str) -> int:
+    role, _, index = name.partition(":")
+    return int(index) if role == "ps" and index.isdigit() else -1
+
+
+def _check(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> None:
+    paths = [variable.path for variable in variables]
+    for glob, name in named.items():
+        if not 0 <= _server(name) < servers:
+            raise ConfigError(
+                f"cluster.placement: {glob!r} is on {name!r}; it has to be ps:0 to ps:{servers - 1}"
+            )
+        if not any(fnmatchcase(path, glob) for path in paths):
+            raise ConfigError(f"cluster.placement: {glob!r} fits no variable{nearest(glob, paths)}")

@@ -1,0 +1,65 @@
+"""What all strategies with parameter servers share: the connection and the variables on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.strategies.interface import Problem, Strategy, checkpoint_variables, exact_counter
+from trainer.strategies.placement import build_slots, place, server_device
+
+
+class Served(Strategy):
+    """A chief that leads workers, with the variables on parameter servers."""
+
+    io_device = "/job:chief/task:0"
+
+    def connect(self) -> None:
+        """Connect to all tasks and wait until they answer.
+
+        The strategy object of TensorFlow only gives the coordinator its cluster: variables are
+        placed here, by size, and not round about.
+        """
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.cluster.spec()),
+            task_type="chief",
+            task_id=0,
+            rpc_layer="grpc",
+        )
+        self.connected = tf.distribute.ParameterServerStrategy(resolver)
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.connected)
+
+    def build_model(self, problem: Problem) -> None:
+        """Make model, optimizer and the exact counter of updates on the parameter servers."""
+        servers = self.cluster.count("ps")
+        self.model = place(problem.build_model, servers, self.config.cluster.placement)
+        with tf.device(server_device(0)):
+            self.optimizer = problem.build_optimizer()
+        build_slots(self.optimizer, self.model)
+        self.applied = exact_counter(self.optimizer)
+
+    def worker_batches(self, problem: Problem) -> Any:
+        """Return an iterator that stands for the batches of whichever worker uses it."""
+        return iter(self.coordinator.create_per_worker_dataset(lambda _=None: problem.batches()))
+
+    def dispatch(
+        self, closure: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
+    ) -> list[tuple[Any, ...]]:
+        """Run `closure` once with each of `calls` on the workers; return what they gave."""
+        ended = [self.coordinator.schedule(closure, args=call) for call in calls]
+        self.coordinator.join()
+        return [value.fetch() for value in ended]
+
+    def global_step(self) -> int:
+        """Return the exact counter; read from the parameter server that holds it."""
+        return int(self.applied.numpy())
+
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return the variables as they stand on the parameter servers."""
+        return checkpoint_variables(self.model, self.optimizer)
+
+    def learning_rate(self) -> float:
+        """Return what the optimizer would use now."""
+        return float(self.optimizer.learning_rate)
