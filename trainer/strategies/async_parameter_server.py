@@ -37,9 +37,10 @@ class AsyncParameterServer(Served):
         sizes = [size] * (steps // size) + ([steps % size] if steps % size else [])
         ended = self.dispatch(self._closure, [(self._iterator, tf.constant(n)) for n in sizes])
         total = 0.0
-        for n, (loss, worker, staleness) in zip(sizes, ended, strict=True):
+        for n, (loss, worker, applied) in zip(sizes, ended, strict=True):
             total += float(loss)
-            self._tally.add(worker.decode(), n, float(staleness))
+            # A worker pulls right after it has pushed: between the two stand the others' updates.
+            self._tally.add(worker.decode(), n, staleness=(int(applied) - n) / n)
         return Report(loss=total / steps, figures=self._tally.figures())
 
     def _steps(self, problem: Problem) -> Callable[..., tuple[tf.Tensor, ...]]:
@@ -53,12 +54,10 @@ class AsyncParameterServer(Served):
 
         @tf.function
         def closure(iterator: tf.data.Iterator, steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            # One update is watched: what the others have applied between its pull and its push.
-            pulled_at = applied.read_value()
-            total = step(next(iterator))
-            staleness = applied.read_value() - pulled_at - 1
-            for _ in tf.range(steps - 1):
+            total = tf.constant(0.0)
+            before = applied.read_value()
+            for _ in tf.range(steps):
                 total += step(next(iterator))
-            return total, worker_name(), tf.maximum(staleness, 0)
+            return total, worker_name(), applied.read_value() - before
 
         return closure  # type: ignore[no-any-return]

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 # Stands in the working folder of every worker.
 NAME_FILE = "task.txt"
-# So many of the last watched updates tell the staleness: enough for a 95th percentile.
+# So many of the last closures tell the staleness: enough for a 95th percentile.
 WATCHED = 400
 
 
@@ -29,7 +29,11 @@ class Tally:
         self._staleness: deque[float] = deque(maxlen=WATCHED)
 
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
-        """Add local steps of a worker and, where one was watched, the staleness of an update."""
+        """Add local steps of a worker and, where it was watched, their mean staleness.
+
+        The staleness of an update is the number of other updates that were applied between its
+        pull and its push.
+        """
         self._steps[worker] = self._steps.get(worker, 0) + steps
         if staleness is not None:
             self._staleness.append(staleness)
