@@ -6,14 +6,14 @@ name. `trainer.config_file` reads files and `--set` assignments into it.
 
 from __future__ import annotations
 
-import hashlib
-import math
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from trainer.errors import nearest
+from trainer.schedule_config import ScheduleConfig
+from trainer.section import Free, Section
 from trainer.topology import TOPOLOGIES, topology_of
 
 MODELS = ("softmax", "mlp", "cnn")
@@ -31,9 +31,6 @@ NOT_YET: dict[str, Any] = {
     "training.mixed_precision": False,
     "training.jit_compile": False,
     "training.warm_start": "",
-    "training.schedule.name": "constant",
-    "training.schedule.warmup_steps": 0,
-    "training.schedule.args": {},
     "training.stall_timeout": 120,
     "cluster.launcher": "local",
     "cluster.evaluator": False,
@@ -44,29 +41,6 @@ NOT_YET: dict[str, Any] = {
     "cluster.kubernetes": {},
     "evaluation.slices": (),
 }
-
-
-class Section(BaseModel):
-    """A frozen part of the configuration that refuses what it does not know."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-    def digest(self) -> str:
-        """Return a short hash of everything that this part says."""
-        return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
-
-
-def _finite(value: Any) -> Any:
-    """Refuse what JSON cannot say: tasks and pipeline steps get the configuration as JSON."""
-    for each in value.values() if isinstance(value, dict) else value:
-        if isinstance(each, float) and not math.isfinite(each):
-            raise ValueError(f"{each} is not a finite number")
-        if isinstance(each, dict | list):
-            _finite(each)
-    return value
-
-
-Free = Annotated[dict[str, Any], AfterValidator(_finite)]
 
 
 def _known(kind: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -127,16 +101,6 @@ class OptimizerConfig(Section):
             hint = nearest(value, OPTIMIZERS) or f" (one of {', '.join(OPTIMIZERS)})"
             raise ValueError(f"no optimizer of this name{hint}")
         return value
-
-
-class ScheduleConfig(Section):
-    """How the learning rate moves with the global step."""
-
-    name: Literal["constant", "cosine", "exponential", "piecewise"] = Field(
-        "constant", description="learning rate schedule"
-    )
-    warmup_steps: int = Field(0, ge=0, description="global steps of linear warm-up")
-    args: Free = Field({}, description="further arguments of the schedule")
 
 
 class TrainingConfig(Section):

@@ -70,7 +70,7 @@ def _problem(
     training = config.training
     return Problem(
         build_model=build_model,
-        build_optimizer=partial(build_optimizer, training.optimizer),
+        build_optimizer=partial(build_optimizer, training),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         chance_loss=math.log(max(2, spec.num_classes)),
         batches=partial(_batches, config, spec, start),

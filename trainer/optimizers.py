@@ -8,8 +8,9 @@ from typing import Any
 
 import keras
 
-from trainer.config import OptimizerConfig
+from trainer.config import TrainingConfig
 from trainer.errors import ConfigError, nearest
+from trainer.schedules import learning_rate
 
 # Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
@@ -39,12 +40,13 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
     }
 
 
-def build_optimizer(config: OptimizerConfig) -> keras.optimizers.Optimizer:
-    """Return the optimizer, without variables yet (`build` has not been called).
+def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
+    """Return the optimizer with its schedule, without variables yet (`build` was not called).
 
     Raises:
         ConfigError: an argument that the optimizer does not have, or a value it does not take.
     """
+    config = training.optimizer
     kind = available()[config.name]
     defaults = {
         parameter.name: parameter.default
@@ -54,7 +56,7 @@ def build_optimizer(config: OptimizerConfig) -> keras.optimizers.Optimizer:
     for argument, value in config.args.items():
         _check(config.name, defaults, argument, value)
     try:
-        return kind(learning_rate=config.learning_rate, **config.args)
+        return kind(learning_rate=learning_rate(training), **config.args)
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"training.optimizer.args of {config.name}: {reason}") from error
