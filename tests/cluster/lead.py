@@ -1,0 +1,56 @@
+"""A task that leads a strategy under test: `python -m tests.cluster.lead SPEC`.
+
+SPEC is a JSON file with the fields of `tests.cluster.servers.Trial`. A JSON line says what each run
+has brought, a last one what the variables are in the end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from trainer import parent
+from trainer.cluster import Cluster, Task, from_tf_config
+from trainer.config_file import parse
+from trainer.strategies import registry
+
+
+def say(**words: Any) -> None:
+    """Print one line for the test."""
+    sys.stdout.write(json.dumps(words) + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Build the strategy, run it, and say what came of it."""
+    parent.end_with_parent()
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    if "TF_CONFIG" in os.environ:
+        cluster, task = from_tf_config(os.environ["TF_CONFIG"])
+    else:
+        cluster, task = Cluster(addresses={}), Task(role="chief", index=0)
+    strategy = registry.create(parse(spec["config"]), cluster, task)
+    module, _, name = spec["problem"].partition(":")
+    strategy.build(getattr(importlib.import_module(module), name)(**spec["arguments"]))
+    variables = strategy.variables()
+    for path, value in spec["start"].items():
+        variables[path].assign(value)
+    for steps in spec["runs"]:
+        report = strategy.run(steps)
+        say(loss=report.loss, figures=report.figures, global_step=strategy.global_step())
+    values = {path: variable.numpy().tolist() for path, variable in variables.items()}
+    say(
+        global_step=strategy.global_step(),
+        variables=values,
+        devices={path: variable.device for path, variable in variables.items()},
+        learning_rate=strategy.learning_rate(),
+    )
+    strategy.close()
+
+
+if __name__ == "__main__":
+    main()

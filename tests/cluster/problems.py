@@ -1,0 +1,86 @@
+"""Small problems with known answers for strategies under test.
+
+Their batches run in graphs on the workers: a worker knows itself by `number.txt` in its folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.strategies.interface import Problem
+
+FEATURES = 6
+CLASSES = 3
+
+
+def examples(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Return inputs and labels, the same ones everywhere."""
+    random = np.random.default_rng(seed)
+    inputs = random.normal(size=(count, FEATURES)).astype("float32")
+    return inputs, random.integers(0, CLASSES, size=count)
+
+
+def number() -> tf.Tensor:
+    """Return the number of the task that runs this graph."""
+    return tf.strings.to_number(tf.io.read_file("number.txt"), tf.int64)
+
+
+def two_layers() -> keras.Model:
+    """A small network with fixed weights."""
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(7)
+    return keras.Sequential(
+        [
+            keras.layers.Input((FEATURES,)),
+            keras.layers.Dense(5, activation="tanh", name="hidden"),
+            keras.layers.Dense(CLASSES, name="logits"),
+        ]
+    )
+
+
+def problem(
+    batches: Callable[[], tf.data.Dataset],
+    model: Callable[[], keras.Model] = two_layers,
+    optimizer: str = "sgd",
+    learning_rate: float = 0.1,
+) -> Problem:
+    """Return a problem on some batches."""
+    return Problem(
+        build_model=model,
+        build_optimizer=lambda: keras.optimizers.get(
+            {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
+        ),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        chance_loss=float(np.log(CLASSES)),
+        batches=batches,
+    )
+
+
+def equal(batch_size: int = 8, **named: object) -> Problem:
+    """Every worker gets the same batches in the same order."""
+
+    def batches() -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(examples(10 * batch_size))
+        return data.batch(batch_size, drop_remainder=True).repeat()
+
+    return problem(batches, **named)
+
+
+def dealt(batch_size: int = 8, workers: int = 2, **named: object) -> Problem:
+    """Worker i of n gets the i-th of each n batches: together, one batch n times as large."""
+
+    def batches() -> tf.data.Dataset:
+        data = tf.data.Dataset.from_tensor_slices(examples(12 * batch_size * workers))
+        data = data.batch(batch_size, drop_remainder=True)
+        return (
+            data.enumerate()
+            .filter(lambda i, _: i % workers == number())
+            .map(lambda _, batch: batch)
+            .repeat()
+        )
+
+    return problem(batches, **named)

@@ -1,0 +1,24 @@
+"""A worker or parameter server under test, by TF_CONFIG: `python -m tests.cluster.server`."""
+
+from __future__ import annotations
+
+import os
+
+import tensorflow as tf
+
+from trainer import parent
+from trainer.cluster import from_tf_config
+
+
+def main() -> None:
+    """Serve until killed, or until the test's process ends."""
+    parent.end_with_parent()
+    cluster, task = from_tf_config(os.environ["TF_CONFIG"])
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
+    )
+    server.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Strategies under test on servers of their own, without a launcher and without a dataset.
+
+    with serving(tmp_path, ps=1, workers=2) as servers:
+        outcome = servers.lead(Trial(config, "tests.cluster.problems:equal", runs=[20]))
+
+Every task is a process with a folder of its own. A process can join one TensorFlow cluster in its
+life, so a strategy is led by a process too (`tests.cluster.lead`), which says what came of it. One
+set of servers may serve any number of leading processes, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer import parent
+from trainer.cluster import Cluster, Task
+from trainer.local_ports import held_cluster
+
+Words = dict[str, Any]
+CHIEF = Task(role="chief", index=0)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a leading process is to do.
+
+    Attributes:
+        config: the sections of a configuration that differ from the defaults.
+        problem: `module:function` that returns a `Problem`, called with `arguments`.
+        runs: the steps of each call of `run`.
+        arguments: JSON values.
+        start: values of variables by path, set before the first run.
+    """
+
+    config: Mapping[str, Any]
+    problem: str
+    runs: Sequence[int]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    start: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a leading process said.
+
+    Attributes:
+        reports: a dict for each run: `loss`, `figures`, `global_step`.
+        variables: the values of all variables in the end, nested lists by path.
+        devices: where each variable stands.
+        global_step: the exact counter in the end.
+        learning_rate: of the next update.
+    """
+
+    reports: list[Words]
+    variables: Mapping[str, Any]
+    devices: Mapping[str, str]
+    global_step: int
+    learning_rate: float
+
+
+class Leading:
+    """A process that leads a strategy; its words are read as they come."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self._log = log
+        self.said: list[Words] = []
+
+    def next(self) -> Words:
+        """Wait for its next words: one report a run, and the end."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
+        self.said.append(json.loads(line))
+        return self.said[-1]
+
+    def outcome(self) -> Outcome:
+        """Wait for its end."""
+        while not self.said or "variables" not in self.said[-1]:
+            self.next()
+        code = self.process.wait()
+        assert code == 0, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
+        return Outcome(reports=self.said[:-1], **self.said[-1])
+
+
+@dataclass
+class Servers:
+    """The tasks of a cluster, each in the folder `folder/<role>-<index>`."""
+
+    cluster: Cluster
+    folder: Path
+    processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+
+    def start(self, task: Task) -> None:
+        """Start a server, or start it again."""
+        self.processes[str(task)] = self._process(task, ["tests.cluster.server"])
+
+    def kill(self, task: Task) -> None:
+        """Kill a task as the kernel does when memory is gone."""
+        process = self.processes[str(task)]
+        process.kill()
+        process.wait()
+
+    def lead(self, trial: Trial) -> Outcome:
+        """Lead a strategy to its end."""
+        return self.start_lead(trial).outcome()
+
+    def start_lead(self, trial: Trial, task: Task = CHIEF) -> Leading:
+        """Start a process that leads; where the workers lead themselves, start one for each."""
+        folder = self.folder / str(task)
+        folder.mkdir(parents=True, exist_ok=True)
+        spec = folder / "spec.json"
+        spec.write_text(json.dumps(asdict(trial)), encoding="utf-8")
+        process = self._process(task, ["tests.cluster.lead", str(spec)])
+        self.processes[str(task)] = process
+        return Leading(process, folder / "log.txt")
+
+    def _process(self, task: Task, module: list[str]) -> subprocess.Popen[str]:
+        folder = self.folder / str(task)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "task.txt").write_text(str(task), encoding="utf-8")
+        (folder / "number.txt").write_text(str(task.index), encoding="utf-8")
+        settings = {
+            **os.environ,
+            **parent.environment(),
+            "GRPC_FAIL_FAST": "use_caller",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        if self.cluster.addresses:
+            settings["TF_CONFIG"] = self.cluster.tf_config(task)
+        if module[0] == "tests.cluster.server":
+            settings["TF_USE_LEGACY_KERAS"] = "1"
+        with (folder / "log.txt").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", *module],
+                cwd=folder,
+                env=settings,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes.values():
+            process.kill()
+            process.communicate()
+
+
+@contextmanager
+def serving(
+    folder: Path, *, ps: int = 0, workers: int = 0, chief: bool = True
+) -> Iterator[Servers]:
+    """Start parameter servers and workers, and end all of the tasks in the end.
+
+    Without a chief the workers lead themselves: `start_lead(trial, task)` starts each of them.
+    Without any server it is one process and no cluster.
+    """
+    roles = {"ps": ps, "worker": workers, "chief": int(chief and ps + workers > 0)}
+    with held_cluster({role: count for role, count in roles.items() if count}) as cluster:
+        servers = Servers(cluster, folder)
+        try:
+            for role in ("ps", "worker") if chief else ("ps",):
+                for index in range(roles[role]):
+                    servers.start(Task(role=role, index=index))
+            yield servers
+        finally:
+            servers.end()
