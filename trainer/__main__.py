@@ -40,7 +40,7 @@ def _leave_words(workdir: Path, words: str) -> None:
 
 
 def _task(options: argparse.Namespace) -> None:
-    from trainer import cluster, config_file, launcher, topology
+    from trainer import chiefless, cluster, config_file, launcher, topology
 
     config = config_file.load(options.config)
     tasks, this = cluster.from_tf_config(os.environ.get("TF_CONFIG", ""))
@@ -51,7 +51,11 @@ def _task(options: argparse.Namespace) -> None:
         workdir=options.workdir,
     )
     cluster.check_port(tasks, this)
-    if topology.topology_of(config.training.strategy).leads(this):
+    used = topology.topology_of(config.training.strategy)
+    if used.chief and not tasks.count("chief") and this == chiefless.FIRST_WORKER:
+        tasks, this = chiefless.with_chief(tasks), chiefless.CHIEF
+        chiefless.serve_beside(tasks, config.cluster.max_restarts)
+    if used.leads(this):
         from trainer.lead import lead
 
         lead(job, tasks, this)

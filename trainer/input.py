@@ -19,10 +19,12 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
     A chief that has workers trains on nothing itself, a parameter server never does.
     """
     workers = cluster.count("worker")
-    if task.role == "ps" or (task.role == "chief" and workers):
+    elsewhere = workers and not job.config.cluster.in_process
+    if task.role == "ps" or (task.role == "chief" and elsewhere):
         return
     (job.workdir / NAME_FILE).write_text(str(task), encoding="utf-8")
     (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
+    # In one process all workers have one folder, and each of them reads all of it.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
     stage_shards(job.dataset, job.workdir / "shards", "train", index=index, of=of)

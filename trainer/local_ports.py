@@ -16,6 +16,12 @@ from trainer.cluster import Cluster
 HOST = "127.0.0.1"
 
 
+def free_port() -> int:
+    """Return a port that nobody holds at this moment."""
+    with socket.create_server(("", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
 @contextmanager
 def held_cluster(tasks: dict[str, int]) -> Iterator[Cluster]:
     """Yield a cluster of `tasks` (role to count) on ports that stay reserved in the block."""

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from trainer import gpu_memory
 from trainer.cluster import Cluster, Task
 from trainer.input import stage_input
 from trainer.launcher import Job
+
+# With fewer threads between operators, servers that wait for each other in one process hang.
+IN_PROCESS_THREADS = 16
+_SERVERS: list[tf.distribute.Server] = []
 
 
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
@@ -21,8 +26,24 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     Raises:
         UserError: the shards cannot be fetched.
     """
+    gpu_memory.settle(job.config, task)
     stage_input(job, cluster, task)
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
     )
     server.join()
+
+
+def serve_in_process(cluster: Cluster) -> None:
+    """Serve as every parameter server and worker in this process, on threads of its own.
+
+    All of them have the working folder of this process, and so the same shards.
+    """
+    settings = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=IN_PROCESS_THREADS)
+    _SERVERS.extend(
+        tf.distribute.Server(
+            tf.train.ClusterSpec(cluster.spec()), job_name=role, task_index=index, config=settings
+        )
+        for role in ("ps", "worker")
+        for index in range(cluster.count(role))
+    )

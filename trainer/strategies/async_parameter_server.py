@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import tensorflow as tf
 
-from trainer.strategies.interface import Batch, Problem, Report, step_of
+from trainer.strategies.interface import Batch, Problem, Report
+from trainer.strategies.pulled import local_steps_of
 from trainer.strategies.served import Served
 from trainer.strategies.tally import Tally, worker_name
 
@@ -36,28 +37,51 @@ class AsyncParameterServer(Served):
         size = max(1, min(STEPS_PER_CLOSURE, steps // self.cluster.count("worker")))
         sizes = [size] * (steps // size) + ([steps % size] if steps % size else [])
         ended = self.dispatch(self._closure, [(self._iterator, tf.constant(n)) for n in sizes])
+        local_steps = self.config.training.pull_every
         total = 0.0
         for n, (loss, worker, applied) in zip(sizes, ended, strict=True):
             total += float(loss)
             # A worker pulls right after it has pushed: between the two stand the others' updates.
-            self._tally.add(worker.decode(), n, staleness=(int(applied) - n) / n)
+            staleness = (int(applied) - n) / n
+            self._tally.add(worker.decode(), n * local_steps, staleness=staleness)
         return Report(loss=total / steps, figures=self._tally.figures())
 
     def _steps(self, problem: Problem) -> Callable[..., tuple[tf.Tensor, ...]]:
-        one = step_of(self.model, self.optimizer, problem.loss)
+        update = self._local_steps(problem) if self._pulls_seldom() else self._step(problem)
         applied = self.applied
-
-        def step(batch: Batch) -> tf.Tensor:
-            # The coordinator traces in the scope of its strategy, where Keras updates a variable
-            # in a replica's context only.
-            return self.connected.run(one, args=(batch,))
 
         @tf.function
         def closure(iterator: tf.data.Iterator, steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
             total = tf.constant(0.0)
             before = applied.read_value()
             for _ in tf.range(steps):
-                total += step(next(iterator))
+                total += update(iterator)
             return total, worker_name(), applied.read_value() - before
 
         return closure  # type: ignore[no-any-return]
+
+    def _pulls_seldom(self) -> bool:
+        return self.config.training.pull_every > 1
+
+    def _step(self, problem: Problem) -> Callable[[tf.data.Iterator], tf.Tensor]:
+        gradient = self.gradient(problem)
+
+        def step(batch: Batch) -> tf.Tensor:
+            value, found = gradient(batch)
+            self.optimizer.apply(found, self.model.trainable_variables)
+            return value
+
+        # The coordinator traces in the scope of its strategy, where Keras updates a variable in a
+        # replica's context only.
+        return lambda iterator: self.connected.run(step, args=(next(iterator),))
+
+    def _local_steps(self, problem: Problem) -> Callable[[tf.data.Iterator], tf.Tensor]:
+        training = self.config.training
+        steps = local_steps_of(
+            self.model,
+            self.optimizer,
+            problem.loss,
+            steps=training.pull_every,
+            jit=training.jit_compile,
+        )
+        return lambda iterator: self.connected.run(steps, args=(iterator,))

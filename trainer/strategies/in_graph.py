@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.strategies.interface import Problem, Report, gradient_of
+from trainer.strategies.interface import Problem, Report
 from trainer.strategies.served import Served
 
 
@@ -39,7 +39,7 @@ class InGraph(Served):
             return iter(problem.batches())
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        gradient = gradient_of(self.model, problem.loss)
+        gradient = self.gradient(problem)
         variables = self.model.trainable_variables
 
         @tf.function

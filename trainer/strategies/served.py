@@ -7,8 +7,16 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.strategies.interface import Problem, Strategy, checkpoint_variables, exact_counter
+from trainer.strategies.interface import (
+    Batch,
+    Problem,
+    Strategy,
+    checkpoint_variables,
+    exact_counter,
+    gradient_of,
+)
 from trainer.strategies.placement import build_slots, place, server_device
+from trainer.strategies.pulled import pulled_gradient_of
 
 
 class Served(Strategy):
@@ -39,6 +47,15 @@ class Served(Strategy):
             self.optimizer = problem.build_optimizer()
         build_slots(self.optimizer, self.model)
         self.applied = exact_counter(self.optimizer)
+
+    def gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
+        """Return the function from a batch to loss and gradient, compiled where that is asked for.
+
+        XLA cannot reach variables on other machines: then all are pulled before.
+        """
+        if self.config.training.jit_compile:
+            return pulled_gradient_of(self.model, problem.loss, jit=True)
+        return gradient_of(self.model, problem.loss)
 
     def worker_batches(self, problem: Problem) -> Any:
         """Return an iterator that stands for the batches of whichever worker uses it."""

@@ -1,0 +1,118 @@
+"""Gradients over pulled values: variables are read first, once, and the rest is a pure function.
+
+That is what XLA can compile where the variables stand on other machines, and what several local
+steps between a pull and a push need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.strategies.interface import Batch
+
+Tensors = list[tf.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulled:
+    """The values of a model at one moment: trainable ones, and its other state."""
+
+    weights: Tensors
+    state: Tensors
+
+
+def pull(model: keras.Model) -> Pulled:
+    """Read every variable of the model."""
+    return Pulled(
+        weights=[v.value.read_value() for v in model.trainable_variables],
+        state=[v.value.read_value() for v in model.non_trainable_variables],
+    )
+
+
+def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
+    """Add what the state has moved by to the variables.
+
+    Adding keeps what other workers have added since the pull (moving averages, seeds); assigning
+    would lose it.
+    """
+    for variable, old, new in zip(model.non_trainable_variables, before, after, strict=True):
+        variable.value.assign_add(new - old)
+
+
+def pure_gradient_of(
+    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
+) -> Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, Tensors, Tensors]]:
+    """Return the function from weights, state and batch to loss, gradient and new state.
+
+    Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
+    """
+
+    def gradient(weights: Tensors, state: Tensors, batch: Batch) -> tuple[Any, Tensors, Tensors]:
+        inputs, labels = batch
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            logits, moved, losses = model.stateless_call(
+                weights, state, inputs, training=True, return_losses=True
+            )
+            value = tf.cast(loss(labels, logits), tf.float32)
+            if losses:
+                value += tf.add_n(losses)
+        found = tape.gradient(value, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return value, [tf.convert_to_tensor(each) for each in found], moved
+
+    return tf.function(gradient, jit_compile=True) if jit else gradient
+
+
+def pulled_gradient_of(
+    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
+) -> Callable[[Batch], tuple[tf.Tensor, Tensors]]:
+    """Return the function from a batch to loss and gradient; like `interface.gradient_of`."""
+    pure = pure_gradient_of(model, loss, jit=jit)
+
+    def gradient(batch: Batch) -> tuple[tf.Tensor, Tensors]:
+        values = pull(model)
+        value, found, moved = pure(values.weights, values.state, batch)
+        push_state(model, values.state, moved)
+        return value, found
+
+    return gradient
+
+
+def local_steps_of(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    *,
+    steps: int,
+    jit: bool,
+) -> Callable[[Any], tf.Tensor]:
+    """Return the function that pulls once, takes `steps` local steps, and pushes once.
+
+    The local steps are plain SGD with the optimizer's learning rate; the sum of their gradients is
+    pushed, and the server's optimizer applies it as one update (Downpour SGD, Dean et al. 2012,
+    section 4.1, with n_fetch = n_push = `steps`). The function takes an iterator of batches and
+    returns the mean loss.
+    """
+    pure = pure_gradient_of(model, loss, jit=jit)
+
+    def update(iterator: Any) -> tf.Tensor:
+        values = pull(model)
+        rate = tf.cast(optimizer.learning_rate, tf.float32)
+        weights, state = values.weights, values.state
+        total = [tf.zeros_like(each) for each in weights]
+        losses = tf.constant(0.0)
+        for _ in tf.range(steps):
+            value, found, state = pure(weights, state, next(iterator))
+            weights = [w - tf.cast(rate, w.dtype) * g for w, g in zip(weights, found, strict=True)]
+            total = [t + g for t, g in zip(total, found, strict=True)]
+            losses += value
+        optimizer.apply(total, model.trainable_variables)
+        push_state(model, values.state, state)
+        return losses / steps
+
+    return update
