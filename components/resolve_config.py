@@ -22,8 +22,9 @@ def resolve_config(
     training_mixed_precision: bool, training_jit_compile: bool, training_warm_start: str,
     training_seed: int, cluster_launcher: str, cluster_parameter_servers: int,
     cluster_workers: int, cluster_evaluator: bool, cluster_gpus_per_worker: int,
-    cluster_gpu_memory_mb: int, cluster_placement: str, cluster_existing_servers: bool,
-    cluster_in_process: bool, cluster_max_restarts: int, cluster_kubernetes: str,
+    cluster_gpu_memory_mb: int, cluster_communication: str, cluster_placement: str,
+    cluster_existing_servers: bool, cluster_in_process: bool, cluster_max_restarts: int,
+    cluster_kubernetes: str,
     evaluation_batch_size: int, evaluation_slices: str, gate_min: str, gate_max: str,
     export_formats: str, storage_root: str, kfp_run_id: str
 ) -> NamedTuple("Resolved", [("config", str), ("data", str), ("root", str), ("run_id", str)]):

@@ -84,7 +84,7 @@ class Checkpoints:
             UserError: a variable is not finite, or the checkpoint cannot be written.
         """
         step = int(variables["global_step"].numpy())
-        uri = storage.join(self.uri, f"step-{step:08d}")
+        uri = self.uri_of(variables)
         if uri == self.last:
             return uri
         _require_finite(variables, step, self.last)
@@ -101,6 +101,10 @@ class Checkpoints:
         for old in readable[: -self._keep]:
             storage.delete(old)
         return uri
+
+    def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
+        """Return the URI at which `variables` belong, by the global step among them."""
+        return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:

@@ -133,6 +133,9 @@ class TrainingConfig(Section):
 class ClusterConfig(Section):
     """What runs where."""
 
+    communication: Literal["auto", "ring", "nccl"] = Field(
+        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
+    )
     launcher: Literal["local", "tfjob"] = Field("local", description="who starts the tasks")
     parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
     workers: int = Field(2, ge=1, le=10_000, description="workers")
@@ -218,6 +221,15 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _patience_needs_validation(self) -> Config:
+    @model_validator(mode="after")
+    def _nccl_needs_gpus(self) -> Config:
+        if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
+            raise ValueError(
+                "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or "
+                "choose ring or auto"
+            )
+        return self
+
         if self.training.patience and not (self.training.validate_every and self.data.validation):
             raise ValueError(
                 "training.patience: an early stop needs training.validate_every and data.validation"

@@ -57,9 +57,9 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
     try:
         train(config, strategy, kept, around)
     except _LOST as error:
-        raise ClusterLostError(
-            f"a task of the cluster is gone: {str(error).splitlines()[0]}"
-        ) from error
+        # The cause stands below the stack of the graph.
+        cause = str(error).strip().split("\n\n")[-1].splitlines()[0]
+        raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error
     finally:
         strategy.close()
 
@@ -95,17 +95,17 @@ def _validator(
     if not spec.examples("validation"):
         return None
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
-    batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
 
     @cache
     def measured_copy() -> tuple[keras.Model, evaluate.Measurer]:
         # Made at its first use: what is made before the cluster is connected stands on no device
         # that exists afterwards.
         copy = build_model()
-        return copy, evaluate.measurer(copy)
+        batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
+        return copy, evaluate.measurer(copy), batches
 
     def validate(strategy: Strategy) -> dict[str, float]:
-        copy, measured = measured_copy()
+        copy, measured, batches = measured_copy()
         trained = strategy.variables()
         for variable in copy.variables:
             variable.assign(trained[f"model/{variable.path}"])

@@ -11,7 +11,7 @@ from typing import Any
 from trainer import checkpoints as checkpointing
 from trainer.checkpoints import Checkpoints
 from trainer.config import Config, TrainingConfig
-from trainer.errors import RunInterruptedError, UserError
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.journal import Bystander, Journal
 from trainer.strategies.interface import Problem, Strategy
 
@@ -80,11 +80,13 @@ def train(
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.
         RunInterruptedError: `around.stopping` said so; a last checkpoint is published.
-        ClusterLostError: the strategy lost a task that it cannot do without.
+        ClusterLostError: the strategy lost a task that it cannot do without, or the tasks that run
+            the loop side by side found different checkpoints.
     """
     found = checkpoints.newest()
     problem = around.problem(found.global_step if found else 0)
     strategy.build(problem)
+    _require_same_beginning(strategy, found.global_step if found else -1)
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
     keeper = Journal if strategy.publishes else Bystander
@@ -113,31 +115,44 @@ class _Loop:
         self._pace = Pace(training=training)
         self._patience = Patience(limit=training.patience)
         self._enough = False
+        self._saved_at = time.monotonic()
         for row in journal.rows:
             if "validation_loss" in row:
                 self._enough = self._patience.exhausted(row["validation_loss"])
 
     def run(self) -> int:
-        step = saved = self._strategy.global_step()
-        saved_at = time.monotonic()
+        step = self._strategy.global_step()
         while step < self._training.steps:
-            stop, enough, stretch = self._strategy.agreed(
-                int(self._around.stopping()), int(self._enough), self._pace.stretch(step)
+            stop, enough, late, stretch = self._strategy.agreed(
+                int(self._around.stopping()),
+                int(self._enough),
+                int(self._checkpoint_late()),
+                self._pace.stretch(step),
             )
             if stop:
-                uri = self.save()
+                uri = self._end()
                 raise RunInterruptedError(f"interrupted at global step {step}; checkpoint {uri}")
             if enough:
                 break
-            step = self._trained(step, stretch)
-            if self._checkpoint_due(saved, step, saved_at):
+            if late:
                 self.save()
-                saved, saved_at = step, time.monotonic()
-        self.save()
+            before, step = step, self._trained(step, stretch)
+            if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
+                self.save()
+        self._end()
         return step
 
     def save(self) -> str:
-        return self._journal.save(self._strategy.variables(), self._strategy.io_device)
+        uri = self._journal.save(self._strategy.variables(), self._strategy.io_device)
+        self._saved_at = time.monotonic()
+        # A task that goes on, or leaves, could not begin again with one that dies while it writes.
+        self._strategy.agreed(0)
+        return uri
+
+    def _end(self) -> str:
+        uri = self.save()
+        self._strategy.leave()
+        return uri
 
     def _trained(self, before: int, stretch: int) -> int:
         step, row = self._stretch(before, stretch)
@@ -180,11 +195,14 @@ class _Loop:
                 raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
         return {f"validation_{name}": value for name, value in figures.items()}
 
-    def _checkpoint_due(self, saved: int, step: int, saved_at: float) -> bool:
-        if _crossed(saved, step, self._training.checkpoint_every, self._training.steps):
-            return True
+    def _checkpoint_late(self) -> bool:
         every = self._training.checkpoint_seconds
-        return bool(every) and time.monotonic() - saved_at >= every
+        return bool(every) and time.monotonic() - self._saved_at >= every
+
+
+def _require_same_beginning(strategy: Strategy, start: int) -> None:
+    if strategy.agreed(start, -start) != (start, -start):
+        raise ClusterLostError("the workers found different checkpoints: all have to begin again")
 
 
 def _crossed(before: int, after: int, every: int, end: int) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.utils.naming import reset_uids
 
 from trainer.strategies.interface import Problem
 
@@ -31,7 +32,8 @@ def number() -> tf.Tensor:
 
 def two_layers() -> keras.Model:
     """A small network with fixed weights."""
-    keras.backend.clear_session()
+    # `clear_session` would break a strategy's scope that is entered.
+    reset_uids()
     keras.utils.set_random_seed(7)
     return keras.Sequential(
         [

@@ -50,9 +50,9 @@ GOOD = [
     "training.optimizer.args={beta_1: 0.8}", "training.checkpoint_every=1",
     "training.checkpoint_seconds=0.5", "training.keep=1", "training.validate_every=0",
     "training.patience=3", "cluster.workers=8", "cluster.parameter_servers=3",
-    "cluster.max_restarts=0", "evaluation.batch_size=1", "gate.min={}", "gate.max.loss=3.5",
-    "gate.min.accuracy=0", "gate.min.accuracy=1", "gate.min.loss=-2",
-    "export.formats=[keras]", "storage.root=''", "storage.root=file:///tmp/a b",
+    "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
+    "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
+    "gate.min.loss=-2", "export.formats=[keras]", "storage.root=''", "storage.root=file:///tmp/a b",
     "storage.root=gs://bucket/a", "storage.root=s3://bucket", "storage.root=minio://b?endpoint=x",
 ]  # fmt: skip
 BAD = [
@@ -95,6 +95,7 @@ BAD = [
     ("training.mixed_precision=1", "input should be a valid boolean"),
     ("cluster.launcher=slurm", "cluster.launcher: 'slurm' is not allowed: input should be 'local'"),
     ("cluster.workers=0", "cluster.workers: 0 is not allowed"),
+    ("cluster.communication=gloo", "cluster.communication: 'gloo' is not allowed"),
     ("cluster.max_restarts=-1", "cluster.max_restarts: -1 is not allowed"),
     ("gate.min.accuracy=1.1", "gate.min: accuracy is a share: 1.1 is not between 0 and 1"),
     ("gate.max.macro_f1=-0.1", "gate.max: macro_f1 is a share: -0.1 is not between 0 and 1"),
@@ -173,6 +174,15 @@ def attributes_in_use():
 @pytest.mark.parametrize("key", [key for key in KEYS if key not in NOT_YET])
 def test_no_key_is_accepted_and_then_ignored(key):
     assert key.rpartition(".")[2] in attributes_in_use()
+
+
+def test_nccl_is_refused_where_workers_have_no_gpus():
+    assert refused("cluster.communication=nccl") == (
+        "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or choose ring or "
+        "auto"
+    )
+    nccl = load(None, ["cluster.communication=nccl", "cluster.gpus_per_worker=1"])
+    assert nccl.cluster.communication == "nccl"
 
 
 def test_more_workers_than_shards_are_refused_before_anything_starts():

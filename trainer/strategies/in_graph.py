@@ -12,8 +12,10 @@ from typing import Any
 
 import tensorflow as tf
 
+from trainer.cluster import Task
 from trainer.strategies.interface import Problem, Report
 from trainer.strategies.served import Served
+from trainer.strategies.tally import Tally
 
 
 class InGraph(Served):
@@ -23,19 +25,20 @@ class InGraph(Served):
         """Connect, place the variables, and open the batches of each worker on that worker."""
         self.connect()
         self.build_model(problem)
-        self._workers = [
-            f"/job:worker/task:{index}" for index in range(self.cluster.count("worker"))
-        ]
+        self._workers = range(self.cluster.count("worker"))
+        self._tally = Tally(batch_size=self.config.training.batch_size)
         self._iterators = [self._batches(worker, problem) for worker in self._workers]
         self._steps_of = self._steps(problem)
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, each the mean of one gradient from every worker."""
         total = self._steps_of(self._iterators, tf.constant(steps))
-        return Report(loss=float(total) / steps)
+        for index in self._workers:
+            self._tally.add(str(Task(role="worker", index=index)), steps)
+        return Report(loss=float(total) / steps, figures=self._tally.figures())
 
-    def _batches(self, worker: str, problem: Problem) -> Any:
-        with tf.device(f"{worker}/device:CPU:0"):
+    def _batches(self, worker: int, problem: Problem) -> Any:
+        with tf.device(f"{_device(worker)}/device:CPU:0"):
             return iter(problem.batches())
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
@@ -48,7 +51,7 @@ class InGraph(Served):
             for _ in tf.range(steps):
                 towers = []
                 for worker, iterator in zip(self._workers, iterators, strict=True):
-                    with tf.device(worker):
+                    with tf.device(_device(worker)):
                         towers.append(gradient(next(iterator)))
                 losses = [loss for loss, _ in towers]
                 means = [_mean(each) for each in zip(*(g for _, g in towers), strict=True)]
@@ -57,6 +60,10 @@ class InGraph(Served):
             return total
 
         return steps_of  # type: ignore[no-any-return]
+
+
+def _device(worker: int) -> str:
+    return f"/job:worker/task:{worker}"
 
 
 def _mean(gradients: tuple[Any, ...]) -> tf.Tensor:

@@ -97,6 +97,9 @@ class Strategy(ABC):
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
 
+    def leave(self) -> None:  # noqa: B027
+        """Part from the other tasks that run the outer loop, when all is done and published."""
+
     def close(self) -> None:  # noqa: B027
         """Let go of the cluster."""
 
@@ -105,12 +108,12 @@ Batch = tuple[Any, tf.Tensor]
 
 
 def gradient_of(
-    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool = False
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
     """Return the function from a batch to its loss and the gradient of each trainable variable.
 
     The loss has the losses of the layers (such as L2) in it; a gradient of rows that were looked
-    up is `IndexedSlices`.
+    up is `IndexedSlices`. With `jit` XLA compiles it, which needs the variables in this process.
     """
 
     def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
@@ -121,16 +124,18 @@ def gradient_of(
                 value += tf.add_n(model.losses)
         return value, tape.gradient(value, [v.value for v in model.trainable_variables])
 
-    return gradient
+    return tf.function(gradient, jit_compile=True) if jit else gradient
 
 
 def step_of(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    *,
+    jit: bool = False,
 ) -> Callable[[Batch], tf.Tensor]:
     """Return the function that computes one gradient and applies it: batch to loss."""
-    gradient = gradient_of(model, loss)
+    gradient = gradient_of(model, loss, jit=jit)
 
     def step(batch: Batch) -> tf.Tensor:
         value, gradients = gradient(batch)
