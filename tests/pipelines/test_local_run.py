@@ -77,6 +77,7 @@ class TestLayingOut:
         (run.folder / "checkpoints").mkdir()
         (run.folder / "checkpoints" / "kept").write_text("x", encoding="utf-8")
         (run.folder / local_run.EVENTS).write_text('{"event": "old"}\n', encoding="utf-8")
+        os.close(run.lock)
         again = local_run.resumed_run(load(None, ["training.steps=9"]), workdir, run.run_id)
         assert (again.run_id, again.folder) == (run.run_id, run.folder)
         assert (run.folder / "checkpoints" / "kept").is_file()
