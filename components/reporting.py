@@ -26,7 +26,7 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
         folder: the run's folder on this machine, which may hold its events.
         path: the file to be written.
     """
-    happened = list(events.read(folder / "events.jsonl"))
+    happened = _events(folder)
     # The exit step is the one that writes this.
     steps = [each for each in step_records(happened) if each["step"] != "finish"]
     decision = _newest(root, run_id, "decision", "decision.json")
@@ -38,9 +38,13 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
         "metrics": _newest(root, run_id, "evaluation", "metrics.json").get("metrics", {}),
         "rules": decision.get("rules", []),
         "history": _history(root, run_id),
-        "incidents": [each for each in happened if each["event"] in ("restart", "life")],
+        "incidents": [each for each in happened if _is_incident(each)],
     }
     report.write(facts, path)
+
+
+def _is_incident(event: dict[str, Any]) -> bool:
+    return event["event"] == "restart" or (event["event"] == "life" and event["resumed"])
 
 
 def _verdict(state: str, decision: dict[str, Any], steps: list[dict[str, Any]]) -> str:
@@ -59,6 +63,12 @@ def _newest(root: str, run_id: str, kind: str, name: str) -> dict[str, Any]:
             uri, _ = max(found, key=lambda pair: pair[1].created)
             return dict(json.loads(storage.read_file(uri, name)))
     return {}
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    with _left_out_if_unreadable():
+        return list(events.read(folder / "events.jsonl"))
+    return []
 
 
 def _history(root: str, run_id: str) -> list[dict[str, Any]]:

@@ -110,9 +110,12 @@ def _interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
         yield
+    except KeyboardInterrupt:
+        raise RunInterruptedError(_ASKED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
 def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    raise RunInterruptedError(_ASKED)
+    # Libraries catch every `Exception`, give it other words, or go on.
+    raise KeyboardInterrupt

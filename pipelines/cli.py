@@ -94,7 +94,7 @@ def main() -> None:
     """Be the console script."""
     arguments = sys.argv[1:]
     try:
-        code = app(arguments or ["--help"], standalone_mode=False)
+        code = app(arguments or ["--help"], prog_name="flotilla", standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "flotilla")
         words = " ".join(error.format_message().split()).rstrip(".")

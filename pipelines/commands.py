@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,11 @@ def _last_words(
         words = outcome.message if told else f"{outcome.status}: {outcome.message}"
         errors.print(f"flotilla: {words}", markup=False, soft_wrap=True)
     if outcome.exit_code == INTERRUPTED:
-        command = f"flotilla {request.pipeline} --workdir {request.workdir} --resume {run.run_id}"
+        again = ["flotilla", request.pipeline, "--workdir", str(request.workdir)]
+        again += ["--resume", run.run_id]
+        if request.dataset:
+            again += ["--dataset", request.dataset]
+        command = shlex.join(again)
         errors.print(f"flotilla: go on with: {command}", markup=False, soft_wrap=True)
     elif outcome.status == "failed":
         log = run.folder / "pipeline.log"

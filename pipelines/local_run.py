@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -21,7 +22,7 @@ from components.steps import RUN_FOLDER, RUN_ID
 from pipelines.outcome import Outcome, outcome_of
 from trainer import events, parent, storage
 from trainer.config import Config
-from trainer.errors import ConfigError, nearest
+from trainer.errors import ConfigError, UserError, nearest
 from trainer.parameters import to_parameters
 
 Follower = Callable[[dict[str, Any]], None]
@@ -33,11 +34,19 @@ LOOK_SECONDS = 0.2
 
 @dataclass(frozen=True, kw_only=True)
 class LocalRun:
-    """One run on this machine: its id, its folder, and its configuration with a storage root."""
+    """One run on this machine.
+
+    Attributes:
+        run_id: its id.
+        folder: all of it that is on this machine.
+        config: the configuration, with a storage root.
+        lock: descriptor of a file that is locked until the run, or this process, has ended.
+    """
 
     run_id: str
     folder: Path
     config: Config
+    lock: int
 
 
 def new_run(config: Config, workdir: Path) -> LocalRun:
@@ -77,13 +86,17 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     try:
         # The runner leaves a folder of every step in the temporary directory.
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (folder / EVENTS).write_bytes(b"")
         (folder / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+    except BlockingIOError:
+        raise ConfigError(f"run {run_id} is still going on; wait for its end or stop it") from None
     except OSError as error:
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
         ) from None
-    return LocalRun(run_id=run_id, folder=folder, config=placed)
+    return LocalRun(run_id=run_id, folder=folder, config=placed, lock=lock)
 
 
 def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Follower) -> Outcome:
@@ -97,10 +110,26 @@ def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Foll
         extra: further arguments of the pipeline.
         follow: is called with every event as it comes.
     """
-    arguments = {**to_parameters(run.config), **extra}
-    (run.folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
-    with (run.folder / "pipeline.log").open("ab") as log:
-        child = subprocess.Popen(
+    child = _started(run, pipeline, {**to_parameters(run.config), **extra})
+    try:
+        with _interrupts(child) as interrupts:
+            happened = _follow(run, child, follow)
+    finally:
+        _signal_group(child, signal.SIGKILL)
+        child.wait()
+        shutil.rmtree(run.folder / "tmp", ignore_errors=True)
+        os.close(run.lock)
+    return outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+
+
+def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    try:
+        (run.folder / "arguments.json").write_text(json.dumps(arguments), encoding="utf-8")
+        log = (run.folder / "pipeline.log").open("ab")
+    except OSError as error:
+        raise UserError(f"cannot write to {run.folder}: {error.strerror}") from None
+    with log:
+        return subprocess.Popen(
             [sys.executable, "-m", "pipelines.local_child", pipeline, str(run.folder)],
             env=_environment(run),
             stdin=subprocess.DEVNULL,
@@ -109,14 +138,6 @@ def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Foll
             # Its own session: an interrupt reaches it from here, once, and not by the terminal.
             start_new_session=True,
         )
-    try:
-        with _interrupts(child) as interrupts:
-            happened = _follow(run, child, follow)
-    finally:
-        _signal_group(child, signal.SIGKILL)
-        child.wait()
-        shutil.rmtree(run.folder / "tmp", ignore_errors=True)
-    return outcome_of(happened, child.returncode, interrupted=bool(interrupts))
 
 
 def _environment(run: LocalRun) -> dict[str, str]:
@@ -158,7 +179,9 @@ def _since(lines: TextIO) -> Iterator[dict[str, Any]]:
         if not line.endswith("\n"):
             lines.seek(position)
             return
-        yield json.loads(line)
+        # A full disk tears lines; the run says what is wrong by its exit code too.
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import parent
-from trainer.errors import DONE, FAILED, USAGE, UserError
+from trainer.errors import DONE, FAILED, USAGE, ConfigError, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,6 +50,8 @@ def _task(options: argparse.Namespace) -> None:
         checkpoints=options.checkpoints,
         workdir=options.workdir,
     )
+    if this.role not in tasks.addresses:
+        raise ConfigError(f"TF_CONFIG: the role {this.role!r} is not available yet")
     cluster.check_port(tasks, this)
     used = topology.topology_of(config.training.strategy)
     if used.chief and not tasks.count("chief") and this == chiefless.FIRST_WORKER:

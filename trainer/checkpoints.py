@@ -148,7 +148,8 @@ def _read(
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     try:
-        status = checkpoint.read(str(folder / _PREFIX), options)
+        # What is left over, such as the optimizer's part, is no news to anybody.
+        status = checkpoint.read(str(folder / _PREFIX), options).expect_partial()
         status.assert_existing_objects_matched()
     except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).splitlines()[0]
@@ -156,7 +157,6 @@ def _read(
             f"the checkpoint {uri} does not fit model and optimizer of the configuration "
             f"({reason}); train the same ones, or begin a new run"
         ) from None
-    status.expect_partial()
 
 
 def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:

@@ -11,6 +11,7 @@ import logging
 import os
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,11 @@ def emit(event: str, **fields: Any) -> None:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file in order; a line that is not whole yet is left out."""
+    """Yield the events of a file in order; a line that is not whole is left out."""
     if not path.exists():
         return
     with path.open(encoding="utf-8") as lines:
         for line in lines:
-            if line.endswith("\n"):
+            # A full disk tears lines, and the last one may still be on its way.
+            with suppress(ValueError):
                 yield json.loads(line)

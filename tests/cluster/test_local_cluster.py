@@ -11,8 +11,10 @@ import tensorflow as tf
 
 from tests.cluster.launched import launched
 from trainer import checkpoint_listing, checkpoints, storage
+from trainer.cluster import Cluster, Task, check_port
 from trainer.config_file import parse
 from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -100,7 +102,11 @@ def test_the_checkpoint_restores_into_a_model_of_one_process(trained, dataset, t
 def test_tensorboard_finds_the_figures(trained):
     run, _ = trained
     (log,) = (run.folder / "checkpoints" / "logs").iterdir()
-    tags = {v.tag for event in tf.compat.v1.train.summary_iterator(str(log)) for v in event.summary.value}
+    tags = {
+        v.tag
+        for event in tf.compat.v1.train.summary_iterator(str(log))
+        for v in event.summary.value
+    }
     assert {"loss", "learning_rate", "steps_per_second", "validation_accuracy"} <= tags
 
 
@@ -163,10 +169,7 @@ def test_two_clusters_at_once_do_not_meet(dataset, tmp_path):
     assert (one.newest(), two.newest()) == (100, 100)
 
 
-def test_a_port_that_is_taken_is_one_line(dataset, tmp_path):
-    from trainer.cluster import Cluster, Task, check_port
-    from trainer.errors import UserError
-
+def test_a_port_that_is_taken_is_one_line():
     with socket.create_server(("127.0.0.1", 0)) as holder:
         address = f"127.0.0.1:{holder.getsockname()[1]}"
         cluster = Cluster(addresses={"ps": (address,)})

@@ -6,7 +6,6 @@ import typer
 
 from pipelines.cli import app
 
-
 COMMANDS = typer.main.get_command(app).commands
 
 

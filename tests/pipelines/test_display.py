@@ -45,7 +45,9 @@ def table_of(events, width=80):
 
 
 def test_the_course_of_the_steps(shown):
-    assert shown(*done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)) == [
+    assert shown(
+        *done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)
+    ) == [
         "prepare_data ...",
         "prepare_data done in 1.5 s",
         "train_model ...",
@@ -95,7 +97,8 @@ def test_with_a_terminal_the_status_has_a_colour(shown):
     assert "\x1b[31mfailed\x1b[0m" in text
 
 
-def test_the_terminal_is_left_as_it_was_after_an_error(terminal, capsys):
+@pytest.mark.usefixtures("terminal")
+def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
     def draw():
         with Display() as display:
             display(progress(20, 1.0))

@@ -16,7 +16,7 @@ from trainer.parameters import run_parameters, to_parameters
 
 ROOT = Path(__file__).parents[2]
 # What a shell, a template, YAML, JSON or KFP could take for its own. KFP keeps `{{` to itself.
-AWKWARD = "it's \"quoted\" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n"
+AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
 # No value here is the default.
 TREE = {
     "name": "every-key.1",

@@ -38,7 +38,10 @@ def source_of(task, name):
 def all_tasks(spec):
     folders = [spec["root"], *spec["components"].values()]
     return {
-        name: task for each in folders if "dag" in each for name, task in each["dag"]["tasks"].items()
+        name: task
+        for each in folders
+        if "dag" in each
+        for name, task in each["dag"]["tasks"].items()
     }
 
 
@@ -66,7 +69,9 @@ def test_the_exit_step_runs_after_everything(spec):
     assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
     # Of the parameter and not of the first step, which may be the one that failed.
     assert inputs_of(tasks["finish"])["root"] == {"componentInputParameter": "storage_root"}
-    assert inputs_of(tasks["finish"])["status"]["taskFinalStatus"] == {"producerTask": "exit-handler-1"}
+    assert inputs_of(tasks["finish"])["status"]["taskFinalStatus"] == {
+        "producerTask": "exit-handler-1"
+    }
 
 
 def test_each_step_gets_what_the_one_before_has_published(main_tasks):

@@ -163,7 +163,7 @@ def test_several_mistakes_stand_in_one_line():
         ("a: !!int x\n", "is not valid YAML: invalid literal for int()"),
         ("a: 2026-13-45\n", "is not valid YAML: month must be in 1..12"),
         ("a: 1\n---\nb: 2\n", "is not valid YAML at line 2, column 1: "),
-        ("{" * 400, "is not valid YAML: maximum recursion depth exceeded"),
+        ("{" * 400, "is not valid YAML"),
         ("training: {steps: 1}\nname: a\ntraining: {keep: 1}\n", "line 3, column 1: the key 'tr"),
         ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' stands twice"),
     ],

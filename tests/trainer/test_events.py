@@ -51,9 +51,9 @@ def test_without_a_file_they_go_to_the_log(monkeypatch, caplog):
     assert json.loads(caplog.messages[0])["loss"] == 0.5
 
 
-def test_a_line_that_is_not_whole_yet_is_left_out(file):
-    file.write_text('{"event": "run"}\n{"event": "li')
-    assert list(events.read(file)) == [{"event": "run"}]
+def test_a_line_that_is_not_whole_is_left_out(file):
+    file.write_text('{"event": "run"}\n{"event": "li\n{"event": "life"}\n{"eve')
+    assert list(events.read(file)) == [{"event": "run"}, {"event": "life"}]
 
 
 def test_no_file_is_no_events(file):

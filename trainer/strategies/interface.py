@@ -9,6 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import keras
@@ -167,6 +168,12 @@ def checkpoint_variables(
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
     for variable in optimizer.variables:
         if variable is not optimizer.iterations and variable.path.split("/")[-1] != "learning_rate":
-            named[f"optimizer/{variable.path}"] = variable.value
+            named[_free(f"optimizer/{variable.path}", named)] = variable.value
     named["global_step"] = optimizer.iterations.value
     return named
+
+
+def _free(path: str, taken: Mapping[str, object]) -> str:
+    """Return the path, numbered where it is taken: Adafactor calls all its row factors `kernel`."""
+    names = (f"{path}-{number}" if number else path for number in count())
+    return next(name for name in names if name not in taken)

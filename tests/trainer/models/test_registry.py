@@ -193,13 +193,6 @@ def test_unknown_module():
     )
 
 
-@pytest.mark.parametrize("name", [":model", "own_models:", ".relative:model"])
-def test_half_a_name(own, name):  # noqa: ARG001
-    with pytest.raises(ConfigError, match="model ") as caught:
-        registry.build(ModelConfig(name=name), SPEC, 0)
-    assert "\n" not in str(caught.value)
-
-
 def test_module_that_fails_while_it_is_imported(tmp_path, monkeypatch):
     (tmp_path / "broken_models.py").write_text("def model(spec:\n")
     monkeypatch.syspath_prepend(tmp_path)

@@ -1,0 +1,116 @@
+"""`flotilla` as a person or a script calls it: a process, its lines, its last line of JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer import events, storage
+
+FLOTILLA = Path(sys.executable).with_name("flotilla")
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Called:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+    workdir: Path
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """The JSON object on the last line of standard output."""
+        tree: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return tree
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.workdir / self.told["run_id"]
+
+    @property
+    def log(self) -> str:
+        """All output of the steps."""
+        return (self.folder / "pipeline.log").read_text(encoding="utf-8", errors="replace")
+
+    def happened(self, *names: str) -> list[Event]:
+        """Return the events of these names."""
+        return [e for e in events.read(self.folder / "events.jsonl") if e["event"] in names]
+
+    def statuses(self) -> dict[str, str]:
+        """Return how each step ended."""
+        return {event["step"]: event["status"] for event in self.happened("step_end")}
+
+    def path_of(self, artifact: str) -> Path:
+        """Return where an artifact stands on this machine."""
+        path = storage.local_path(self.told["artifacts"][artifact])
+        assert path is not None
+        return path
+
+    def read(self, artifact: str, name: str) -> dict[str, Any]:
+        """Return a JSON file of a published artifact."""
+        tree: dict[str, Any] = json.loads(storage.read_file(self.told["artifacts"][artifact], name))
+        return tree
+
+
+@contextmanager
+def calling(
+    command: str, workdir: Path, *arguments: str, cwd: Path
+) -> Iterator[subprocess.Popen[str]]:
+    """Start a command with `--json`; it is ended with the block, and all that it started."""
+    process = subprocess.Popen(
+        [FLOTILLA, command, "--workdir", workdir, "--json", *arguments],
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def call(command: str, workdir: Path, *arguments: str, cwd: Path) -> Called:
+    """Run a command to its end."""
+    with calling(command, workdir, *arguments, cwd=cwd) as process:
+        out, err = process.communicate()
+    return Called(code=process.returncode, out=out, err=err, workdir=workdir)
+
+
+def processes_of(workdir: Path) -> list[psutil.Process]:
+    """Return what runs for a workdir: every process of a run has it on its command line."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            named = str(workdir) in " ".join(process.cmdline())
+        except psutil.Error:
+            continue
+        if named and process.pid != os.getpid():
+            found.append(process)
+    return found
+
+
+def setting(**values: object) -> list[str]:
+    """Return `--set` options: `training__steps=5` sets `training.steps`."""
+    pairs = (f"{name.replace('__', '.')}={value}" for name, value in values.items())
+    return [word for pair in pairs for word in ("--set", pair)]
+
+
+def content(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Return time and bytes of every file below a folder."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}

@@ -1,0 +1,135 @@
+"""A strategy of one process that only counts, and a run of the outer loop around it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from trainer import events, history, storage
+from trainer.checkpoint_listing import listed
+from trainer.checkpoints import Checkpoints
+from trainer.cluster import Cluster
+from trainer.config import Config
+from trainer.config_file import parse
+from trainer.strategies.interface import Problem, Strategy
+from trainer.train import Surroundings, train
+
+CHANCE_LOSS = 2.0
+
+
+class Counting(Strategy):
+    """One weight that every update raises by 0.5, so that its value tells how many there were."""
+
+    def __init__(self, loss: Callable[[Counting], float] | float = 1.0, *, beyond: int = 0) -> None:
+        """Answer with `loss` after each stretch; apply `beyond` more updates than were asked."""
+        super().__init__(Cluster(addresses={}))
+        self._loss = loss
+        self._beyond = beyond
+
+    def build(self, _problem: Problem) -> None:
+        """Make the weight and the counter."""
+        self.weight = tf.Variable(0.0)
+        self.counter = tf.Variable(0, dtype=tf.int64)
+
+    def run(self, steps: int) -> float:
+        """Count the updates and raise the weight."""
+        applied = steps + self._beyond
+        self.counter.assign_add(applied)
+        self.weight.assign_add(0.5 * applied)
+        return self._loss(self) if callable(self._loss) else self._loss
+
+    def global_step(self) -> int:
+        """Return what was counted."""
+        return int(self.counter.numpy())
+
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return both variables."""
+        return {"model/weight": self.weight, "global_step": self.counter}
+
+    def learning_rate(self) -> float:
+        """Return by how much a weight is raised."""
+        return 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """The folder of a run, and what a look into it tells."""
+
+    folder: Path
+
+    @property
+    def uri(self) -> str:
+        """Where the checkpoints stand."""
+        return storage.uri_of(self.folder / "checkpoints")
+
+    def steps(self) -> list[int]:
+        """Return the global steps of the checkpoints, all of them whole."""
+        for uri, _ in listed(self.uri):
+            storage.verify(uri)
+        return [step for _, step in listed(self.uri)]
+
+    def fields(self, step: int) -> Mapping[str, Any]:
+        """Return what the manifest of a checkpoint says."""
+        return storage.read_manifest(storage.join(self.uri, f"step-{step:08d}")).fields
+
+    def weight(self, step: int) -> float:
+        """Return the weight that a checkpoint holds."""
+        prefix = self.folder / "checkpoints" / f"step-{step:08d}" / "variables"
+        reader = tf.train.load_checkpoint(str(prefix))
+        return float(reader.get_tensor("variables/model.Sweight/.ATTRIBUTES/VARIABLE_VALUE"))
+
+    def rows(self, name: str = "global_step") -> list[Any]:
+        """Return one figure of each row of the history that has it."""
+        return [row[name] for row in history.read(self.uri) if name in row]
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of a kind."""
+        return [each for each in events.read(self.folder / "events.jsonl") if each["event"] == kind]
+
+    def damage(self, step: int) -> None:
+        """Flip a bit of a checkpoint."""
+        path = self.folder / "checkpoints" / f"step-{step:08d}" / "variables.data-00000-of-00001"
+        data = bytearray(path.read_bytes())
+        data[0] ^= 1
+        path.write_bytes(data)
+
+    def train(
+        self,
+        strategy: Strategy | None = None,
+        *,
+        validate: Callable[[Strategy], dict[str, float]] | None = None,
+        stopping: Callable[[], bool] = lambda: False,
+        problem: Callable[[int], Problem] | None = None,
+        **training: Any,
+    ) -> int:
+        """Begin one life; every key of the training section may be set."""
+        config = config_of(**training)
+        checkpoints = Checkpoints(
+            self.uri, keep=config.training.keep, scratch=self.folder / "scratch"
+        )
+        around = Surroundings(problem=problem or nothing, validate=validate, stopping=stopping)
+        return train(config, strategy or Counting(), checkpoints, around)
+
+
+def config_of(**training: Any) -> Config:
+    """Return a configuration that looks at the world every ten steps."""
+    return parse({"training": {"checkpoint_every": 10, "validate_every": 10, **training}})
+
+
+def nothing(_start: int) -> Problem:
+    """Return a problem without data or model: who counts needs none."""
+
+    def unused() -> Any:
+        raise AssertionError("counting needs no model and no data")
+
+    return Problem(
+        build_model=unused,
+        build_optimizer=unused,
+        loss=unused,
+        chance_loss=CHANCE_LOSS,
+        batches=unused,
+    )

@@ -1,0 +1,100 @@
+"""A strategy of one process that really trains a Keras model, and something for it to learn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.cluster import Cluster
+from trainer.config import OptimizerConfig
+from trainer.models.registry import reset_uids
+from trainer.optimizers import build_optimizer
+from trainer.strategies.interface import (
+    Problem,
+    Strategy,
+    checkpoint_variables,
+    exact_counter,
+    step_of,
+)
+
+CLASSES = 3
+
+
+class Plain(Strategy):
+    """Every part of the interface as a cluster's strategy has it, without the cluster."""
+
+    def __init__(self) -> None:
+        """Need no cluster."""
+        super().__init__(Cluster(addresses={}))
+
+    def build(self, problem: Problem) -> None:
+        """Make model, optimizer and input in this process."""
+        self.model = problem.build_model()
+        self.optimizer = problem.build_optimizer()
+        self.optimizer.build(self.model.trainable_variables)
+        self._global_step = exact_counter(self.optimizer)
+        self._step = tf.function(step_of(self.model, self.optimizer, problem.loss))
+        self._batches = iter(problem.batches())
+
+    def run(self, steps: int) -> float:
+        """Apply the updates one after the other."""
+        return sum(float(self._step(next(self._batches))) for _ in range(steps)) / steps
+
+    def global_step(self) -> int:
+        """Return the exact counter."""
+        return int(self._global_step.numpy())
+
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return what a checkpoint holds."""
+        return checkpoint_variables(self.model, self.optimizer)
+
+    def learning_rate(self) -> float:
+        """Return what the optimizer would use now."""
+        return float(self.optimizer.learning_rate)
+
+
+def examples() -> tuple[tf.Tensor, tf.Tensor]:
+    """Return points of the plane and the one of three directions in which each lies."""
+    points = np.random.default_rng(0).normal(size=(60, 2)).astype(np.float32)
+    directions = np.array([[1, 0], [-1, 1], [-1, -1]], np.float32)
+    return tf.constant(points), tf.argmax(points @ directions.T, axis=1)
+
+
+def whole(_start: int = 0) -> tf.data.Dataset:
+    """Return all examples as one batch, for ever: every life sees the same."""
+    return tf.data.Dataset.from_tensors(examples()).repeat()
+
+
+def dense(dropout: float = 0.0) -> keras.Model:
+    """Return a small model with state: statistics of a batch, and seeds where there is dropout."""
+    reset_uids()
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.layers.Dense(8, activation="relu", name="hidden"),
+        keras.layers.BatchNormalization(name="norm"),
+        *([keras.layers.Dropout(dropout, name="dropout")] if dropout else []),
+        keras.layers.Dense(CLASSES, name="logits", kernel_regularizer="l2"),
+    ]
+    return keras.Sequential([keras.Input((2,)), *layers], name="dense")
+
+
+def problem_of(
+    model: Callable[[], keras.Model] = dense, optimizer: str = "adam", rate: float = 0.01
+) -> Callable[[int], Problem]:
+    """Return what makes the problem for the step at which a life begins."""
+
+    def problem(start: int) -> Problem:
+        settings = OptimizerConfig(name=optimizer, learning_rate=rate)
+        return Problem(
+            build_model=model,
+            build_optimizer=partial(build_optimizer, settings),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            chance_loss=float(np.log(CLASSES)),
+            batches=partial(whole, start),
+        )
+
+    return problem

@@ -1,0 +1,85 @@
+"""Strategies by name, and the user's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.cluster import Cluster
+from trainer.config import STRATEGIES
+from trainer.errors import ConfigError
+from trainer.strategies import registry
+from trainer.strategies.async_parameter_server import AsyncParameterServer
+from trainer.strategies.registry import create
+
+CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
+OWN = """
+from tests.trainer.plain import Plain
+from trainer.strategies.interface import Strategy
+
+class Good(Plain):
+    def __init__(self, cluster):
+        Strategy.__init__(self, cluster)
+
+class Half(Strategy):
+    def build(self, problem): ...
+    def run(self, steps): ...
+
+class Unrelated: ...
+
+value = 3
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch, request):
+    name = f"own_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(OWN)
+    (tmp_path / f"{name}_broken.py").write_text("def (:\n")
+    (tmp_path / f"{name}_failing.py").write_text("raise RuntimeError('first\\nsecond')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
+
+
+def refused(name):
+    with pytest.raises(ConfigError) as caught:
+        create(name, CLUSTER)
+    message = str(caught.value)
+    assert message.startswith("training.strategy: ")
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def test_every_name_of_the_configuration_is_a_strategy():
+    assert set(registry._BUILT_IN) == set(STRATEGIES)
+
+
+def test_a_built_in_one_is_made_for_its_cluster_without_connecting_to_it():
+    strategy = create("async_parameter_server", CLUSTER)
+    assert type(strategy) is AsyncParameterServer
+    assert strategy.cluster is CLUSTER
+    assert strategy.io_device == "/job:chief/task:0"
+
+
+def test_a_users_own(own):
+    strategy = create(f"{own}:Good", CLUSTER)
+    assert type(strategy).__name__ == "Good"
+    assert strategy.cluster is CLUSTER
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("{own}_absent:Good", "cannot import '{own}_absent:Good': No module named"),
+        ("{own}:Absent", "cannot import '{own}:Absent': module '{own}' has no attribute 'Absent'"),
+        ("{own}", "cannot import '{own}': "),
+        (":Good", "cannot import ':Good': "),
+        (".own:Good", "cannot import '.own:Good': "),
+        ("{own}_broken:Good", "cannot import '{own}_broken:Good': invalid syntax"),
+        ("{own}_failing:Good", "cannot import '{own}_failing:Good': first second"),
+        ("{own}:Unrelated", "'{own}:Unrelated' is not a subclass of Strategy"),
+        ("{own}:value", "'{own}:value' is not a subclass of Strategy"),
+        ("{own}:Half", "'{own}:Half' does not define global_step, learning_rate, variables"),
+    ],
+)
+def test_what_is_no_strategy_is_refused_by_name(own, name, said):
+    assert refused(name.format(own=own)).startswith(f"training.strategy: {said.format(own=own)}")

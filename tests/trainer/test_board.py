@@ -1,0 +1,51 @@
+"""What TensorBoard finds in `logs/`: every figure of the history at its global step."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+from tensorflow.core.util import event_pb2
+
+from trainer import storage
+from trainer.board import Board
+
+ROWS = [
+    {"global_step": 10, "loss": 2.5, "learning_rate": 0.5, "seconds": 1.0},
+    {"global_step": 20, "loss": 1.25, "validation_loss": 1.5, "validation_accuracy": 0.75},
+]
+
+
+def scalars(folder):
+    found = []
+    for path in sorted((folder / "logs").glob("events.out.tfevents.*")):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = event_pb2.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                figure = float(tf.make_ndarray(value.tensor))
+                found.append((event.step, value.tag, figure))
+    return sorted(found)
+
+
+def expected(rows):
+    figures = [(row["global_step"], name, row[name]) for row in rows for name in row]
+    return sorted(figure for figure in figures if figure[1] != "global_step")
+
+
+def test_every_figure_is_there_as_soon_as_its_row(tmp_path):
+    board = Board(storage.uri_of(tmp_path / "check points"))
+    for count, row in enumerate(ROWS, start=1):
+        board.add(row)
+        assert scalars(tmp_path / "check points") == expected(ROWS[:count])
+
+
+def test_a_new_life_adds_to_the_same_folder(tmp_path):
+    for row in ROWS:
+        Board(storage.uri_of(tmp_path)).add(row)
+    assert scalars(tmp_path) == expected(ROWS)
+
+
+@pytest.mark.parametrize("uri", ["gs://bucket/run", "s3://bucket/run"])
+def test_where_tensorflow_cannot_write_nothing_is_written(uri, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Board(uri).add(ROWS[0])
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,38 @@
+"""What every launcher takes: a job that is data, and one way to be called."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+
+import pytest
+
+from trainer import local_cluster
+from trainer.config import Config
+from trainer.launcher import Job, Launcher
+
+JOB = Job(config=Config(), dataset="file:///d", checkpoints="file:///c", workdir=Path("work"))
+
+
+def test_a_job_is_frozen_and_named_by_keyword():
+    with pytest.raises(FrozenInstanceError):
+        JOB.dataset = "file:///other"
+    with pytest.raises(TypeError):
+        Job(Config(), "file:///d", "file:///c", Path("work"))
+
+
+def test_a_job_has_no_defaults_that_hide():
+    for field in fields(Job):
+        arguments = {each.name: getattr(JOB, each.name) for each in fields(Job)}
+        del arguments[field.name]
+        with pytest.raises(TypeError, match=field.name):
+            Job(**arguments)
+
+
+@pytest.mark.parametrize("launch", [local_cluster.launch])
+def test_a_launcher_is_called_with_a_job_and_gives_nothing_back(launch):
+    asked = inspect.signature(Launcher.__call__)
+    given = inspect.signature(launch)
+    assert list(given.parameters) == list(asked.parameters)[1:]
+    assert given.return_annotation == asked.return_annotation == "None"

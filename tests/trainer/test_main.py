@@ -1,0 +1,227 @@
+"""`python -m trainer`: one line and the right exit code, whatever was wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer import __main__ as module
+from trainer import cluster, errors
+from trainer.__main__ import main
+from trainer.config import Config
+
+ROOT = Path(module.__file__).parents[1]
+
+
+@pytest.fixture
+def options(tmp_path):
+    (tmp_path / "config.json").write_text(Config().model_dump_json())
+    return {
+        "--config": str(tmp_path / "config.json"),
+        "--dataset": f"file://{tmp_path}/dataset",
+        "--checkpoints": f"file://{tmp_path}/checkpoints",
+        "--workdir": str(tmp_path),
+    }
+
+
+def flat(options):
+    return ["task", *(part for option in options.items() for part in option)]
+
+
+def words(options):
+    return (Path(options["--workdir"]) / "words.txt").read_text(encoding="utf-8")
+
+
+def tf_config(role="ps", index=0, port=1):
+    addresses = {"ps": [f"127.0.0.1:{port}"], "worker": [f"127.0.0.1:{port + 1}"]}
+    return json.dumps({"cluster": addresses, "task": {"type": role, "index": index}})
+
+
+def one_line(text):
+    assert text.endswith("\n")
+    assert len(text.splitlines()) == 1
+    return text.rstrip("\n")
+
+
+def run(*arguments, **environment):
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "python -m trainer: the following arguments are required: STAGE; see --help"),
+        (["tusk"], "python -m trainer: argument STAGE: invalid choice: 'tusk' (choose from"),
+        (["task"], "python -m trainer task: the following arguments are required: --dataset,"),
+        (["task", "--config"], "python -m trainer task: argument --config: expected one argument"),
+        (["--version"], "python -m trainer: the following arguments are required: STAGE"),
+    ],
+)
+def test_a_wrong_command_line(capsys, arguments, said):
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == errors.USAGE
+    assert one_line(capsys.readouterr().err).startswith(said)
+
+
+def test_an_option_that_there_is_not(capsys, options):
+    with pytest.raises(SystemExit) as caught:
+        main([*flat(options), "--cluster", "3"])
+    assert caught.value.code == errors.USAGE
+    assert "unrecognized arguments: --cluster 3" in one_line(capsys.readouterr().err)
+
+
+def test_help_says_which_stages_there_are(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--help"])
+    assert caught.value.code == errors.DONE
+    assert "one task of a training cluster" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "TF_CONFIG is not set; the launcher or the TFJob operator sets it"),
+        ("{", "TF_CONFIG is not JSON: "),
+        (tf_config("ps", 1), "TF_CONFIG: task ps-1 is not in the cluster"),
+        (tf_config("worke"), "TF_CONFIG: no task type 'worke'; did you mean 'worker'?"),
+    ],
+)
+def test_a_wrong_tf_config(capsys, monkeypatch, options, text, said):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    if text is not None:
+        monkeypatch.setenv("TF_CONFIG", text)
+    assert main(flat(options)) == errors.USAGE
+    line = one_line(capsys.readouterr().err)
+    assert line.startswith(f"flotilla: {said}")
+    assert one_line(words(options)) == line.removeprefix("flotilla: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "cannot read the configuration"),
+        ("{", "is not valid YAML"),
+        ('{"training": {"step": 3}}', "training.step: no such key; did you mean 'steps'?"),
+    ],
+)
+def test_a_wrong_configuration(capsys, monkeypatch, options, text, said):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    path = Path(options["--config"])
+    path.unlink() if text is None else path.write_text(text)
+    assert main(flat(options)) == errors.USAGE
+    assert said in one_line(capsys.readouterr().err)
+
+
+def test_a_port_in_use(capsys, monkeypatch, options):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        monkeypatch.setenv("TF_CONFIG", tf_config(port=server.getsockname()[1]))
+        assert main(flat(options)) == errors.FAILED
+    line = one_line(capsys.readouterr().err)
+    assert line.startswith("flotilla: ps-0 cannot serve on 127.0.0.1:")
+    assert one_line(words(options)) == line.removeprefix("flotilla: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (errors.UserError("a cause"), 1),
+        (errors.ConfigError("a cause"), 2),
+        (errors.RunInterruptedError("a cause"), 130),
+        (errors.ClusterLostError("a cause"), 138),
+    ],
+)
+def test_an_error_of_the_user_is_its_line_and_its_code(capsys, monkeypatch, options, error, code):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setattr(cluster, "check_port", fails_with(error))
+    assert main(flat(options)) == code
+    assert capsys.readouterr().err == "flotilla: a cause\n"
+    assert words(options) == "a cause\n"
+
+
+def fails_with(error):
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monkeypatch, options):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setattr(cluster, "check_port", fails_with(KeyError("two\nlines")))
+    assert main(flat(options)) == errors.FAILED
+    assert "Traceback" in caplog.text
+    assert one_line(words(options)) == r"KeyError: 'two\nlines'"
+    monkeypatch.setattr(cluster, "check_port", fails_with(RuntimeError(" two\n lines ")))
+    assert main(flat(options)) == errors.FAILED
+    assert one_line(words(options)) == "RuntimeError: two lines"
+
+
+@pytest.mark.parametrize("way", ["no folder", "a file", "no room"])
+def test_where_no_words_can_be_left_the_exit_code_still_arrives(
+    capsys, monkeypatch, options, tmp_path, way
+):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setattr(cluster, "check_port", fails_with(errors.ClusterLostError("a cause")))
+    if way == "no room":
+        (tmp_path / "words.txt").symlink_to("/dev/full")
+    else:
+        options["--workdir"] = str(tmp_path / ("absent" if way == "no folder" else "config.json"))
+    assert main(flat(options)) == errors.BEGIN_AGAIN
+    assert capsys.readouterr().err == "flotilla: a cause\n"
+
+
+def test_a_worker_without_its_dataset(capsys, monkeypatch, options):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    monkeypatch.setenv("TF_CONFIG", tf_config("worker", port=port - 1))
+    assert main(flat(options)) == errors.FAILED
+    assert f"{options['--dataset']} is not published" in one_line(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("arguments", [["tusk"], []])
+def test_the_process_ends_with_the_code_of_a_wrong_command_line(arguments):
+    done = run(*arguments)
+    assert done.returncode == errors.USAGE
+    assert one_line(done.stderr).startswith("python -m trainer: ")
+    assert done.stdout == ""
+
+
+def test_the_process_ends_with_the_code_of_its_stage(options):
+    done = run(*flat(options))
+    assert (done.returncode, done.stdout) == (errors.USAGE, "")
+    assert one_line(done.stderr).startswith("flotilla: TF_CONFIG is not set")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        done = run(*flat(options), TF_CONFIG=tf_config(port=server.getsockname()[1]))
+    assert (done.returncode, done.stdout) == (errors.FAILED, "")
+    assert "Address already in use" in one_line(done.stderr)
+
+
+def test_the_process_ends_well_where_all_is_well():
+    done = run("--help")
+    assert (done.returncode, done.stderr) == (errors.DONE, "")
+
+
+def test_the_chief_of_a_dataset_that_is_not_there(options):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    addresses = {"chief": [f"127.0.0.1:{port}"], "worker": ["127.0.0.1:1"]}
+    task = {"type": "chief", "index": 0}
+    done = run(*flat(options), TF_CONFIG=json.dumps({"cluster": addresses, "task": task}))
+    assert done.returncode == errors.FAILED
+    assert done.stderr.splitlines()[-1].startswith(f"flotilla: {options['--dataset']} is not publ")
+    assert "Traceback" not in done.stderr
+    assert one_line(words(options)).startswith(f"{options['--dataset']} is not published")

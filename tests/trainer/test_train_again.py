@@ -1,0 +1,172 @@
+"""A new life of a run: from which checkpoint it goes on, and what it makes of what was left."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.counting import Counting, Run, nothing
+from trainer import events
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    return Run(tmp_path)
+
+
+def lost_at(step):
+    """A loss that is none: the cluster goes away when `step` is reached."""
+
+    def answer(strategy):
+        if strategy.global_step() >= step:
+            raise ClusterLostError("a parameter server is gone")
+        return 1.0
+
+    return answer
+
+
+def one_life(run, *, until, **training):
+    """Train until the cluster is lost, some steps after the last checkpoint."""
+    with pytest.raises(ClusterLostError, match="a parameter server is gone"):
+        run.train(Counting(lost_at(until)), steps=100, keep=100, **training)
+
+
+def test_it_goes_on_from_the_newest_checkpoint(run):
+    one_life(run, until=35, checkpoint_every=20, validate_every=5)
+    assert run.steps() == [0, 20]
+    assert run.train(steps=50, keep=100) == 50
+    assert run.steps() == [0, 20, 30, 40, 50]
+    assert run.weight(50) == 25.0
+    first, second = run.events("life")
+    assert (first["global_step"], first["resumed"]) == (0, False)
+    assert (second["global_step"], second["resumed"]) == (20, True)
+
+
+def test_rows_after_the_checkpoint_are_made_again(run):
+    one_life(run, until=35, checkpoint_every=20, validate_every=5)
+    assert run.rows() == [5, 10, 15, 20, 25, 30]
+    run.train(Counting(0.25), steps=40)
+    assert run.rows() == [5, 10, 15, 20, 30, 40]
+    assert run.rows("loss") == [1.0] * 4 + [0.25] * 2
+    assert run.rows("seconds") == sorted(run.rows("seconds"))
+
+
+def test_the_data_of_a_new_life_begins_at_its_step(run):
+    starts = []
+
+    def problem(start):
+        starts.append(start)
+        return nothing(start)
+
+    run.train(steps=20, problem=problem)
+    run.train(steps=30, problem=problem)
+    assert starts == [0, 20]
+
+
+@pytest.mark.parametrize(("damaged", "start"), [([30], 20), ([20, 30], 10), ([0, 10, 20, 30], 0)])
+def test_what_is_damaged_is_passed_over(run, damaged, start):
+    run.train(steps=30, keep=100)
+    for step in damaged:
+        run.damage(step)
+    assert run.train(steps=40, keep=100) == 40
+    assert run.weight(40) == 20.0
+    assert run.events("life")[-1]["global_step"] == start
+    passed = [each["uri"][-8:] for each in run.events("checkpoint_passed_over")]
+    assert passed == [f"{step:08d}" for step in reversed(damaged)]
+    assert run.steps()[-1] == 40
+    assert run.rows() == [10, 20, 30, 40]
+
+
+def test_one_without_a_manifest_was_never_there(run):
+    run.train(steps=30, keep=100)
+    (run.folder / "checkpoints" / "step-00000030" / "MANIFEST.json").unlink()
+    assert run.train(steps=30, keep=100) == 30
+    assert run.events("life")[-1]["global_step"] == 20
+    assert run.steps() == [0, 10, 20, 30]
+
+
+def test_a_life_that_has_only_damaged_ones_before_it_keeps_its_own(run):
+    run.train(steps=30, keep=2)
+    for step in (20, 30):
+        run.damage(step)
+    with pytest.raises(ClusterLostError):
+        run.train(Counting(lost_at(15)), steps=30, keep=2)
+    run.train(steps=30, keep=2)
+    assert [each["global_step"] for each in run.events("life")] == [0, 0, 10]
+    assert run.steps() == [20, 30]
+
+
+def written(run):
+    files = run.folder.glob("checkpoints/step-*/*")
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+@pytest.mark.parametrize("steps", [20, 15, 1])
+def test_steps_that_are_reached_already_leave_nothing_to_do(run, steps):
+    run.train(steps=20, keep=100)
+    before = written(run)
+    assert run.train(Counting(lost_at(0)), steps=steps, keep=100) == 20
+    assert written(run) == before
+    assert run.steps() == [0, 10, 20]
+    assert run.rows() == [10, 20]
+
+
+def stop_after(looks):
+    """An end that is asked for before the look at the world after so many."""
+    asked = iter([False] * looks)
+    return lambda: next(asked, True)
+
+
+@pytest.mark.parametrize(("looks", "step"), [(0, 0), (1, 5), (3, 15), (4, 20)])
+def test_an_end_that_is_asked_for_leaves_a_last_checkpoint(run, looks, step):
+    with pytest.raises(RunInterruptedError) as caught:
+        run.train(steps=100, stopping=stop_after(looks), validate_every=5, keep=100)
+    assert caught.value.exit_code == 130
+    assert str(caught.value).startswith(f"interrupted at global step {step}; checkpoint file://")
+    assert str(caught.value).endswith(f"step-{step:08d}")
+    assert run.steps()[-1] == step
+    assert run.weight(step) == 0.5 * step
+    assert run.train(steps=30, keep=100) == 30
+    assert run.events("life")[-1]["global_step"] == step
+    assert run.weight(30) == 15.0
+
+
+def test_an_end_that_is_asked_for_at_the_end_is_an_end(run):
+    assert run.train(steps=20, stopping=stop_after(2)) == 20
+
+
+def test_a_lost_cluster_is_not_this_loops_to_mend(run):
+    with pytest.raises(ClusterLostError) as caught:
+        run.train(Counting(lost_at(0)), steps=20)
+    assert caught.value.exit_code == 138
+    assert run.steps() == [0]
+
+
+@pytest.mark.parametrize("until", [15, 25, 35, 45])
+def test_patience_outlives_its_life(run, until):
+    values = dict(zip((10, 20, 30, 40, 50), (3, 4, 2, 5, 6), strict=True))
+    given = {"patience": 2, "validate": lambda strategy: {"loss": values[strategy.global_step()]}}
+    with pytest.raises(ClusterLostError):
+        run.train(Counting(lost_at(until)), steps=90, **given)
+    assert run.train(steps=90, **given) == 50
+    assert run.rows("validation_loss") == [3, 4, 2, 5, 6]
+
+
+def test_patience_that_has_ended_stays_at_its_end(run):
+    given = {"patience": 1, "validate": lambda _strategy: {"loss": 1.0}}
+    assert run.train(steps=90, **given) == 20
+    assert run.train(steps=90, **given) == 20
+    assert run.rows() == [10, 20]
+    assert run.steps()[-1] == 20
+
+
+def test_a_checkpoint_of_something_else_is_not_trained_on(run):
+    class Other(Counting):
+        def variables(self):
+            return {"model/other": self.weight, "global_step": self.counter}
+
+    run.train(steps=10)
+    with pytest.raises(UserError, match="does not fit model and optimizer of the configuration"):
+        run.train(Other(), steps=20)
+    assert run.steps() == [0, 10]
