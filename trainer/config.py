@@ -221,18 +221,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _patience_needs_validation(self) -> Config:
+        if self.training.patience and not (self.training.validate_every and self.data.validation):
+            raise ValueError(
+                "training.patience: an early stop needs training.validate_every and data.validation"
+            )
+        return self
+
     @model_validator(mode="after")
     def _nccl_needs_gpus(self) -> Config:
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
                 "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or "
                 "choose ring or auto"
-            )
-        return self
-
-        if self.training.patience and not (self.training.validate_every and self.data.validation):
-            raise ValueError(
-                "training.patience: an early stop needs training.validate_every and data.validation"
             )
         return self
 
