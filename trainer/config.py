@@ -16,7 +16,7 @@ from trainer.schedule_config import ScheduleConfig
 from trainer.section import Free, Section
 from trainer.topology import TOPOLOGIES, topology_of
 
-MODELS = ("softmax", "mlp", "cnn")
+MODELS = ("softmax", "mlp", "cnn", "two_tower")
 STRATEGIES = tuple(TOPOLOGIES)
 # `tests/trainer/test_optimizers.py` holds this list against what Keras offers.
 OPTIMIZERS = (
@@ -27,17 +27,11 @@ SHARES = ("accuracy", "precision", "recall", "f1", "auc")
 
 # A key whose other values need a part that is not built yet: refused by name, never ignored.
 NOT_YET: dict[str, Any] = {
-    "training.pull_every": 1,
-    "training.mixed_precision": False,
-    "training.jit_compile": False,
     "training.warm_start": "",
     "training.stall_timeout": 120,
     "cluster.launcher": "local",
     "cluster.evaluator": False,
-    "cluster.gpus_per_worker": 0,
-    "cluster.gpu_memory_mb": 0,
     "cluster.existing_servers": False,
-    "cluster.in_process": False,
     "cluster.kubernetes": {},
     "evaluation.slices": (),
 }
@@ -78,7 +72,7 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The Keras model."""
 
-    name: str = Field("mlp", description="softmax, mlp, cnn, or package.module:function")
+    name: str = Field("mlp", description="softmax, mlp, cnn, two_tower, or package.module:function")
     args: Free = Field({}, description="arguments of the model")
 
     @field_validator("name")
@@ -133,15 +127,15 @@ class TrainingConfig(Section):
 class ClusterConfig(Section):
     """What runs where."""
 
-    communication: Literal["auto", "ring", "nccl"] = Field(
-        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
-    )
     launcher: Literal["local", "tfjob"] = Field("local", description="who starts the tasks")
     parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
     workers: int = Field(2, ge=1, le=10_000, description="workers")
     evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
     gpus_per_worker: int = Field(0, ge=0, description="GPUs of one worker")
     gpu_memory_mb: int = Field(0, ge=0, description="fixed share of a GPU; 0: grow on demand")
+    communication: Literal["auto", "ring", "nccl"] = Field(
+        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
+    )
     placement: dict[str, str] = Field({}, description="variable glob to parameter server")
     existing_servers: bool = Field(False, description="join servers that already run")
     in_process: bool = Field(False, description="run the servers as threads, for a debugger")

@@ -12,7 +12,7 @@ from types import FrameType
 import keras
 import tensorflow as tf
 
-from trainer import evaluate, storage
+from trainer import evaluate, gpu_memory, storage
 from trainer.checkpoints import Checkpoints
 from trainer.cluster import Cluster, Task
 from trainer.config import Config
@@ -24,6 +24,7 @@ from trainer.launcher import Job
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
 from trainer.optimizers import build_optimizer
+from trainer.serve import serve_in_process
 from trainer.strategies import registry as strategies
 from trainer.strategies.interface import Problem, Strategy
 from trainer.train import Surroundings, train
@@ -46,7 +47,13 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
     inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
     build_model = partial(models.build, config.model, inputs, config.training.seed)
+    if config.training.mixed_precision:
+        # bfloat16 has the range of float32, so that no loss has to be scaled.
+        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    gpu_memory.settle(config, task)
     stage_input(job, cluster, task)
+    if config.cluster.in_process:
+        serve_in_process(cluster)
     strategy = strategies.create(config, cluster, task)
     around = Surroundings(
         problem=partial(_problem, config, spec, build_model),
@@ -97,7 +104,7 @@ def _validator(
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
 
     @cache
-    def measured_copy() -> tuple[keras.Model, evaluate.Measurer]:
+    def measured_copy() -> tuple[keras.Model, evaluate.Measurer, tf.data.Dataset]:
         # Made at its first use: what is made before the cluster is connected stands on no device
         # that exists afterwards.
         copy = build_model()

@@ -47,11 +47,12 @@ def launch(job: Job) -> None:
     tasks = topology.tasks(
         servers=job.config.cluster.parameter_servers, workers=job.config.cluster.workers
     )
+    in_process = job.config.cluster.in_process and topology.servers
     happenings: _Happenings = queue.SimpleQueue()
     with held_cluster(tasks) as cluster, _signals(happenings):
         processes = [
             TaskProcess(job, cluster, Task(role=role, index=index))
-            for role, count in tasks.items()
+            for role, count in (tasks if not in_process else {"chief": 1}).items()
             for index in range(count)
         ]
         try:

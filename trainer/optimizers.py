@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from trainer.config import TrainingConfig
 from trainer.errors import ConfigError, nearest
@@ -43,6 +44,8 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
 def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
     """Return the optimizer with its schedule, without variables yet (`build` was not called).
 
+    A gradient of looked up rows (`tf.IndexedSlices`) moves it as the same one written out would.
+
     Raises:
         ConfigError: an argument that the optimizer does not have, or a value it does not take.
     """
@@ -56,10 +59,43 @@ def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
     for argument, value in config.args.items():
         _check(config.name, defaults, argument, value)
     try:
-        return kind(learning_rate=learning_rate(training), **config.args)
+        optimizer = kind(learning_rate=learning_rate(training), **config.args)
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"training.optimizer.args of {config.name}: {reason}") from error
+    _keep_rows(optimizer)
+    return optimizer
+
+
+def each_row_once(gradient: Any) -> Any:
+    """Return a gradient of looked up rows with the parts of a row added up; others as they are."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def _keep_rows(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make the optimizer treat a gradient of looked up rows as the dense one that it stands for.
+
+    A batch that asks twice for a row, and two workers that ask for it, give it in two parts, which
+    Keras clips and squares one by one. And to clip by a norm Keras makes it dense: a whole table
+    on the network for a few rows. The rows without a gradient change no norm.
+    """
+    clip = optimizer._clip_gradients
+
+    def clip_gradients(gradients: Sequence[Any]) -> list[Any]:
+        summed = [each_row_once(gradient) for gradient in gradients]
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in summed]
+        values = [g.values if rows else g for g, rows in zip(summed, sparse, strict=True)]
+        return [
+            tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape) if rows else clipped
+            for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
+        ]
+
+    # Keras calls it first of all, also where there is nothing to clip.
+    optimizer._clip_gradients = clip_gradients
 
 
 def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: object) -> None:

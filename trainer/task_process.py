@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from trainer import parent
+from trainer import gpus, parent
 from trainer.cluster import Cluster, Task
 from trainer.errors import UserError
 from trainer.launcher import Job
@@ -93,6 +93,7 @@ class TaskProcess:
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **os.environ,
             **({} if self._leads else _SERVER),
+            **gpus.environment(self._job.config, self.task),
             **parent.environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
             # A dead peer is an error at once and not after gRPC's own patience.

@@ -16,10 +16,16 @@ from trainer.models.cnn import cnn
 from trainer.models.mlp import mlp
 from trainer.models.softmax import softmax
 from trainer.models.spec import InputSpec
+from trainer.models.two_tower import two_tower
 
 ModelFunction = Callable[..., keras.Model]
 
-BUILT_IN: dict[str, ModelFunction] = {"softmax": softmax, "mlp": mlp, "cnn": cnn}
+BUILT_IN: dict[str, ModelFunction] = {
+    "softmax": softmax,
+    "mlp": mlp,
+    "cnn": cnn,
+    "two_tower": two_tower,
+}
 
 
 def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:

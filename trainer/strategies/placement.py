@@ -77,7 +77,11 @@ def place(
 
 
 def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
-    """Make the optimizer's variables, each beside the variable that it belongs to."""
+    """Make the optimizer's variables, each beside the variable that it belongs to.
+
+    Updates run there too: elsewhere, variable and slots would come over the network to meet a
+    gradient, whole tables for a few rows.
+    """
     add = optimizer.add_variable_from_reference
 
     def beside(reference: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
@@ -86,6 +90,23 @@ def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> No
 
     with _replaced(optimizer, "add_variable_from_reference", beside):
         optimizer.build(model.trainable_variables)
+    _update_beside(optimizer)
+
+
+def _update_beside(optimizer: keras.optimizers.Optimizer) -> None:
+    update, decay = optimizer.update_step, optimizer._apply_weight_decay
+
+    def update_step(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
+        with tf.device(variable.device):
+            update(gradient, variable, learning_rate)
+
+    def apply_weight_decay(variables: Sequence[keras.Variable]) -> None:
+        for variable in variables:
+            with tf.device(variable.value.device):
+                decay([variable])
+
+    optimizer.update_step = update_step
+    optimizer._apply_weight_decay = apply_weight_decay
 
 
 def server_device(index: int) -> str:

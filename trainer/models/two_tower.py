@@ -1,0 +1,96 @@
+"""Recommender of two towers: what a user and an item have in common, in one score.
+
+Each tower looks its id up in a table and makes a vector of the row (Covington et al. 2016, "Deep
+Neural Networks for YouTube Recommendations", in the form of Yi et al. 2019, "Sampling-Bias-
+Corrected Neural Modeling for Large Corpus Item Recommendations"). The score is the dot product of
+both vectors and a bias, which holds what is liked by all and who likes all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from trainer.errors import ConfigError
+from trainer.models import arguments
+from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
+from trainer.models.spec import InputSpec
+
+TOWERS = 2
+CLASSES = 2
+
+
+def two_tower(
+    spec: InputSpec,
+    *,
+    rows: Mapping[str, int],
+    dimension: int = 16,
+    hidden_units: Sequence[int] = (),
+    output: int = 16,
+    shards: int = 2,
+    unknown: str = "error",
+) -> keras.Model:
+    """Return the logits `[0, score]` of "no" and "yes" for pairs of ids.
+
+    Args:
+        spec: two whole numbers, and two classes.
+        rows: of the table of each input feature, by its name: one more than its largest id.
+        dimension: of a row.
+        hidden_units: ReLU layers of each tower.
+        output: dimension of a tower's vector.
+        shards: variables that each table is split over; as many as there may be servers.
+        unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
+    """
+    names = _features(spec, rows)
+    if unknown not in UNKNOWN:
+        raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
+    given = spec.symbols()
+    found = {
+        name: ShardedEmbedding(
+            arguments.size(f"rows of {name}", rows[name]),
+            arguments.size("dimension", dimension),
+            shards=min(arguments.size("shards", shards), rows[name]),
+            unknown=unknown,
+            name=f"{name}_embedding",
+        )(given[name])
+        for name in names
+    }
+    vectors = [_tower(name, found[name], hidden_units, output) for name in names]
+    match = keras.layers.Dot(axes=1, name="match")(vectors)
+    both = keras.layers.Concatenate(name="both")([found[name] for name in names])
+    bias = keras.layers.Dense(1, name="bias")(both)
+    score = keras.layers.Add(dtype="float32", name="score")([match, bias])
+    # The softmax of [0, score] is the sigmoid of the score.
+    logits = keras.ops.pad(score, [[0, 0], [1, 0]])
+    return keras.Model(given, logits, name="two_tower")
+
+
+def _tower(name: str, x: Any, hidden_units: Sequence[int], output: int) -> Any:
+    for index, units in enumerate(arguments.sizes("hidden_units", hidden_units)):
+        x = keras.layers.Dense(units, activation="relu", name=f"{name}_hidden_{index}")(x)
+    return keras.layers.Dense(arguments.size("output", output), name=f"{name}_vector")(x)
+
+
+def _features(spec: InputSpec, rows: Mapping[str, int]) -> list[str]:
+    if spec.num_classes != CLASSES:
+        raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}")
+    if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
+        raise ConfigError(f"takes {TOWERS} input features, the dataset has {_described(spec)}")
+    assert isinstance(spec.dtype, Mapping)
+    for name, shape in spec.shape.items():
+        if tuple(shape) or "int" not in spec.dtype[name]:
+            raise ConfigError(f"takes one whole number as {name!r}, which is {_described(spec)}")
+    names = list(spec.shape)
+    if not isinstance(rows, Mapping) or sorted(rows) != sorted(names):
+        wanted = ", ".join(f"{name}: ..." for name in names)
+        raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}")
+    return names
+
+
+def _described(spec: InputSpec) -> str:
+    if not isinstance(spec.shape, Mapping):
+        return f"one, {spec.dtype} of shape {tuple(spec.shape)}"
+    assert isinstance(spec.dtype, Mapping)
+    return ", ".join(f"{n} ({spec.dtype[n]} of shape {tuple(s)})" for n, s in spec.shape.items())
