@@ -18,12 +18,14 @@ from tests.house_rules.source import (
 
 HEAVY = {"tensorflow", "keras", "tensorflow_datasets", "sklearn", "matplotlib"}
 FREE = (
+    "trainer.chiefless",
     "trainer.cluster",
     "trainer.config",
     "trainer.config_file",
     "trainer.errors",
     "trainer.events",
     "trainer.gate",
+    "trainer.gpus",
     "trainer.launcher",
     "trainer.local_cluster",
     "trainer.local_ports",
@@ -31,8 +33,11 @@ FREE = (
     "trainer.parent",
     "trainer.registry",
     "trainer.report",
+    "trainer.schedule_config",
+    "trainer.section",
     "trainer.storage",
     "trainer.task_process",
+    "trainer.topology",
 )
 CONTRACT = "What starts in milliseconds is free of TensorFlow"
 LIST_LOADED = (

@@ -12,10 +12,10 @@ import tensorflow as tf
 from trainer import events, history, storage
 from trainer.checkpoint_listing import listed
 from trainer.checkpoints import Checkpoints
-from trainer.cluster import Cluster
+from trainer.cluster import Cluster, Task
 from trainer.config import Config
 from trainer.config_file import parse
-from trainer.strategies.interface import Problem, Strategy
+from trainer.strategies.interface import Problem, Report, Strategy
 from trainer.train import Surroundings, train
 
 CHANCE_LOSS = 2.0
@@ -26,7 +26,7 @@ class Counting(Strategy):
 
     def __init__(self, loss: Callable[[Counting], float] | float = 1.0, *, beyond: int = 0) -> None:
         """Answer with `loss` after each stretch; apply `beyond` more updates than were asked."""
-        super().__init__(Cluster(addresses={}))
+        super().__init__(Config(), Cluster(addresses={}), Task(role="chief", index=0))
         self._loss = loss
         self._beyond = beyond
 
@@ -35,12 +35,12 @@ class Counting(Strategy):
         self.weight = tf.Variable(0.0)
         self.counter = tf.Variable(0, dtype=tf.int64)
 
-    def run(self, steps: int) -> float:
+    def run(self, steps: int) -> Report:
         """Count the updates and raise the weight."""
         applied = steps + self._beyond
         self.counter.assign_add(applied)
         self.weight.assign_add(0.5 * applied)
-        return self._loss(self) if callable(self._loss) else self._loss
+        return Report(loss=self._loss(self) if callable(self._loss) else self._loss)
 
     def global_step(self) -> int:
         """Return what was counted."""

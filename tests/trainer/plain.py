@@ -9,12 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.cluster import Cluster
-from trainer.config import OptimizerConfig
+from trainer.cluster import Cluster, Task
+from trainer.config import Config, OptimizerConfig, TrainingConfig
 from trainer.models.registry import reset_uids
 from trainer.optimizers import build_optimizer
 from trainer.strategies.interface import (
     Problem,
+    Report,
     Strategy,
     checkpoint_variables,
     exact_counter,
@@ -22,14 +23,18 @@ from trainer.strategies.interface import (
 )
 
 CLASSES = 3
+NOBODY = Cluster(addresses={})
+CHIEF = Task(role="chief", index=0)
 
 
 class Plain(Strategy):
     """Every part of the interface as a cluster's strategy has it, without the cluster."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, config: Config | None = None, cluster: Cluster = NOBODY, task: Task = CHIEF
+    ) -> None:
         """Need no cluster."""
-        super().__init__(Cluster(addresses={}))
+        super().__init__(config or Config(), cluster, task)
 
     def build(self, problem: Problem) -> None:
         """Make model, optimizer and input in this process."""
@@ -40,9 +45,10 @@ class Plain(Strategy):
         self._step = tf.function(step_of(self.model, self.optimizer, problem.loss))
         self._batches = iter(problem.batches())
 
-    def run(self, steps: int) -> float:
+    def run(self, steps: int) -> Report:
         """Apply the updates one after the other."""
-        return sum(float(self._step(next(self._batches))) for _ in range(steps)) / steps
+        losses = [float(self._step(next(self._batches))) for _ in range(steps)]
+        return Report(loss=sum(losses) / steps)
 
     def global_step(self) -> int:
         """Return the exact counter."""
@@ -88,7 +94,7 @@ def problem_of(
     """Return what makes the problem for the step at which a life begins."""
 
     def problem(start: int) -> Problem:
-        settings = OptimizerConfig(name=optimizer, learning_rate=rate)
+        settings = TrainingConfig(optimizer=OptimizerConfig(name=optimizer, learning_rate=rate))
         return Problem(
             build_model=model,
             build_optimizer=partial(build_optimizer, settings),

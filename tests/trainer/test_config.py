@@ -19,23 +19,11 @@ ROOT = Path(module.__file__).parents[1]
 KEYS = [".".join(parameter.key) for parameter in run_parameters()]
 # A value that is not the only one there is yet, of the right type.
 OTHER = {
-    "training.pull_every": "2",
-    "training.replicas_to_aggregate": "1",
-    "training.mixed_precision": "true",
-    "training.jit_compile": "true",
     "training.warm_start": "champion",
-    "training.schedule.name": "cosine",
-    "training.schedule.warmup_steps": "10",
-    "training.schedule.args": "{alpha: 0.1}",
     "training.stall_timeout": "60",
-    "data.partition": "reshuffle",
     "cluster.launcher": "tfjob",
     "cluster.evaluator": "true",
-    "cluster.gpus_per_worker": "1",
-    "cluster.gpu_memory_mb": "512",
-    "cluster.placement": "{'*': 'ps:0'}",
     "cluster.existing_servers": "true",
-    "cluster.in_process": "true",
     "cluster.kubernetes": "{namespace: flotilla}",
     "evaluation.slices": "[label]",
 }
@@ -49,7 +37,12 @@ GOOD = [
     "training.optimizer.name=muon", "training.optimizer.learning_rate=1e6",
     "training.optimizer.args={beta_1: 0.8}", "training.checkpoint_every=1",
     "training.checkpoint_seconds=0.5", "training.keep=1", "training.validate_every=0",
-    "training.patience=3", "cluster.workers=8", "cluster.parameter_servers=3",
+    "training.patience=3", "training.pull_every=5", "training.replicas_to_aggregate=2",
+    "training.mixed_precision=true", "training.jit_compile=true", "training.schedule.name=cosine",
+    "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
+    "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
+    "training.strategy=single", "training.strategy=multi_worker_mirrored", "cluster.workers=8",
+    "cluster.parameter_servers=3",
     "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
     "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
     "gate.min.loss=-2", "export.formats=[keras]", "storage.root=''", "storage.root=file:///tmp/a b",
@@ -68,7 +61,7 @@ BAD = [
     ("data.seed=-1", "data.seed: -1 is not allowed"),
     ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
     ("model.name=mpl", "model.name: 'mpl' is not allowed: no model of this name; did you mean"),
-    ("model.name=transformer", "(one of softmax, mlp, cnn, or package.module:name)"),
+    ("model.name=transformer", "(one of softmax, mlp, cnn, two_tower, or package.module:name)"),
     ("model.name=':net'", "model.name: ':net' is not allowed"),
     ("model.name='my.models:'", "model.name: 'my.models:' is not allowed"),
     ("model.name='my models:net'", "model.name: 'my models:net' is not allowed"),
@@ -88,6 +81,14 @@ BAD = [
     ("training.optimizer.name=zzz", "no optimizer of this name (one of adadelta, adafactor,"),
     ("training.optimizer.learning_rate=0", "0 is not allowed: input should be greater than 0"),
     ("training.optimizer.learning_rate=.nan", "nan is not allowed: input should be a finite"),
+    ("training.strategy=singel", "no strategy of this name; did you mean 'single'?"),
+    ("training.pull_every=0", "training.pull_every: 0 is not allowed"),
+    ("training.replicas_to_aggregate=-1", "training.replicas_to_aggregate: -1 is not allowed"),
+    ("training.schedule.warmup_steps=-1", "training.schedule.warmup_steps: -1 is not allowed"),
+    ("training.schedule.args={alpha: 0.1}", "args.alpha of constant: "),
+    ("data.partition=shuffle", "data.partition: 'shuffle' is not allowed"),
+    ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
+    ("cluster.placement={'*': 0}", "cluster.placement.*: 0 is not allowed"),
     ("training.schedule.name=cosin", "'constant', 'cosine', 'exponential' or 'piecewise'"),
     ("training.checkpoint_every=0", "training.checkpoint_every: 0 is not allowed"),
     ("training.checkpoint_seconds=-1", "training.checkpoint_seconds: -1 is not allowed"),
@@ -191,6 +192,11 @@ def test_more_workers_than_shards_are_refused_before_anything_starts():
         "cluster.workers: 9 workers cannot share 8 shards; set data.shards to 9 or more"
     )
     assert load(None, ["cluster.workers=9", "data.shards=9"]).cluster.workers == 9
+
+
+@pytest.mark.parametrize("enough", ["data.partition=reshuffle", "training.strategy=single"])
+def test_shards_are_counted_only_where_workers_part_them(enough):
+    assert load(None, ["cluster.workers=9", enough]).cluster.workers == 9
 
 
 @pytest.mark.parametrize("without", ["training.validate_every=0", "data.validation=0"])

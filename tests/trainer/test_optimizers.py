@@ -8,13 +8,17 @@ import pytest
 import tensorflow as tf
 
 from trainer import optimizers
-from trainer.config import OPTIMIZERS, OptimizerConfig
+from trainer.config import OPTIMIZERS, OptimizerConfig, TrainingConfig
 from trainer.errors import ConfigError
 from trainer.optimizers import build_optimizer
 
 
 def _build(kind, **args):
-    return build_optimizer(OptimizerConfig(name=kind, args=args))
+    return _of(OptimizerConfig(name=kind, args=args))
+
+
+def _of(settings):
+    return build_optimizer(TrainingConfig.model_construct(optimizer=settings))
 
 
 def _refusal(kind, **args):
@@ -41,7 +45,7 @@ def test_refused_arguments_are_arguments_of_keras_still():
 
 @pytest.mark.parametrize("name", sorted(optimizers.available()))
 def test_each_optimizer_is_plain_and_has_the_learning_rate(name):
-    optimizer = build_optimizer(OptimizerConfig.model_construct(name=name, learning_rate=0.25))
+    optimizer = _of(OptimizerConfig.model_construct(name=name, learning_rate=0.25))
     assert type(optimizer) is optimizers.available()[name]
     assert not optimizer.built
     assert float(optimizer.learning_rate) == pytest.approx(0.25)
@@ -51,7 +55,7 @@ def test_each_optimizer_is_plain_and_has_the_learning_rate(name):
 def test_each_optimizer_learns_inside_a_function(name):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(3)])
-    optimizer = build_optimizer(OptimizerConfig.model_construct(name=name, learning_rate=0.05))
+    optimizer = _of(OptimizerConfig.model_construct(name=name, learning_rate=0.05))
     optimizer.build(model.trainable_variables)
     loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     x = tf.constant(np.random.default_rng(0).normal(size=(30, 4)), tf.float32)

@@ -22,7 +22,7 @@ TOWERS = 2
 CLASSES = 2
 
 
-def two_tower(
+def two_tower(  # noqa: PLR0913
     spec: InputSpec,
     *,
     rows: Mapping[str, int],

@@ -138,7 +138,8 @@ def _bytes(variable: tf.Variable) -> int:
 
 def _server(name: str) -> int:
     role, _, index = name.partition(":")
-    return int(index) if role == "ps" and index.isdigit() else -1
+    # Other scripts have digits too, and some of them are no number for Python.
+    return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
 
 
 def _check(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> None:

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.plain import Plain, dense, examples, problem_of
+from tests.trainer.plain import CHIEF, Plain, dense, examples, problem_of
 from trainer.cluster import Cluster
-from trainer.config import OPTIMIZERS, OptimizerConfig
+from trainer.config import OPTIMIZERS, Config, OptimizerConfig, TrainingConfig
 from trainer.optimizers import build_optimizer
 from trainer.strategies.interface import (
     Strategy,
@@ -27,7 +27,8 @@ CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 def built(optimizer="adam", model=dense, **args):
     network = model()
-    updates = build_optimizer(OptimizerConfig(name=optimizer, args=args))
+    settings = OptimizerConfig(name=optimizer, args=args)
+    updates = build_optimizer(TrainingConfig(optimizer=settings))
     updates.build(network.trainable_variables)
     return network, updates
 
@@ -51,13 +52,16 @@ def test_the_interface_asks_for_five_things():
 def test_what_a_strategy_gets_before_it_is_built():
     cluster = Cluster(addresses={"ps": ("a:1",)})
 
-    class Own(Plain):
-        def __init__(self, cluster):
-            Strategy.__init__(self, cluster)
-
-    strategy = Own(cluster)
-    assert strategy.cluster == cluster
+    strategy = Plain(Config(), cluster, CHIEF)
+    assert (strategy.config, strategy.cluster, strategy.task) == (Config(), cluster, CHIEF)
     strategy.close()
+
+
+def test_a_strategy_that_leads_alone_publishes_and_agrees_with_itself():
+    strategy = Plain()
+    assert strategy.publishes
+    assert strategy.agreed(3, -3, 0) == (3, -3, 0)
+    strategy.leave()
 
 
 def test_one_update_is_gradient_descent():
@@ -186,7 +190,7 @@ def test_the_same_configuration_gives_the_same_paths():
 def test_a_strategy_made_of_these_parts_learns():
     strategy = Plain()
     strategy.build(problem_of(rate=0.05)(0))
-    first = strategy.run(5)
-    assert strategy.run(200) < first / 2
+    first = strategy.run(5).loss
+    assert strategy.run(200).loss < first / 2
     assert strategy.global_step() == 205
     assert strategy.learning_rate() == pytest.approx(0.05)

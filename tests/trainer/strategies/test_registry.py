@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster import Cluster
-from trainer.config import STRATEGIES
+from trainer.cluster import Cluster, Task
+from trainer.config import STRATEGIES, Config, TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import registry
 from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.registry import create
 
 CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
+CHIEF = Task(role="chief", index=0)
 OWN = """
 from tests.trainer.plain import Plain
 from trainer.strategies.interface import Strategy
 
-class Good(Plain):
-    def __init__(self, cluster):
-        Strategy.__init__(self, cluster)
+class Good(Plain): ...
 
 class Half(Strategy):
     def build(self, problem): ...
@@ -40,9 +39,13 @@ def own(tmp_path, monkeypatch, request):
     return name
 
 
+def config_of(name):
+    return Config(training=TrainingConfig.model_construct(strategy=name))
+
+
 def refused(name):
     with pytest.raises(ConfigError) as caught:
-        create(name, CLUSTER)
+        create(config_of(name), CLUSTER, CHIEF)
     message = str(caught.value)
     assert message.startswith("training.strategy: ")
     assert len(message.splitlines()) == 1
@@ -54,14 +57,17 @@ def test_every_name_of_the_configuration_is_a_strategy():
 
 
 def test_a_built_in_one_is_made_for_its_cluster_without_connecting_to_it():
-    strategy = create("async_parameter_server", CLUSTER)
+    config = config_of("async_parameter_server")
+    strategy = create(config, CLUSTER, CHIEF)
     assert type(strategy) is AsyncParameterServer
+    assert strategy.config is config
     assert strategy.cluster is CLUSTER
+    assert strategy.task is CHIEF
     assert strategy.io_device == "/job:chief/task:0"
 
 
 def test_a_users_own(own):
-    strategy = create(f"{own}:Good", CLUSTER)
+    strategy = create(config_of(f"{own}:Good"), CLUSTER, CHIEF)
     assert type(strategy).__name__ == "Good"
     assert strategy.cluster is CLUSTER
 

@@ -1,0 +1,150 @@
+"""Which variable stands where: balance, servers by name, and what is refused."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import keras
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.errors import ConfigError
+from trainer.strategies import placement
+from trainer.strategies.placement import Sized, assign, build_slots, place, server_device
+
+LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
+LAYERS += [Sized(path="b/kernel", bytes=50), Sized(path="b/bias", bytes=0)]
+servers = st.integers(1, 6)
+
+
+def sized(sizes):
+    return [Sized(path=f"v{index}", bytes=size) for index, size in enumerate(sizes)]
+
+
+def loads(variables, chosen, count):
+    held = [0] * count
+    for variable, server in zip(variables, chosen, strict=True):
+        held[server] += variable.bytes
+    return held
+
+
+def refused(named, variables=LAYERS, count=2):
+    with pytest.raises(ConfigError) as caught:
+        assign(variables, count, named)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@given(st.lists(st.integers(0, 10**9), max_size=40), servers)
+def test_servers_differ_by_the_largest_variable_at_most(sizes, count):
+    variables = sized(sizes)
+    held = loads(variables, assign(variables, count, {}), count)
+    assert sum(held) == sum(sizes)
+    assert max(held) - min(held) <= max(sizes, default=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=6), st.integers(1, 3))
+def test_the_fullest_server_is_within_four_thirds_of_the_best(sizes, count):
+    variables = sized(sizes)
+    best = min(
+        max(loads(variables, chosen, count))
+        for chosen in product(range(count), repeat=len(variables))
+    )
+    held = max(loads(variables, assign(variables, count, {}), count))
+    assert 3 * count * held <= (4 * count - 1) * best
+
+
+@given(st.lists(st.integers(0, 100), max_size=20), servers)
+def test_the_same_variables_stand_in_the_same_place_in_every_life(sizes, count):
+    assert assign(sized(sizes), count, {}) == assign(sized(sizes), count, {})
+
+
+@given(st.lists(st.integers(0, 100), min_size=1, max_size=20), servers, st.data())
+def test_a_name_comes_before_the_balance(sizes, count, data):
+    variables = sized(sizes)
+    target = data.draw(st.integers(0, count - 1))
+    chosen = assign(variables, count, {"v0": f"ps:{target}"})
+    assert chosen[0] == target
+    assert all(0 <= server < count for server in chosen)
+
+
+def test_the_rest_is_spread_around_what_is_named():
+    assert assign(LAYERS, 2, {"b/*": "ps:0"}) == [1, 0, 0, 0]
+
+
+def test_the_first_glob_that_fits_counts():
+    assert assign(LAYERS, 3, {"a/bias": "ps:2", "a/*": "ps:1", "*": "ps:0"}) == [1, 2, 0, 0]
+
+
+def test_a_large_variable_goes_first_wherever_it_stands():
+    assert assign(sized([1, 1, 1, 9]), 2, {}) == [1, 1, 1, 0]
+
+
+@pytest.mark.parametrize("server", ["ps:2", "ps:-1", "ps:", "ps", "worker:0", "0", "", "ps:\u00b2"])
+def test_a_server_that_is_not_there_is_refused(server):
+    assert refused({"a/*": server}) == (
+        f"cluster.placement: 'a/*' is on {server!r}; it has to be ps:0 to ps:1"
+    )
+
+
+def test_a_glob_that_fits_nothing_is_refused_with_the_nearest_path():
+    message = refused({"a/kernl": "ps:0"})
+    assert message == ("cluster.placement: 'a/kernl' fits no variable; did you mean 'a/kernel'?")
+    assert "fits no variable" in refused({"A/*": "ps:0"})
+
+
+def test_the_device_of_a_server():
+    assert server_device(2) == "/job:ps/task:2/device:CPU:0"
+
+
+def two_layers():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(4, name="hidden"), keras.layers.Dense(2, name="logits")]
+    return keras.Sequential([keras.Input((3,)), *layers])
+
+
+@pytest.fixture
+def devices(monkeypatch):
+    """Tell where variables are asked for; they stand here, where there is no cluster."""
+    asked = []
+
+    def here(index):
+        asked.append(index)
+        return "/device:CPU:0"
+
+    monkeypatch.setattr(placement, "server_device", here)
+    return asked
+
+
+def test_a_model_is_the_same_wherever_its_variables_stand(devices):
+    placed, plain = place(two_layers, 2, {"*/bias": "ps:1"}), two_layers()
+    found = zip(placed.variables, devices, strict=False)
+    by_path = {variable.path.partition("/")[2] or variable.path: at for variable, at in found}
+    assert all(at == 1 for path, at in by_path.items() if path.endswith("bias"))
+    for mine, theirs in zip(placed.get_weights(), plain.get_weights(), strict=True):
+        assert (mine == theirs).all()
+
+
+def test_a_glob_is_held_against_the_paths_of_the_model():
+    with pytest.raises(ConfigError, match="'embedding' fits no variable"):
+        place(two_layers, 2, {"embedding": "ps:1"})
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+def test_slots_made_beside_their_variables_update_as_any(name):
+    def updated(build):
+        model = two_layers()
+        optimizer = getattr(keras.optimizers, name)(0.1, weight_decay=0.01)
+        build(optimizer, model)
+        for _ in range(3):
+            gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+            optimizer.apply(gradients, model.trainable_variables)
+        return model.get_weights()
+
+    plain = updated(lambda optimizer, model: optimizer.build(model.trainable_variables))
+    for mine, theirs in zip(updated(build_slots), plain, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-6)
