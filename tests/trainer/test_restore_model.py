@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from trainer import storage
 from trainer.checkpoints import Checkpoints, restore_model
-from trainer.config import ModelConfig, OptimizerConfig
+from trainer.config import ModelConfig, OptimizerConfig, TrainingConfig
 from trainer.errors import UserError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
@@ -39,7 +39,8 @@ def with_state(spec):
 @pytest.fixture
 def published(tmp_path):
     def publish(model, optimizer="adam"):
-        updates = build_optimizer(OptimizerConfig(name=optimizer))
+        settings = OptimizerConfig(name=optimizer)
+        updates = build_optimizer(TrainingConfig(optimizer=settings))
         updates.build(model.trainable_variables)
         saved = Checkpoints(storage.uri_of(tmp_path / "run"), keep=3, scratch=tmp_path / "saving")
         return saved.save(checkpoint_variables(model, updates), io_device=None, fields={})
