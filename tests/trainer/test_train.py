@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.trainer.counting import Counting, Run, config_of
 from trainer import events
 from trainer.config import TrainingConfig
+from trainer.strategies.interface import Report
 from trainer.train import Pace
 
 FIGURES = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
@@ -84,6 +85,18 @@ def test_the_history_has_a_row_for_every_look(run):
     seconds = run.rows("seconds")
     assert seconds == sorted(seconds)
     assert all(value > 0 for value in run.rows("steps_per_second"))
+
+
+def test_further_figures_of_a_strategy_stand_in_its_row(run):
+    class Telling(Counting):
+        def run(self, steps):
+            workers = {"worker-0": {"local_steps": steps, "examples": 64 * steps}}
+            return Report(loss=super().run(steps).loss, figures={"workers": workers})
+
+    run.train(Telling(), steps=10)
+    assert run.rows("workers") == [{"worker-0": {"local_steps": 10, "examples": 640}}]
+    assert run.events("progress")[0]["workers"] == run.rows("workers")[0]
+    assert run.fields(10)["metrics"]["workers"] == run.rows("workers")[0]
 
 
 def test_the_figures_reach_tensorboard(run):
