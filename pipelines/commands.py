@@ -12,7 +12,7 @@ from pipelines import display, local_run
 from pipelines.outcome import Outcome
 from trainer import config_file
 from trainer.config import Config
-from trainer.errors import INTERRUPTED
+from trainer.errors import INTERRUPTED, ConfigError
 
 DEFAULT_CONFIG = Path("configs/digits.yaml")
 
@@ -42,6 +42,7 @@ class Request:
 
 def run(request: Request) -> int:
     """Run a pipeline on this machine, show it, and return the exit code; raises `UserError`."""
+    _require_current_folder()
     config = load(request)
     if request.resume:
         started = local_run.resumed_run(config, request.workdir, request.resume)
@@ -59,6 +60,14 @@ def run(request: Request) -> int:
     if request.as_json:
         print_json(_summary(started, outcome))
     return outcome.exit_code
+
+
+def _require_current_folder() -> None:
+    # The steps look for the user's modules there.
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed; change to one that is there") from None
 
 
 def load(request: Request) -> Config:
