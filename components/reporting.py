@@ -29,13 +29,14 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
     happened = _events(folder)
     # The exit step is the one that writes this.
     steps = [each for each in step_records(happened) if each["step"] != "finish"]
-    decision = _newest(root, run_id, "decision", "decision.json")
+    decision = _made(steps, "check_gate", root, run_id, "decision", "decision.json")
+    evaluation = _made(steps, "evaluate_model", root, run_id, "evaluation", "metrics.json")
     facts = {
         "run_id": run_id,
         "verdict": _verdict(state, decision, steps),
         "config": _config(folder),
         "steps": steps,
-        "metrics": _newest(root, run_id, "evaluation", "metrics.json").get("metrics", {}),
+        "metrics": evaluation.get("metrics", {}),
         "rules": decision.get("rules", []),
         "history": _history(root, run_id),
         "incidents": [each for each in happened if _is_incident(each)],
@@ -56,12 +57,20 @@ def _verdict(state: str, decision: dict[str, Any], steps: list[dict[str, Any]]) 
     return str(decision.get("decision", "done"))
 
 
-def _newest(root: str, run_id: str, kind: str, name: str) -> dict[str, Any]:
+def _made(
+    steps: list[dict[str, Any]], step: str, root: str, run_id: str, kind: str, name: str
+) -> dict[str, Any]:
+    """Return what `step` has published in this run, not what an earlier try of it had.
+
+    Where no step has left a record, as on a cluster, the newest of its kind has to do.
+    """
     with _left_out_if_unreadable():
-        found = storage.published(storage.join(root, run_id, kind))
-        if found:
-            uri, _ = max(found, key=lambda pair: pair[1].created)
-            return dict(json.loads(storage.read_file(uri, name)))
+        if steps:
+            uri = next((each["uri"] for each in steps if each["step"] == step), "")
+        else:
+            found = storage.published(storage.join(root, run_id, kind))
+            uri, _ = max(found, key=lambda pair: pair[1].created, default=("", None))
+        return dict(json.loads(storage.read_file(uri, name))) if uri else {}
     return {}
 
 

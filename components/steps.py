@@ -6,6 +6,7 @@ shows, and gives back URIs. An error of the user ends the step with one line and
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import tempfile
@@ -98,7 +99,7 @@ def evaluate_model(
     with recorded("evaluate_model") as record, _scratch() as scratch:
         from trainer import evaluate
 
-        output = _output(root, run_id, "evaluation", checkpoint)
+        output = _output(root, run_id, "evaluation", checkpoint, dataset, _created(checkpoint))
         result = evaluate.evaluate(_config(config), dataset, checkpoint, output, scratch)
         record.done(result.uri, result.metrics)
         for name, value in result.metrics.items():
@@ -115,8 +116,7 @@ def check_gate(config: str, root: str, run_id: str, evaluation: str, decision_pa
         from trainer import gate
 
         policy = _config(config)
-        # A run that is resumed under another policy is judged anew.
-        output = f"{_output(root, run_id, 'decision', evaluation)}-{policy.gate.digest()}"
+        output = _output(root, run_id, "decision", evaluation, policy.gate.digest())
         decision = gate.check(policy, evaluation, output)
         word = "blessed" if decision.blessed else "refused"
         record.done(decision.uri, {"decision": word, "reasons": list(decision.reasons)})
@@ -137,8 +137,10 @@ def export_model(
     with recorded("export_model") as record, _scratch() as scratch:
         from trainer import export
 
-        output = _output(root, run_id, "model", checkpoint)
-        exported = export.export(_config(config), dataset, checkpoint, decision, output, scratch)
+        settings = _config(config)
+        origin = (dataset, _created(checkpoint), *settings.export.formats)
+        output = _output(root, run_id, "model", checkpoint, *origin)
+        exported = export.export(settings, dataset, checkpoint, decision, output, scratch)
         forms = exported.parity["formats"]
         differences = {name: form["max_difference"] for name, form in forms.items()}
         record.done(exported.uri, differences)
@@ -166,9 +168,19 @@ def _config(text: str) -> Config:
     return Config.model_validate_json(text)
 
 
-def _output(root: str, run_id: str, kind: str, source: str) -> str:
-    """Return where to publish what is made of `source`, which ends with its global step."""
-    return storage.join(root, run_id, kind, source.rsplit("/", 1)[-1])
+def _output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
+    """Return where to publish what is made of `source`, whose name says its global step.
+
+    What else it is made of is in the name too: a run that is resumed with another policy or other
+    forms, or that had to train a lost checkpoint again, publishes beside what it had published.
+    """
+    _, _, name = source.rpartition("/")
+    digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
+    return storage.join(root, run_id, kind, f"{name}-{digest}")
+
+
+def _created(uri: str) -> str:
+    return storage.read_manifest(uri).created
 
 
 def _folder() -> Path:

@@ -8,13 +8,11 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.console import Console
-
 from pipelines import display, local_run
 from pipelines.outcome import Outcome
 from trainer import config_file
 from trainer.config import Config
-from trainer.errors import INTERRUPTED
+from trainer.errors import INTERRUPTED, ConfigError
 
 DEFAULT_CONFIG = Path("configs/digits.yaml")
 
@@ -44,23 +42,32 @@ class Request:
 
 def run(request: Request) -> int:
     """Run a pipeline on this machine, show it, and return the exit code; raises `UserError`."""
+    _require_current_folder()
     config = load(request)
     if request.resume:
         started = local_run.resumed_run(config, request.workdir, request.resume)
     else:
         started = local_run.new_run(config, request.workdir)
-    errors = Console(stderr=True, highlight=False)
+    errors = display.Terminal(stderr=True)
     errors.print(f"run {started.run_id} in {started.folder}", markup=False, soft_wrap=True)
     pipeline, extra = request.pipeline, {}
     if request.dataset:
         pipeline, extra = "train_on", {"dataset": request.dataset}
     with display.Display() as follow:
         outcome = local_run.execute(started, pipeline, extra, follow)
-    Console(highlight=False).print(display.closing_table(outcome))
+    display.Terminal().print(display.closing_table(outcome))
     _last_words(errors, request, started, outcome)
     if request.as_json:
         print_json(_summary(started, outcome))
     return outcome.exit_code
+
+
+def _require_current_folder() -> None:
+    # The steps look for the user's modules there.
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed; change to one that is there") from None
 
 
 def load(request: Request) -> Config:
@@ -76,20 +83,23 @@ def load(request: Request) -> Config:
 def print_json(summary: dict[str, object]) -> None:
     """Write one JSON object, with the keys that scripts rely on, as the last line of output."""
     whole = {"status": "", "run_id": "", "metrics": {}, "artifacts": {}, "message": "", **summary}
-    sys.stdout.flush()
-    sys.stdout.write(json.dumps(whole) + "\n")
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(json.dumps(whole) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        display.write_nowhere(sys.stdout)
 
 
 def _last_words(
-    errors: Console, request: Request, run: local_run.LocalRun, outcome: Outcome
+    errors: display.Terminal, request: Request, run: local_run.LocalRun, outcome: Outcome
 ) -> None:
     if outcome.message:
         # Training says "interrupted at global step ..." by itself.
         told = outcome.message.startswith(outcome.status)
         words = outcome.message if told else f"{outcome.status}: {outcome.message}"
         errors.print(f"flotilla: {words}", markup=False, soft_wrap=True)
-    if outcome.exit_code == INTERRUPTED:
+    # Preparing begins anew: what was not published is not kept.
+    if outcome.exit_code == INTERRUPTED and request.pipeline != "prepare":
         again = ["flotilla", request.pipeline, "--workdir", str(request.workdir)]
         again += ["--resume", run.run_id]
         if request.dataset:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -23,12 +24,31 @@ _MARKS = {
 }
 
 
+class Terminal(Console):
+    """Where a person looks. A run goes on, and ends as it does, when nobody looks any more."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        """Write texts as they are: `package.module:x:` is a name and no emoji."""
+        super().__init__(stderr=stderr, highlight=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere from now on; rich itself would end the process, and the run with it."""
+        write_nowhere(self.file)
+
+
+def write_nowhere(stream: IO[str]) -> None:
+    """Let what is still to be written to a stream whose reader has gone vanish."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
 class Display:
     """Follows the events of one run; to be used as a context manager."""
 
     def __init__(self) -> None:
         """Write to standard error."""
-        self._console = Console(stderr=True, highlight=False)
+        self._console = Terminal(stderr=True)
         self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -31,7 +31,8 @@ def main() -> None:
         signal.signal(number, _no_further_step)
     # The runner puts the interpreter's path unquoted into a shell command, and in place of the word
     # `python3` wherever a value of a parameter has it: let both be the same word.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
     local.init(

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from components.step_record import STOPPING
 from components.steps import RUN_FOLDER, RUN_ID
 from pipelines.outcome import Outcome, outcome_of
 from trainer import events, parent, storage
@@ -142,7 +143,8 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
 
 def _environment(run: LocalRun) -> dict[str, str]:
     return {
-        **os.environ,
+        # An interrupt is this run's own affair: the shell may still have another one's.
+        **{name: value for name, value in os.environ.items() if name != STOPPING},
         **parent.environment(),
         events.VARIABLE: str(run.folder / EVENTS),
         RUN_ID: run.run_id,

@@ -52,6 +52,9 @@ class Run:
         uri = storage.join(self.root, RUN, "checkpoints", "history.jsonl")
         storage.write_bytes(uri, text.encode())
 
+    def uri_of(self, path):
+        return storage.uri_of(path.parent)
+
     def report(self, state):
         reporting.write(state, self.root, RUN, self.folder, self.page_path)
         return Page(self.page_path.read_text(encoding="utf-8"))
@@ -71,10 +74,10 @@ def verdict(page):
 def test_a_blessed_run(run):
     run.config(Config().model_dump_json())
     run.trained()
-    run.evaluated()
-    run.decided("blessed")
     run.events(
         *done("train_model", uri="file:///c", figures={"global_step": 60}),
+        *done("evaluate_model", uri=run.uri_of(run.evaluated())),
+        *done("check_gate", uri=run.uri_of(run.decided("blessed"))),
         {"event": "restart", "time": 1.0, "task": "worker-1", "cause": "signal SIGKILL"},
         {"event": "life", "time": 1.0, "global_step": 0, "resumed": False},
         {"event": "life", "time": 1.0, "global_step": 40, "resumed": True},
@@ -103,9 +106,8 @@ def test_the_exit_step_is_not_reported_as_one_that_died(run):
 
 
 def test_a_refused_run(run):
-    run.evaluated()
-    run.decided("refused", [{**RULES, "threshold": 0.99, "passed": False}])
-    run.events(*done("check_gate", figures={"decision": "refused"}))
+    uri = run.uri_of(run.decided("refused", [{**RULES, "threshold": 0.99, "passed": False}]))
+    run.events(*done("check_gate", uri=uri, figures={"decision": "refused"}))
     page = run.report("SUCCEEDED")
     assert verdict(page) == "refused"
     assert "accuracy is 0.9625, and gate.min 0.99 does not allow that." in page.text
@@ -164,15 +166,34 @@ def test_of_several_decisions_the_last_one_counts(run):
     assert verdict(run.report("SUCCEEDED")) == "blessed"
 
 
+def test_the_decision_of_this_try_counts_and_not_a_later_one_of_another_policy(run):
+    uri = run.uri_of(run.decided("refused", [{**RULES, "passed": False}], directory="step-60-a"))
+    run.decided("blessed", directory="step-60-b")
+    run.events(*done("check_gate", uri=uri, figures={"decision": "refused"}))
+    assert verdict(run.report("SUCCEEDED")) == "refused"
+
+
+def test_a_try_that_failed_shows_no_figures_of_the_one_before(run):
+    run.evaluated()
+    run.decided("blessed")
+    run.events(begun("train_model"), ended("train_model", "failed", 1, error="no space"))
+    assert run.report("FAILED").heads() == ["Steps"]
+
+
 @pytest.mark.parametrize("damage", [b"{", b"", b"[1, 2]", None])
 def test_a_damaged_decision_is_left_out(run, caplog, damage):
-    run.evaluated()
+    evaluation = run.uri_of(run.evaluated())
     path = run.decided("blessed")
     if damage is None:
         path.unlink()
     else:
         path.write_bytes(damage)
-    run.events(begun("export_model"), ended("export_model", "failed", 1, error="no space"))
+    run.events(
+        *done("evaluate_model", uri=evaluation),
+        *done("check_gate", uri=run.uri_of(path)),
+        begun("export_model"),
+        ended("export_model", "failed", 1, error="no space"),
+    )
     page = run.report("FAILED")
     assert verdict(page) == "failed"
     assert "export_model: no space" in page.text

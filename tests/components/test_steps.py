@@ -186,7 +186,7 @@ class TestJudging:
 
     def test_an_evaluation_fills_what_the_ui_shows(self, run, root, happened):
         uri, metrics, confusion = self.evaluated(run, root)
-        assert uri == storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}")
+        assert uri.startswith(storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}-"))
         written = json.loads(storage.read_file(uri, "metrics.json"))
         assert {**written["metrics"], "uri": uri} == metrics.metadata
         assert happened()[-1]["figures"] == written["metrics"]
@@ -231,11 +231,32 @@ class TestJudging:
         config = text_of(run, accuracy=0.1)
         given = (config, root, RUN, run.dataset, run.checkpoint, decision, artifact)
         uri = steps.export_model(*given)
-        assert uri == storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}")
+        assert uri.startswith(storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}-"))
         storage.verify(uri)
         differences = happened()[-1]["figures"]
         assert set(differences) == {"saved_model", "keras"}
         assert artifact.metadata == {"uri": uri, **differences}
+
+    def test_other_forms_are_published_beside_the_first(self, run, root, tmp_path):
+        _, decision = self.gated(run, root, tmp_path, 0.1)
+        found = []
+        for formats in (["keras"], ["saved_model"], ["keras"]):
+            tree = {**json.loads(text_of(run)), "export": {"formats": formats}}
+            given = (json.dumps(tree), root, RUN, run.dataset, run.checkpoint, decision)
+            found.append(steps.export_model(*given, dsl.Model()))
+        assert found[0] == found[2] != found[1]
+        assert storage.read_manifest(found[1]).fields["formats"] == ["saved_model"]
+
+    def test_a_checkpoint_that_was_made_again_is_judged_anew(self, root, tmp_path):
+        run = small_run(tmp_path / "run")
+        first, *_ = self.evaluated(run, root)
+        storage.fetch(run.checkpoint, tmp_path / "again")
+        fields = storage.read_manifest(run.checkpoint).fields
+        storage.delete(run.checkpoint)
+        storage.publish(tmp_path / "again", run.checkpoint, kind="checkpoint", fields=fields)
+        second, *_ = self.evaluated(run, root)
+        assert first != second
+        assert len(storage.published(storage.join(root, RUN, "evaluation"))) == 2
 
     def test_a_refused_model_is_not_exported(self, run, root, tmp_path, capsys):
         _, decision = self.gated(run, root, tmp_path, 1.0)

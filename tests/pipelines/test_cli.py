@@ -108,6 +108,13 @@ def test_a_file_in_the_place_of_the_workdir(refused, here, below):
     assert line.endswith("choose another --workdir")
 
 
+def test_a_current_folder_that_was_removed(refused, here):
+    here.rmdir()
+    assert refused("run", "--workdir", here) == (
+        "the current folder was removed; change to one that is there"
+    )
+
+
 def test_a_run_that_is_not_there(refused):
     assert refused("run", "--resume", "digits-1") == "no run 'digits-1' below runs"
 

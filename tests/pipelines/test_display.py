@@ -1,11 +1,14 @@
 """What a person sees: progress on standard error, and the closing table."""
 
 import io
+import os
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
-from pipelines.display import Display, closing_table
+from pipelines.display import Display, Terminal, closing_table
 from pipelines.outcome import outcome_of
 from tests.pipelines.happenings import begun, done, ended, judged
 from trainer import storage
@@ -181,3 +184,47 @@ def test_in_eighty_columns_a_usual_path_takes_two_lines(tmp_path, monkeypatch):
     assert "".join(line[-29:].strip() for line in lines[-2:]) == (
         "runs/digits-20250101-120000-abcd/report.html"
     )
+
+
+class TestTerminal:
+    def test_a_name_with_colons_is_no_emoji(self, capsys):
+        Terminal(stderr=True).print("model mymod:boom: x", markup=False)
+        assert capsys.readouterr().err == "model mymod:boom: x\n"
+
+    @pytest.mark.parametrize("stderr", [False, True])
+    def test_what_is_run_goes_on_when_nobody_reads_any_more(self, stderr):
+        name = "stderr" if stderr else "stdout"
+        reader, writer = os.pipe()
+        os.close(reader)
+        code = (
+            "from pipelines.display import Terminal\n"
+            f"terminal = Terminal(stderr={stderr})\n"
+            "for _ in range(3): terminal.print('x')\n"
+            "from pipelines.commands import print_json\n"
+            "print_json({})\n"
+            "raise SystemExit(3)\n"
+        )
+        other = "stdout" if stderr else "stderr"
+        with os.fdopen(writer, "wb") as closed:
+            ended = subprocess.run(
+                [sys.executable, "-c", code],
+                **{name: closed, other: subprocess.PIPE},
+                check=False,
+                timeout=60,
+            )
+        assert ended.returncode == 3
+        assert b"Traceback" not in (getattr(ended, other) or b"")
+
+    def test_json_without_a_reader_is_no_error(self):
+        reader, writer = os.pipe()
+        os.close(reader)
+        code = "from pipelines.commands import print_json; print_json({}); raise SystemExit(3)"
+        with os.fdopen(writer, "wb") as closed:
+            ended = subprocess.run(
+                [sys.executable, "-c", code],
+                stdout=closed,
+                stderr=subprocess.PIPE,
+                check=False,
+                timeout=60,
+            )
+        assert (ended.returncode, ended.stderr) == (3, b"")

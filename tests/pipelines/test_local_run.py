@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 
+from components.step_record import STOPPING
 from pipelines import local_run
 from trainer import events, storage
 from trainer.config import Config, StorageConfig
@@ -196,6 +197,10 @@ class TestEnvironment:
         assert environment["TMPDIR"] == str(run.folder / "tmp")
         assert environment["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/own/modules"
         assert environment["PATH"] == os.environ["PATH"]
+
+    def test_an_interrupt_of_another_run_is_not_its_own(self, workdir, monkeypatch):
+        monkeypatch.setenv(STOPPING, "1")
+        assert STOPPING not in local_run._environment(local_run.new_run(CONFIG, workdir))
 
 
 def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
