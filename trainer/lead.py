@@ -52,7 +52,7 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
     gpu_memory.settle(config, task)
     stage_input(job, cluster, task)
-    if config.cluster.in_process:
+    if config.cluster.in_process and task.role == "chief":
         serve_in_process(cluster)
     strategy = strategies.create(config, cluster, task)
     around = Surroundings(

@@ -1,0 +1,112 @@
+"""Models and problems that hold what is easily lost on a cluster: state, L2, clipping, sparse rows.
+
+`net` is a model for a configuration (`model.name=tests.cluster.stateful:net`); the others are
+problems for `tests.cluster.servers.Trial`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.utils.naming import reset_uids
+
+from tests.cluster.problems import CLASSES, FEATURES, dealt, number, problem
+from trainer.models.spec import InputSpec
+from trainer.strategies.interface import Problem
+
+ROWS = 12
+
+
+def net(spec: InputSpec) -> keras.Model:
+    """Return a network with BatchNorm, Dropout and an L2 loss."""
+    image = keras.Input(spec.shape, dtype=spec.dtype)
+    hidden = keras.layers.Flatten()(keras.layers.Rescaling(1 / 255)(image))
+    hidden = keras.layers.Dense(32, kernel_regularizer=keras.regularizers.L2(1e-4))(hidden)
+    hidden = keras.layers.BatchNormalization()(hidden)
+    hidden = keras.layers.Dropout(0.2)(keras.layers.ReLU()(hidden))
+    return keras.Model(image, keras.layers.Dense(spec.num_classes)(hidden))
+
+
+def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A loss with L2 in it and a gradient that is clipped by its global norm at every step."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        decay = keras.regularizers.L2(0.1)
+        return keras.Sequential(
+            [
+                keras.layers.Input((FEATURES,)),
+                keras.layers.Dense(5, activation="tanh", kernel_regularizer=decay),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    return replace(
+        dealt(batch_size, workers),
+        build_model=model,
+        build_optimizer=lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.05),
+    )
+
+
+def embedded(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A table of which each batch looks up some rows, several times the same one."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        return keras.Sequential(
+            [
+                keras.layers.Input((4,), dtype="int64"),
+                keras.layers.Embedding(ROWS, 3),
+                keras.layers.Flatten(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    def batches() -> tf.data.Dataset:
+        random = np.random.default_rng(0)
+        count = 6 * batch_size * workers
+        rows = random.integers(0, ROWS, size=(count, 4))
+        data = tf.data.Dataset.from_tensor_slices((rows, random.integers(0, CLASSES, size=count)))
+        data = data.batch(batch_size, drop_remainder=True).enumerate()
+        mine = data.filter(lambda i, _: i % workers == number())
+        return mine.map(lambda _, batch: batch).repeat()
+
+    return problem(batches, model=model)
+
+
+def halved(problem: str, batch_size: int, workers: int) -> Problem:
+    """The batches of another problem in two halves, one after the other."""
+    whole = PROBLEMS[problem](batch_size, workers)
+    return replace(whole, batches=lambda: whole.batches().rebatch(batch_size // 2))
+
+
+def dropped(batch_size: int = 8) -> Problem:
+    """Each task has the same batches: losses that differ from task to task come from Dropout."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        layers = keras.layers
+        shape = layers.Input((FEATURES,))
+        return keras.Sequential(
+            [shape, layers.BatchNormalization(), layers.Dropout(0.5), layers.Dense(CLASSES)]
+        )
+
+    def batches() -> tf.data.Dataset:
+        random = np.random.default_rng(0)
+        inputs = random.normal(size=(batch_size, FEATURES)).astype("float32")
+        labels = random.integers(0, CLASSES, size=batch_size)
+        # The tasks differ in the mean of what they see, as the moving averages have to tell.
+        shift = tf.cast(number(), tf.float32)
+        data = tf.data.Dataset.from_tensors((inputs, labels))
+        return data.map(lambda x, y: (x + shift, y)).repeat()
+
+    return problem(batches, model=model)
+
+
+PROBLEMS = {"clipped": clipped, "embedded": embedded}
