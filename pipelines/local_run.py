@@ -188,14 +188,20 @@ def _since(lines: TextIO) -> Iterator[dict[str, Any]]:
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first SIGINT or SIGTERM on as a request, the second as an end; yield what came."""
+    """Pass the first interrupt on as a request, the second as an end; yield what came.
+
+    A terminal that is closed interrupts too, unless the run was started to outlive it (`nohup`).
+    """
     seen: list[int] = []
 
     def handle(number: int, _frame: FrameType | None) -> None:
         seen.append(number)
         _signal_group(child, signal.SIGTERM if len(seen) == 1 else signal.SIGKILL)
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield seen
     finally:

@@ -44,9 +44,14 @@ class Found:
 class Checkpoints:
     """The checkpoints of one run below one URI: saved, kept, and found again."""
 
-    def __init__(self, uri: str, *, keep: int, scratch: Path) -> None:
-        """Keep the newest `keep` checkpoints below `uri`; local copies go below `scratch`."""
+    def __init__(self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "") -> None:
+        """Keep the newest `keep` checkpoints below `uri`; local copies go below `scratch`.
+
+        `fingerprint` is that of the dataset: no life may go on with other data than the one before,
+        whose training examples could be test examples by now.
+        """
         self.uri = uri
+        self._fingerprint = fingerprint
         self._keep = keep
         self._scratch = scratch
         self.last: str = ""
@@ -55,17 +60,22 @@ class Checkpoints:
         """Fetch the newest valid checkpoint and say which newer ones were passed over, and why.
 
         Raises:
-            UserError: what is wrong lies elsewhere, such as a full disk: beginning anew would then
-                throw away a good checkpoint.
+            UserError: it was trained on other data; or what is wrong lies elsewhere, such as a full
+                disk: beginning anew would then throw away a good checkpoint.
         """
         for uri, step in reversed(listed(self.uri)):
             folder = self._scratch / "restored"
             try:
-                storage.fetch(uri, folder)
+                fields = storage.fetch(uri, folder).fields
             except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
                 log.warning("passed over %s: %s", uri, error)
                 events.emit("checkpoint_passed_over", uri=uri, reason=str(error))
                 continue
+            if fields.get("fingerprint", "") != self._fingerprint:
+                raise UserError(
+                    f"{uri} was trained on other data than this run would go on with: leave the "
+                    "data section and the dataset as they were, or begin a new run"
+                )
             self.last = uri
             return Found(uri=uri, global_step=step, folder=folder)
         return None
@@ -93,7 +103,8 @@ class Checkpoints:
             if storage.is_published(uri):
                 # Only a checkpoint that could not be read stands here: a valid one was resumed.
                 storage.delete(uri)
-            storage.publish(folder, uri, kind=KIND, fields={"global_step": step, **fields})
+            own = {"global_step": step, "fingerprint": self._fingerprint}
+            storage.publish(folder, uri, kind=KIND, fields={**own, **fields})
         self.last = uri
         events.emit("checkpoint", uri=uri, global_step=step)
         # What stands ahead was passed over, and must not push out what can be read.

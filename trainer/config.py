@@ -23,7 +23,12 @@ OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
+# What an evaluation measures; `tests/trainer/test_evaluate.py` holds it against what is measured.
+METRICS = ("loss", "accuracy", "macro_precision", "macro_recall", "macro_f1")
 SHARES = ("accuracy", "precision", "recall", "f1", "auc")
+
+# The largest whole number that a run parameter may be: KFP passes numbers as doubles.
+MOST = 2**53
 
 # A key whose other values need a part that is not built yet: refused by name, never ignored.
 NOT_YET: dict[str, Any] = {
@@ -101,17 +106,23 @@ class TrainingConfig(Section):
     """How long, how fast and how safely to train."""
 
     strategy: str = Field("async_parameter_server", description="how a step runs on the cluster")
-    steps: int = Field(1500, ge=1, description="global steps (updates applied)")
-    batch_size: int = Field(64, ge=1, description="examples of one replica in one step")
+    steps: int = Field(1500, ge=1, le=MOST, description="global steps (updates applied)")
+    batch_size: int = Field(64, ge=1, lt=2**31, description="examples of one replica in one step")
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
-    pull_every: int = Field(1, ge=1, description="local steps between pull and push")
+    pull_every: int = Field(1, ge=1, lt=2**31, description="local steps between pull and push")
     replicas_to_aggregate: int = Field(0, ge=0, description="gradients of one update; 0: all")
-    checkpoint_every: int = Field(500, ge=1, description="global steps between checkpoints")
+    checkpoint_every: int = Field(
+        500, ge=1, le=MOST, description="global steps between checkpoints"
+    )
     checkpoint_seconds: float = Field(0, ge=0, description="seconds between checkpoints; 0: none")
-    keep: int = Field(3, ge=1, description="checkpoints that are kept")
-    validate_every: int = Field(500, ge=0, description="global steps between validations; 0: none")
-    patience: int = Field(0, ge=0, description="stop after so many validations without gain")
+    keep: int = Field(3, ge=1, le=MOST, description="checkpoints that are kept")
+    validate_every: int = Field(
+        500, ge=0, le=MOST, description="global steps between validations; 0: none"
+    )
+    patience: int = Field(
+        0, ge=0, le=MOST, description="stop after so many validations without gain"
+    )
     stall_timeout: float = Field(120, gt=0, description="seconds without progress")
     mixed_precision: bool = Field(False, description="compute in 16 bits")
     jit_compile: bool = Field(False, description="compile the step with XLA")
@@ -131,22 +142,24 @@ class ClusterConfig(Section):
     parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
     workers: int = Field(2, ge=1, le=10_000, description="workers")
     evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
-    gpus_per_worker: int = Field(0, ge=0, description="GPUs of one worker")
-    gpu_memory_mb: int = Field(0, ge=0, description="fixed share of a GPU; 0: grow on demand")
+    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
+    gpu_memory_mb: int = Field(
+        0, ge=0, le=MOST, description="fixed share of a GPU; 0: grow on demand"
+    )
     communication: Literal["auto", "ring", "nccl"] = Field(
         "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
     )
     placement: dict[str, str] = Field({}, description="variable glob to parameter server")
     existing_servers: bool = Field(False, description="join servers that already run")
     in_process: bool = Field(False, description="run the servers as threads, for a debugger")
-    max_restarts: int = Field(3, ge=0, description="restarts of all tasks together")
+    max_restarts: int = Field(3, ge=0, le=MOST, description="restarts of all tasks together")
     kubernetes: Free = Field({}, description="settings of the TFJob")
 
 
 class EvaluationConfig(Section):
     """How a trained model is measured."""
 
-    batch_size: int = Field(1000, ge=1, description="examples of one evaluation batch")
+    batch_size: int = Field(1000, ge=1, lt=2**31, description="examples of one evaluation batch")
     slices: tuple[str, ...] = Field((), description="features to report on apart")
 
 
@@ -160,6 +173,9 @@ class GateConfig(Section):
     @classmethod
     def _shares_within_one(cls, rules: dict[str, float]) -> dict[str, float]:
         for metric, value in rules.items():
+            if metric not in METRICS:
+                hint = nearest(metric, METRICS) or f" (one of {', '.join(METRICS)})"
+                raise ValueError(f"no metric {metric!r}{hint}")
             if metric.endswith(SHARES) and not 0 <= value <= 1:
                 raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
         return rules

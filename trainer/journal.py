@@ -17,6 +17,8 @@ from trainer.checkpoints import Checkpoints
 from trainer.config import Config
 from trainer.history import History
 
+ROWS = 2000
+
 
 class Journal:
     """The rows and checkpoints of a run, going on from a global step."""
@@ -28,6 +30,7 @@ class Journal:
         self._batch_size = config.training.batch_size
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start)
+        self._newest = self._history.rows[-1] if self._history.rows else {}
         self._board = Board(checkpoints.uri)
 
     @property
@@ -51,13 +54,21 @@ class Journal:
         events.emit("progress", steps=self._steps, seconds_left=round(left, 1), **row)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep one row."""
-        self._history.add(row)
-        self._board.add(row)
+        """Keep one row, unless it is one of too many.
+
+        A run keeps at most `ROWS` rows beside those with a validation and the last one, since the
+        history is written whole each time.
+        """
+        since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
+        asked_for = "validation_loss" in row or row["global_step"] >= self._steps
+        if asked_for or since * ROWS >= self._steps:
+            self._history.add(row)
+            self._board.add(row)
+        self._newest = row
 
     def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:
         """Publish a checkpoint and return its URI; raises `UserError`."""
-        last = self.rows[-1] if self.rows else {}
+        last = self._newest
         metrics = {name: value for name, value in last.items() if name != "global_step"}
         position = {"examples": last.get("global_step", 0) * self._batch_size}
         fields = {**self._fields, "metrics": metrics, "input_position": position}

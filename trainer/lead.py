@@ -44,7 +44,8 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stopping = _stop_on_sigterm()
     config = job.config
-    spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
+    data = storage.read_manifest(job.dataset)
+    spec = DatasetSpec.from_manifest(data)
     inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
     build_model = partial(models.build, config.model, inputs, config.training.seed)
     if config.training.mixed_precision:
@@ -60,7 +61,12 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
         validate=_validator(job, spec, build_model),
         stopping=stopping,
     )
-    kept = Checkpoints(job.checkpoints, keep=config.training.keep, scratch=job.workdir / "scratch")
+    kept = Checkpoints(
+        job.checkpoints,
+        keep=config.training.keep,
+        scratch=job.workdir / "scratch",
+        fingerprint=data.fields["fingerprint"],
+    )
     try:
         train(config, strategy, kept, around)
     except _LOST as error:

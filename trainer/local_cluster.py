@@ -79,10 +79,11 @@ class _Supervisor:
         while True:
             happening = self._happenings.get()
             if happening is None:
-                self._end_leader()
-                raise RunInterruptedError(
-                    self._leader.words() or "interrupted before training began"
-                )
+                code = self._end_leader()
+                words = self._leader.words()
+                if code in (FAILED, USAGE) and words:
+                    raise UserError(words)
+                raise RunInterruptedError(words or "interrupted before training began")
             process, code = happening
             if process is self._leader and code == DONE:
                 return
@@ -114,7 +115,7 @@ class _Supervisor:
             )
         self._restarts += 1
 
-    def _end_leader(self) -> None:
+    def _end_leader(self) -> int:
         self._leader.terminate()
         while True:
             try:
@@ -127,7 +128,7 @@ class _Supervisor:
             if happening is None:
                 raise RunInterruptedError("interrupted twice; the checkpoint before it is whole")
             if happening[0] is self._leader:
-                return
+                return happening[1]
 
 
 def _start(process: TaskProcess, happenings: _Happenings) -> None:

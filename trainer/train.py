@@ -115,6 +115,7 @@ class _Loop:
         self._pace = Pace(training=training)
         self._patience = Patience(limit=training.patience)
         self._enough = False
+        self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
         for row in journal.rows:
             if "validation_loss" in row:
@@ -173,13 +174,13 @@ class _Loop:
             raise UserError(checkpointing.diverged(what, reached, self._journal.last_checkpoint))
         speed = (reached - step) / max(seconds, 1e-9)
         self._pace.steps_per_second = speed
-        before = self._journal.rows[-1]["seconds"] if self._journal.rows else 0.0
+        self._seconds += seconds
         row = {
             "global_step": reached,
             "loss": report.loss,
             "learning_rate": self._strategy.learning_rate(),
             "steps_per_second": round(speed, 3),
-            "seconds": round(before + seconds, 3),
+            "seconds": round(self._seconds, 3),
             **report.figures,
         }
         self._journal.progress(row)

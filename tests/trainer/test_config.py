@@ -236,3 +236,22 @@ def test_a_task_reads_the_configuration_that_its_launcher_had():
 def test_every_key_says_what_it_is(parameter):
     assert parameter.description
     assert "\n" not in parameter.description
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "steps", 10**23),
+        ("training", "batch_size", 10**11),
+        ("training", "keep", 2**53 + 1),
+        ("evaluation", "batch_size", 2**31),
+    ],
+)
+def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value):
+    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: {value} is not allowed: "):
+        parse({section: {key: value}})
+
+
+def test_a_metric_that_nobody_measures_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"gate\.min: no metric 'acuracy'; did you mean 'acc"):
+        parse({"gate": {"min": {"acuracy": 0.9}}})

@@ -13,6 +13,7 @@ import tensorflow as tf
 from tests.trainer import small_run
 from trainer import evaluate as evaluation
 from trainer import storage
+from trainer.config import METRICS
 from trainer.config_file import parse
 from trainer.errors import UserError
 
@@ -166,6 +167,11 @@ def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone(run,
     assert len(absent) == 8
     assert {row["recall"] for row in absent} == {0.0}
     assert result.metrics["macro_recall"] > 0.3, "eight zeros would bring it below 0.2"
+
+
+def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, tmp_path):
+    result = _evaluate(run, storage.uri_of(tmp_path / "evaluation"), tmp_path / "scratch")
+    assert tuple(result.metrics) == METRICS
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
