@@ -12,6 +12,7 @@ from trainer.models.spec import InputSpec
 
 DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=10)
 TABLE = InputSpec(shape=(4,), dtype="float32", num_classes=3)
+OF_ONE_INPUT = [name for name in MODELS if name != "two_tower"]
 
 
 def _build(name, spec=DIGITS, seed=0, **args):
@@ -33,7 +34,7 @@ def test_every_model_of_the_configuration_is_here():
     assert tuple(registry.BUILT_IN) == MODELS
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_output_is_one_float_logit_for_each_class(name):
     logits = _build(name)(_batch(DIGITS)).numpy()
     assert logits.shape == (5, 10)
@@ -41,7 +42,7 @@ def test_output_is_one_float_logit_for_each_class(name):
     assert not np.allclose(logits.sum(axis=1), 1), "a softmax would sum up to one"
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_models_take_any_number_of_examples(name):
     model = _build(name)
     batch = _batch(DIGITS, 7)
@@ -50,7 +51,7 @@ def test_models_take_any_number_of_examples(name):
     np.testing.assert_allclose(together, one_by_one, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_same_seed_gives_the_same_weights_and_names_whatever_was_built_before(name):
     first = _build(name, seed=3)
     _build("mlp", hidden_units=[5, 5, 5], dropout=0.5, seed=9)
@@ -60,7 +61,7 @@ def test_same_seed_gives_the_same_weights_and_names_whatever_was_built_before(na
         np.testing.assert_array_equal(left.numpy(), right.numpy())
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_another_seed_gives_other_weights(name):
     first, second = _build(name, seed=1), _build(name, seed=2)
     assert any(
@@ -149,7 +150,7 @@ def test_cnn_refuses_what_is_no_image():
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_several_inputs_need_a_model_of_ones_own(name):
     spec = InputSpec(
         shape={"age": (), "fare": ()}, dtype={"age": "float32", "fare": "float32"}, num_classes=2
@@ -162,7 +163,7 @@ def test_several_inputs_need_a_model_of_ones_own(name):
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OF_ONE_INPUT)
 def test_a_text_needs_a_model_of_ones_own(name):
     with pytest.raises(ConfigError, match="takes numbers, the dataset's input is a text"):
         _build(name, InputSpec(shape=(), dtype="string", num_classes=2))
