@@ -27,6 +27,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.refused_input import refused_input
 
 KIND = "evaluation"
 SPLIT = "test"
@@ -136,7 +137,8 @@ def predict(model: keras.Model, batches: tf.data.Dataset) -> tuple[Labels, Float
     logits: list[npt.NDArray[Any]] = []
     for inputs, given in batches:
         labels.append(given.numpy())
-        logits.append(forward(inputs).numpy())
+        with refused_input():
+            logits.append(forward(inputs).numpy())
     if not labels:
         raise UserError("there are no examples to predict")
     return np.concatenate(labels).astype(np.int64), np.concatenate(logits)

@@ -24,6 +24,7 @@ from trainer.launcher import Job
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
 from trainer.optimizers import build_optimizer
+from trainer.refused_input import refused_input
 from trainer.serve import serve_in_process
 from trainer.strategies import registry as strategies
 from trainer.strategies.interface import Problem, Strategy
@@ -34,6 +35,7 @@ _LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
     tf.errors.CancelledError,
+    tf.errors.DeadlineExceededError,
     tf.errors.FailedPreconditionError,
     tf.errors.NotFoundError,
 )
@@ -47,7 +49,7 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
     data = storage.read_manifest(job.dataset)
     spec = DatasetSpec.from_manifest(data)
     inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    build_model = partial(models.build, config.model, inputs, config.training.seed)
+    build_model = partial(_build_model, config, inputs)
     if config.training.mixed_precision:
         # bfloat16 has the range of float32, so that no loss has to be scaled.
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
@@ -68,13 +70,21 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
         fingerprint=data.fields["fingerprint"],
     )
     try:
-        train(config, strategy, kept, around)
+        with refused_input():
+            train(config, strategy, kept, around)
     except _LOST as error:
         # The cause stands below the stack of the graph.
         cause = str(error).strip().split("\n\n")[-1].splitlines()[0]
         raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error
     finally:
         strategy.close()
+
+
+def _build_model(config: Config, inputs: InputSpec) -> keras.Model:
+    model = models.build(config.model, inputs, config.training.seed)
+    if config.training.jit_compile:
+        models.require_compilable(model)
+    return model
 
 
 def _problem(

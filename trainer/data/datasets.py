@@ -13,7 +13,7 @@ from trainer.config import DataConfig
 from trainer.errors import ConfigError, nearest
 
 # By name, so that what one needs is loaded only when it is asked for.
-EMBEDDED = {"digits": "trainer.data.digits:Digits"}
+EMBEDDED = {"clicks": "trainer.data.clicks:Clicks", "digits": "trainer.data.digits:Digits"}
 
 
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:

@@ -55,6 +55,14 @@ def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
     return model
 
 
+def require_compilable(model: keras.Model) -> None:
+    """Raise `ConfigError` where XLA cannot compile a layer of the model."""
+    layers = [layer for layer in model._flatten_layers() if not layer.supports_jit]
+    if layers:
+        named = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
+        raise ConfigError(f"training.jit_compile: XLA cannot compile {named}; set it to false")
+
+
 def _own_function(name: str) -> ModelFunction:
     place, _, function = name.partition(":")
     try:

@@ -16,7 +16,8 @@ What an optimizer makes of such a gradient runs on the server of the shard (meas
 - LAMB, Adafactor and Muon look at a variable as a whole: there, the number of shards changes the
   result.
 
-XLA cannot compile the lookup, whose sizes depend on the ids.
+XLA cannot compile the lookup, whose sizes depend on the ids. An exported SavedModel stands alone;
+whoever loads a `.keras` file imports this module before.
 """
 
 from __future__ import annotations

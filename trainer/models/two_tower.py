@@ -22,13 +22,13 @@ TOWERS = 2
 CLASSES = 2
 
 
+# Each one is a key of `model.args`.
 def two_tower(  # noqa: PLR0913
     spec: InputSpec,
     *,
-    rows: Mapping[str, int],
+    rows: Mapping[str, int] | None = None,
     dimension: int = 16,
     hidden_units: Sequence[int] = (),
-    output: int = 16,
     shards: int = 2,
     unknown: str = "error",
 ) -> keras.Model:
@@ -37,29 +37,30 @@ def two_tower(  # noqa: PLR0913
     Args:
         spec: two whole numbers, and two classes.
         rows: of the table of each input feature, by its name: one more than its largest id.
-        dimension: of a row.
+        dimension: of a row, and of a tower's vector.
         hidden_units: ReLU layers of each tower.
-        output: dimension of a tower's vector.
         shards: variables that each table is split over; as many as there may be servers.
         unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
     """
-    names = _features(spec, rows)
+    sizes = _sizes(spec, rows)
+    dimension = arguments.size("dimension", dimension)
+    shards = arguments.size("shards", shards)
     if unknown not in UNKNOWN:
         raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
     given = spec.symbols()
     found = {
         name: ShardedEmbedding(
-            arguments.size(f"rows of {name}", rows[name]),
-            arguments.size("dimension", dimension),
-            shards=min(arguments.size("shards", shards), rows[name]),
+            size,
+            dimension,
+            shards=min(shards, size),
             unknown=unknown,
             name=f"{name}_embedding",
         )(given[name])
-        for name in names
+        for name, size in sizes.items()
     }
-    vectors = [_tower(name, found[name], hidden_units, output) for name in names]
+    vectors = [_tower(name, row, hidden_units, dimension) for name, row in found.items()]
     match = keras.layers.Dot(axes=1, name="match")(vectors)
-    both = keras.layers.Concatenate(name="both")([found[name] for name in names])
+    both = keras.layers.Concatenate(name="both")(list(found.values()))
     bias = keras.layers.Dense(1, name="bias")(both)
     score = keras.layers.Add(dtype="float32", name="score")([match, bias])
     # The softmax of [0, score] is the sigmoid of the score.
@@ -67,13 +68,14 @@ def two_tower(  # noqa: PLR0913
     return keras.Model(given, logits, name="two_tower")
 
 
-def _tower(name: str, x: Any, hidden_units: Sequence[int], output: int) -> Any:
+def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> Any:
     for index, units in enumerate(arguments.sizes("hidden_units", hidden_units)):
         x = keras.layers.Dense(units, activation="relu", name=f"{name}_hidden_{index}")(x)
-    return keras.layers.Dense(arguments.size("output", output), name=f"{name}_vector")(x)
+    return keras.layers.Dense(dimension, name=f"{name}_vector")(x)
 
 
-def _features(spec: InputSpec, rows: Mapping[str, int]) -> list[str]:
+def _sizes(spec: InputSpec, rows: Mapping[str, int] | None) -> dict[str, int]:
+    """Return the rows of each feature's table, in the order of the features."""
     if spec.num_classes != CLASSES:
         raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}")
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
@@ -81,12 +83,11 @@ def _features(spec: InputSpec, rows: Mapping[str, int]) -> list[str]:
     assert isinstance(spec.dtype, Mapping)
     for name, shape in spec.shape.items():
         if tuple(shape) or "int" not in spec.dtype[name]:
-            raise ConfigError(f"takes one whole number as {name!r}, which is {_described(spec)}")
-    names = list(spec.shape)
-    if not isinstance(rows, Mapping) or sorted(rows) != sorted(names):
-        wanted = ", ".join(f"{name}: ..." for name in names)
+            raise ConfigError(f"takes one whole number as {name!r}; there is {_described(spec)}")
+    if not isinstance(rows, Mapping) or rows.keys() != spec.shape.keys():
+        wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
         raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}")
-    return names
+    return {name: arguments.size(f"rows of {name}", rows[name]) for name in spec.shape}
 
 
 def _described(spec: InputSpec) -> str:

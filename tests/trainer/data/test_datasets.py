@@ -8,6 +8,7 @@ import pytest
 from tests.trainer.data import builders
 from trainer.config import DataConfig
 from trainer.data import datasets
+from trainer.data.clicks import Clicks
 from trainer.data.digits import Digits
 from trainer.errors import ConfigError
 
@@ -31,8 +32,9 @@ def refusal(find, *args):
     return message
 
 
-def test_digits_is_embedded(find):
-    assert isinstance(find("digits"), Digits)
+@pytest.mark.parametrize(("name", "builder"), [("clicks", Clicks), ("digits", Digits)])
+def test_these_are_embedded(find, name, builder):
+    assert isinstance(find(name), builder)
 
 
 def test_any_name_of_tfds(find, tmp_path):

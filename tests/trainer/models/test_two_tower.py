@@ -1,12 +1,21 @@
+<<<<<<< HEAD
 """Two towers over pairs of ids: the score, the tables, and what is refused."""
 
 from __future__ import annotations
 
+=======
+"""The recommender: its answers, its tables, what it takes, and that it finds planted tastes."""
+
+from __future__ import annotations
+
+import keras
+>>>>>>> strategies
 import numpy as np
 import pytest
 import tensorflow as tf
 
 from trainer.config import ModelConfig
+<<<<<<< HEAD
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
@@ -31,12 +40,31 @@ def refused(spec=PAIRS, **args):
     message = str(caught.value)
     assert "\n" not in message
     return message.removeprefix("model two_tower: ")
+=======
+from trainer.config_file import parse
+from trainer.data import clicks
+from trainer.errors import ConfigError
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+from trainer.optimizers import build_optimizer
+from trainer.strategies.interface import step_of
+
+PAIRS = InputSpec(
+    shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, num_classes=2
+)
+ROWS = {"user": 7, "item": 5}
+
+
+def build(spec=PAIRS, seed=0, **args):
+    return registry.build(ModelConfig(name="two_tower", args=args), spec, seed)
+>>>>>>> strategies
 
 
 def weights(model):
     return {variable.path: variable.numpy() for variable in model.variables}
 
 
+<<<<<<< HEAD
 def table(model, name, shards=2):
     held = weights(model)
     rows = np.zeros((ROWS[name], 16), np.float32)
@@ -111,10 +139,73 @@ def test_an_id_outside_of_its_table_may_wrap(user, row):
             "takes 2 classes, the dataset has 3",
         ),
         (
+=======
+def pairs(users, items):
+    return {"user": np.array(users), "item": np.array(items)}
+
+
+def test_its_score_is_the_match_of_both_towers_and_a_bias():
+    model = build(rows=ROWS, dimension=3)
+    found = weights(model)
+    # Biases begin at zero, and would hide a mistake.
+    for variable in model.variables:
+        if variable.path.endswith("bias"):
+            variable.assign(np.arange(1.0, 1.0 + variable.shape[0]) / 7)
+            found[variable.path] = variable.numpy()
+    user, item = found["user_embedding/shard_1"][2], found["item_embedding/shard_0"][1]
+    vectors = [
+        row @ found[f"{name}_vector/kernel"] + found[f"{name}_vector/bias"]
+        for name, row in {"user": user, "item": item}.items()
+    ]
+    both = np.concatenate([item, user]) @ found["bias/kernel"] + found["bias/bias"]
+    np.testing.assert_allclose(
+        model(pairs([5], [2])).numpy(), [[0, vectors[0] @ vectors[1] + both[0]]], rtol=1e-5
+    )
+
+
+def test_its_tables_are_in_as_many_shards_as_were_asked_for():
+    shapes = {path: value.shape for path, value in weights(build(rows=ROWS, shards=3)).items()}
+    assert [shapes[f"user_embedding/shard_{n}"] for n in range(3)] == [(3, 16), (2, 16), (2, 16)]
+    assert [shapes[f"item_embedding/shard_{n}"] for n in range(3)] == [(2, 16), (2, 16), (1, 16)]
+
+
+def test_a_small_table_has_no_more_shards_than_rows():
+    paths = weights(build(rows={"user": 7, "item": 1}, shards=2))
+    assert {path for path in paths if path.startswith("item_embedding")} == {
+        "item_embedding/shard_0"
+    }
+
+
+def test_towers_have_the_hidden_layers_that_were_asked_for():
+    shapes = {path: v.shape for path, v in weights(build(rows=ROWS, hidden_units=[6, 4])).items()}
+    assert shapes["user_hidden_0/kernel"] == (16, 6)
+    assert shapes["item_hidden_1/kernel"] == (6, 4)
+    assert shapes["item_vector/kernel"] == (4, 16)
+
+
+def test_same_seed_gives_the_same_weights():
+    first, second, other = build(rows=ROWS), build(rows=ROWS), build(rows=ROWS, seed=1)
+    assert list(weights(first)) == list(weights(second))
+    for path, value in weights(first).items():
+        np.testing.assert_array_equal(value, weights(second)[path])
+    assert (weights(first)["bias/kernel"] != weights(other)["bias/kernel"]).any()
+
+
+def test_unknown_ids_may_share_a_row():
+    model = build(rows=ROWS, unknown="wrap")
+    np.testing.assert_array_equal(model(pairs([9], [-1])), model(pairs([2], [4])))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (
+>>>>>>> strategies
             InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=2),
             "takes 2 input features, the dataset has one, uint8 of shape (8, 8, 1)",
         ),
         (
+<<<<<<< HEAD
             InputSpec(shape=PAIRS.shape, dtype={"user": "string", "item": "int32"}, num_classes=2),
             "takes one whole number as 'user', which is user (string of shape ()), "
             "item (int32 of shape ())",
@@ -139,3 +230,80 @@ def test_other_data_is_refused(spec, said):
 )
 def test_wrong_arguments_are_named(args, said):
     assert refused(**args).startswith(said)
+=======
+            InputSpec(shape=PAIRS.shape, dtype=PAIRS.dtype, num_classes=10),
+            "takes 2 classes, the dataset has 10",
+        ),
+        (
+            InputSpec(shape={"item": (), "user": (2,)}, dtype=PAIRS.dtype, num_classes=2),
+            "takes one whole number as 'user'; there is item (int64 of shape ()), "
+            "user (int64 of shape (2,))",
+        ),
+        (
+            InputSpec(shape=PAIRS.shape, dtype={"item": "string", "user": "int64"}, num_classes=2),
+            "takes one whole number as 'item'; there is item (string of shape ()), "
+            "user (int64 of shape ())",
+        ),
+    ],
+)
+def test_a_dataset_that_does_not_fit_is_refused(spec, message):
+    with pytest.raises(ConfigError) as caught:
+        build(spec, rows=ROWS)
+    assert str(caught.value) == f"model two_tower: {message}"
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({}, "rows: None is not allowed; it has to be {item: COUNT, user: COUNT}"),
+        (
+            {"rows": {"user": 7}},
+            "rows: {'user': 7} is not allowed; it has to be {item: COUNT, user: COUNT}",
+        ),
+        (
+            {"rows": {"user": 7, "item": 0}},
+            "rows of item: 0 is not allowed; it has to be a whole number of at least 1",
+        ),
+        (
+            {"rows": ROWS, "dimension": 0},
+            "dimension: 0 is not allowed; it has to be a whole number of at least 1",
+        ),
+        (
+            {"rows": ROWS, "shards": 1.5},
+            "shards: 1.5 is not allowed; it has to be a whole number of at least 1",
+        ),
+        (
+            {"rows": ROWS, "hidden_units": 8},
+            "hidden_units: 8 is not allowed; it has to be a list of whole numbers of at least 1",
+        ),
+        (
+            {"rows": ROWS, "unknown": "zero"},
+            "unknown: 'zero' is not allowed; it is one of error, wrap",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(args, message):
+    with pytest.raises(ConfigError) as caught:
+        build(**args)
+    assert str(caught.value) == f"model two_tower: {message}"
+
+
+def test_it_learns_tastes_that_popularity_does_not_show():
+    users, items, labels = clicks.draw()
+    model = build(rows={"user": clicks.USERS, "item": clicks.ITEMS}, dimension=8)
+    training = parse({"training": {"optimizer": {"name": "adam", "learning_rate": 0.01}}}).training
+    step = tf.function(
+        step_of(
+            model,
+            build_optimizer(training),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    )
+    examples = (pairs(users, items), labels)
+    train = tf.data.Dataset.from_tensor_slices(examples).take(clicks.TRAINING)
+    for batch in train.shuffle(clicks.TRAINING, seed=0).repeat().batch(512).take(250):
+        step(batch)
+    test = slice(clicks.TRAINING, None)
+    answers = model(pairs(users[test], items[test])).numpy().argmax(axis=1)
+    assert (answers == labels[test]).mean() > 0.7
+>>>>>>> strategies

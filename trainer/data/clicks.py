@@ -1,0 +1,87 @@
+"""Made up clicks for recommenders, always there: who was shown what, and whether they clicked.
+
+Users and items have `RANK` hidden tastes. The more those of a user agree with those of an item, the
+likelier a click; some items are liked a little more by all, and some are shown more often. What is
+to be found is in the pairs: guessing by the item alone is right in 53 of 100 cases, who knows all
+tastes is right in 83.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow_datasets as tfds
+
+USERS = 1000
+ITEMS = 500
+EXAMPLES = 40_000
+TRAINING = 32_000
+RANK = 2
+# In units of the score whose sigmoid is the chance of a click.
+AGREEMENT = 4.0
+POPULARITY = 0.5
+# Not the seed of the configuration: the clicks have to be the same in every run.
+SEED = 20
+
+Column = npt.NDArray[np.int64]
+
+
+def draw() -> tuple[Column, Column, Column]:
+    """Return user, item and click of every example, in the order in which they came about."""
+    # Of NumPy's generators only this one promises the same numbers in every version.
+    random = np.random.RandomState(SEED)
+    of_users = random.normal(size=(USERS, RANK))
+    of_items = random.normal(size=(ITEMS, RANK))
+    popularity = POPULARITY * random.normal(size=ITEMS)
+    shown = (1 + np.arange(ITEMS)) ** -0.5
+    users = random.randint(USERS, size=EXAMPLES)
+    items = random.choice(ITEMS, size=EXAMPLES, p=shown / shown.sum())
+    agreement = (of_users[users] * of_items[items]).sum(axis=1) / np.sqrt(RANK)
+    score = AGREEMENT * agreement + popularity[items]
+    clicks = random.random_sample(EXAMPLES) < 1 / (1 + np.exp(-score))
+    return users.astype(np.int64), items.astype(np.int64), clicks.astype(np.int64)
+
+
+class Clicks(tfds.core.GeneratorBasedBuilder):
+    """32,000 training and 8,000 test examples of 1,000 users and 500 items."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self) -> Any:
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description="Generated clicks of users on items, with a planted low rank.",
+            features=tfds.features.FeaturesDict(
+                {
+                    "user": tfds.features.Scalar(np.int64),
+                    "item": tfds.features.Scalar(np.int64),
+                    "label": tfds.features.ClassLabel(names=["no_click", "click"]),
+                }
+            ),
+            supervised_keys=({"user": "user", "item": "item"}, "label"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        columns = draw()
+        return {
+            "train": self._generate_examples(columns, range(TRAINING)),
+            "test": self._generate_examples(columns, range(TRAINING, EXAMPLES)),
+        }
+
+    def _generate_examples(
+        self, columns: tuple[Column, Column, Column], chosen: range
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        users, items, clicks = columns
+        for index in chosen:
+            yield (
+                index,
+                {
+                    "user": int(users[index]),
+                    "item": int(items[index]),
+                    "label": int(clicks[index]),
+                },
+            )
