@@ -255,3 +255,13 @@ class Config(Section):
                 f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_worker_for_each_gradient(self) -> Config:
+        wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
+        if self.training.strategy == "sync_parameter_server" and wanted > workers:
+            raise ValueError(
+                f"training.replicas_to_aggregate: {workers} workers cannot give {wanted} "
+                f"gradients; set it to {workers} or less (0: one of each worker)"
+            )
+        return self

@@ -7,6 +7,7 @@ only remember what it read at the beginning.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 import tensorflow as tf
@@ -31,7 +32,11 @@ class Journal:
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start)
         self._newest = self._history.rows[-1] if self._history.rows else {}
-        self._board = Board(checkpoints.uri)
+
+    @cached_property
+    def _board(self) -> Board:
+        # Its file is made at once: not before there is a row, and not by a task that writes none.
+        return Board(self._checkpoints.uri)
 
     @property
     def rows(self) -> list[dict[str, Any]]:

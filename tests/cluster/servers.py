@@ -87,6 +87,8 @@ class Leading:
         while not self.said or "variables" not in self.said[-1]:
             self.next()
         code = self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
         assert code == 0, f"{self._log}: {self._log.read_text(encoding='utf-8')[-3000:]}"
         return Outcome(reports=self.said[:-1], **self.said[-1])
 
@@ -153,7 +155,9 @@ class Servers:
         """Kill what still runs."""
         for process in self.processes.values():
             process.kill()
-            process.communicate()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
 
 
 @contextmanager

@@ -30,6 +30,16 @@ def net(spec: InputSpec) -> keras.Model:
     return keras.Model(image, keras.layers.Dense(spec.num_classes)(hidden))
 
 
+class Idle(keras.layers.Layer):
+    """Has a variable that the loss does not know."""
+
+    def build(self, _shape: object) -> None:
+        self.idle = self.add_weight(shape=(2,), name="idle")
+
+    def call(self, inputs: tf.Tensor) -> tf.Tensor:
+        return inputs
+
+
 def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
     """A loss with L2 in it and a gradient that is clipped by its global norm at every step."""
 
@@ -41,6 +51,7 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
             [
                 keras.layers.Input((FEATURES,)),
                 keras.layers.Dense(5, activation="tanh", kernel_regularizer=decay),
+                Idle(),
                 keras.layers.Dense(CLASSES),
             ]
         )

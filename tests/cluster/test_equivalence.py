@@ -105,6 +105,7 @@ def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_work
     assert {name: device.split("/")[3] for name, device in devices.items()} == {
         "dense": "task:1",
         "dense_1": "task:0",
+        "idle": "task:0",
     }
     assert_same(outcome, alone(problem))
 

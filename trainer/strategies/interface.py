@@ -123,7 +123,10 @@ def gradient_of(
             value = tf.cast(loss(labels, model(inputs, training=True)), tf.float32)
             if model.losses:
                 value += tf.add_n(model.losses)
-        return value, tape.gradient(value, [v.value for v in model.trainable_variables])
+        weights = [variable.value for variable in model.trainable_variables]
+        # A variable that the loss does not know stays where it is; the others are still averaged.
+        unknown = tf.UnconnectedGradients.ZERO
+        return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
     return tf.function(gradient, jit_compile=True) if jit else gradient
 

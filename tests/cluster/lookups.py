@@ -1,0 +1,78 @@
+"""Trains on a table and says what moved for it: `python -m tests.cluster.lookups SPEC`.
+
+SPEC is a JSON file: `config` (sections that differ from the defaults), `counter` (see
+`tests.cluster.relay`) and `trials`, pairs of the rows of a table and of a batch. A line of JSON for
+each trial: `bytes` of one step, and `devices` and `shapes` of the variables.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import keras
+import tensorflow as tf
+
+from tests.cluster.lead import say
+from tests.cluster.relay import count
+from trainer import parent
+from trainer.cluster import from_tf_config
+from trainer.config import Config
+from trainer.config_file import parse
+from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.optimizers import build_optimizer
+from trainer.strategies import registry
+from trainer.strategies.interface import Problem
+
+STEPS = 20
+DIMENSION = 16
+
+
+def problem(config: Config, rows: int, batch: int) -> Problem:
+    """Return one whose batches ask for as many rows as they have examples, all over the table."""
+
+    def build_model() -> keras.Model:
+        keras.utils.set_random_seed(0)
+        given = keras.Input((), dtype="int64")
+        found = ShardedEmbedding(rows, DIMENSION, name="table")(given)
+        return keras.Model(given, keras.layers.Dense(2, name="logits")(found))
+
+    def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # Of a prime: a thousand ids in turn are a thousand rows.
+        return number * 7919 % rows, number % 2
+
+    return Problem(
+        build_model=build_model,
+        build_optimizer=lambda: build_optimizer(config.training),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        chance_loss=1.0,
+        batches=lambda: tf.data.Dataset.counter().map(example).batch(batch),
+    )
+
+
+def main() -> None:
+    """Run the trials one after the other, on one connection."""
+    parent.end_with_parent()
+    spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    config = parse(spec["config"])
+    strategy = registry.create(config, *from_tf_config(os.environ["TF_CONFIG"]))
+    for rows, batch in spec["trials"]:
+        strategy.build(problem(config, rows, batch))
+        # A process can join one cluster in its life.
+        strategy.connect = lambda: None
+        strategy.run(STEPS)
+        before = count(spec["counter"])
+        strategy.run(STEPS)
+        variables = strategy.variables()
+        say(
+            bytes=(count(spec["counter"]) - before) / STEPS,
+            devices={path: variable.device for path, variable in variables.items()},
+            shapes={path: variable.shape.as_list() for path, variable in variables.items()},
+        )
+        strategy.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,97 @@
+"""Counts what tasks send each other: `python -m tests.cluster.relay PORT...`.
+
+Prints a line of JSON: `addresses`, one for each port, from which all is passed on to the port and
+back, and `counter`, an address at which the bytes that were passed on so far can be read.
+A process of its own: TensorFlow holds the interpreter of a chief while it connects.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from trainer import parent
+
+CHUNK = 1 << 18
+
+
+class Relay:
+    """Passes on what comes, both ways, and counts it."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._lock = threading.Lock()
+
+    def to(self, port: int) -> Callable[[socket.socket], None]:
+        """Return what connects a caller to a port."""
+
+        def connect(caller: socket.socket) -> None:
+            try:
+                called = socket.create_connection(("127.0.0.1", port))
+            except OSError:
+                # Not there yet: the caller tries again.
+                caller.close()
+                return
+            _in_background(self._pass_on, caller, called)
+            _in_background(self._pass_on, called, caller)
+
+        return connect
+
+    def tell(self, caller: socket.socket) -> None:
+        """Tell the count."""
+        with caller:
+            caller.sendall(str(self.bytes).encode())
+
+    def _pass_on(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            source.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            while data := source.recv(CHUNK):
+                with self._lock:
+                    self.bytes += len(data)
+                target.sendall(data)
+        for end in (source, target):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+
+def count(counter: str) -> int:
+    """Return the bytes that were passed on so far; `counter` is the relay's address for that."""
+    host, _, port = counter.rpartition(":")
+    with socket.create_connection((host, int(port))) as told:
+        return int(told.makefile().read())
+
+
+def _in_background(function: Callable[..., None], *args: object) -> None:
+    threading.Thread(target=function, args=args, daemon=True).start()
+
+
+def _served(answer: Callable[[socket.socket], None]) -> str:
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        while True:
+            answer(server.accept()[0])
+
+    _in_background(serve)
+    return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def main() -> None:
+    """Serve until the test's process ends."""
+    parent.end_with_parent()
+    relay = Relay()
+    said = {
+        "addresses": [_served(relay.to(int(port))) for port in sys.argv[1:]],
+        "counter": _served(relay.tell),
+    }
+    sys.stdout.write(json.dumps(said) + "\n")
+    sys.stdout.flush()
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

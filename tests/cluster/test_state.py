@@ -1,0 +1,85 @@
+"""A model with BatchNorm, Dropout, an L2 loss and clipping, under every strategy, to its export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.cluster.launched import Launched, launched
+from trainer import checkpoint_listing, gate, storage
+from trainer.config import STRATEGIES
+from trainer.config_file import parse
+from trainer.evaluate import evaluate
+from trainer.export import export
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+
+
+def settings(strategy: str, steps: int) -> dict[str, Any]:
+    clipping = {"global_clipnorm": 0.5}
+    return {
+        "model": {"name": "tests.cluster.stateful:net"},
+        "training": {
+            "strategy": strategy,
+            "steps": steps,
+            "optimizer": {"name": "adam", "learning_rate": 0.01, "args": clipping},
+            "checkpoint_every": 1000,
+            "validate_every": 200,
+        },
+        "cluster": {"parameter_servers": 2, "workers": 2},
+        "gate": {"min": {"accuracy": 0.9}},
+    }
+
+
+def state(run: Launched) -> dict[str, np.ndarray]:
+    """Return what the newest checkpoint says of moving averages and seeds."""
+    uri, _ = checkpoint_listing.newest(run.checkpoints)
+    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
+    wanted = ("moving_mean", "moving_variance", "seed_generator_state")
+    return {
+        short: reader.get_tensor(name)
+        for name in reader.get_variable_to_shape_map()
+        for short in wanted
+        if short in name
+    }
+
+
+def trained(strategy: str, steps: int, dataset: str, folder: Path) -> Launched:
+    with launched(settings(strategy, steps), dataset, folder) as run:
+        code, said = run.end()
+    assert code == 0, said
+    assert run.newest() == steps
+    return run
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy):
+    run = trained(strategy, 300, dataset, tmp_path)
+    before = state(run)
+    assert (before["moving_mean"] != 0).all()
+    assert (before["moving_variance"] != 1).all()
+    assert before["seed_generator_state"][1] > 0
+    after = state(trained(strategy, 400, dataset, tmp_path))
+    # Were it not restored, a hundred steps would count fewer draws than the three hundred before.
+    assert after["seed_generator_state"][0] == before["seed_generator_state"][0]
+    assert after["seed_generator_state"][1] > before["seed_generator_state"][1]
+    assert (after["moving_mean"] != before["moving_mean"]).any()
+    _export(run, parse(settings(strategy, 400)), dataset, tmp_path)
+
+
+def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
+    checkpoint, _ = checkpoint_listing.newest(run.checkpoints)
+    evaluation, decision, model = (
+        storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")
+    )
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    evaluate(config, dataset, checkpoint, evaluation, scratch)
+    assert gate.check(config, evaluation, decision).blessed
+    # Raises when what is loaded again answers otherwise than the model in memory.
+    export(config, dataset, checkpoint, decision, model, scratch)
+    assert storage.verify(model).kind == "model"

@@ -1,0 +1,62 @@
+"""Which models can be placed on parameter servers, and where the shards of a table come to stand."""
+
+from __future__ import annotations
+
+import keras
+import pytest
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.strategies import placement
+from trainer.strategies.placement import Sized, assign
+
+
+def made_before():
+    """Return a function that gives the same layers at each call."""
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="early")])
+    return lambda: model
+
+
+def made_in_a_session_of_its_own():
+    keras.backend.clear_session()
+    return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="early")])
+
+
+@pytest.mark.parametrize("build", [made_before(), made_in_a_session_of_its_own])
+def test_a_model_whose_variables_escape_is_refused(build):
+    with pytest.raises(ConfigError, match=r"model: early/\w+ cannot be placed .* clear_session"):
+        placement.place(build, 2, {})
+
+
+@pytest.mark.parametrize("rows", [1000, 1001, 1_000_000])
+def test_each_of_two_servers_holds_half_of_a_table(rows):
+    layer = ShardedEmbedding(rows, 16, shards=2)
+    shapes = [((rows - shard + 1) // 2, 16) for shard in range(layer.shards)]
+    sized = [Sized(path=f"table/shard_{n}", bytes=4 * r * d) for n, (r, d) in enumerate(shapes)]
+    others = [Sized(path="logits/kernel", bytes=128), Sized(path="logits/bias", bytes=8)]
+    assert sorted(assign([*sized, *others], 2, {})[:2]) == [0, 1]
+
+
+def test_many_shards_are_spread_evenly():
+    shards = [Sized(path=f"table/shard_{n}", bytes=64) for n in range(12)]
+    found = assign(shards, 4, {})
+    assert [found.count(server) for server in range(4)] == [3, 3, 3, 3]
+
+
+def test_updates_run_where_their_variable_stands(monkeypatch):
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
+    optimizer = keras.optimizers.AdamW(weight_decay=0.1)
+    placement.build_slots(optimizer, model)
+    monkeypatch.setattr(
+        type(model.variables[0].value), "device", property(lambda _: "/job:ps/task:1/device:CPU:0")
+    )
+
+    @tf.function
+    def update():
+        optimizer.apply([tf.ones((2, 1))], model.trainable_variables)
+
+    nodes = update.get_concrete_function().graph.as_graph_def().node
+    heavy = [node.device for node in nodes if node.op in {"Sqrt", "AssignSubVariableOp"}]
+    assert heavy
+    assert set(heavy) == {"/job:ps/task:1/device:CPU:0"}
