@@ -44,7 +44,6 @@ TREE = {
             "args": {"boundaries": [10, 20], "factors": [1, 0.5, 0.1]},
         },
         "pull_every": 5,
-        "replicas_to_aggregate": 2,
         "checkpoint_every": 11,
         "checkpoint_seconds": 12.5,
         "keep": 4,

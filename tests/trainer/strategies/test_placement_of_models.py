@@ -1,4 +1,4 @@
-"""Which models can be placed on parameter servers, and where the shards of a table come to stand."""
+"""Which models can be placed on parameter servers, and where the shards of a table stand."""
 
 from __future__ import annotations
 
