@@ -297,14 +297,3 @@ def test_a_file_in_the_way_is_said_in_one_line(folder):
     folder.write_text("in the way")
     with refusal():
         save(of(folder), 10)
-
-
-def test_no_life_goes_on_with_other_data(folder):
-    scratch = folder.with_name("scratch")
-    before = Checkpoints(storage.uri_of(folder), keep=3, scratch=scratch, fingerprint="aa")
-    before.save(variables(10), io_device=None, fields={})
-    assert Checkpoints(before.uri, keep=3, scratch=scratch, fingerprint="aa").newest() is not None
-    other = Checkpoints(before.uri, keep=3, scratch=scratch, fingerprint="bb")
-    with refusal() as caught:
-        other.newest()
-    assert "step-00000010 was trained on other data" in str(caught.value)

@@ -19,6 +19,7 @@ ROOT = Path(module.__file__).parents[1]
 KEYS = [".".join(parameter.key) for parameter in run_parameters()]
 # A value that is not the only one there is yet, of the right type.
 OTHER = {
+    "training.replicas_to_aggregate": "2",
     "training.warm_start": "champion",
     "training.stall_timeout": "60",
     "cluster.launcher": "tfjob",
@@ -37,7 +38,7 @@ GOOD = [
     "training.optimizer.name=muon", "training.optimizer.learning_rate=1e6",
     "training.optimizer.args={beta_1: 0.8}", "training.checkpoint_every=1",
     "training.checkpoint_seconds=0.5", "training.keep=1", "training.validate_every=0",
-    "training.patience=3", "training.pull_every=5", "training.replicas_to_aggregate=2",
+    "training.patience=3", "training.pull_every=5",
     "training.mixed_precision=true", "training.jit_compile=true", "training.schedule.name=cosine",
     "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
     "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",

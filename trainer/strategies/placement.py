@@ -65,10 +65,11 @@ def place(
     with tf.variable_creator_scope(_recording(made)):
         sketch = build_model()
     paths = {id(variable.value): variable.path for variable in sketch.variables}
-    if unseen := paths.keys() - {id(variable) for variable in made}:
+    seen = {id(variable) for variable in made}
+    if escaped := sorted(path for key, path in paths.items() if key not in seen):
         raise ConfigError(
-            f"model: {paths[min(unseen)]} cannot be placed on a parameter server; the function of "
-            "the model has to make its layers anew at each call, without clear_session"
+            f"model: {escaped[0]} cannot be placed on a parameter server; the function of the "
+            "model has to make its layers anew at each call, without clear_session"
         )
     sizes = [Sized(path=paths.get(id(v), ""), bytes=_bytes(v)) for v in made]
     devices = iter([server_device(index) for index in assign(sizes, servers, named)])

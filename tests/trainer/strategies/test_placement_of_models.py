@@ -25,7 +25,7 @@ def made_in_a_session_of_its_own():
 
 @pytest.mark.parametrize("build", [made_before(), made_in_a_session_of_its_own])
 def test_a_model_whose_variables_escape_is_refused(build):
-    with pytest.raises(ConfigError, match=r"model: early/\w+ cannot be placed .* clear_session"):
+    with pytest.raises(ConfigError, match=r"early/\w+ cannot be placed .* clear_session"):
         placement.place(build, 2, {})
 
 
