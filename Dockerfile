@@ -1,5 +1,5 @@
 # The one image of all components and all tasks: --build-arg VARIANT=cpu (default) or gpu.
-FROM python:3.11-slim
+FROM python:3.11.7-slim-bookworm
 
 ARG VARIANT=cpu
 
@@ -9,18 +9,19 @@ ENV PYTHONUNBUFFERED=1 \
 
 RUN useradd --uid 1000 --create-home flotilla
 WORKDIR /opt/flotilla
-COPY pyproject.toml requirements.lock README.md LICENSE ./
+COPY pyproject.toml requirements.lock requirements-gpu.lock README.md LICENSE ./
 COPY trainer trainer
 COPY components components
 COPY pipelines pipelines
 COPY configs configs
 
-# The lock constrains: what only development needs stays out. CUDA's own packages are not in it.
+# A lock constrains: what only development needs stays out. The GPU variant adds CUDA by its own.
 RUN case "$VARIANT" in \
         cpu) extra="" ;; \
-        gpu) extra="tensorflow[and-cuda]" ;; \
+        gpu) extra="--constraint requirements-gpu.lock tensorflow[and-cuda]" ;; \
         *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
     esac \
     && pip install --no-cache-dir --constraint requirements.lock . $extra
 
+# By number: Kubernetes can check that it is not root.
 USER 1000

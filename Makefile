@@ -1,7 +1,7 @@
 # `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint compile golden image clean lock
+.PHONY: help setup run test test-slow lint chaos compile golden bench experiments image clean lock
 
 BIN := .venv/bin
 PYTHON := $(BIN)/python
@@ -9,11 +9,12 @@ PIP := PYTHONWARNINGS=ignore $(PYTHON) -m pip --quiet --disable-pip-version-chec
 PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
 VARIANT ?= cpu
+RUNS ?= 3
 IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.* ## /\1\t/p' Makefile | while IFS="$$(printf '\t')" read -r name text; \
-		do printf '  make %-10s %s\n' "$$name" "$$text"; done
+		do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 setup: $(SETUP) ## create .venv from requirements.lock (every other target does this by itself)
 
@@ -42,12 +43,21 @@ lint: $(SETUP) ## style, types, import contracts, house rules
 	$(BIN)/lint-imports
 	$(PYTEST) -q tests/house_rules
 
+chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1
+	$(PYTHON) -m tests.chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
+
 compile: $(SETUP) ## the pipeline as KFP YAML, in build/
 	@mkdir -p build
 	$(BIN)/flotilla compile -o build/pipeline.yaml $(ARGS)
 
 golden: $(SETUP) ## rewrite the golden files; look at the difference before you keep it
 	FLOTILLA_GOLDEN=write $(PYTEST) -q -m "" tests/golden
+
+bench: $(SETUP) ## Flotilla beside the baselines: a table, and build/bench.json; on a quiet machine
+	$(PYTHON) -m benchmarks $(ARGS)
+
+experiments: $(SETUP) ## the published experiments, measured, as docs/experiments.md (an hour)
+	$(PYTHON) -m benchmarks.experiments
 
 image: ## the container image: make image VARIANT=gpu IMAGE=name:tag
 	docker build --build-arg VARIANT=$(VARIANT) --tag $(IMAGE) .

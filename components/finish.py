@@ -1,4 +1,4 @@
-"""The exit step: runs after success, refusal and failure alike, and writes the report."""
+"""The exit step: runs after success, refusal and failure alike; ends the job and reports."""
 
 from kfp import dsl
 
@@ -7,9 +7,14 @@ from components.image import IMAGE
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def finish(
-    status: dsl.PipelineTaskFinalStatus, root: str, kfp_run_id: str, report: dsl.Output[dsl.HTML]
+    status: dsl.PipelineTaskFinalStatus,
+    root: str,
+    launcher: str,
+    kubernetes: str,
+    kfp_run_id: str,
+    report: dsl.Output[dsl.HTML],
 ) -> None:
-    """Write the report of what the run has published."""
+    """End what is left of the training cluster; write the report of what the run has published."""
     from components import steps
 
-    steps.finish(status.state, root, kfp_run_id, report)
+    steps.finish(status.state, root, launcher, kubernetes, kfp_run_id, report)

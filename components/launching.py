@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 from trainer import local_cluster
+from trainer.config_file import parse, parse_value
+from trainer.errors import ConfigError
 from trainer.launcher import Job, Launcher
 
-LAUNCHERS: dict[str, Launcher] = {"local": local_cluster.launch}
+
+def _tfjob(job: Job) -> None:
+    # The client of Kubernetes costs half a second, which a local run need not wait for.
+    from components.tfjob.launcher import launch
+
+    launch(job)
+
+
+LAUNCHERS: dict[str, Launcher] = {"local": local_cluster.launch, "tfjob": _tfjob}
 
 
 def launch(job: Job) -> None:
     """Train `job` with the launcher that its configuration names."""
     LAUNCHERS[job.config.cluster.launcher](job)
+
+
+def end(launcher: str, kubernetes: str, run_id: str) -> None:
+    """End what a run has left on a cluster; raises `UserError`.
+
+    Args:
+        launcher: `cluster.launcher`, as the run parameter says it.
+        kubernetes: `cluster.kubernetes`, likewise.
+        run_id: the run.
+    """
+    if launcher != "tfjob":
+        return
+    try:
+        config = parse({"cluster": {"kubernetes": parse_value(kubernetes)}})
+    except ConfigError:
+        # The first step has refused it, so that nothing was launched.
+        return
+    from components.tfjob.ending import end_run
+
+    end_run(config.cluster.kubernetes, run_id)

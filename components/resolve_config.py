@@ -26,7 +26,9 @@ def resolve_config(
     cluster_existing_servers: bool, cluster_in_process: bool, cluster_max_restarts: int,
     cluster_kubernetes: str,
     evaluation_batch_size: int, evaluation_slices: str, gate_min: str, gate_max: str,
-    export_formats: str, storage_root: str, kfp_run_id: str
+    gate_champion: str, gate_min_gain: float, gate_significance: float,
+    export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
+    storage_root: str, kfp_run_id: str, place: dsl.Output[dsl.Artifact]
 ) -> NamedTuple("Resolved", [("config", str), ("data", str), ("root", str), ("run_id", str)]):
     """Check the run parameters; give the configuration, its data section and where to store."""
     from components import steps

@@ -11,13 +11,14 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from components import launching
+from components.image import IMAGE
 from components.step_record import recorded
-from trainer import checkpoint_listing, storage
+from trainer import checkpoint_listing, keeping, lineage, registry, storage
 from trainer.config import Config, DataConfig
 from trainer.errors import UserError
 from trainer.launcher import Job
@@ -41,17 +42,40 @@ def run_id_of(kfp_run_id: str) -> str:
     return os.environ.get(RUN_ID) or kfp_run_id
 
 
+def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
+    """Return `storage.root`, or the folder of ours below the run's KFP pipeline root.
+
+    Args:
+        configured: `storage.root`.
+        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, which may
+            carry the endpoint of its store behind a question mark.
+        kfp_run_id: KFP's id of the run.
+
+    Raises:
+        UserError: there is none.
+    """
+    if configured:
+        return configured
+    path, mark, query = artifact.partition("?")
+    before, found, _ = path.partition(f"/{kfp_run_id}/")
+    pipeline_root = before.rpartition("/")[0]
+    if not found or "://" not in pipeline_root:
+        raise UserError("storage.root is empty: set it to the URI below which all is published")
+    return storage.join(f"{pipeline_root}{mark}{query}", "flotilla")
+
+
 def resolve_config(values: Mapping[str, Any]) -> Resolved:
-    """Check all run parameters; the data section alone is what preparing data depends on."""
+    """Check all run parameters; the data section alone is what preparing data depends on.
+
+    `values` holds KFP's run id too, and an artifact `place` that tells the pipeline root.
+    """
     with recorded("resolve_config") as record:
         config = from_parameters(values)
-        if not config.storage.root:
-            raise UserError("storage.root is empty: set it to the URI below which all is published")
         record.figures = {"name": config.name}
         return Resolved(
             config=config.model_dump_json(),
             data=config.data.model_dump_json(),
-            root=config.storage.root,
+            root=root_of(config.storage.root, values["place"].uri, values["kfp_run_id"]),
             run_id=run_id_of(values["kfp_run_id"]),
         )
 
@@ -80,9 +104,14 @@ def train_model(config: str, root: str, run_id: str, dataset: str, artifact: Any
         )
         launching.launch(job)
         uri, step = checkpoint_listing.newest(job.checkpoints)
-        metrics = storage.read_manifest(uri).fields["metrics"]
-        record.done(uri, {"global_step": step, **metrics})
-        artifact.metadata = {"uri": uri, "global_step": step, **metrics}
+        # What is handed on may have been damaged since it was published.
+        metrics = storage.verify(uri).fields["metrics"]
+        best = keeping.best(keeping.kept(job.checkpoints))
+        figures = {"global_step": step, **metrics}
+        if best:
+            figures |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
+        record.done(uri, figures)
+        artifact.metadata = {"uri": uri, **figures}
         return uri
 
 
@@ -99,13 +128,17 @@ def evaluate_model(
     with recorded("evaluate_model") as record, _scratch() as scratch:
         from trainer import evaluate
 
-        output = _output(root, run_id, "evaluation", checkpoint, dataset, _created(checkpoint))
-        result = evaluate.evaluate(_config(config), dataset, checkpoint, output, scratch)
+        settings = _config(config)
+        found = registry.rival(root, settings.name, checkpoint)
+        champion = found.uri if found else ""
+        origin = (dataset, _created(checkpoint), champion, *settings.evaluation.slices)
+        output = _output(root, run_id, "evaluation", checkpoint, *origin)
+        result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
         record.done(result.uri, result.metrics)
         for name, value in result.metrics.items():
             metrics.log_metric(name, value)
         metrics.metadata["uri"] = result.uri
-        measured = json.loads(storage.read_bytes(storage.join(result.uri, "metrics.json")))
+        measured = json.loads(storage.read_file(result.uri, "metrics.json"))
         confusion.log_confusion_matrix(measured["labels"], measured["confusion_matrix"])
         return result.uri
 
@@ -138,7 +171,8 @@ def export_model(
         from trainer import export
 
         settings = _config(config)
-        origin = (dataset, _created(checkpoint), *settings.export.formats)
+        # A decision beside another champion is another one, and so is its model.
+        origin = (dataset, _created(checkpoint), decision, *settings.export.formats)
         output = _output(root, run_id, "model", checkpoint, *origin)
         exported = export.export(settings, dataset, checkpoint, decision, output, scratch)
         forms = exported.parity["formats"]
@@ -148,20 +182,70 @@ def export_model(
         return exported.uri
 
 
-def finish(state: str, root: str, kfp_run_id: str, artifact: Any) -> None:
-    """Write the report; `artifact` is a KFP HTML."""
+def register_model(config: str, root: str, run_id: str, model: str, artifact: Any) -> str:
+    """Return `promoted` or `refused`; `artifact` is a KFP Model."""
+    with recorded("register_model") as record, _scratch() as scratch:
+        from trainer import registration
+
+        settings = _config(config)
+        request = registration.Request(
+            config=settings,
+            root=root,
+            model=model,
+            output=_output(root, run_id, "registration", model, settings.registry.digest()),
+            lineage=_lineage(settings, run_id, model),
+            by=f"run {run_id}",
+        )
+        made = registration.register(request, scratch)
+        word = registration.PROMOTED if made.promoted else registration.REFUSED
+        figures = {"version": made.version, "promotion": made.promotion}
+        record.done(made.uri, {"decision": word, **figures, "reasons": list(made.reasons)})
+        artifact.metadata = {"uri": model, "decision": word, **figures}
+        return word
+
+
+def _lineage(config: Config, run_id: str, model: str) -> dict[str, Any]:
+    fields = storage.read_manifest(model).fields
+    measured = storage.read_manifest(fields["evaluation"]).fields
+    return {
+        "run_id": run_id,
+        "dataset": fields["made_from"]["dataset"],
+        "fingerprint": fields["made_from"]["fingerprint"],
+        "config": config.digest(),
+        "commit": lineage.commit(),
+        # On a machine of one's own the code runs as it stands there.
+        "image": "" if os.environ.get(RUN_ID) else IMAGE,
+        "checkpoint": fields["made_from"]["checkpoint"],
+        "evaluation": fields["evaluation"],
+        "decision": fields["decision"],
+        "metrics": measured["metrics"],
+    }
+
+
+def finish(
+    state: str, root: str, launcher: str, kubernetes: str, kfp_run_id: str, artifact: Any
+) -> None:
+    """End what is left of the training cluster and write the report; `artifact` is a KFP HTML.
+
+    The report is written whether the job could be ended or not.
+    """
     with recorded("finish", exit_step=True) as record:
         from components import reporting
 
         run_id, folder = run_id_of(kfp_run_id), _folder()
-        page = folder / "report.html"
-        reporting.write(state, root, run_id, folder, page)
-        Path(artifact.path).write_bytes(page.read_bytes())
         # Without a root the first step has failed, and says so.
-        if root:
-            uri = storage.join(root, run_id, "report.html")
-            storage.write_bytes(uri, page.read_bytes())
-            record.done(uri, {})
+        with suppress(UserError):
+            root = root_of(root, artifact.uri, kfp_run_id)
+        try:
+            launching.end(launcher, kubernetes, run_id)
+        finally:
+            page = folder / "report.html"
+            reporting.write(state, root, run_id, folder, page)
+            Path(artifact.path).write_bytes(page.read_bytes())
+            if root:
+                uri = storage.join(root, run_id, "report.html")
+                storage.write_bytes(uri, page.read_bytes())
+                record.done(uri, {})
 
 
 def _config(text: str) -> Config:
@@ -174,7 +258,7 @@ def _output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str
     What else it is made of is in the name too: a run that is resumed with another policy or other
     forms, or that had to train a lost checkpoint again, publishes beside what it had published.
     """
-    _, _, name = source.rpartition("/")
+    name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
     return storage.join(root, run_id, kind, f"{name}-{digest}")
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipelines import display, local_run
 from pipelines.outcome import Outcome
-from trainer import config_file
+from trainer import checkpoint_listing, config_file, storage
 from trainer.config import Config
-from trainer.errors import INTERRUPTED, ConfigError
+from trainer.errors import INTERRUPTED, USAGE, ConfigError, UserError
 
 DEFAULT_CONFIG = Path("configs/digits.yaml")
 
@@ -55,7 +57,8 @@ def run(request: Request) -> int:
         pipeline, extra = "train_on", {"dataset": request.dataset}
     with display.Display() as follow:
         outcome = local_run.execute(started, pipeline, extra, follow)
-    display.Terminal().print(display.closing_table(outcome))
+    with output():
+        display.Terminal().print(display.closing_table(outcome))
     _last_words(errors, request, started, outcome)
     if request.as_json:
         print_json(_summary(started, outcome))
@@ -75,19 +78,35 @@ def load(request: Request) -> Config:
     path = request.config
     if path is None and request.resume:
         path = local_run.saved_config(request.workdir, request.resume)
-    elif path is None and DEFAULT_CONFIG.exists():
+    return load_file(path, request.assignments)
+
+
+def load_file(path: Path | None, assignments: Sequence[str]) -> Config:
+    """Read a configuration, the default one where none is named; raises `ConfigError`."""
+    if path is None and DEFAULT_CONFIG.exists():
         path = DEFAULT_CONFIG
-    return config_file.load(path, request.assignments)
+    return config_file.load(path, assignments)
 
 
 def print_json(summary: dict[str, object]) -> None:
     """Write one JSON object, with the keys that scripts rely on, as the last line of output."""
     whole = {"status": "", "run_id": "", "metrics": {}, "artifacts": {}, "message": "", **summary}
-    try:
+    with output():
         sys.stdout.write(json.dumps(whole) + "\n")
+
+
+@contextmanager
+def output() -> Iterator[None]:
+    """Write to standard output in this block; raises a `UserError` where it takes no more."""
+    try:
+        yield
         sys.stdout.flush()
     except BrokenPipeError:
         display.write_nowhere(sys.stdout)
+    except OSError as error:
+        # What is left in the buffer would come to light as a traceback at the end.
+        display.write_nowhere(sys.stdout)
+        raise UserError(f"cannot write to standard output: {error.strerror}") from None
 
 
 def _last_words(
@@ -98,17 +117,33 @@ def _last_words(
         told = outcome.message.startswith(outcome.status)
         words = outcome.message if told else f"{outcome.status}: {outcome.message}"
         errors.print(f"flotilla: {words}", markup=False, soft_wrap=True)
-    # Preparing begins anew: what was not published is not kept.
-    if outcome.exit_code == INTERRUPTED and request.pipeline != "prepare":
-        again = ["flotilla", request.pipeline, "--workdir", str(request.workdir)]
-        again += ["--resume", run.run_id]
-        if request.dataset:
-            again += ["--dataset", request.dataset]
-        command = shlex.join(again)
-        errors.print(f"flotilla: go on with: {command}", markup=False, soft_wrap=True)
-    elif outcome.status == "failed":
+    if outcome.status == "failed":
         log = run.folder / "pipeline.log"
         errors.print(f"flotilla: all output is in {log}", markup=False, soft_wrap=True)
+    if remedy := _remedy(request, run, outcome):
+        errors.print(f"flotilla: {remedy}", markup=False, soft_wrap=True)
+
+
+def _remedy(request: Request, run: local_run.LocalRun, outcome: Outcome) -> str:
+    """Return how to go on with a run that has not come to its end, where that is possible."""
+    again = ["flotilla", request.pipeline, "--workdir", str(request.workdir)]
+    again += ["--resume", run.run_id]
+    if request.dataset:
+        again += ["--dataset", request.dataset]
+    # Preparing begins anew: what was not published is not kept.
+    if outcome.exit_code == INTERRUPTED and request.pipeline != "prepare":
+        return f"go on with: {shlex.join(again)}"
+    if outcome.status == "failed" and outcome.exit_code != USAGE and _has_checkpoint(run):
+        return f"when that is put right, go on with: {shlex.join(again)}"
+    return ""
+
+
+def _has_checkpoint(run: local_run.LocalRun) -> bool:
+    try:
+        uri = storage.join(run.config.storage.root, run.run_id, "checkpoints")
+        return bool(checkpoint_listing.listed(uri))
+    except UserError:
+        return False
 
 
 def _summary(run: local_run.LocalRun, outcome: Outcome) -> dict[str, object]:

@@ -97,6 +97,20 @@ class Display:
         if event["resumed"]:
             self._say(f"training goes on from global step {event['global_step']}")
 
+    def stalled(self, event: dict[str, Any]) -> None:
+        """Tasks do not answer."""
+        self._say(f"no progress for {event['seconds']:g} s: {', '.join(event['tasks'])} silent")
+
+    def evaluator_left(self, event: dict[str, Any]) -> None:
+        """Training goes on without its evaluator."""
+        text = f"going on without the evaluator: {event['reason']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def task_failed(self, event: dict[str, Any]) -> None:
+        """A task is given up: its last lines."""
+        for line in (f"{event['task']} ended with {event['cause']}:", *event["last_lines"]):
+            self._console.print(line, markup=False, soft_wrap=True)
+
     def restart(self, event: dict[str, Any]) -> None:
         """A task was started again."""
         self._say(f"{event['task']} ended with {event['cause']} and is started again")
@@ -130,6 +144,9 @@ _SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
     "step_end": Display.step_end,
     "life": Display.life,
     "restart": Display.restart,
+    "stalled": Display.stalled,
+    "evaluator_left": Display.evaluator_left,
+    "task_failed": Display.task_failed,
     "checkpoint_passed_over": Display.checkpoint_passed_over,
     "progress": Display.progress,
 }
@@ -146,12 +163,12 @@ def closing_table(outcome: Outcome) -> Table:
             _MARKS[step["status"]],
             f"{step['seconds']:.1f}",
             escape(_figures(step["figures"])),
-            escape(_where(step["uri"])),
+            escape(shown_place(step["uri"])),
         )
     return table
 
 
-def _where(uri: str) -> str:
+def shown_place(uri: str) -> str:
     """Return a path where there is one, below the current folder a relative one."""
     path = storage.local_path(uri) if uri else None
     if path is None:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
@@ -31,6 +31,8 @@ Follower = Callable[[dict[str, Any]], None]
 EVENTS = "events.jsonl"
 # How often the events of a run are looked at: often enough for a progress bar.
 LOOK_SECONDS = 0.2
+# A disk with less free bytes is full.
+LEAST_ROOM = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +82,14 @@ def _stamp(run_id: str) -> list[str]:
     return run_id.split("-")[-3:]
 
 
+def root_of(config: Config, workdir: Path) -> str:
+    """Return the URI below which a run on this machine publishes."""
+    return config.storage.root or storage.uri_of(workdir.absolute())
+
+
 def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
     folder = workdir.absolute() / run_id
-    root = config.storage.root or storage.uri_of(workdir.absolute())
+    root = root_of(config, workdir)
     placed = config.model_copy(update={"storage": config.storage.model_copy(update={"root": root})})
     try:
         # The runner leaves a folder of every step in the temporary directory.
@@ -120,7 +127,19 @@ def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Foll
         child.wait()
         shutil.rmtree(run.folder / "tmp", ignore_errors=True)
         os.close(run.lock)
-    return outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+    outcome = outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+    return told_of_a_full_disk(outcome, run.folder)
+
+
+def told_of_a_full_disk(outcome: Outcome, folder: Path) -> Outcome:
+    """Return how a run ended, with a word on a disk that is full.
+
+    What the steps had to say of it may have found no room either.
+    """
+    if outcome.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
+        return outcome
+    message = f"{outcome.message}; there is no space left at {folder}"
+    return replace(outcome, message=message)
 
 
 def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:

@@ -41,6 +41,7 @@ _ARTIFACTS = {
     "evaluate_model": "evaluation",
     "check_gate": "decision",
     "export_model": "model",
+    "register_model": "registration",
     "finish": "report",
 }
 
@@ -69,12 +70,16 @@ def _judged(steps: tuple[dict[str, Any], ...]) -> Outcome:
     gate = by_name.get("check_gate")
     if gate is None:
         return Outcome(status="done", exit_code=DONE, message="", steps=steps)
+    judge = gate
     if gate["figures"]["decision"] == "blessed":
-        if "export_model" not in by_name:
-            message = "the model was blessed, but export_model was not run; see pipeline.log"
-            return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
-        return Outcome(status="blessed", exit_code=DONE, message="", steps=steps)
-    message = "; ".join(gate["figures"]["reasons"])
+        for name in ("export_model", "register_model"):
+            if name not in by_name:
+                message = f"the model was blessed, but {name} was not run; see pipeline.log"
+                return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
+        judge = by_name["register_model"]
+        if judge["figures"]["decision"] == "promoted":
+            return Outcome(status="blessed", exit_code=DONE, message="", steps=steps)
+    message = "; ".join(judge["figures"]["reasons"])
     return Outcome(status="refused", exit_code=REFUSED, message=message, steps=steps)
 
 

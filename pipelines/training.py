@@ -14,6 +14,7 @@ from components.evaluate_model import evaluate_model
 from components.export_model import export_model
 from components.finish import finish
 from components.prepare_data import prepare_data
+from components.register_model import register_model
 from components.resolve_config import resolve_config
 from components.train_model import train_model
 from trainer.parameters import run_parameters
@@ -25,6 +26,7 @@ COMPONENTS = (
     evaluate_model,
     check_gate,
     export_model,
+    register_model,
     finish,
 )
 SIGNATURE = inspect.Signature(
@@ -60,9 +62,15 @@ def _run(resolved: Any) -> dict[str, Any]:
 
 
 def training(*values: Any) -> None:
-    """Prepare data, train, evaluate, and export the model if the gate blesses it."""
-    root = SIGNATURE.bind(*values).arguments["storage_root"]
-    exit_step = _uncached(finish(root=root, kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER))
+    """Prepare data, train, evaluate, and export and register what the gate blesses."""
+    asked = SIGNATURE.bind(*values).arguments
+    exit_step = finish(
+        root=asked["storage_root"],
+        launcher=asked["cluster_launcher"],
+        kubernetes=asked["cluster_kubernetes"],
+        kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
+    )
+    _uncached(exit_step)
     with dsl.ExitHandler(exit_step, name="run"):
         resolved = _resolved(values)
         run = _run(resolved)
@@ -71,11 +79,12 @@ def training(*values: Any) -> None:
         evaluated = _uncached(evaluate_model(**run, dataset=dataset, checkpoint=checkpoint))
         gate = _uncached(check_gate(**run, evaluation=evaluated.outputs["Output"]))
         with dsl.If(gate.outputs["Output"] == "blessed", name="blessed"):
-            _uncached(
+            exported = _uncached(
                 export_model(
                     **run, dataset=dataset, checkpoint=checkpoint, decision=gate.outputs["decision"]
                 )
             )
+            _uncached(register_model(**run, model=exported.outputs["Output"]))
 
 
 def preparing(*values: Any) -> None:

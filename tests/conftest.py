@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+pytest_plugins = ["tests.stores.fixtures"]
 ROOT = Path(__file__).parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 MNIST_FILES = (
@@ -22,7 +23,10 @@ MNIST_FILES = (
     "t10k-labels-idx1-ubyte.gz",
 )
 KEPT = {"FLOTILLA_MNIST_DIR", "FLOTILLA_GOLDEN"}
-FOREIGN = ("FLOTILLA_", "KFP_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES", "STORAGE_EMULATOR_HOST")
+FOREIGN = (
+    "FLOTILLA_", "KFP_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES", "STORAGE_EMULATOR_HOST", "AWS_",
+    "GOOGLE_", "accesskey", "secretkey",
+)  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 SECONDS_TO_END = 10
@@ -35,6 +39,8 @@ def _settle_environment() -> None:
         if foreign or name in TERMINAL or name.lower() in PROXIES:
             del os.environ[name]
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
+    # Clients of object stores would look for the machine's own account at these addresses.
+    os.environ.update(NO_GCE_CHECK="true", AWS_EC2_METADATA_DISABLED="true")
 
 
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.

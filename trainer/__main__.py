@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import parent
-from trainer.errors import DONE, FAILED, USAGE, ConfigError, UserError
+from trainer import last_words, parent, task
+from trainer.errors import DONE, FAILED, USAGE, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -22,49 +22,25 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.stage(options)
     except UserError as error:
-        sys.stderr.write(f"flotilla: {error}\n")
-        _leave_words(options.workdir, str(error))
+        _tell(options.workdir, str(error))
         return error.exit_code
+    except SystemExit as end:
+        # Nothing of Flotilla's own ends a stage this way, and to begin again would not help.
+        _tell(options.workdir, f"the code that it was given called sys.exit({end.code!r})")
+        return FAILED
     except Exception as error:
+        last_words.leave(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
         logging.exception("a bug of Flotilla, or of the code that it was given")
-        _leave_words(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
         return FAILED
     return DONE
 
 
-def _leave_words(workdir: Path, words: str) -> None:
-    """Tell the launcher why this process ends."""
-    # Without room for the words the exit code still has to arrive.
+def _tell(workdir: Path, words: str) -> None:
+    last_words.leave(workdir, words)
+    # The log may stand on a disk that is full.
     with suppress(OSError):
-        (workdir / "words.txt").write_text(f"{' '.join(words.split())}\n", encoding="utf-8")
-
-
-def _task(options: argparse.Namespace) -> None:
-    from trainer import chiefless, cluster, config_file, launcher, topology
-
-    config = config_file.load(options.config)
-    tasks, this = cluster.from_tf_config(os.environ.get("TF_CONFIG", ""))
-    job = launcher.Job(
-        config=config,
-        dataset=options.dataset,
-        checkpoints=options.checkpoints,
-        workdir=options.workdir,
-    )
-    if this.role not in tasks.addresses:
-        raise ConfigError(f"TF_CONFIG: the role {this.role!r} is not available yet")
-    cluster.check_port(tasks, this)
-    used = topology.topology_of(config.training.strategy)
-    if used.chief and not tasks.count("chief") and this == chiefless.FIRST_WORKER:
-        tasks, this = chiefless.with_chief(tasks), chiefless.CHIEF
-        chiefless.serve_beside(tasks, config.cluster.max_restarts)
-    if used.leads(this):
-        from trainer.lead import lead
-
-        lead(job, tasks, this)
-    else:
-        from trainer.serve import serve
-
-        serve(job, tasks, this)
+        sys.stderr.write(f"flotilla: {words}\n")
+        sys.stderr.flush()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -77,14 +53,18 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="python -m trainer", description=__doc__)
     stages = parser.add_subparsers(required=True, metavar="STAGE")
-    task = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
-    task.add_argument("--dataset", required=True, metavar="URI")
-    task.add_argument("--checkpoints", required=True, metavar="URI")
-    task.set_defaults(stage=_task)
-    for stage in (task,):
-        stage.add_argument("--config", required=True, type=Path, metavar="FILE")
-        stage.add_argument("--workdir", required=True, type=Path, metavar="DIR")
+    own = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
+    task.add_arguments(own)
+    own.set_defaults(stage=task.run)
+    for stage in (own,):
+        stage.add_argument("--config", required=True, type=_path, metavar="FILE")
+        stage.add_argument("--workdir", required=True, type=_path, metavar="DIR")
     return parser
+
+
+def _path(text: str) -> Path:
+    # A task changes into its folder.
+    return Path(text).absolute()
 
 
 def _leave() -> None:
@@ -95,8 +75,9 @@ def _leave() -> None:
     except SystemExit as usage:
         status = int(usage.code or DONE)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
         os._exit(status)
 
 

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, HEIGHT = 640, 240
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 28
+# Small enough for a phone; beside each other on a screen.
+WIDTH, HEIGHT = 420, 220
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
 # More points than this are not told apart at this width.
 MOST_POINTS = 600
 MARKED_POINTS = 40

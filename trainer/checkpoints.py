@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer import events, storage
+from trainer import events, keeping, storage
 from trainer.checkpoint_listing import KIND, listed
 from trainer.errors import UserError
 from trainer.storage.errors import reported
 
 _PREFIX = "variables"
 # A full disk, a folder that may not be written, a file over the limit of its size.
-_UNWRITABLE = (
+UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
     tf.errors.PermissionDeniedError,
     tf.errors.OutOfRangeError,
@@ -44,17 +45,22 @@ class Found:
 class Checkpoints:
     """The checkpoints of one run below one URI: saved, kept, and found again."""
 
-    def __init__(self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "") -> None:
-        """Keep the newest `keep` checkpoints below `uri`; local copies go below `scratch`.
+    def __init__(
+        self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
+    ) -> None:
+        """Keep the newest `keep` checkpoints below `uri`, and the best.
 
+        Local copies go below `scratch`. `awaited` says that an evaluator comes to see each one.
         `fingerprint` is that of the dataset: no life may go on with other data than the one before,
         whose training examples could be test examples by now.
         """
         self.uri = uri
         self._fingerprint = fingerprint
         self._keep = keep
+        self._awaited = awaited
         self._scratch = scratch
         self.last: str = ""
+        self.passed_over: set[str] = set()
 
     def newest(self) -> Found | None:
         """Fetch the newest valid checkpoint and say which newer ones were passed over, and why.
@@ -63,11 +69,12 @@ class Checkpoints:
             UserError: it was trained on other data; or what is wrong lies elsewhere, such as a full
                 disk: beginning anew would then throw away a good checkpoint.
         """
-        for uri, step in reversed(listed(self.uri)):
+        for uri, step in reversed(self._candidates()):
             folder = self._scratch / "restored"
             try:
                 fields = storage.fetch(uri, folder).fields
             except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
+                self.passed_over.add(uri)
                 log.warning("passed over %s: %s", uri, error)
                 events.emit("checkpoint_passed_over", uri=uri, reason=str(error))
                 continue
@@ -97,21 +104,46 @@ class Checkpoints:
         uri = self.uri_of(variables)
         if uri == self.last:
             return uri
+        began = time.monotonic()
         _require_finite(variables, step, self.last)
         with reported(f"save {uri}"), self._folder() as folder:
             _write(variables, folder / _PREFIX, io_device)
-            if storage.is_published(uri):
-                # Only a checkpoint that could not be read stands here: a valid one was resumed.
-                storage.delete(uri)
             own = {"global_step": step, "fingerprint": self._fingerprint}
-            storage.publish(folder, uri, kind=KIND, fields={**own, **fields})
+            self._publish(folder, uri, {**own, **fields})
         self.last = uri
+        # Training stood still for so long.
+        stall = round(time.monotonic() - began, 4)
+        events.emit("saved", uri=uri, global_step=step, seconds=stall)
+        return uri
+
+    def published(self, uri: str, step: int) -> None:
+        """Tell of a checkpoint that is published now, and drop what is one too many."""
         events.emit("checkpoint", uri=uri, global_step=step)
         # What stands ahead was passed over, and must not push out what can be read.
-        readable = [old for old, reached in listed(self.uri) if reached <= step]
-        for old in readable[: -self._keep]:
+        readable = [each for each in keeping.kept(self.uri) if each.global_step <= step]
+        for old in keeping.outdated(readable, keep=self._keep, awaited=self._awaited):
             storage.delete(old)
-        return uri
+
+    @property
+    def logs(self) -> Path | None:
+        """Return the local folder for TensorBoard's files."""
+        return storage.local_path(storage.join(self.uri, "logs"))
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a small file beside the checkpoints."""
+        storage.write_bytes(uri, data)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Leave this block when all that was saved in it is published, as it is at once here."""
+        yield
+
+    def _candidates(self) -> list[tuple[str, int]]:
+        return listed(self.uri)
+
+    def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+        publish_anew(folder, uri, fields)
+        self.published(uri, fields["global_step"])
 
     def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
         """Return the URI at which `variables` belong, by the global step among them."""
@@ -122,6 +154,14 @@ class Checkpoints:
         self._scratch.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._scratch, prefix="saving-") as name:
             yield Path(name)
+
+
+def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+    """Publish a checkpoint, in place of one at the same step that could not be read."""
+    if storage.is_published(uri):
+        # A valid one would have been resumed.
+        storage.delete(uri)
+    storage.publish(folder, uri, kind=KIND, fields=fields)
 
 
 def restore(found: Found, variables: Mapping[str, tf.Variable], *, io_device: str | None) -> None:
@@ -149,8 +189,11 @@ def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | 
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
     try:
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
-    except _UNWRITABLE as error:
-        raise UserError(f"cannot write a checkpoint to {prefix.parent}: {error.message}") from None
+    except UNWRITABLE as error:
+        # Below the stack of the graph stands "PATH; REASON".
+        last = error.message.strip().split("\n\n")[-1].splitlines()[0]
+        reason = last.rpartition("; ")[2]
+        raise UserError(f"cannot write a checkpoint to {prefix.parent}: {reason}") from None
 
 
 def _read(

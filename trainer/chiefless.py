@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import threading
 
-from trainer import parent
+from trainer import heartbeat, parent
 from trainer.cluster import Cluster, Task
 from trainer.local_ports import free_port
 
@@ -25,21 +24,25 @@ def with_chief(cluster: Cluster) -> Cluster:
     return Cluster(addresses={"chief": (f"{host}:{free_port()}",), **cluster.addresses})
 
 
-def serve_beside(cluster: Cluster, restarts: int) -> None:
-    """Serve as worker 0 in a child process that gets the command line of this one.
+def serve_beside(cluster: Cluster, command: list[str], restarts: int) -> None:
+    """Serve as worker 0 in a child process with the command line of a task.
 
     It ends with this process, and is started again up to `restarts` times when it dies before.
     """
-    command = [sys.executable, "-m", "trainer", *sys.argv[1:]]
+    # Signs of life are for whoever started this process.
+    inherited = {name: value for name, value in os.environ.items() if name != heartbeat.VARIABLE}
     settings = {
-        **os.environ,
+        **inherited,
         **parent.environment(),
         "TF_CONFIG": cluster.tf_config(FIRST_WORKER),
         "TF_USE_LEGACY_KERAS": "1",
     }
 
+    # Before this process changes into its folder: the user's own modules may stand here.
+    here = os.getcwd()
+
     def keep() -> None:
         for _ in range(restarts + 1):
-            subprocess.run(command, env=settings, stdin=subprocess.DEVNULL, check=False)
+            subprocess.run(command, cwd=here, env=settings, stdin=subprocess.DEVNULL, check=False)
 
     threading.Thread(target=keep, name="worker-0", daemon=True).start()

@@ -2,7 +2,7 @@
 
 `TF_CONFIG` is TensorFlow's own format (https://www.tensorflow.org/guide/distributed_training,
 "Setting up the TF_CONFIG environment variable"), written by the local launcher and by the TFJob
-operator alike.
+operator alike. The flags `--ps_hosts` and so on are those of TensorFlow's published examples.
 """
 
 from __future__ import annotations
@@ -66,17 +66,40 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
         ConfigError: TF_CONFIG is missing or says something that cannot be.
     """
     if not text.strip():
-        raise ConfigError("TF_CONFIG is not set; the launcher or the TFJob operator sets it")
+        raise ConfigError(
+            "TF_CONFIG is not set; the launcher or the TFJob operator sets it, or give --job_name "
+            "and the hosts of each role"
+        )
     try:
         tree = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"TF_CONFIG is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise ConfigError("TF_CONFIG has to be an object with 'cluster' and 'task'")
-    addresses = _addresses(tree.get("cluster"))
-    task = _task(tree.get("task"))
+    return _read("TF_CONFIG", tree)
+
+
+def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
+    """Read the flags of TensorFlow's published examples into the cluster and this task.
+
+    Args:
+        hosts: `host:port,host:port` by role; a role with an empty text is not in the cluster.
+        job_name: the role of this process.
+        task_index: its number among the tasks of its role.
+
+    Raises:
+        ConfigError: the flags say something that cannot be.
+    """
+    named = {role: text.split(",") for role, text in hosts.items() if text}
+    task = {"type": job_name, "index": task_index}
+    return _read("the flags", {"cluster": named, "task": task})
+
+
+def _read(source: str, tree: Mapping[str, Any]) -> tuple[Cluster, Task]:
+    addresses = _addresses(source, tree.get("cluster"))
+    task = _task(source, tree.get("task"))
     if task.role != "evaluator" and task.index >= len(addresses.get(task.role, ())):
-        raise ConfigError(f"TF_CONFIG: task {task} is not in the cluster")
+        raise ConfigError(f"{source}: task {task} is not in the cluster")
     training = {role: hosts for role, hosts in addresses.items() if role != "evaluator"}
     return Cluster(addresses=training), task
 
@@ -96,41 +119,41 @@ def check_port(cluster: Cluster, task: Task) -> None:
             ) from None
 
 
-def _addresses(tree: Any) -> dict[str, tuple[str, ...]]:
+def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
     if not isinstance(tree, dict) or not tree:
-        raise ConfigError("TF_CONFIG: 'cluster' has to map roles to lists of host:port")
+        raise ConfigError(f"{source}: 'cluster' has to map roles to lists of host:port")
     seen: set[str] = set()
     addresses: dict[str, tuple[str, ...]] = {}
     for role, hosts in tree.items():
         if role not in ROLES:
-            raise ConfigError(f"TF_CONFIG: no role {role!r}{_hint(role)}")
+            raise ConfigError(f"{source}: no role {role!r}{_hint(role)}")
         if not isinstance(hosts, list):
-            raise ConfigError(f"TF_CONFIG: the tasks of {role!r} have to be a list of host:port")
+            raise ConfigError(f"{source}: the tasks of {role!r} have to be a list of host:port")
         for host in hosts:
-            _check_address(role, host)
+            _check_address(source, role, host)
             if host in seen:
-                raise ConfigError(f"TF_CONFIG: {host} stands twice in the cluster")
+                raise ConfigError(f"{source}: {host} stands twice in the cluster")
             seen.add(host)
         addresses[role] = tuple(hosts)
     return addresses
 
 
-def _check_address(role: str, host: Any) -> None:
+def _check_address(source: str, role: str, host: Any) -> None:
     match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
     if not match or not 0 < int(match["port"]) < 2**16:
-        raise ConfigError(f"TF_CONFIG: {host!r} of {role!r} is not host:port")
+        raise ConfigError(f"{source}: {host!r} of {role!r} is not host:port")
 
 
-def _task(tree: Any) -> Task:
+def _task(source: str, tree: Any) -> Task:
     if not isinstance(tree, dict):
-        raise ConfigError("TF_CONFIG: 'task' has to be an object with 'type' and 'index'")
+        raise ConfigError(f"{source}: 'task' has to be an object with 'type' and 'index'")
     role, index = tree.get("type"), tree.get("index", 0)
     if role not in ROLES:
-        raise ConfigError(f"TF_CONFIG: no task type {role!r}{_hint(str(role))}")
+        raise ConfigError(f"{source}: no task type {role!r}{_hint(str(role))}")
     if isinstance(index, str) and re.fullmatch(r"[0-9]{1,5}", index):
         index = int(index)
     if not isinstance(index, int) or isinstance(index, bool) or index < 0:
-        raise ConfigError(f"TF_CONFIG: task index {index!r} is not a number from 0 on")
+        raise ConfigError(f"{source}: task index {index!r} is not a number from 0 on")
     return Task(role=role, index=index)
 
 

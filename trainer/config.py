@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.errors import nearest
+from trainer.gate_config import GateConfig
+from trainer.kubernetes_config import KubernetesConfig
 from trainer.schedule_config import ScheduleConfig
 from trainer.section import Free, Section
 from trainer.topology import TOPOLOGIES, topology_of
@@ -23,23 +25,12 @@ OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
-# What an evaluation measures; `tests/trainer/test_evaluate.py` holds it against what is measured.
-METRICS = ("loss", "accuracy", "macro_precision", "macro_recall", "macro_f1")
-SHARES = ("accuracy", "precision", "recall", "f1", "auc")
-
 # The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53
 
 # A key whose other values need a part that is not built yet: refused by name, never ignored.
 NOT_YET: dict[str, Any] = {
-    "training.replicas_to_aggregate": 0,
     "training.warm_start": "",
-    "training.stall_timeout": 120,
-    "cluster.launcher": "local",
-    "cluster.evaluator": False,
-    "cluster.existing_servers": False,
-    "cluster.kubernetes": {},
-    "evaluation.slices": (),
 }
 
 
@@ -124,7 +115,7 @@ class TrainingConfig(Section):
     patience: int = Field(
         0, ge=0, le=MOST, description="stop after so many validations without gain"
     )
-    stall_timeout: float = Field(120, gt=0, description="seconds without progress")
+    stall_timeout: float = Field(120, ge=1, le=MOST, description="seconds without progress")
     mixed_precision: bool = Field(False, description="compute in 16 bits")
     jit_compile: bool = Field(False, description="compile the step with XLA")
     warm_start: str = Field("", description="a checkpoint URI, or champion")
@@ -154,7 +145,7 @@ class ClusterConfig(Section):
     existing_servers: bool = Field(False, description="join servers that already run")
     in_process: bool = Field(False, description="run the servers as threads, for a debugger")
     max_restarts: int = Field(3, ge=0, le=MOST, description="restarts of all tasks together")
-    kubernetes: Free = Field({}, description="settings of the TFJob")
+    kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="settings of the TFJob")
 
 
 class EvaluationConfig(Section):
@@ -164,30 +155,27 @@ class EvaluationConfig(Section):
     slices: tuple[str, ...] = Field((), description="features to report on apart")
 
 
-class GateConfig(Section):
-    """What a model has to reach before it is exported."""
-
-    min: dict[str, float] = Field({"accuracy": 0.95}, description="lowest value by metric")
-    max: dict[str, float] = Field({}, description="highest value by metric")
-
-    @field_validator("min", "max")
-    @classmethod
-    def _shares_within_one(cls, rules: dict[str, float]) -> dict[str, float]:
-        for metric, value in rules.items():
-            if metric not in METRICS:
-                hint = nearest(metric, METRICS) or f" (one of {', '.join(METRICS)})"
-                raise ValueError(f"no metric {metric!r}{hint}")
-            if metric.endswith(SHARES) and not 0 <= value <= 1:
-                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
-        return rules
-
-
 class ExportConfig(Section):
     """In which forms a blessed model leaves."""
 
-    formats: tuple[Literal["saved_model", "keras"], ...] = Field(
-        ("saved_model", "keras"), min_length=1, description="forms of the exported model"
+    formats: tuple[Literal["saved_model", "keras", "tflite", "tflite_int8"], ...] = Field(
+        ("saved_model", "keras"), description="forms of the exported model"
     )
+
+    @field_validator("formats")
+    @classmethod
+    def _served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
+        # It is what is served, and what the next model is compared with.
+        if "saved_model" not in formats:
+            raise ValueError("saved_model has to be among them")
+        return formats
+
+
+class RegistryConfig(Section):
+    """What an exported model may cost, before it becomes the champion."""
+
+    max_megabytes: float = Field(0, ge=0, description="size of all files; 0: no limit")
+    max_milliseconds: float = Field(0, ge=0, description="of one example; 0: no limit")
 
 
 class StorageConfig(Section):
@@ -216,6 +204,7 @@ class Config(Section):
     evaluation: EvaluationConfig = Field(EvaluationConfig())
     gate: GateConfig = Field(GateConfig())
     export: ExportConfig = Field(ExportConfig())
+    registry: RegistryConfig = Field(RegistryConfig())
     storage: StorageConfig = Field(StorageConfig())
 
     @model_validator(mode="after")
@@ -231,10 +220,30 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _patience_needs_validation(self) -> Config:
-        if self.training.patience and not (self.training.validate_every and self.data.validation):
+    def _validation_where_it_is_needed(self) -> Config:
+        if self.cluster.evaluator and not self.data.validation:
+            raise ValueError("cluster.evaluator: it needs examples; set data.validation")
+        validates = self.cluster.evaluator or (
+            self.training.validate_every and self.data.validation
+        )
+        if self.training.patience and not validates:
             raise ValueError(
-                "training.patience: an early stop needs training.validate_every and data.validation"
+                "training.patience: an early stop needs training.validate_every and "
+                "data.validation, or cluster.evaluator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_to_be_joined(self) -> Config:
+        if not self.cluster.existing_servers:
+            return self
+        strategy = self.training.strategy
+        if not topology_of(strategy).servers:
+            raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
+        if self.cluster.in_process:
+            raise ValueError(
+                "cluster.existing_servers: leave cluster.in_process out; it starts servers of its "
+                "own"
             )
         return self
 
@@ -254,5 +263,15 @@ class Config(Section):
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
                 f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_worker_for_each_gradient(self) -> Config:
+        wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
+        if self.training.strategy == "sync_parameter_server" and wanted > workers:
+            raise ValueError(
+                f"training.replicas_to_aggregate: {workers} workers cannot give {wanted} "
+                f"gradients; set it to {workers} or less (0: one of each worker)"
             )
         return self

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -149,7 +149,9 @@ def _explain(error: Any) -> str:
 def _nearest_key(path: tuple[str | int, ...]) -> str:
     model: Any = Config
     for part in path[:-1]:
-        model = model.model_fields[str(part)].annotation
+        kind = model.model_fields[str(part)].annotation if isinstance(part, str) else model
+        # Of a list of sections the entry that is wrong is meant.
+        model = next(iter(get_args(kind)), kind)
     keys = list(model.model_fields)
     hint = nearest(str(path[-1]), keys)
     if hint or not issubclass(model, BaseModel):

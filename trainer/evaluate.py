@@ -1,54 +1,59 @@
 """Measure a checkpoint on the whole test split.
 
-The evaluation is published as `metrics.json` and `predictions.npz` (`label` [n], `logits` and
-`probabilities` [n, classes], in the order of the dataset).
+The evaluation is published as `metrics.json`, `curves.json` (ROC and precision over recall of each
+class), `predictions.npz` (`label` [n], `logits` and `probabilities` [n, classes], in the order of
+the dataset; `champion_logits` where there is a champion that can answer) and `worst/*.png`,
+pictures of the examples with the highest losses.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
-from sklearn import metrics as scores
 
-from trainer import storage
+from trainer import figures, storage
+from trainer.champion import champion_of, compared
 from trainer.checkpoints import restore_model
 from trainer.config import Config
-from trainer.data.read import evaluation_batches, stage_shards
+from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
+from trainer.figures import Figures
+from trainer.intervals import intervals
 from trainer.models import registry
 from trainer.models.spec import InputSpec
-from trainer.refused_input import refused_input
+from trainer.predict import Predictions, predict
+from trainer.slices import slice_features, sliced
 
 KIND = "evaluation"
 SPLIT = "test"
 
-Floats = npt.NDArray[np.floating[Any]]
-Labels = npt.NDArray[np.int64]
 Measurer = Callable[[tf.data.Dataset], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Where an evaluation is published, and its figures."""
+    """Where an evaluation is published, and its figures, as far as they are defined."""
 
     uri: str
     metrics: dict[str, float]
 
 
-def evaluate(
-    config: Config, dataset: str, checkpoint: str, output: str, scratch: Path
+def evaluate(  # noqa: PLR0913, PLR0917
+    config: Config, dataset: str, checkpoint: str, output: str, scratch: Path, champion: str = ""
 ) -> Evaluation:
     """Measure the model of `checkpoint` on the test split of `dataset` and publish it at `output`.
+
+    A champion answers the same examples beside it, batch by batch.
 
     The same checkpoint and dataset again is a no-op that returns the figures published before.
 
@@ -58,34 +63,43 @@ def evaluate(
         checkpoint: URI of a published checkpoint.
         output: URI of the evaluation.
         scratch: local folder for what is fetched and made.
+        champion: URI of the published model to compare with; empty where there is none yet.
 
     Raises:
         UserError: there are no test examples, the model gives no finite numbers, or an input
             cannot be read.
     """
-    spec, made_from = read_inputs(dataset, checkpoint)
+    spec, inputs_from = read_inputs(dataset, checkpoint)
+    slices = ",".join(config.evaluation.slices)
+    made_from = {**inputs_from, "slices": slices, "champion": champion}
     if made_before(output, KIND, made_from):
         written = json.loads(storage.read_file(output, "metrics.json"))
-        return Evaluation(uri=output, metrics=written["metrics"])
+        return Evaluation(uri=output, metrics=_defined(written["metrics"]))
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
+    features = slice_features(spec, config.evaluation.slices)
     model, step = restored(config, spec, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
-    batches = evaluation_batches(spec, files, batch_size=config.evaluation.batch_size)
-    labels, logits = predict(model, batches)
-    _require_sound(spec, labels, logits, dataset, checkpoint)
-    summary = {"split": SPLIT, "examples": len(labels), **_summary(spec, labels, logits)}
-    arrays = {"label": labels, "logits": logits, "probabilities": softmax(logits)}
+    size = config.evaluation.batch_size
+    batches = labelled_columns(spec, files, batch_size=size, columns=features)
+    rival = champion_of(champion, spec, scratch) if champion else None
+    answer = rival.answer if rival else None
+    found = predict(model, spec, batches, answer)
+    _require_sound(spec, found, dataset, checkpoint)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder = Path(name)
-        text = json.dumps(
-            {**summary, "global_step": step}, indent=1, ensure_ascii=False, allow_nan=False
-        )
-        (folder / "metrics.json").write_text(text + "\n", encoding="utf-8")
-        np.savez(folder / "predictions.npz", allow_pickle=False, **arrays)
+        summary = {**summarized(spec, found), "global_step": step}
+        if rival:
+            summary["champion"] = compared(rival, found)
+        summary["worst"] = found.worst.write(folder, class_names(spec))
+        _write(folder, summary, found, class_names(spec))
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
-    return Evaluation(uri=output, metrics=summary["metrics"])
+    return Evaluation(uri=output, metrics=_defined(summary["metrics"]))
+
+
+def _defined(metrics: Figures) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None}
 
 
 def measurer(model: keras.Model) -> Measurer:
@@ -96,57 +110,42 @@ def measurer(model: keras.Model) -> Measurer:
     Raises:
         UserError: there are no examples; a loss that is not finite is returned as it is.
     """
+    graph = tf.function(partial(totals, model))
+    return lambda batches: means(graph(batches))
 
-    @tf.function
-    def totals(batches: tf.data.Dataset) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        loss = tf.zeros((), tf.float64)
-        correct = tf.zeros((), tf.int64)
-        count = tf.zeros((), tf.int64)
-        for inputs, given in batches:
-            labels = tf.cast(given, tf.int64)
-            logits = tf.cast(model(inputs, training=False), tf.float32)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-            loss += tf.reduce_sum(tf.cast(losses, tf.float64))
-            hits = tf.equal(tf.argmax(logits, axis=1), labels)
-            correct += tf.reduce_sum(tf.cast(hits, tf.int64))
-            count += tf.size(labels, tf.int64)
-        return loss, correct, count
 
-    def measured(batches: tf.data.Dataset) -> dict[str, float]:
-        loss, correct, count = (float(total) for total in totals(batches))
-        if not count:
-            raise UserError("there are no examples to measure the model on")
-        return {"loss": loss / count, "accuracy": correct / count}
+def totals(model: keras.Model, batches: tf.data.Dataset) -> list[tf.Tensor]:
+    """Return sums over finite batches: of the loss, of right answers, of examples."""
+    loss = tf.zeros((), tf.float64)
+    correct = tf.zeros((), tf.int64)
+    count = tf.zeros((), tf.int64)
+    # Not over the dataset itself: its functions may not reach variables on other machines.
+    for inputs, given in iter(batches):
+        labels = tf.cast(given, tf.int64)
+        logits = tf.cast(model(inputs, training=False), tf.float32)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
+        loss += tf.reduce_sum(tf.cast(losses, tf.float64))
+        hits = tf.equal(tf.argmax(logits, axis=1), labels)
+        correct += tf.reduce_sum(tf.cast(hits, tf.int64))
+        count += tf.size(labels, tf.int64)
+    return [loss, correct, count]
 
-    return measured
+
+def means(sums: Sequence[Any]) -> dict[str, float]:
+    """Return `loss` and `accuracy` from `totals`, or from totals of parts that were added up.
+
+    Raises:
+        UserError: there are no examples.
+    """
+    loss, correct, count = (float(total) for total in sums)
+    if not count:
+        raise UserError("there are no examples to measure the model on")
+    return {"loss": loss / count, "accuracy": correct / count}
 
 
 def measure(model: keras.Model, batches: tf.data.Dataset) -> dict[str, float]:
     """Return mean `loss` and `accuracy` of finite batches; see `measurer`."""
     return measurer(model)(batches)
-
-
-def predict(model: keras.Model, batches: tf.data.Dataset) -> tuple[Labels, Floats]:
-    """Return labels [n] and logits [n, classes] of all examples of finite batches, in order."""
-
-    @tf.function(reduce_retracing=True)
-    def forward(inputs: Any) -> tf.Tensor:
-        return tf.cast(model(inputs, training=False), tf.float32)
-
-    labels: list[npt.NDArray[Any]] = []
-    logits: list[npt.NDArray[Any]] = []
-    for inputs, given in batches:
-        labels.append(given.numpy())
-        with refused_input():
-            logits.append(forward(inputs).numpy())
-    if not labels:
-        raise UserError("there are no examples to predict")
-    return np.concatenate(labels).astype(np.int64), np.concatenate(logits)
-
-
-def softmax(logits: Floats) -> Floats:
-    """Return the probabilities of logits [n, classes]."""
-    return np.exp(_log_softmax(logits)).astype(np.float32)
 
 
 def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, str]]:
@@ -160,6 +159,11 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     return DatasetSpec.from_manifest(data), made_from
+
+
+def class_names(spec: DatasetSpec) -> list[str]:
+    """Return the name of each class; its number where the dataset names none."""
+    return list(spec.labels) or [str(index) for index in range(spec.num_classes)]
 
 
 def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
@@ -181,10 +185,8 @@ def restored(
     return model, int(manifest.fields["global_step"])
 
 
-def _require_sound(
-    spec: DatasetSpec, labels: Labels, logits: Floats, dataset: str, checkpoint: str
-) -> None:
-    expected = spec.examples(SPLIT)
+def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoint: str) -> None:
+    expected, labels = spec.examples(SPLIT), found.labels
     if len(labels) != expected:
         raise UserError(
             f"{dataset} gave {len(labels)} {SPLIT} examples and its manifest says {expected}; "
@@ -196,7 +198,7 @@ def _require_sound(
             f"{dataset} has the label {wrong} in its {SPLIT} split, outside of 0 to "
             f"{spec.num_classes - 1}; correct the dataset's builder"
         )
-    bad = int((~np.isfinite(logits).all(axis=1)).sum())
+    bad = int((~np.isfinite(found.logits).all(axis=1)).sum())
     if bad:
         raise UserError(
             f"the model of {checkpoint} gives no finite numbers for {bad} of {expected} {SPLIT} "
@@ -205,47 +207,48 @@ def _require_sound(
         )
 
 
-def _summary(spec: DatasetSpec, labels: Labels, logits: Floats) -> dict[str, Any]:
-    """Return `metrics`, `per_class`, `confusion_matrix` (row: true class) and `labels`.
+def summarized(spec: DatasetSpec, found: Predictions) -> dict[str, Any]:
+    """Return what `metrics.json` says of the predictions.
 
-    Macro averages are over the classes that occur, as label or as prediction; a class that does
-    not occur has zeros in `per_class`.
+    A row of `confusion_matrix` is a true class; `per_class` has zeros for one that does not occur.
     """
-    predicted = logits.argmax(axis=1)
-    classes = range(spec.num_classes)
-    names = list(spec.labels) or [str(index) for index in classes]
-    each = scores.precision_recall_fscore_support(
-        labels, predicted, labels=list(classes), zero_division=0
-    )
-    macro = scores.precision_recall_fscore_support(
-        labels, predicted, average="macro", zero_division=0
-    )
-    matrix = scores.confusion_matrix(labels, predicted, labels=list(classes))
-    losses = -_log_softmax(logits)[np.arange(len(labels)), labels]
+    labels, logits, names = found.labels, found.logits, class_names(spec)
+    each = figures.per_class(labels, logits, names)
+    calibration = figures.calibration(labels, logits)
     return {
+        "split": SPLIT,
+        "examples": len(labels),
         "metrics": {
-            "loss": float(losses.mean()),
-            "accuracy": float((predicted == labels).mean()),
-            "macro_precision": float(macro[0]),
-            "macro_recall": float(macro[1]),
-            "macro_f1": float(macro[2]),
+            **figures.headline(labels, logits),
+            "roc_auc": figures.mean_area(each, "roc_auc"),
+            "pr_auc": figures.mean_area(each, "pr_auc"),
+            "calibration_error": calibration["error"],
         },
-        "per_class": [
-            {
-                "label": name,
-                "precision": float(precision),
-                "recall": float(recall),
-                "f1": float(f1),
-                "support": int(support),
-            }
-            for name, precision, recall, f1, support in zip(names, *each, strict=True)
-        ],
-        "confusion_matrix": matrix.tolist(),
+        "intervals": intervals(labels, logits),
+        "per_class": each,
+        "confusion_matrix": figures.confusion(labels, logits),
         "labels": names,
+        "calibration": calibration["bins"],
+        "slices": {
+            feature: sliced(values, labels, logits, tuple(names) if feature == spec.label else ())
+            for feature, values in found.columns.items()
+        },
     }
 
 
-def _log_softmax(logits: Floats) -> Floats:
-    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
-    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
-    return result
+def _write(folder: Path, summary: dict[str, Any], found: Predictions, names: list[str]) -> None:
+    _write_json(folder / "metrics.json", summary)
+    _write_json(folder / "curves.json", figures.curves(found.labels, found.logits, names))
+    arrays = {
+        "label": found.labels,
+        "logits": found.logits,
+        "probabilities": figures.softmax(found.logits),
+    }
+    if found.champion is not None:
+        arrays["champion_logits"] = found.champion
+    np.savez(folder / "predictions.npz", allow_pickle=False, **arrays)
+
+
+def _write_json(path: Path, tree: object) -> None:
+    text = json.dumps(tree, indent=1, ensure_ascii=False, allow_nan=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -3,10 +3,11 @@
 The decision is a published directory with `decision.json`:
 
     {"decision": "blessed" | "refused", "reasons": [one line each],
-     "rules": [{"metric", "bound": "min" | "max", "threshold", "value", "passed"}],
-     "evaluation": URI, "global_step"}
+     "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note"}],
+     "champion": URI or "", "evaluation": URI, "global_step"}
 
-A value that is not a finite number stands there as null, and never passes.
+`key` is what sets the threshold in the configuration, `note` what else there is to know. A value
+that is not a finite number stands there as null, and never passes.
 """
 
 from __future__ import annotations
@@ -14,14 +15,15 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from trainer import storage
-from trainer.config import Config, GateConfig
+from trainer.config import Config
 from trainer.errors import UserError, nearest
+from trainer.gate_config import GateConfig
 
 KIND = "decision"
 BLESSED = "blessed"
@@ -36,6 +38,8 @@ class Rule:
     bound: Literal["min", "max"]
     threshold: float
     value: float
+    key: str
+    note: str = ""
 
     @property
     def passed(self) -> bool:
@@ -55,7 +59,8 @@ class Rule:
             stands = "keeps to"
         else:
             stands = "is above" if above else "is below"
-        return f"{self.metric} {self.value!r} {stands} gate.{self.bound} {self.threshold!r}"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.metric} {self.value!r} {stands} {self.key} {self.threshold!r}{note}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,9 +89,11 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
         UserError: a rule names a metric that was not measured, or `evaluation` is none.
     """
     measured = _measured(evaluation)
-    rules = _rules(config.gate, measured["metrics"])
+    champion = measured.get("champion") or {}
+    rules = (*_bounds(config.gate, measured), *_beside(config.gate, measured, champion))
     decision = Decision(uri=output, blessed=all(rule.passed for rule in rules), rules=rules)
-    _publish(decision, {"evaluation": evaluation, "global_step": measured.get("global_step")})
+    origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
+    _publish(decision, {"champion": champion.get("uri", ""), **origin})
     return decision
 
 
@@ -100,20 +107,90 @@ def _measured(uri: str) -> dict[str, Any]:
     return tree
 
 
-def _rules(config: GateConfig, metrics: Mapping[str, Any]) -> tuple[Rule, ...]:
+def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
     bounds: tuple[tuple[Literal["min", "max"], Mapping[str, float]], ...] = (
         ("min", config.min),
         ("max", config.max),
     )
-    return tuple(
-        Rule(
-            metric=metric,
-            bound=bound,
-            threshold=threshold,
-            value=_value(metric, f"gate.{bound}.{metric}", metrics),
+    for bound, thresholds in bounds:
+        for name, threshold in thresholds.items():
+            metric, _, part = name.partition("@")
+            key = f"gate.{bound}"
+            for label, metrics in _parts(part, f"{key}.{name}", measured):
+                yield Rule(
+                    metric=f"{metric}{label}",
+                    bound=bound,
+                    threshold=threshold,
+                    value=_value(metric, f"{key}.{name}", metrics),
+                    key=key,
+                )
+
+
+def _parts(
+    part: str, key: str, measured: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a label and the metrics of all examples, of one part, or of each part of a slice."""
+    if not part:
+        yield "", measured["metrics"]
+        return
+    feature, one, value = part.partition("=")
+    slices = measured.get("slices", {})
+    if feature not in slices:
+        known = ", ".join(slices) or "nothing"
+        raise UserError(
+            f"{key}: there is no slice by {feature!r}{nearest(feature, slices)} (sliced by: "
+            f"{known}); name it in evaluation.slices"
         )
-        for bound, thresholds in bounds
-        for metric, threshold in thresholds.items()
+    rows = {row["value"]: row["metrics"] for row in slices[feature]}
+    if one and value not in rows:
+        raise UserError(
+            f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (there is "
+            f"{', '.join(rows)})"
+        )
+    for each in [value] if one else rows:
+        yield f"@{feature}={each}", rows[each]
+
+
+def _beside(
+    config: GateConfig, measured: Mapping[str, Any], champion: Mapping[str, Any]
+) -> Iterator[Rule]:
+    """Yield the rules about a champion, where there is one."""
+    if not champion:
+        return
+    if champion["incomparable"]:
+        note = f"{champion['uri']}: {champion['incomparable']}; give this model another name"
+        yield Rule(
+            metric="comparable", bound="min", threshold=1, value=0, key="the champion", note=note
+        )
+        return
+    own, other = measured["metrics"]["accuracy"], champion["metrics"]["accuracy"]
+    paired = champion["paired"]
+    note = f"accuracy {own:.6g}, the champion's {other:.6g}, on the same examples"
+    if config.champion == "not_worse":
+        yield Rule(
+            metric="p_worse",
+            bound="min",
+            threshold=config.significance,
+            value=paired["p_worse"],
+            key="gate.significance",
+            note=note,
+        )
+        return
+    yield Rule(
+        metric="gain",
+        bound="min",
+        threshold=config.min_gain,
+        value=own - other,
+        key="gate.min_gain",
+        note=note,
+    )
+    yield Rule(
+        metric="p_better",
+        bound="max",
+        threshold=config.significance,
+        value=paired["p_better"],
+        key="gate.significance",
+        note=note,
     )
 
 
@@ -140,7 +217,7 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
     tree = {
         "decision": word,
         "reasons": decision.reasons,
-        "rules": [_row(rule) for rule in decision.rules],
+        "rules": [row(rule) for rule in decision.rules],
         **origin,
     }
     with tempfile.TemporaryDirectory(prefix="decision-") as folder:
@@ -149,11 +226,14 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
         storage.publish(Path(folder), decision.uri, kind=KIND, fields={"decision": word, **origin})
 
 
-def _row(rule: Rule) -> dict[str, Any]:
+def row(rule: Rule) -> dict[str, Any]:
+    """Return a rule as JSON."""
     return {
         "metric": rule.metric,
+        "key": rule.key,
         "bound": rule.bound,
         "threshold": rule.threshold,
         "value": rule.value if math.isfinite(rule.value) else None,
         "passed": rule.passed,
+        "note": rule.note,
     }

@@ -7,6 +7,7 @@ resumes drops the rows after its checkpoint: they are about to be made again.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 from trainer import storage
@@ -17,16 +18,23 @@ FILE = "history.jsonl"
 class History:
     """Rows by global step; each has at least `global_step` and `seconds`."""
 
-    def __init__(self, uri: str, *, start: int) -> None:
+    def __init__(
+        self,
+        uri: str,
+        *,
+        start: int,
+        write: Callable[[str, bytes], None] = storage.write_bytes,
+    ) -> None:
         """Read the rows up to global step `start` from below the checkpoints' `uri`."""
         self._uri = storage.join(uri, FILE)
+        self._write = write
         self.rows = [row for row in read(uri) if row["global_step"] <= start]
 
     def add(self, row: dict[str, Any]) -> None:
         """Append one row of finite figures."""
         self.rows.append(row)
         text = "".join(json.dumps(each) + "\n" for each in self.rows)
-        storage.write_bytes(self._uri, text.encode())
+        self._write(self._uri, text.encode())
 
     def seconds(self) -> float:
         """Return the seconds of training so far, over all lives."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from trainer import storage
 from trainer.cluster import Cluster, Task
-from trainer.data.read import stage_shards
+from trainer.data.read import DatasetSpec, stage_shards
 from trainer.launcher import Job
 
 # Graphs that the chief made run in a worker's process: what they need to know of the worker they
@@ -11,12 +12,14 @@ from trainer.launcher import Job
 NAME_FILE = "task.txt"
 NUMBER_FILE = "number.txt"
 PATTERN = "shards/*.tfrecord"
+VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
 def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
     """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
 
-    A chief that has workers trains on nothing itself, a parameter server never does.
+    All of the validation split comes to `<workdir>/validation`: any part of it may fall to any
+    worker. A chief that has workers trains on nothing itself, a parameter server never does.
     """
     workers = cluster.count("worker")
     elsewhere = workers and not job.config.cluster.in_process
@@ -28,3 +31,5 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
     stage_shards(job.dataset, job.workdir / "shards", "train", index=index, of=of)
+    if DatasetSpec.from_manifest(storage.read_manifest(job.dataset)).examples("validation"):
+        stage_shards(job.dataset, job.workdir / "validation", "validation", index=0, of=1)

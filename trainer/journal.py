@@ -30,13 +30,13 @@ class Journal:
         self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
         self._batch_size = config.training.batch_size
         self._checkpoints = checkpoints
-        self._history = History(checkpoints.uri, start=start)
+        self._history = History(checkpoints.uri, start=start, write=checkpoints.write)
         self._newest = self._history.rows[-1] if self._history.rows else {}
 
     @cached_property
     def _board(self) -> Board:
         # Its file is made at once: not before there is a row, and not by a task that writes none.
-        return Board(self._checkpoints.uri)
+        return Board(self._checkpoints.logs)
 
     @property
     def rows(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +25,24 @@ class Job:
     dataset: str
     checkpoints: str
     workdir: Path
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run: the folder that holds its checkpoints."""
+        return self.checkpoints.rstrip("/").rsplit("/", 2)[-2]
+
+
+def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
+    """Return the command line of one task of a job, whose role TF_CONFIG says.
+
+    Args:
+        job: the job.
+        config: the file with the job's configuration.
+        workdir: the folder of the task.
+    """
+    stage = [sys.executable, "-m", "trainer", "task", "--config", str(config)]
+    uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
+    return [*stage, *uris, "--workdir", str(workdir)]
 
 
 class Launcher(Protocol):

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import signal
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from types import FrameType
 
 import keras
 import tensorflow as tf
 
-from trainer import evaluate, gpu_memory, storage
-from trainer.checkpoints import Checkpoints
+from trainer import evaluate, gpu_memory, storage, validations
 from trainer.cluster import Cluster, Task
 from trainer.config import Config
-from trainer.data.read import evaluation_batches, stage_shards, training_batches
+from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ClusterLostError
-from trainer.input import NUMBER_FILE, PATTERN, stage_input
+from trainer.input import NUMBER_FILE, PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.launcher import Job
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
 from trainer.optimizers import build_optimizer
 from trainer.refused_input import refused_input
+from trainer.remote_checkpoints import checkpoints_of
 from trainer.serve import serve_in_process
+from trainer.stall import stall_watch
 from trainer.strategies import registry as strategies
 from trainer.strategies.interface import Problem, Strategy
-from trainer.train import Surroundings, train
+from trainer.train import Patience, Surroundings, train
 
 # What TensorFlow raises in the chief when a server that it relies on has gone or has begun anew.
 _LOST = (
@@ -58,26 +60,40 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
     if config.cluster.in_process and task.role == "chief":
         serve_in_process(cluster)
     strategy = strategies.create(config, cluster, task)
+    problem = partial(_problem, config, spec, build_model)
+    watch = stall_watch(strategy, cluster, task, job.workdir)
+    validates = spec.examples("validation") and not config.cluster.evaluator
     around = Surroundings(
-        problem=partial(_problem, config, spec, build_model),
-        validate=_validator(job, spec, build_model),
+        problem=problem,
+        validate=partial(_validate, problem(0)) if validates else None,
         stopping=stopping,
+        enough=partial(_has_stopped_to_gain, job),
+        stepping=watch.stepping,
     )
-    kept = Checkpoints(
+    kept = checkpoints_of(
         job.checkpoints,
         keep=config.training.keep,
         scratch=job.workdir / "scratch",
         fingerprint=data.fields["fingerprint"],
+        awaited=config.cluster.evaluator,
+        alone=task.role == "chief",
     )
+    watch.begin()
     try:
-        with refused_input():
+        with refused_input(), kept.settled():
             train(config, strategy, kept, around)
     except _LOST as error:
-        # The cause stands below the stack of the graph.
-        cause = str(error).strip().split("\n\n")[-1].splitlines()[0]
-        raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error
+        raise ClusterLostError(f"a task of the cluster is gone: {_cause(error)}") from error
     finally:
         strategy.close()
+
+
+def _cause(error: tf.errors.OpError) -> str:
+    """Return the line of TensorFlow's error that says what has happened, and to which task."""
+    # It stands below the stack of the graph, and the tasks stand below it.
+    first, *more = str(error).strip().split("\n\n")[-1].splitlines()
+    words = f"{first} {more[0]}" if more and first.endswith(":") else first
+    return re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", words)
 
 
 def _build_model(config: Config, inputs: InputSpec) -> keras.Model:
@@ -97,6 +113,7 @@ def _problem(
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         chance_loss=math.log(max(2, spec.num_classes)),
         batches=partial(_batches, config, spec, start),
+        totals=partial(_totals, config, spec),
     )
 
 
@@ -112,29 +129,24 @@ def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
     )
 
 
-def _validator(
-    job: Job, spec: DatasetSpec, build_model: Callable[[], keras.Model]
-) -> Callable[[Strategy], dict[str, float]] | None:
-    if not spec.examples("validation"):
-        return None
-    files = stage_shards(job.dataset, job.workdir / "validation", "validation")
+def _totals(
+    config: Config, spec: DatasetSpec, model: keras.Model, part: tf.Tensor, of: int
+) -> list[tf.Tensor]:
+    """Return what a validation sums up over a part of the examples."""
+    size = config.evaluation.batch_size
+    batches = evaluation_batches(spec, VALIDATION_PATTERN, batch_size=size, part=part, of=of)
+    return evaluate.totals(model, batches)
 
-    @cache
-    def measured_copy() -> tuple[keras.Model, evaluate.Measurer, tf.data.Dataset]:
-        # Made at its first use: what is made before the cluster is connected stands on no device
-        # that exists afterwards.
-        copy = build_model()
-        batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
-        return copy, evaluate.measurer(copy), batches
 
-    def validate(strategy: Strategy) -> dict[str, float]:
-        copy, measured, batches = measured_copy()
-        trained = strategy.variables()
-        for variable in copy.variables:
-            variable.assign(trained[f"model/{variable.path}"])
-        return measured(batches)
+def _validate(problem: Problem, strategy: Strategy) -> dict[str, float]:
+    return evaluate.means(strategy.totals(problem))
 
-    return validate
+
+def _has_stopped_to_gain(job: Job) -> bool:
+    """Say whether the evaluator has seen no gain for `training.patience` checkpoints."""
+    patience = Patience(limit=job.config.training.patience)
+    rows = validations.read(job.checkpoints) if job.config.cluster.evaluator else []
+    return any(patience.exhausted(row[validations.LOSS]) for row in rows)
 
 
 def _stop_on_sigterm() -> Callable[[], bool]:

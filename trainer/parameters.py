@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel
 
 from trainer.config import Config
 from trainer.config_file import parse, parse_value
 from trainer.errors import ConfigError
+from trainer.section import Whole
 
 _SCALARS = (str, int, float, bool)
 
@@ -62,7 +63,7 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
     for name, field in model.model_fields.items():
         key = (*path, name)
         kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
+        if _is_of_parameters(kind):
             yield from _leaves(kind, key)
             continue
         is_json = kind not in _SCALARS and not isinstance(field.default, str)
@@ -72,9 +73,20 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
             key=key,
             type=scalar,  # type: ignore[arg-type]
             is_json=is_json,
-            default=json.dumps(field.default) if is_json else scalar(field.default),
+            default=_text(field.default) if is_json else scalar(field.default),
             description=field.description or "",
         )
+
+
+def _is_of_parameters(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Whole)
+
+
+def _text(value: Any) -> str:
+    """Return JSON; of a section what is not the default."""
+    if isinstance(value, BaseModel):
+        return json.dumps(value.model_dump(mode="json", exclude_defaults=True))
+    return json.dumps(value)
 
 
 def _at(config: Config, key: tuple[str, ...]) -> Any:
@@ -85,7 +97,7 @@ def _at(config: Config, key: tuple[str, ...]) -> Any:
 
 
 def _flat(value: Any, parameter: Parameter) -> Any:
-    return json.dumps(value) if parameter.is_json else parameter.type(value)
+    return _text(value) if parameter.is_json else parameter.type(value)
 
 
 def _deep(value: Any, parameter: Parameter) -> Any:

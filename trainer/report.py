@@ -7,9 +7,16 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     config      the configuration, nested
     steps       [{"step", "status", "seconds", "figures": {name: value}, "uri", "error"}]
     metrics     {name: value} of the test split
-    rules       [{"metric", "bound", "threshold", "value", "passed"}] of the gate
+    rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
     history     [{"global_step", "loss", "validation_loss", "validation_accuracy", ...}]
     incidents   [{"event", "time": seconds since 1970, ...}]
+    checkpoints [{"event", "time", ...}]
+    evaluation  `metrics.json` of the evaluation
+    curves      its `curves.json`
+    pictures    {path of a worst example: PNG in base64}
+    registered  `registration.json`
+    lineage     {name: value}
+    cost        {name: value}
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from typing import Any
 import jinja2
 import yaml
 
+from trainer import report_views as views
 from trainer import storage
 from trainer.charts import HEIGHT, LEFT, RIGHT, WIDTH, Chart, line_chart
 
@@ -31,11 +39,13 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _CHARTS = (
     ("Loss", {"loss": "training", "validation_loss": "validation"}),
     ("Accuracy", {"validation_accuracy": "validation"}),
+    ("Learning rate", {"learning_rate": "training"}),
     ("Global steps a second", {"steps_per_second": "training"}),
+    ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
 _HEADLINES = {
-    "blessed": "The model keeps to every rule of the gate.",
-    "refused": "The gate refused the model; nothing was exported.",
+    "blessed": "The model keeps to every rule.",
+    "refused": "The model was refused; the champion stays as it was.",
     "done": "Every step of the run is done.",
     "failed": "The run failed.",
     "interrupted": "The run was interrupted; what was published before is kept.",
@@ -59,20 +69,50 @@ def render(facts: Facts) -> str:
     """Return the page of a run as HTML; all that `facts` say is escaped."""
     verdict = str(facts.get("verdict") or "unknown")
     steps, rules, history = (_rows(facts, name) for name in ("steps", "rules", "history"))
+    incidents = _rows(facts, "incidents")
+    bars, marks = views.time_line(steps, [*_rows(facts, "checkpoints"), *incidents])
+    registered = facts.get("registered") or {}
+    evaluation = facts.get("evaluation") or {}
+    rules += [dict(rule) for rule in registered.get("rules") or ()]
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=_HEADLINES.get(verdict, "How the run ended is not known."),
-        reasons=_reasons(verdict, steps, rules),
-        metrics=facts.get("metrics") or {},
+        reasons=_reasons(verdict, steps, rules, registered),
+        metrics=views.figures(evaluation, facts.get("metrics") or {}),
         rules=rules,
         size=_SIZE,
         charts=_charts(history),
         last=history[-1] if history else {},
         steps=steps,
-        incidents=[_incident(each) for each in _rows(facts, "incidents")],
+        bars=bars,
+        marks=marks,
+        incidents=[_incident(each) for each in incidents],
         config=_yaml(facts.get("config") or {}),
+        lineage=facts.get("lineage") or {},
+        cost=facts.get("cost") or {},
+        registered=registered,
+        **_measured(evaluation, facts),
     )
+
+
+def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
+    pictures = facts.get("pictures") or {}
+    calibration = views.calibration(evaluation)
+    return {
+        "champion": evaluation.get("champion") or {},
+        "examples": evaluation.get("examples"),
+        "labels": evaluation.get("labels") or [],
+        "matrix": views.matrix(evaluation),
+        "confusions": views.confusions(evaluation),
+        "curves": views.curves(evaluation, facts.get("curves") or ()),
+        "calibration": [calibration] if calibration else [],
+        "parts": views.weak_parts(evaluation),
+        "worst": [
+            {**row, "data": pictures.get(row.get("picture"), "")}
+            for row in _rows(evaluation, "worst")
+        ],
+    }
 
 
 def figure(value: object) -> str:
@@ -93,30 +133,42 @@ def figure(value: object) -> str:
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FileSystemLoader(_TEMPLATE.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
     environment.filters["figure"] = figure
-    return environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    environment.filters["interval"] = lambda pair: " to ".join(f"{end:.4g}" for end in pair)
+    environment.filters["words"] = lambda name: str(name).replace("_", " ")
+    return environment.get_template(_TEMPLATE.name)
 
 
 def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
     return [dict(row) for row in facts.get(name) or ()]
 
 
-def _reasons(verdict: str, steps: Sequence[Facts], rules: Sequence[Facts]) -> list[str]:
+def _reasons(
+    verdict: str, steps: Sequence[Facts], rules: Sequence[Facts], registered: Facts
+) -> list[str]:
     if verdict == "refused":
-        return [_stand(rule) for rule in rules if not rule.get("passed")]
+        stand = [_stand(rule) for rule in rules if not rule.get("passed")]
+        # A race that was lost broke no rule.
+        return stand or [str(reason) for reason in registered.get("reasons") or ()]
     failed = [step for step in steps if step.get("status", "done") != "done"]
     return [f"{figure(step.get('step'))}: {figure(step.get('error'))}" for step in failed]
 
 
 def _stand(rule: Facts) -> str:
-    bound = f"gate.{rule.get('bound')} {figure(rule.get('threshold'))}"
+    key = rule.get("key") or f"gate.{rule.get('bound')}"
+    bound = f"{key} {figure(rule.get('threshold'))}"
     value = rule.get("value")
     if value is None:
         return f"{rule.get('metric')} is not a finite number, and {bound} asks for one."
     # The gate compares exact values; figures rounded for reading could look equal.
-    return f"{rule.get('metric')} is {value!r}, and {bound} does not allow that."
+    note = f" ({rule['note']})" if rule.get("note") else ""
+    return f"{rule.get('metric')} is {value!r}, and {bound} does not allow that{note}."
 
 
 def _charts(history: Sequence[Facts]) -> list[Chart]:
@@ -125,11 +177,14 @@ def _charts(history: Sequence[Facts]) -> list[Chart]:
 
 
 def _incident(event: Facts) -> dict[str, str]:
-    rest = {name: value for name, value in event.items() if name not in ("event", "time")}
+    apart = ("event", "time", "last_lines")
+    lines = event.get("last_lines")
+    rest = {name: value for name, value in event.items() if name not in apart}
     return {
         "time": _clock(event.get("time")),
         "event": figure(event.get("event")),
         "what": figure(rest),
+        "lines": "\n".join(map(str, lines)) if isinstance(lines, list) else "",
     }
 
 

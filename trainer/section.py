@@ -19,6 +19,10 @@ class Section(BaseModel):
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
 
+class Whole(Section):
+    """A section that is one run parameter: of many keys, most runs say none."""
+
+
 def _finite(value: Any) -> Any:
     """Refuse what JSON cannot say: tasks and pipeline steps get the configuration as JSON."""
     for each in value.values() if isinstance(value, dict) else value:

@@ -5,21 +5,58 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
 
-from trainer import gpus, parent
+from trainer import events, gpus, heartbeat, last_words, parent
 from trainer.cluster import Cluster, Task
 from trainer.errors import UserError
-from trainer.launcher import Job
+from trainer.launcher import Job, task_command
 from trainer.topology import topology_of
 
-# What a task writes in its folder when it ends by an error of the user: one line, no traceback.
-WORDS = "words.txt"
 # TensorFlow imports Keras 3 at once unless it is told of Keras 2, which it imports when it is used:
 # never, in a server.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 CONFIG = "config.json"
 LOG = "log.txt"
+# A file that tells the evaluator, in its folder, that training is over.
+OVER = "over.txt"
+_TAIL_BYTES = 16384
+_REPORTED_LINES = 10
+_FIRST_RESTARTED = 128
+_SIGNALS = {each.value: each.name for each in signal.Signals}
+
+
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """How a task ended.
+
+    Attributes:
+        code: its exit code, or the signal's number below zero.
+        why: why the launcher killed it, or nothing.
+        stalled: whether that was because it gave no sign of life.
+        planned: whether that was no incident.
+    """
+
+    code: int
+    why: str = ""
+    stalled: bool = False
+    planned: bool = False
+
+    @property
+    def is_final(self) -> bool:
+        """Whether its exit code says that another start is of no use; the same under TFJob."""
+        return 0 < self.code < _FIRST_RESTARTED
+
+    @property
+    def cause(self) -> str:
+        """Say it in words that follow "ended with"."""
+        if self.why:
+            return self.why
+        if self.code < 0:
+            return f"signal {_SIGNALS.get(-self.code, -self.code)}"
+        return f"exit code {self.code}"
 
 
 class TaskProcess:
@@ -32,27 +69,38 @@ class TaskProcess:
         self.log = self.folder / LOG
         self._job = job
         self._cluster = cluster
-        self._leads = topology_of(job.config.training.strategy).leads(task)
+        leads = topology_of(job.config.training.strategy).leads(task)
+        self._serves = task.role != "evaluator" and not leads
         self._popen: subprocess.Popen[bytes] | None = None
+        self._killed: End | None = None
+        self.started_at = 0.0
+        self.heart = -1
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process; its output is added to the log of its folder.
+
+        Its signs of life come from the descriptor `heart`, which is the caller's to close.
 
         Raises:
             UserError: the folder cannot be written.
         """
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / WORDS).unlink(missing_ok=True)
+            last_words.reserve(self.folder)
             (self.folder / CONFIG).write_text(self._job.config.model_dump_json(), encoding="utf-8")
             output = self.log.open("ab")
         except OSError as error:
             raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
-        with output:
+        self._killed = None
+        self.started_at = time.monotonic()
+        self.heart, beats = os.pipe()
+        own = heartbeat.environment(beats, self._job.config.training.stall_timeout)
+        with output, os.fdopen(beats, "wb"):
             self._popen = subprocess.Popen(
                 self._command(),
                 cwd=self.folder,
-                env=self._environment(),
+                env={**self._environment(), **own},
+                pass_fds=(beats,),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -72,27 +120,60 @@ class TaskProcess:
             self._popen.kill()
             self._popen.wait()
 
+    def kill_stalled(self, seconds: float) -> None:
+        """End it because it gave no sign of life for `seconds`."""
+        why = f"no sign of life for {seconds:g} s"
+        self._kill_because(End(code=-signal.SIGKILL, why=why, stalled=True))
+
+    def kill_grown(self, before: int, now: int) -> None:
+        """End it because its memory has grown, in bytes."""
+        why = f"its memory grown from {before >> 20} to {now >> 20} MB"
+        self._kill_because(End(code=-signal.SIGKILL, why=why, planned=True))
+
+    def _kill_because(self, end: End) -> None:
+        if self._popen and self._popen.poll() is None:
+            self._killed = end
+            self._popen.kill()
+
+    def end(self) -> End:
+        """Return how it ended, when it has."""
+        code = self._popen.returncode if self._popen else 0
+        if self._killed and code == self._killed.code:
+            return self._killed
+        return End(code=code)
+
+    def resident_bytes(self) -> int:
+        """Return the memory that it holds now; 0 where the system does not say."""
+        try:
+            text = Path(f"/proc/{self._popen.pid if self._popen else 0}/statm").read_text("ascii")
+        except OSError:
+            return 0
+        return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
     def words(self) -> str:
         """Return the line with which the task ended, or nothing if it just died."""
-        path = self.folder / WORDS
-        return path.read_text(encoding="utf-8").strip() if path.exists() else ""
+        return last_words.read(self.folder)
 
     def last_line(self) -> str:
         """Return the last line of its log."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        return lines[-1] if lines else "(nothing)"
+        return (self.last_lines(1) or ["(nothing)"])[0]
+
+    def last_lines(self, count: int) -> list[str]:
+        """Return up to `count` last lines of its log."""
+        with self.log.open("rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
+            text = log.read().decode("utf-8", errors="replace")
+        return text.strip().splitlines()[-count:]
 
     def _command(self) -> list[str]:
-        stage = [sys.executable, "-m", "trainer", "task", "--config", str(self.folder / CONFIG)]
-        uris = ["--dataset", self._job.dataset, "--checkpoints", self._job.checkpoints]
-        return [*stage, *uris, "--workdir", str(self.folder)]
+        return task_command(self._job, self.folder / CONFIG, self.folder)
 
     def _environment(self) -> dict[str, str]:
         return {
             # TensorFlow's own account of its devices drowns what the task has to say.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **os.environ,
-            **({} if self._leads else _SERVER),
+            **(_SERVER if self._serves else {}),
             **gpus.environment(self._job.config, self.task),
             **parent.environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
@@ -103,3 +184,14 @@ class TaskProcess:
                 filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
             ),
         }
+
+
+def report(process: TaskProcess, end: End) -> None:
+    """Say that a task is given up: which one, how it ended, and its last lines."""
+    events.emit(
+        "task_failed",
+        task=str(process.task),
+        cause=end.cause,
+        log=str(process.log),
+        last_lines=process.last_lines(_REPORTED_LINES),
+    )

@@ -44,6 +44,7 @@ _SERVED = Topology()
 TOPOLOGIES = {
     "single": Topology(servers=False, workers=False),
     "async_parameter_server": _SERVED,
+    "sync_parameter_server": _SERVED,
     "in_graph": _SERVED,
     "multi_worker_mirrored": Topology(chief=False, servers=False),
 }

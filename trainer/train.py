@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,11 +64,15 @@ class Surroundings:
         problem: made for the global step at which this life begins.
         validate: measures the current variables of the strategy; None where there is no split.
         stopping: whether an end was asked for.
+        enough: whether the validations of another task say that training should end.
+        stepping: holds while steps are under way; the place to watch that they come.
     """
 
     problem: Callable[[int], Problem]
     validate: Callable[[Strategy], dict[str, float]] | None
     stopping: Callable[[], bool]
+    enough: Callable[[], bool] = lambda: False
+    stepping: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 def train(
@@ -146,6 +151,7 @@ class _Loop:
     def save(self) -> str:
         uri = self._journal.save(self._strategy.variables(), self._strategy.io_device)
         self._saved_at = time.monotonic()
+        self._enough = self._enough or self._around.enough()
         # A task that goes on, or leaves, could not begin again with one that dies while it writes.
         self._strategy.agreed(0)
         return uri
@@ -166,7 +172,8 @@ class _Loop:
 
     def _stretch(self, step: int, stretch: int) -> tuple[int, dict[str, Any]]:
         began = time.monotonic()
-        report = self._strategy.run(stretch)
+        with self._around.stepping():
+            report = self._strategy.run(stretch)
         seconds = time.monotonic() - began
         reached = self._strategy.global_step()
         if not report.loss <= self._most_loss:

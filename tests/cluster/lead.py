@@ -35,7 +35,8 @@ def main() -> None:
         cluster, task = Cluster(addresses={}), Task(role="chief", index=0)
     strategy = registry.create(parse(spec["config"]), cluster, task)
     module, _, name = spec["problem"].partition(":")
-    strategy.build(getattr(importlib.import_module(module), name)(**spec["arguments"]))
+    problem = getattr(importlib.import_module(module), name)(**spec["arguments"])
+    strategy.build(problem)
     variables = strategy.variables()
     for path, value in spec["start"].items():
         variables[path].assign(value)
@@ -48,6 +49,7 @@ def main() -> None:
         variables=values,
         devices={path: variable.device for path, variable in variables.items()},
         learning_rate=strategy.learning_rate(),
+        totals=strategy.totals(problem) if spec["measured"] else [],
     )
     strategy.close()
 

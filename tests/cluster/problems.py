@@ -6,12 +6,14 @@ Their batches run in graphs on the workers: a worker knows itself by `number.txt
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
+from trainer import evaluate
 from trainer.strategies.interface import Problem
 
 FEATURES = 6
@@ -70,6 +72,18 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
         return data.batch(batch_size, drop_remainder=True).repeat()
 
     return problem(batches, **named)
+
+
+def measured() -> Problem:
+    """Equal batches, and sums over 23 examples in six batches: loss, hits, examples, where."""
+
+    def totals(model: keras.Model, part: tf.Tensor, of: int) -> list[tf.Tensor]:
+        batches = tf.data.Dataset.from_tensor_slices(examples(23, seed=1)).batch(4)
+        mine = batches.shard(of, tf.cast(part, tf.int64))
+        # A decimal for each worker: who has measured how many parts.
+        return [*evaluate.totals(model, mine), 10 ** number()]
+
+    return replace(equal(), totals=totals)
 
 
 def dealt(batch_size: int = 8, workers: int = 2, **named: object) -> Problem:

@@ -38,6 +38,7 @@ class Trial:
         runs: the steps of each call of `run`.
         arguments: JSON values.
         start: values of variables by path, set before the first run.
+        measured: whether the problem is measured in the end.
     """
 
     config: Mapping[str, Any]
@@ -45,6 +46,7 @@ class Trial:
     runs: Sequence[int]
     arguments: Mapping[str, Any] = field(default_factory=dict)
     start: Mapping[str, Any] = field(default_factory=dict)
+    measured: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Outcome:
         devices: where each variable stands.
         global_step: the exact counter in the end.
         learning_rate: of the next update.
+        totals: what the problem sums up, over all parts, where it is measured.
     """
 
     reports: list[Words]
@@ -64,6 +67,7 @@ class Outcome:
     devices: Mapping[str, str]
     global_step: int
     learning_rate: float
+    totals: list[float]
 
 
 class Leading:
@@ -107,9 +111,7 @@ class Servers:
 
     def kill(self, task: Task) -> None:
         """Kill a task as the kernel does when memory is gone."""
-        process = self.processes[str(task)]
-        process.kill()
-        process.wait()
+        _end(self.processes.pop(str(task)))
 
     def lead(self, trial: Trial) -> Outcome:
         """Lead a strategy to its end."""
@@ -121,6 +123,8 @@ class Servers:
         folder.mkdir(parents=True, exist_ok=True)
         spec = folder / "spec.json"
         spec.write_text(json.dumps(asdict(trial)), encoding="utf-8")
+        if str(task) in self.processes:
+            self.kill(task)
         process = self._process(task, ["tests.cluster.lead", str(spec)])
         self.processes[str(task)] = process
         return Leading(process, folder / "log.txt")
@@ -154,10 +158,14 @@ class Servers:
     def end(self) -> None:
         """Kill what still runs."""
         for process in self.processes.values():
-            process.kill()
-            process.wait()
-            if process.stdout:
-                process.stdout.close()
+            _end(process)
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait()
+    if process.stdout:
+        process.stdout.close()
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from trainer.evaluate import evaluate
 from trainer.export import export
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.cluster,
     pytest.mark.timeout(300),
     # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
@@ -57,7 +58,7 @@ def test_every_form_gives_the_same_answers(exported):
 
 def test_the_saved_model_takes_both_ids_by_name(exported):
     folder, _, _ = exported
-    serve = tf.saved_model.load(folder / "saved_model").signatures["serving_default"]
+    serve = tf.saved_model.load(next(folder.glob("serving/clicks/*"))).signatures["serving_default"]
     users, items, labels = (column[clicks.TRAINING :] for column in clicks.draw())
     answers = serve(user=tf.constant(users), item=tf.constant(items))
     found = answers["probabilities"].numpy().argmax(axis=1)

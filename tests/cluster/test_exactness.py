@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 STEPS = 1000
 # The others are processes of their own by nature, or one process.
-IN_PROCESS = ("async_parameter_server", "in_graph")
+IN_PROCESS = ("async_parameter_server", "sync_parameter_server", "in_graph")
 
 
 def settings(strategy: str, steps: int, **cluster: object) -> dict[str, Any]:

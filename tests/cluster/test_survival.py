@@ -117,6 +117,11 @@ def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_
         code, said = run.end()
     assert code == 1
     assert said.startswith("worker-0 ended with signal SIGKILL and cluster.max_restarts (0)")
-    assert str(tmp_path / "cluster" / "worker-0" / "log.txt") in said
+    log = str(tmp_path / "cluster" / "worker-0" / "log.txt")
+    assert log in said
+    (failed,) = run.happened("task_failed")
+    assert (failed["task"], failed["cause"]) == ("worker-0", "signal SIGKILL")
+    assert failed["log"] == log
+    assert failed["last_lines"][-1] in said
     _, alive = psutil.wait_procs(tasks, timeout=10)
     assert not alive

@@ -7,7 +7,7 @@ import pytest
 from components import reporting
 from tests.pipelines.happenings import begun, done, ended
 from tests.trainer.page import Page
-from trainer import storage
+from trainer import storage, validations
 from trainer.config import Config
 
 RUN = "digits-1"
@@ -96,6 +96,27 @@ def test_a_blessed_run(run):
     assert "progress" not in page.words
     # A first life is no incident.
     assert page.words.count("life") == 1
+
+
+def test_a_task_that_was_given_up_is_named_with_its_end_and_its_last_lines(run):
+    failed = {"task": "ps-0", "cause": "signal SIGSEGV", "last_lines": ["first <b>", "last"]}
+    run.events(
+        begun("train_model"),
+        {"event": "task_failed", "time": 1.0, **failed},
+        ended("train_model", "failed", 1, error="ps-0 ended with signal SIGSEGV"),
+    )
+    page = run.report("FAILED")
+    assert "task ps-0, cause signal SIGSEGV" in page.text
+    assert "first <b>\nlast" in page.text
+
+
+def test_the_evaluator_s_figures_are_drawn_with_those_of_training(run):
+    run.trained()
+    uri = storage.join(run.root, RUN, "checkpoints")
+    row = {"global_step": 40, "created": "now", "validation_loss": 0.4}
+    storage.write_bytes(storage.join(uri, validations.FILE), f"{json.dumps(row)}\n".encode())
+    run.events(*done("train_model"))
+    assert "validation" in run.report("SUCCEEDED").text
 
 
 def test_the_exit_step_is_not_reported_as_one_that_died(run):

@@ -6,58 +6,23 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import launching, steps
+from components import steps
+from tests.components.called_steps import RUN, refused, text_of
 from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
-from trainer import events, storage
+from trainer import storage
 from trainer.config import Config, DataConfig
-from trainer.errors import RunInterruptedError, UserError
-from trainer.launcher import Job
 from trainer.parameters import run_parameters, to_parameters
 
-RUN = "digits-1"
-
-
-@pytest.fixture(autouse=True)
-def happened(tmp_path, monkeypatch):
-    """Be the process of a step, and return what was written to the events."""
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setenv(steps.RUN_FOLDER, str(tmp_path / "folder"))
-    (tmp_path / "folder").mkdir()
-    return lambda: list(events.read(path))
-
-
-@pytest.fixture
-def root(tmp_path):
-    return storage.uri_of(tmp_path / "root")
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return small_run(tmp_path_factory.mktemp("run"))
-
-
-def text_of(run, **gate):
-    tree = {**run.config.model_dump(mode="json"), "gate": {"min": gate, "max": {}}}
-    return json.dumps(tree)
-
-
-def refused(step, *given, capsys):
-    """Call a step that has to end with one line; return its exit code and the line."""
-    with pytest.raises(SystemExit) as ended:
-        step(*given)
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    return ended.value.code, err.removeprefix(f"flotilla: {step.__name__}: ").strip()
+pytestmark = pytest.mark.usefixtures("happened")
 
 
 class TestResolveConfig:
     @pytest.fixture
     def values(self):
         given = {parameter.name: parameter.default for parameter in run_parameters()}
-        return {**given, "storage_root": "file:///r", "kfp_run_id": "123"}
+        place = dsl.Artifact(uri="/here/flotilla-training/123/resolve-config/place")
+        return {**given, "storage_root": "file:///r", "kfp_run_id": "123", "place": place}
 
     def test_it_passes_on_what_the_others_need(self, values):
         resolved = steps.resolve_config({**values, "steps": steps, "data_seed": 5})
@@ -84,6 +49,20 @@ class TestResolveConfig:
         assert code == 1
         assert line.startswith("storage.root is empty: set it to the URI")
 
+    @pytest.mark.parametrize(
+        ("output", "root"),
+        [
+            ("gs://b/k/p/123/resolve-config/7/place", "gs://b/k/flotilla"),
+            (
+                "minio://mlpipeline/v2/p/123/resolve-config/7/place?endpoint=a:1&region=x",
+                "minio://mlpipeline/v2/flotilla?endpoint=a:1&region=x",
+            ),
+        ],
+    )
+    def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
+        place = dsl.Artifact(uri=output)
+        assert steps.resolve_config({**values, "storage_root": "", "place": place}).root == root
+
     def test_a_wrong_value_is_the_users(self, values, capsys, happened):
         wrong = {**values, "training_steps": 0}
         code, line = refused(steps.resolve_config, wrong, capsys=capsys)
@@ -103,68 +82,6 @@ class TestResolveConfig:
             {**values, **to_parameters(config), "storage_root": "gs://b"}
         )
         assert Config.model_validate_json(resolved.config).training == config.training
-
-
-class TestTrainModel:
-    """With a launcher of its own: what a step makes of what a launcher leaves."""
-
-    @pytest.fixture
-    def launched(self, monkeypatch, tmp_path):
-        """Return the jobs that were launched; each publishes two checkpoints."""
-        jobs = []
-
-        def launch(job: Job) -> None:
-            jobs.append(job)
-            for step in (10, 9):
-                folder = tmp_path / f"checkpoint-{step}"
-                folder.mkdir()
-                (folder / "variables.index").write_text(str(step), encoding="utf-8")
-                fields = {"global_step": step, "metrics": {"loss": 1 / step}}
-                uri = storage.join(job.checkpoints, f"step-{step:08d}")
-                storage.publish(folder, uri, kind="checkpoint", fields=fields)
-
-        monkeypatch.setitem(launching.LAUNCHERS, "local", launch)
-        return jobs
-
-    def test_it_gives_the_newest_checkpoint(self, launched, root, run, happened, tmp_path):
-        artifact = dsl.Model()
-        uri = steps.train_model(text_of(run), root, RUN, run.dataset, artifact)
-        assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
-        assert artifact.metadata == {"uri": uri, "global_step": 10, "loss": 0.1}
-        assert happened()[-1]["figures"] == {"global_step": 10, "loss": 0.1}
-        assert happened()[-1]["uri"] == uri
-        (job,) = launched
-        assert (job.dataset, job.workdir) == (run.dataset, tmp_path / "folder" / "cluster")
-        assert job.config.model == run.config.model
-
-    def test_a_launcher_that_fails_is_told(self, monkeypatch, root, run, capsys):
-        def fail(_job):
-            raise UserError("worker-0 ended with exit code 1")
-
-        monkeypatch.setitem(launching.LAUNCHERS, "local", fail)
-        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
-        assert refused(steps.train_model, *given, capsys=capsys) == (
-            1,
-            "worker-0 ended with exit code 1",
-        )
-
-    def test_an_interrupted_launcher_is_told(self, monkeypatch, root, run, capsys, happened):
-        def end(_job):
-            raise RunInterruptedError("interrupted at global step 7")
-
-        monkeypatch.setitem(launching.LAUNCHERS, "local", end)
-        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
-        assert refused(steps.train_model, *given, capsys=capsys)[0] == 130
-        assert happened()[-1]["status"] == "interrupted"
-
-    def test_a_launcher_that_leaves_nothing_is_told(self, monkeypatch, root, run, capsys):
-        monkeypatch.setitem(launching.LAUNCHERS, "local", lambda _job: None)
-        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
-        _, line = refused(steps.train_model, *given, capsys=capsys)
-        assert line.startswith("no checkpoint is published below ")
-
-    def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
-        assert "local" in launching.LAUNCHERS
 
 
 class TestJudging:
@@ -240,12 +157,12 @@ class TestJudging:
     def test_other_forms_are_published_beside_the_first(self, run, root, tmp_path):
         _, decision = self.gated(run, root, tmp_path, 0.1)
         found = []
-        for formats in (["keras"], ["saved_model"], ["keras"]):
+        for formats in (["saved_model"], ["saved_model", "keras"], ["saved_model"]):
             tree = {**json.loads(text_of(run)), "export": {"formats": formats}}
             given = (json.dumps(tree), root, RUN, run.dataset, run.checkpoint, decision)
             found.append(steps.export_model(*given, dsl.Model()))
         assert found[0] == found[2] != found[1]
-        assert storage.read_manifest(found[1]).fields["formats"] == ["saved_model"]
+        assert storage.read_manifest(found[1]).fields["formats"] == ["saved_model", "keras"]
 
     def test_a_checkpoint_that_was_made_again_is_judged_anew(self, root, tmp_path):
         run = small_run(tmp_path / "run")
@@ -275,7 +192,7 @@ class TestFinish:
     def test_the_report_stands_with_the_run_in_the_ui_and_on_this_machine(
         self, root, artifact, tmp_path, happened
     ):
-        steps.finish("SUCCEEDED", root, RUN, artifact)
+        steps.finish("SUCCEEDED", root, "local", "{}", RUN, artifact)
         uri = storage.join(root, RUN, "report.html")
         assert happened()[-1]["uri"] == uri
         page = storage.read_bytes(uri)
@@ -284,13 +201,13 @@ class TestFinish:
         assert Page(page.decode()).words[1] == "done"
 
     def test_a_failure_before_there_is_a_root_is_not_hidden(self, artifact, happened):
-        steps.finish("FAILED", "", RUN, artifact)
+        steps.finish("FAILED", "", "local", "{}", RUN, artifact)
         assert happened()[-1]["status"] == "done"
         assert Page(Path(artifact.path).read_text(encoding="utf-8")).words[1] == "failed"
 
     def test_a_root_that_cannot_be_written_is_told_in_one_line(self, artifact, tmp_path, capsys):
         (tmp_path / "root").write_text("", encoding="utf-8")
-        given = ("FAILED", storage.uri_of(tmp_path / "root"), RUN, artifact)
+        given = ("FAILED", storage.uri_of(tmp_path / "root"), "local", "{}", RUN, artifact)
         code, line = refused(steps.finish, *given, capsys=capsys)
         assert code == 1
         assert line.startswith("cannot write ")

@@ -4,6 +4,7 @@ import ast
 import inspect
 
 import pytest
+from kfp import dsl
 
 from components import steps
 from components.image import IMAGE
@@ -58,7 +59,8 @@ def test_it_says_what_it_does(component):
 def test_the_first_step_takes_exactly_the_run_parameters():
     taken = inspect.signature(resolve_config.python_func).parameters
     expected = [(p.name, p.type) for p in run_parameters()]
-    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, ("kfp_run_id", str)]
+    own = [("kfp_run_id", str), ("place", dsl.Output[dsl.Artifact])]
+    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, *own]
 
 
 def test_no_run_parameter_has_a_default_of_its_own_in_the_first_step():

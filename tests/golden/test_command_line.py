@@ -4,9 +4,19 @@ import json
 
 import typer
 
-from pipelines.cli import app
+from pipelines.app import app
 
-COMMANDS = typer.main.get_command(app).commands
+
+def flat(commands, before=""):
+    """Return every command by the words that call it: a group has commands of its own."""
+    found = {}
+    for name, command in commands.items():
+        below = getattr(command, "commands", None)
+        found |= flat(below, f"{before}{name} ") if below else {f"{before}{name}": command}
+    return found
+
+
+COMMANDS = flat(typer.main.get_command(app).commands)
 
 
 def surface():

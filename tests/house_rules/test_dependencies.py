@@ -2,6 +2,7 @@
 
 import re
 import sys
+from importlib import metadata
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -35,15 +36,18 @@ def imported_distributions():
     return {top: {normal(name) for name in owners.get(top, [])} for top in foreign}
 
 
+def asked_for():
+    return {normal(requirement.name) for requirement in [*requirements(), *requirements("s3")]}
+
+
 def test_what_is_imported_is_asked_for():
-    asked = {normal(requirement.name) for requirement in requirements()}
+    asked = asked_for()
     assert not {top for top, owners in imported_distributions().items() if not owners & asked}
 
 
 def test_what_is_asked_for_is_imported():
     used = set().union(*imported_distributions().values()) | FOR_OTHERS
-    asked = {normal(requirement.name) for requirement in requirements()}
-    assert not asked - used
+    assert not asked_for() - used
 
 
 def test_the_lock_file_holds_pins_only():
@@ -56,8 +60,17 @@ def test_the_lock_file_satisfies_pyproject():
     pins = {normal(match[1]): match[2] for match in matches if match}
     unmet = [
         str(requirement)
-        for requirement in [*requirements(), *requirements("dev")]
+        for requirement in [*requirements(), *requirements("s3"), *requirements("dev")]
         if pins.get(normal(requirement.name), "") not in requirement.specifier
         or normal(requirement.name) not in pins
     ]
     assert not unmet, "run `make lock`"
+
+
+def test_the_lock_of_the_gpu_image_pins_all_that_tensorflow_asks_for():
+    lines = text(Path("requirements-gpu.lock")).splitlines()
+    pins = dict(PIN.match(line).groups() for line in lines if not line.startswith("#"))
+    asked = [Requirement(line) for line in metadata.requires("tensorflow")]
+    cuda = [each for each in asked if each.marker and "and-cuda" in str(each.marker)]
+    assert {normal(each.name) for each in cuda} == set(pins)
+    assert all(each.specifier.contains(pins[normal(each.name)]) for each in cuda)

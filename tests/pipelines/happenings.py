@@ -38,3 +38,9 @@ def judged(word: str, *reasons: str) -> list[Event]:
     """Return the events of a run up to the gate and its decision."""
     before = [event for step in STEPS[:-1] for event in done(step)]
     return [*before, *done("check_gate", figures={"decision": word, "reasons": list(reasons)})]
+
+
+def promoted() -> list[Event]:
+    """Return the events of a model that was exported and became champion."""
+    figures = {"decision": "promoted", "version": 1, "promotion": 1, "reasons": []}
+    return [*done("export_model"), *done("register_model", figures=figures)]

@@ -1,6 +1,7 @@
 """What the command line says to a person who got something wrong, and to a script."""
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,9 @@ def flotilla(monkeypatch, capsys):
             cli.main()
         return (ended.value.code, *capsys.readouterr())
 
-    return call
+    before = signal.getsignal(signal.SIGINT)
+    yield call
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -181,7 +184,7 @@ def test_compiling(flotilla, here):
     assert (told["status"], told["artifacts"]) == ("done", written)
     assert err == "wrote build/pipeline.yaml\nwrote parts\n"
     assert (here / "build" / "pipeline.yaml").is_file()
-    assert len(list((here / "parts").iterdir())) == 7
+    assert len(list((here / "parts").iterdir())) == 8
 
 
 def test_compiling_without_json_prints_nothing(flotilla):

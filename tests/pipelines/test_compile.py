@@ -166,7 +166,7 @@ def test_one_file_a_component(tmp_path):
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {
         "resolve-config.yaml", "prepare-data.yaml", "train-model.yaml", "evaluate-model.yaml",
-        "check-gate.yaml", "export-model.yaml", "finish.yaml",
+        "check-gate.yaml", "export-model.yaml", "register-model.yaml", "finish.yaml",
     }  # fmt: skip
     for path in tmp_path.iterdir():
         loaded = kfp_components.load_component_from_file(str(path))

@@ -123,6 +123,21 @@ def test_incidents_are_told(shown):
     ]
 
 
+def test_tasks_that_are_silent_or_given_up_are_told(shown):
+    assert shown(
+        {"event": "stalled", "time": 1.0, "tasks": ["ps-0", "worker-1"], "seconds": 120.0},
+        {"event": "evaluator_left", "time": 1.0, "reason": "no [room]"},
+        {"event": "task_failed", "time": 1.0, "task": "ps-0", "cause": "signal SIGKILL",
+         "log": "log.txt", "last_lines": ["[one]", "two"]},
+    ) == [
+        "no progress for 120 s: ps-0, worker-1 silent",
+        "going on without the evaluator: no [room]",
+        "ps-0 ended with signal SIGKILL:",
+        "[one]",
+        "two",
+    ]  # fmt: skip
+
+
 def test_a_damaged_checkpoint_is_told_on_one_line(shown):
     uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
     event = {"event": "checkpoint_passed_over", "time": 1.0, "uri": uri, "reason": reason}

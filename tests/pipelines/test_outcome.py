@@ -3,7 +3,7 @@
 import pytest
 
 from pipelines.outcome import outcome_of
-from tests.pipelines.happenings import STEPS, begun, done, ended, judged
+from tests.pipelines.happenings import STEPS, begun, done, ended, judged, promoted
 
 FINISHED = done("finish", uri="file:///r/report.html")
 
@@ -18,8 +18,21 @@ def failed(step, message, code=1):
 
 
 def test_blessed_and_exported():
-    events = [*judged("blessed", "accuracy 1.0"), *done("export_model"), *FINISHED]
+    events = [*judged("blessed", "accuracy 1.0"), *promoted(), *FINISHED]
     assert judge(events) == ("blessed", 0, "")
+
+
+def test_exported_and_not_registered():
+    events = [*judged("blessed", "accuracy 1.0"), *done("export_model"), *FINISHED]
+    message = "the model was blessed, but register_model was not run; see pipeline.log"
+    assert judge(events) == ("failed", 1, message)
+
+
+def test_refused_by_the_registry():
+    figures = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
+    register = done("register_model", figures=figures)
+    events = [*judged("blessed"), *done("export_model"), *register, *FINISHED]
+    assert judge(events) == ("refused", 3, "megabytes 9.0 is above; labelled 0")
 
 
 def test_refused_with_every_reason():
@@ -53,7 +66,7 @@ def test_the_first_failure_is_told_and_not_that_of_the_exit_step():
 
 
 def test_an_exit_step_that_failed_fails_the_run():
-    events = [*judged("blessed"), *done("export_model"), *failed("finish", "no space")]
+    events = [*judged("blessed"), *promoted(), *failed("finish", "no space")]
     assert judge(events, 1) == ("failed", 1, "finish: no space")
 
 

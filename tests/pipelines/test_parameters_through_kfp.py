@@ -17,7 +17,7 @@ from trainer.parameters import run_parameters, to_parameters
 ROOT = Path(__file__).parents[2]
 # What a shell, a template, YAML, JSON or KFP could take for its own. KFP keeps `{{` to itself.
 AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
-# No value here is the default.
+# No value here is the default, but of the one key that excludes another.
 TREE = {
     "name": "every-key.1",
     "data": {
@@ -44,28 +44,49 @@ TREE = {
             "args": {"boundaries": [10, 20], "factors": [1, 0.5, 0.1]},
         },
         "pull_every": 5,
+        "replicas_to_aggregate": 2,
         "checkpoint_every": 11,
         "checkpoint_seconds": 12.5,
         "keep": 4,
         "validate_every": 13,
         "patience": 2,
+        "stall_timeout": 60.5,
         "mixed_precision": True,
         "jit_compile": True,
         "seed": 5,
     },
     "cluster": {
+        "launcher": "tfjob",
         "parameter_servers": 2,
         "workers": 3,
+        "evaluator": True,
         "gpus_per_worker": 1,
         "gpu_memory_mb": 512,
         "communication": "nccl",
         "placement": {f"möbel/*{AWKWARD}": "ps:1"},
         "in_process": True,
         "max_restarts": 0,
+        "kubernetes": {
+            "namespace": "models",
+            "pod": {
+                "env": {"A": AWKWARD},
+                "resources": {"limits": {"cpu": "500m"}},
+                "tolerations": [{"key": "spot", "operator": "Exists"}],
+            },
+            "job": {"backoff_limit": 7},
+            "worker": {"volumes": [{"name": "a", "mount_path": "/a", "source": {"emptyDir": {}}}]},
+        },
     },
-    "evaluation": {"batch_size": 17},
-    "gate": {"min": {"macro_f1": 0.1}, "max": {"loss": 2.5, "accuracy": 1.0}},
-    "export": {"formats": ["keras"]},
+    "evaluation": {"batch_size": 17, "slices": [AWKWARD, "b"]},
+    "gate": {
+        "min": {"macro_f1": 0.1, f"accuracy@{AWKWARD}={AWKWARD}": 0.5},
+        "max": {"loss": 2.5, "accuracy": 1.0},
+        "champion": "better",
+        "min_gain": 0.125,
+        "significance": 0.01,
+    },
+    "export": {"formats": ["saved_model", "tflite_int8"]},
+    "registry": {"max_megabytes": 12.5, "max_milliseconds": 3.0},
     "storage": {"root": "gs://bucket/a path/ü's"},
 }
 
@@ -97,7 +118,8 @@ def kept(tmp_path_factory, config):
 def test_no_value_of_these_is_the_default(config):
     default = to_parameters(Config())
     same = {name for name, value in to_parameters(config).items() if value == default[name]}
-    assert same == {key.replace(".", "_") for key in NOT_YET}
+    # Servers are either joined or started in one process.
+    assert same == {key.replace(".", "_") for key in NOT_YET} | {"cluster_existing_servers"}
 
 
 def test_every_run_parameter_arrives(kept, config):

@@ -69,6 +69,9 @@ def test_the_exit_step_runs_after_everything(spec):
     assert tasks["finish"]["triggerPolicy"]["strategy"] == "ALL_UPSTREAM_TASKS_COMPLETED"
     # Of the parameter and not of the first step, which may be the one that failed.
     assert inputs_of(tasks["finish"])["root"] == {"componentInputParameter": "storage_root"}
+    for name in ("launcher", "kubernetes"):
+        given = {"componentInputParameter": f"cluster_{name}"}
+        assert inputs_of(tasks["finish"])[name] == given
     assert inputs_of(tasks["finish"])["status"]["taskFinalStatus"] == {
         "producerTask": "exit-handler-1"
     }
@@ -99,7 +102,7 @@ def test_only_a_blessed_model_is_exported(spec, main_tasks):
     assert condition.endswith("== 'blessed'")
     assert "check-gate-Output" in condition
     below = spec["components"][branch["componentRef"]["name"]]["dag"]["tasks"]
-    assert set(below) == {"export-model"}
+    assert set(below) == {"export-model", "register-model"}
     decision = inputs_of(below["export-model"])["decision"]["componentInputParameter"]
     assert decision.endswith("check-gate-decision")
 

@@ -103,6 +103,7 @@ class Run:
         *,
         validate: Callable[[Strategy], dict[str, float]] | None = None,
         stopping: Callable[[], bool] = lambda: False,
+        enough: Callable[[], bool] = lambda: False,
         problem: Callable[[int], Problem] | None = None,
         **training: Any,
     ) -> int:
@@ -111,7 +112,9 @@ class Run:
         checkpoints = Checkpoints(
             self.uri, keep=config.training.keep, scratch=self.folder / "scratch"
         )
-        around = Surroundings(problem=problem or nothing, validate=validate, stopping=stopping)
+        around = Surroundings(
+            problem=problem or nothing, validate=validate, stopping=stopping, enough=enough
+        )
         return train(config, strategy or Counting(), checkpoints, around)
 
 

@@ -13,7 +13,7 @@ from sklearn.datasets import load_digits
 
 from trainer import gate, storage
 from trainer.checkpoints import Checkpoints
-from trainer.config import Config, GateConfig
+from trainer.config import Config
 from trainer.config_file import parse
 from trainer.data.records import encode
 from trainer.data.shards import ShardWriter
@@ -21,6 +21,7 @@ from trainer.data.spec import SCHEMA, FeatureSpec
 from trainer.errors import UserError
 from trainer.evaluate import evaluate
 from trainer.export import Exported, export
+from trainer.gate_config import GateConfig
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -78,13 +79,14 @@ def digits() -> tuple[np.ndarray, np.ndarray]:
     return images, found.target.astype(np.int64)
 
 
-def publish_dataset(
+def publish_dataset(  # noqa: PLR0913
     folder: Path,
     examples: tuple[np.ndarray, np.ndarray],
     *,
     test: int = TEST_EXAMPLES,
     claimed: int | None = None,
     label_names: list[str] | None = None,
+    classes: int = CLASSES,
 ) -> str:
     """Publish images with labels: the first `test` to test on, the next 40 to train on.
 
@@ -112,8 +114,8 @@ def publish_dataset(
         "features": {name: feature.to_json() for name, feature in FEATURES.items()},
         "inputs": ["image"],
         "label": "label",
-        "labels": [str(i) for i in range(CLASSES)] if label_names is None else label_names,
-        "num_classes": CLASSES,
+        "labels": [str(i) for i in range(classes)] if label_names is None else label_names,
+        "num_classes": classes,
         "fingerprint": "0" * 8,
     }
     uri = storage.uri_of(folder)
@@ -141,13 +143,14 @@ def publish_checkpoint(folder: Path, model: keras.Model, step: int = GLOBAL_STEP
     return saved.save(variables, io_device=None, fields={"metrics": {}})
 
 
-def decide(run: SmallRun, folder: Path, *, accuracy: float) -> str:
+def decide(run: SmallRun, folder: Path, *, accuracy: float, champion: str = "") -> str:
     """Evaluate the run's checkpoint below `folder` and hold it against a threshold."""
     config = run.config.model_copy(update={"gate": GateConfig(min={"accuracy": accuracy})})
+    folder.mkdir(parents=True, exist_ok=True)
     evaluation, decision = (storage.uri_of(folder / name) for name in ("evaluation", "decision"))
     scratch = folder / "scratch"
     scratch.mkdir(exist_ok=True)
-    evaluate(config, run.dataset, run.checkpoint, evaluation, scratch)
+    evaluate(config, run.dataset, run.checkpoint, evaluation, scratch, champion)
     return gate.check(config, evaluation, decision).uri
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
+import resource
+
 import tensorflow as tf
 from tensorflow.core.util import event_pb2
 
-from trainer import storage
 from trainer.board import Board
 
 ROWS = [
@@ -32,7 +32,7 @@ def expected(rows):
 
 
 def test_every_figure_is_there_as_soon_as_its_row(tmp_path):
-    board = Board(storage.uri_of(tmp_path / "check points"))
+    board = Board(tmp_path / "check points" / "logs")
     for count, row in enumerate(ROWS, start=1):
         board.add(row)
         assert scalars(tmp_path / "check points") == expected(ROWS[:count])
@@ -40,12 +40,23 @@ def test_every_figure_is_there_as_soon_as_its_row(tmp_path):
 
 def test_a_new_life_adds_to_the_same_folder(tmp_path):
     for row in ROWS:
-        Board(storage.uri_of(tmp_path)).add(row)
+        Board(tmp_path / "logs").add(row)
     assert scalars(tmp_path) == expected(ROWS)
 
 
-@pytest.mark.parametrize("uri", ["gs://bucket/run", "s3://bucket/run"])
-def test_where_tensorflow_cannot_write_nothing_is_written(uri, tmp_path, monkeypatch):
+def test_without_a_folder_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Board(uri).add(ROWS[0])
+    Board(None).add(ROWS[0])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_takes_no_more_ends_the_pictures_and_not_the_run(tmp_path, caplog):
+    board = Board(tmp_path / "logs")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        for step in (1, 2):
+            board.add({"global_step": step, "loss": 0.5})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert caplog.text.count("no more figures for TensorBoard: ") == 1

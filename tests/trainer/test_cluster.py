@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.cluster import ROLES, Cluster, Task, check_port, from_tf_config
+from trainer.cluster import ROLES, Cluster, Task, check_port, from_flags, from_tf_config
 from trainer.errors import ConfigError, UserError
 
 CLUSTER = {
@@ -156,6 +156,54 @@ def test_any_text_is_a_cluster_or_one_line(text):
     assert task.role == "evaluator" or task.index < cluster.count(task.role)
     if task.role != "evaluator":
         assert from_tf_config(cluster.tf_config(task)) == (cluster, task)
+
+
+HOSTS = {"chief": "", "ps": "127.0.0.1:2001,[::1]:2002", "worker": "w_0:1"}
+
+
+def test_flags_say_the_same_as_tf_config():
+    cluster, task = from_flags(HOSTS, "ps", 1)
+    assert (cluster, task) == from_tf_config(cluster.tf_config(task))
+    assert cluster.spec() == {"ps": ["127.0.0.1:2001", "[::1]:2002"], "worker": ["w_0:1"]}
+    assert from_flags(HOSTS, "evaluator", 0) == (cluster, Task(role="evaluator", index=0))
+
+
+@pytest.mark.parametrize(
+    ("hosts", "role", "index", "said"),
+    [
+        ({}, "ps", 0, "the flags: 'cluster' has to map roles"),
+        (HOSTS, "", 0, "the flags: no task type '' (one of chief, ps, worker, evaluator)"),
+        (HOSTS, "work", 0, "the flags: no task type 'work'; did you mean 'worker'?"),
+        (HOSTS, "ps", 2, "the flags: task ps-2 is not in the cluster"),
+        (HOSTS, "ps", -1, "the flags: task index -1 is not a number from 0 on"),
+        (HOSTS, "chief", 0, "the flags: task chief-0 is not in the cluster"),
+        ({**HOSTS, "worker": "a:1,"}, "ps", 0, "the flags: '' of 'worker' is not host:port"),
+        ({**HOSTS, "worker": "a:1, b:1"}, "ps", 0, "the flags: ' b:1' of 'worker' is not host:po"),
+        ({**HOSTS, "worker": "w:1,w:1"}, "ps", 0, "the flags: w:1 stands twice in the cluster"),
+    ],
+)
+def test_what_is_wrong_with_flags_is_said_in_one_line(hosts, role, index, said):
+    with pytest.raises(ConfigError) as caught:
+        from_flags(hosts, role, index)
+    assert str(caught.value).startswith(said)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["chief", "ps", "worker"]), st.text() | st.just("a:1,b:2")),
+    st.text(max_size=8) | roles,
+    st.integers(),
+)
+def test_any_flags_are_a_cluster_or_one_line(hosts, role, index):
+    try:
+        cluster, task = from_flags(hosts, role, index)
+    except ConfigError:
+        with pytest.raises(ConfigError) as caught:
+            from_flags(hosts, role, index)
+        assert len(str(caught.value).splitlines()) == 1
+        return
+    assert task.role == "evaluator" or task.index < cluster.count(task.role)
 
 
 def one_task(port, host="127.0.0.1"):

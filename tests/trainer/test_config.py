@@ -19,14 +19,7 @@ ROOT = Path(module.__file__).parents[1]
 KEYS = [".".join(parameter.key) for parameter in run_parameters()]
 # A value that is not the only one there is yet, of the right type.
 OTHER = {
-    "training.replicas_to_aggregate": "2",
     "training.warm_start": "champion",
-    "training.stall_timeout": "60",
-    "cluster.launcher": "tfjob",
-    "cluster.evaluator": "true",
-    "cluster.existing_servers": "true",
-    "cluster.kubernetes": "{namespace: flotilla}",
-    "evaluation.slices": "[label]",
 }
 GOOD = [
     "name=a", "name=fashion-mnist_2.1", "name='7'", f"name={'a' * 50}",
@@ -43,10 +36,11 @@ GOOD = [
     "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
     "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
     "training.strategy=single", "training.strategy=multi_worker_mirrored", "cluster.workers=8",
-    "cluster.parameter_servers=3",
+    "cluster.parameter_servers=3", "cluster.existing_servers=true",
     "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
     "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
-    "gate.min.loss=-2", "export.formats=[keras]", "storage.root=''", "storage.root=file:///tmp/a b",
+    "gate.min.loss=-2", "export.formats=[saved_model,tflite_int8]",
+    "storage.root=''", "storage.root=file:///tmp/a b",
     "storage.root=gs://bucket/a", "storage.root=s3://bucket", "storage.root=minio://b?endpoint=x",
 ]  # fmt: skip
 BAD = [
@@ -105,8 +99,8 @@ BAD = [
     ("gate.min.accuracy=high", "gate.min.accuracy: 'high' is not allowed"),
     ("export.formats=[]", "export.formats: [] is not allowed"),
     (
-        "export.formats=[tflite]",
-        "'tflite' is not allowed: input should be 'saved_model' or 'keras'",
+        "export.formats=[onnx]",
+        "'onnx' is not allowed: input should be 'saved_model', 'keras', 'tflite' or 'tflite_int8'",
     ),
     ("export.formats=keras", "export.formats: 'keras' is not allowed"),
     ("storage.root=runs", "storage.root: 'runs' is not allowed: not a URI"),
@@ -137,7 +131,7 @@ def test_a_value_that_is_refused_is_named_with_what_is_allowed(assignment, said)
 
 
 def test_a_wrong_item_of_a_list_is_reported_once():
-    assert refused("export.formats=[tflite]").count("export.formats") == 1
+    assert refused("export.formats=[saved_model,onnx]").count("export.formats") == 1
 
 
 def test_a_value_is_what_was_written():
@@ -185,6 +179,17 @@ def test_nccl_is_refused_where_workers_have_no_gpus():
     )
     nccl = load(None, ["cluster.communication=nccl", "cluster.gpus_per_worker=1"])
     assert nccl.cluster.communication == "nccl"
+
+
+def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggregates():
+    wanted = "training.replicas_to_aggregate=3"
+    assert refused("training.strategy=sync_parameter_server", wanted) == (
+        "training.replicas_to_aggregate: 2 workers cannot give 3 gradients; "
+        "set it to 2 or less (0: one of each worker)"
+    )
+    assert load(None, [wanted]).training.replicas_to_aggregate == 3
+    enough = load(None, ["training.strategy=sync_parameter_server", wanted, "cluster.workers=3"])
+    assert enough.cluster.workers == 3
 
 
 def test_more_workers_than_shards_are_refused_before_anything_starts():
@@ -256,3 +261,15 @@ def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value)
 def test_a_metric_that_nobody_measures_is_refused_before_anything_starts():
     with pytest.raises(ConfigError, match=r"gate\.min: no metric 'acuracy'; did you mean 'acc"):
         parse({"gate": {"min": {"acuracy": 0.9}}})
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers"),
+        ("training.strategy=single", "single has no servers"),
+        ("cluster.in_process=true", "leave cluster.in_process out; it starts servers of its own"),
+    ],
+)
+def test_servers_that_run_are_joined_where_servers_are_used(other, said):
+    assert refused("cluster.existing_servers=true", other) == f"cluster.existing_servers: {said}"

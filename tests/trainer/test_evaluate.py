@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from sklearn.metrics import roc_auc_score
 
 from tests.trainer import small_run
 from trainer import evaluate as evaluation
 from trainer import storage
-from trainer.config import METRICS
 from trainer.config_file import parse
 from trainer.errors import UserError
+from trainer.gate_config import METRICS
 
 
 @pytest.fixture(scope="module")
@@ -106,11 +106,59 @@ def test_confusion_matrix_has_the_true_class_in_its_rows(run, evaluated):
     assert text["labels"] == list("0123456789")
 
 
+def test_the_label_is_always_sliced_by(evaluated):
+    _, text, _ = evaluated
+    assert list(text["slices"]) == ["label"]
+    rows = {row["value"]: row for row in text["slices"]["label"]}
+    assert sum(row["examples"] for row in rows.values()) == small_run.TEST_EXAMPLES
+    for each in text["per_class"]:
+        part = rows[each["label"]]
+        assert part["examples"] == each["support"]
+        # Of a class alone, what is right is what is recalled.
+        assert part["metrics"]["accuracy"] == pytest.approx(each["recall"])
+
+
+def test_a_slice_by_no_feature_is_refused_by_name(run, tmp_path):
+    config = parse({"model": {"name": "softmax"}, "evaluation": {"slices": ["labl"]}})
+    message = _refusal(run, tmp_path, config=config)
+    assert message.startswith(
+        "evaluation.slices: 'labl' is no feature of the dataset; did you mean"
+    )
+
+
+def test_curves_areas_and_intervals_are_those_of_the_predictions(evaluated):
+    result, text, arrays = evaluated
+    curves = json.loads(storage.read_file(result.uri, "curves.json"))
+    assert [curve["label"] for curve in curves] == text["labels"]
+    areas = [
+        roc_auc_score(arrays["label"] == digit, arrays["probabilities"][:, digit])
+        for digit in range(10)
+    ]
+    assert [row["roc_auc"] for row in text["per_class"]] == areas
+    assert text["metrics"]["roc_auc"] == pytest.approx(np.mean(areas))
+    low, high = text["intervals"]["accuracy"]
+    assert low < text["metrics"]["accuracy"] < high
+    assert sum(row["examples"] for row in text["calibration"]) == len(arrays["label"])
+
+
+def test_the_worst_examples_are_there_as_pictures(run, evaluated):
+    result, text, arrays = evaluated
+    first = text["worst"][0]
+    rows = np.arange(len(arrays["label"]))
+    each = -np.log(arrays["probabilities"][rows, arrays["label"]])
+    assert first["index"] == each.argmax()
+    picture = tf.io.decode_png(storage.read_file(result.uri, first["picture"])).numpy()
+    order = np.concatenate([np.arange(97)[i::3] for i in range(3)])
+    np.testing.assert_array_equal(picture, run.images[order[first["index"]]])
+
+
 def test_the_evaluation_says_what_was_evaluated(run, evaluated):
     result, text, _ = evaluated
     manifest = storage.verify(result.uri)
     assert manifest.kind == "evaluation"
-    assert [entry.path for entry in manifest.files] == ["metrics.json", "predictions.npz"]
+    paths = [entry.path for entry in manifest.files]
+    pictures = [f"worst/{place:02d}.png" for place in range(1, 26)]
+    assert paths == ["curves.json", "metrics.json", "predictions.npz", *pictures]
     assert manifest.fields["metrics"] == result.metrics
     assert manifest.fields["made_from"]["checkpoint"] == run.checkpoint
     assert manifest.fields["made_from"]["dataset"] == run.dataset
@@ -165,6 +213,8 @@ def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone(run,
     text = json.loads(storage.read_bytes(storage.join(output, "metrics.json")))
     absent = [row for row in text["per_class"] if not row["support"]]
     assert len(absent) == 8
+    assert [row["roc_auc"] for row in absent] == [None] * 8
+    assert all(np.isfinite(value) for value in result.metrics.values())
     assert {row["recall"] for row in absent} == {0.0}
     assert result.metrics["macro_recall"] > 0.3, "eight zeros would bring it below 0.2"
 
@@ -244,51 +294,3 @@ def test_a_missing_checkpoint_or_dataset_is_refused(run, tmp_path):
     absent = storage.uri_of(tmp_path / "absent")
     assert absent in _refusal(run, tmp_path, checkpoint=absent)
     assert absent in _refusal(run, tmp_path, dataset=absent)
-
-
-def _batches(run, size=10):
-    return tf.data.Dataset.from_tensor_slices((run.images, run.labels)).batch(size)
-
-
-def test_measure_agrees_with_the_evaluation(run, evaluated):
-    measured = evaluation.measure(run.model, _batches(run))
-    expected = {name: evaluated[0].metrics[name] for name in ("loss", "accuracy")}
-    assert measured == pytest.approx(expected, rel=1e-5)
-    assert {type(value) for value in measured.values()} == {float}
-
-
-def test_measure_weighs_the_last_batch_by_its_examples(run):
-    by_one, by_all = (evaluation.measure(run.model, _batches(run, size)) for size in (1, 96))
-    assert by_one == pytest.approx(by_all, rel=1e-5)
-
-
-def test_a_measurer_reads_the_weights_as_they_are(run):
-    model = small_run.template_model(run.config, *small_run.digits())
-    measured = evaluation.measurer(model)
-    before = measured(_batches(run))
-    model.variables[0].assign(np.zeros((64, 10), np.float32))
-    model.variables[1].assign(np.zeros(10, np.float32))
-    assert measured(_batches(run))["loss"] == pytest.approx(np.log(10)) != before["loss"]
-
-
-def test_measure_switches_dropout_off(run):
-    dropout = keras.Sequential([keras.layers.Dropout(0.9), run.model])
-    expected = evaluation.measure(run.model, _batches(run))
-    assert evaluation.measure(dropout, _batches(run)) == pytest.approx(expected)
-
-
-def test_measure_gives_a_loss_that_is_not_finite_as_it_is(run):
-    model = small_run.template_model(run.config, *small_run.digits())
-    model.variables[1].assign(np.full(10, np.nan, np.float32))
-    assert np.isnan(evaluation.measure(model, _batches(run))["loss"])
-
-
-def test_measure_refuses_no_examples(run):
-    with pytest.raises(UserError, match="no examples"):
-        evaluation.measure(run.model, _batches(run).take(0))
-
-
-def test_measure_takes_labels_of_any_whole_type(run):
-    for dtype in ("uint8", "int32"):
-        batches = tf.data.Dataset.from_tensor_slices((run.images, run.labels.astype(dtype)))
-        assert evaluation.measure(run.model, batches.batch(50))["accuracy"] > 0.5

@@ -12,12 +12,13 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer import small_run
-from trainer import export as exporting
 from trainer import storage
 from trainer.config_file import parse
 from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.forms import FORMS
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.signature import SERVING, serving_name
 
 # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -40,15 +41,15 @@ def blessed(run):
 def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, monkeypatch, altered):
     form, change = altered
 
-    def write_other_weights(model, spec, path):
+    def write_other_weights(model, spec, path, calibration):
         weights = model.get_weights()
         model.set_weights([weights[0], weights[1] + change])
-        genuine.write(model, spec, path)
+        genuine.write(model, spec, path, calibration)
         model.set_weights(weights)
 
-    genuine = exporting.FORMS[form]
+    genuine = FORMS[form]
     replaced = dataclasses.replace(genuine, write=write_other_weights)
-    monkeypatch.setitem(exporting.FORMS, form, replaced)
+    monkeypatch.setitem(FORMS, form, replaced)
     message = small_run.refused_export(run, blessed, tmp_path)
     assert message.startswith(
         f"nothing is exported: as {form} the model's answers to 97 test examples differ by up to "
@@ -56,11 +57,11 @@ def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, mo
 
 
 def test_a_form_that_cannot_be_written_is_named(run, blessed, tmp_path, monkeypatch):
-    def no_space(model, spec, path):  # noqa: ARG001
+    def no_space(model, spec, path, calibration):  # noqa: ARG001
         raise OSError(28, "No space left on device", str(path))
 
-    altered = dataclasses.replace(exporting.FORMS["keras"], write=no_space)
-    monkeypatch.setitem(exporting.FORMS, "keras", altered)
+    altered = dataclasses.replace(FORMS["keras"], write=no_space)
+    monkeypatch.setitem(FORMS, "keras", altered)
     message = small_run.refused_export(run, blessed, tmp_path)
     assert message.startswith("the model cannot be written as keras: OSError: ")
     assert "No space left on device" in message
@@ -107,7 +108,8 @@ def test_an_own_class_leaves_as_a_saved_model(own_run, tmp_path):
 
 def test_an_own_class_that_keras_cannot_read_back_is_named(own_run, tmp_path):
     run, blessed = own_run
-    message = small_run.refused_export(small_run.with_formats(run, "keras"), blessed, tmp_path)
+    both = small_run.with_formats(run, "saved_model", "keras")
+    message = small_run.refused_export(both, blessed, tmp_path)
     assert message.startswith("the model cannot be written as keras and read back: ")
     assert message.endswith("or leave keras out of export.formats")
 
@@ -123,9 +125,7 @@ def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
     result = small_run.export_model(
         deep, decision, storage.uri_of(tmp_path / "model"), tmp_path / "scratch"
     )
-    signature = tf.saved_model.load(tmp_path / "model" / "saved_model").signatures[
-        exporting.SIGNATURE
-    ]
+    signature = tf.saved_model.load(tmp_path / "model/serving/digits/7").signatures[SERVING]
     expected = model(run.images, training=False).numpy()
     answers = signature(image=tf.constant(run.images))["logits"].numpy()
     np.testing.assert_allclose(answers, expected, rtol=1e-4, atol=1e-5)
@@ -144,7 +144,7 @@ def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
     ],
 )
 def test_names_of_features_fit_a_signature(tmp_path, feature, name):
-    assert exporting.serving_name(feature) == name
+    assert serving_name(feature) == name
     spec = DatasetSpec(
         features={feature: FeatureSpec(shape=(4,), dtype="float32", stored="raw")},
         inputs=(feature,),
@@ -154,10 +154,10 @@ def test_names_of_features_fit_a_signature(tmp_path, feature, name):
         shards={},
     )
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
-    form = exporting.FORMS["saved_model"]
-    form.write(model, spec, tmp_path / "saved")
-    answers = form.read(spec, tmp_path / "saved")(tf.ones((3, 4)))
-    assert answers["probabilities"].shape == (3, 2)
+    form = FORMS["saved_model"]
+    form.write(model, spec, tmp_path / "saved", None)
+    for ask in form.read(spec, tmp_path / "saved"):
+        assert ask({feature: tf.ones((3, 4))})["probabilities"].shape == (3, 2)
 
 
 def test_several_inputs_are_taken_by_their_names(tmp_path):
@@ -176,7 +176,8 @@ def test_several_inputs_are_taken_by_their_names(tmp_path):
     joined = keras.layers.Concatenate()([given["wide"], keras.layers.Reshape((1,))(given["age"])])
     model = keras.Model(given, keras.layers.Dense(2)(joined))
     batch = {"wide": tf.ones((5, 3)), "age": tf.range(5, dtype=tf.float32)}
-    form = exporting.FORMS["saved_model"]
-    form.write(model, spec, tmp_path / "saved")
-    answers = form.read(spec, tmp_path / "saved")(batch)
-    np.testing.assert_allclose(answers["logits"], model(batch).numpy(), rtol=1e-5, atol=1e-6)
+    form = FORMS["saved_model"]
+    form.write(model, spec, tmp_path / "saved", None)
+    for ask in form.read(spec, tmp_path / "saved"):
+        logits = ask(batch)["logits"]
+        np.testing.assert_allclose(logits, model(batch).numpy(), rtol=1e-5, atol=1e-6)

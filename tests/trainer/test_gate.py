@@ -58,17 +58,19 @@ def test_a_good_model_is_blessed(tmp_path: Path) -> None:
         "decision": "blessed",
         "reasons": ["accuracy 0.953125 keeps to gate.min 0.95", "loss 0.21 keeps to gate.max 0.5"],
         "rules": [
-            {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": 0.953125,
-             "passed": True},
-            {"metric": "loss", "bound": "max", "threshold": 0.5, "value": 0.21, "passed": True},
+            {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0.95,
+             "value": 0.953125, "passed": True, "note": ""},
+            {"metric": "loss", "key": "gate.max", "bound": "max", "threshold": 0.5, "value": 0.21,
+             "passed": True, "note": ""},
         ],
+        "champion": "",
         "evaluation": evaluation,
         "global_step": 1500,
     }  # fmt: skip
     manifest = storage.verify(output)
     assert manifest.kind == "decision"
     assert manifest.fields == {
-        "decision": "blessed", "evaluation": evaluation, "global_step": 1500,
+        "decision": "blessed", "champion": "", "evaluation": evaluation, "global_step": 1500,
     }  # fmt: skip
 
 
@@ -226,7 +228,7 @@ _numbers = st.floats(allow_nan=True, allow_infinity=True)
 def test_a_rule_passes_on_the_right_side_only(
     bound: Literal["min", "max"], value: float, threshold: float
 ) -> None:
-    rule = Rule(metric="m", bound=bound, threshold=threshold, value=value)
+    rule = Rule(metric="m", bound=bound, threshold=threshold, value=value, key="gate.x")
     right = value >= threshold if bound == "min" else value <= threshold
     assert rule.passed == (math.isfinite(value) and right)
     line = str(rule)
@@ -239,7 +241,7 @@ def test_a_rule_passes_on_the_right_side_only(
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=6))
 def test_one_failed_rule_refuses(pairs: list[tuple[float, float]]) -> None:
     rules = tuple(
-        Rule(metric=f"m{n}", bound="min", threshold=threshold, value=value)
+        Rule(metric=f"m{n}", bound="min", threshold=threshold, value=value, key="gate.x")
         for n, (threshold, value) in enumerate(pairs)
     )
     decision = gate.Decision(uri="file:///x", blessed=all(r.passed for r in rules), rules=rules)

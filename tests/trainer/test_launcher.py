@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from components.tfjob import launcher
 from trainer import local_cluster
 from trainer.config import Config
 from trainer.launcher import Job, Launcher
@@ -30,7 +31,12 @@ def test_a_job_has_no_defaults_that_hide():
             Job(**arguments)
 
 
-@pytest.mark.parametrize("launch", [local_cluster.launch])
+def test_a_job_knows_its_run_by_where_it_publishes():
+    job = Job(config=Config(), dataset="", checkpoints="gs://b/a/run-7/checkpoints", workdir=Path())
+    assert job.run_id == "run-7"
+
+
+@pytest.mark.parametrize("launch", [local_cluster.launch, launcher.launch])
 def test_a_launcher_is_called_with_a_job_and_gives_nothing_back(launch):
     asked = inspect.signature(Launcher.__call__)
     given = inspect.signature(launch)

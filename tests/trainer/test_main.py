@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from trainer import __main__ as module
-from trainer import cluster, errors
+from trainer import cluster, errors, last_words
 from trainer.__main__ import main
 from trainer.config import Config
 
@@ -20,7 +20,9 @@ ROOT = Path(module.__file__).parents[1]
 
 
 @pytest.fixture
-def options(tmp_path):
+def options(tmp_path, monkeypatch):
+    # A task changes into its folder.
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "config.json").write_text(Config().model_dump_json())
     return {
         "--config": str(tmp_path / "config.json"),
@@ -35,12 +37,16 @@ def flat(options):
 
 
 def words(options):
-    return (Path(options["--workdir"]) / "words.txt").read_text(encoding="utf-8")
+    return last_words.read(Path(options["--workdir"])) + "\n"
 
 
-def tf_config(role="ps", index=0, port=1):
+NEEDS_PS = "training.strategy: async_parameter_server needs a ps; the cluster has none"
+
+
+def tf_config(role="ps", index=0, port=1, cluster=None):
     addresses = {"ps": [f"127.0.0.1:{port}"], "worker": [f"127.0.0.1:{port + 1}"]}
-    return json.dumps({"cluster": addresses, "task": {"type": role, "index": index}})
+    task = {"type": role, "index": index}
+    return json.dumps({"cluster": cluster or addresses, "task": task})
 
 
 def one_line(text):
@@ -97,6 +103,8 @@ def test_help_says_which_stages_there_are(capsys):
         (None, "TF_CONFIG is not set; the launcher or the TFJob operator sets it"),
         ("{", "TF_CONFIG is not JSON: "),
         (tf_config("ps", 1), "TF_CONFIG: task ps-1 is not in the cluster"),
+        (tf_config(cluster={"worker": ["127.0.0.1:1"]}, role="worker"), NEEDS_PS),
+        (tf_config(cluster={"ps": ["127.0.0.1:1"]}), NEEDS_PS.replace("a ps", "a worker")),
         (tf_config("worke"), "TF_CONFIG: no task type 'worke'; did you mean 'worker'?"),
     ],
 )
@@ -170,6 +178,35 @@ def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monke
     assert one_line(words(options)) == "RuntimeError: two lines"
 
 
+@pytest.mark.parametrize("code", [None, 0, 5, "a text"])
+def test_code_of_the_user_that_ends_the_process_has_failed_for_good(
+    capsys, monkeypatch, options, code
+):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setattr(cluster, "check_port", fails_with(SystemExit(code)))
+    assert main(flat(options)) == errors.FAILED
+    line = one_line(capsys.readouterr().err)
+    assert line == f"flotilla: the code that it was given called sys.exit({code!r})"
+    assert one_line(words(options)) == line.removeprefix("flotilla: ")
+
+
+def test_flags_say_which_task_it_is(capsys, monkeypatch, options):
+    monkeypatch.setenv("TF_CONFIG", "nobody reads this")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = f"127.0.0.1:{server.getsockname()[1]}"
+        flags = ["--job_name", "ps", "--ps_hosts", f"h:1,{taken}", "--worker_hosts", "h:2"]
+        assert main([*flat(options), *flags, "--task_index", "1"]) == errors.FAILED
+    assert f"ps-1 cannot serve on {taken}: " in one_line(capsys.readouterr().err)
+
+
+def test_a_chief_that_a_strategy_does_not_know(capsys, monkeypatch, options):
+    Path(options["--config"]).write_text('{"training": {"strategy": "multi_worker_mirrored"}}')
+    addresses = {"chief": ["127.0.0.1:1"], "worker": ["127.0.0.1:2"]}
+    monkeypatch.setenv("TF_CONFIG", tf_config("worker", cluster=addresses))
+    assert main(flat(options)) == errors.USAGE
+    assert "led by worker 0; leave the chief out" in one_line(capsys.readouterr().err)
+
+
 @pytest.mark.parametrize("way", ["no folder", "a file", "no room"])
 def test_where_no_words_can_be_left_the_exit_code_still_arrives(
     capsys, monkeypatch, options, tmp_path, way
@@ -218,7 +255,7 @@ def test_the_process_ends_well_where_all_is_well():
 def test_the_chief_of_a_dataset_that_is_not_there(options):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    addresses = {"chief": [f"127.0.0.1:{port}"], "worker": ["127.0.0.1:1"]}
+    addresses = {"chief": [f"127.0.0.1:{port}"], "ps": ["127.0.0.1:2"], "worker": ["127.0.0.1:1"]}
     task = {"type": "chief", "index": 0}
     done = run(*flat(options), TF_CONFIG=json.dumps({"cluster": addresses, "task": task}))
     assert done.returncode == errors.FAILED

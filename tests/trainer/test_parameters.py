@@ -36,7 +36,7 @@ configurations = st.fixed_dictionaries(
             }
         ),
         "gate": st.fixed_dictionaries({"max": st.dictionaries(st.just("loss"), numbers)}),
-        "export": st.just({"formats": ["keras"]}),
+        "export": st.just({"formats": ["saved_model"]}),
     },
 )
 
@@ -116,10 +116,14 @@ def test_json_of_a_person_may_be_yaml():
     values = {
         **to_parameters(Config()),
         "model_args": "{hidden_units: [10, 20]}",
-        "export_formats": "[keras]",
+        "export_formats": "[saved_model]",
         "gate_max": "{loss: 1e1}",
     }
-    expected = ["model.args={hidden_units: [10, 20]}", "export.formats=[keras]", "gate.max.loss=10"]
+    expected = [
+        "model.args={hidden_units: [10, 20]}",
+        "export.formats=[saved_model]",
+        "gate.max.loss=10",
+    ]
     assert from_parameters(values) == load(None, expected)
 
 

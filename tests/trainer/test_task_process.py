@@ -182,7 +182,9 @@ def test_the_words_of_one_life_are_not_those_of_the_next(process):
 def test_a_real_task_says_why_it_ends(process):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        one = process(SERVER, cluster=Cluster(addresses={"ps": (address,)}))
+        one = process(
+            SERVER, cluster=Cluster(addresses={"ps": (address,), "worker": ("127.0.0.1:1",)})
+        )
         assert one.start().wait() == FAILED
     said = (
         f"ps-0 cannot serve on {address}: Address already in use; "

@@ -11,6 +11,7 @@ SERVED = {"ps": 2, "worker": 3, "chief": 1}
 TASKS = {
     "single": {"chief": 1},
     "async_parameter_server": SERVED,
+    "sync_parameter_server": SERVED,
     "in_graph": SERVED,
     "multi_worker_mirrored": {"worker": 3},
 }

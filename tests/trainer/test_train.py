@@ -186,3 +186,16 @@ def test_a_stretch_is_as_long_as_the_speed_allows():
     options = TrainingConfig(steps=10**6, checkpoint_every=10**6, validate_every=0)
     lengths = [Pace(training=options, steps_per_second=s).stretch(0) for s in (0, 10, 400, 1000)]
     assert lengths == [20, 20, 200, 500]
+
+
+def test_it_ends_when_another_task_s_validations_say_so(run):
+    seen = []
+
+    def enough():
+        seen.append(run.steps()[-1])
+        return len(seen) == 3
+
+    # Asked when there is a new checkpoint.
+    assert run.train(steps=100, keep=100, enough=enough) == 20
+    assert seen[:3] == [0, 10, 20]
+    assert run.steps() == [0, 10, 20]

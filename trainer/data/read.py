@@ -17,7 +17,13 @@ from trainer.data.records import parse
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
-__all__ = ["DatasetSpec", "evaluation_batches", "stage_shards", "training_batches"]
+__all__ = [
+    "DatasetSpec",
+    "evaluation_batches",
+    "labelled_columns",
+    "stage_shards",
+    "training_batches",
+]
 
 # Of what is held in memory to be shuffled, unless the caller says how many examples.
 SHUFFLE_BYTES = 256 << 20
@@ -83,10 +89,32 @@ def training_batches(
     return batches.prefetch(2)
 
 
-def evaluation_batches(spec: DatasetSpec, files: Files, *, batch_size: int) -> tf.data.Dataset:
-    """Return `(inputs, label)` batches of each example once, in the order of the files."""
+def evaluation_batches(
+    spec: DatasetSpec, files: Files, *, batch_size: int, part: int | tf.Tensor = 0, of: int = 1
+) -> tf.data.Dataset:
+    """Return `(inputs, label)` batches of each example once, in the order of the files.
+
+    With `of` above 1 it is every `of`-th of these batches, from number `part` on.
+    """
+    records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
+    mine = records.shard(of, tf.cast(part, tf.int64))
+    return mine.map(lambda batch: _example(spec, batch)).prefetch(2)
+
+
+def labelled_columns(
+    spec: DatasetSpec, files: Files, *, batch_size: int, columns: Sequence[str]
+) -> tf.data.Dataset:
+    """Return `(inputs, label, {column: values})` batches, in the order of `evaluation_batches`.
+
+    The columns may be features of the dataset that no model takes.
+    """
+
+    def with_columns(records: tf.Tensor) -> tuple[Any, tf.Tensor, dict[str, tf.Tensor]]:
+        values = parse({name: spec.features[name] for name in columns}, records)
+        return (*_example(spec, records), values)
+
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
-    return records.batch(batch_size).map(lambda batch: _example(spec, batch)).prefetch(2)
+    return records.batch(batch_size).map(with_columns).prefetch(2)
 
 
 def _paths(files: Files) -> tf.data.Dataset:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import keras
 
 from trainer.errors import ConfigError
 
@@ -26,6 +29,22 @@ def share(name: str, value: Any) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1:
         return float(value)
     raise _refused(name, value, "a number from 0 to below 1")
+
+
+def initializer(name: str, value: Any) -> keras.Initializer:
+    """Return the Keras initializer of this name, or of `{class_name: ..., config: {...}}`."""
+    known = isinstance(value, str) or (
+        isinstance(value, Mapping) and set(value) <= {"class_name", "config"}
+    )
+    try:
+        found = keras.initializers.get(dict(value) if isinstance(value, Mapping) else value)
+    # Keras looks into what it was given before it has checked it.
+    except (ValueError, TypeError, KeyError, AttributeError):
+        found = None
+    if known and isinstance(found, keras.Initializer):
+        return found
+    allowed = "a Keras initializer, such as glorot_uniform or {class_name: RandomNormal, config: "
+    raise _refused(name, value, allowed + "{stddev: 1.0}}")
 
 
 def _is_whole(value: Any) -> bool:

@@ -2,18 +2,28 @@
 
 A directory is published when it holds a `MANIFEST.json`, written last, that names each file with
 its size and crc32c. Readers take only what a manifest names and check it. Directories are named by
-URI; this version stores below `file://`, other schemes join in `trainer.storage.schemes`.
+URI: `file://`, `gs://`, `s3://` or `minio://`, all with the same contract.
 
 All errors that a user can put right (a full disk, a missing directory, a wrong file) are raised as
 `trainer.errors.UserError`.
 """
 
-from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema
+from trainer.storage.errors import (
+    Conflict,
+    Corrupt,
+    Missing,
+    NotPublished,
+    Unavailable,
+    UnknownSchema,
+)
 from trainer.storage.fetching import fetch
 from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
 from trainer.storage.publishing import (
+    collect_garbage,
     delete,
+    exists,
     is_published,
+    newest,
     publish,
     published,
     read_bytes,
@@ -22,7 +32,7 @@ from trainer.storage.publishing import (
     verify,
     write_bytes,
 )
-from trainer.storage.uri import join, local_path, uri_of
+from trainer.storage.uri import join, local_path, name_of, uri_of
 
 __all__ = [
     "MANIFEST",
@@ -32,12 +42,17 @@ __all__ = [
     "Manifest",
     "Missing",
     "NotPublished",
+    "Unavailable",
     "UnknownSchema",
+    "collect_garbage",
     "delete",
+    "exists",
     "fetch",
     "is_published",
     "join",
     "local_path",
+    "name_of",
+    "newest",
     "publish",
     "published",
     "read_bytes",

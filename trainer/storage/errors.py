@@ -46,16 +46,32 @@ class Conflict(UserError):  # noqa: N818
     """Something else is published at the URI already."""
 
 
+class Unavailable(UserError):  # noqa: N818
+    """The store did not answer, or not as it should, until the deadline of the operation."""
+
+
+class Refusal(OSError):  # noqa: N818
+    """A store that is not a file system has refused; the message names reason and remedy."""
+
+
+class Silence(Refusal):
+    """A store was not available until the deadline."""
+
+
 @contextmanager
 def reported(action: str) -> Iterator[None]:
     """Turn an `OSError` into a `UserError`: "cannot ACTION: PATH: reason; remedy"."""
     try:
         yield
+    except Silence as error:
+        raise Unavailable(f"cannot {action}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot {action}: {_reason(error)}") from error
 
 
 def _reason(error: OSError) -> str:
+    if isinstance(error, Refusal):
+        return str(error)
     # Of a rename, the second name is the place that was asked for; the first is hidden and gone.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""

@@ -10,8 +10,8 @@ from pathlib import Path
 from trainer.errors import UserError
 from trainer.storage.checksum import Checksum, checksum
 from trainer.storage.manifest import MANIFEST, Manifest
-from trainer.storage.staging import locked, staging, sync
-from trainer.storage.uri import local_path
+from trainer.storage.staging import clear_below, locked, staging, sync
+from trainer.storage.uri import local_path, uri_of
 
 
 class FileStore:
@@ -29,6 +29,10 @@ class FileStore:
             os.replace(stage / "content", path)
             sync(path.parent)
 
+    def exists(self, uri: str) -> bool:
+        """Say whether there is a file."""
+        return _path(uri).is_file()
+
     def checksum(self, uri: str) -> Checksum:
         """Return size and crc32c of one file as it is stored now."""
         return checksum(_path(uri))
@@ -37,7 +41,7 @@ class FileStore:
         """Copy one file to a local path in a folder that exists."""
         shutil.copyfile(_path(uri), target)
 
-    def place(self, uri: str, source: Path, manifest: Manifest) -> bool:
+    def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Copy beside the destination, verify, write through to the disk, and rename."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
@@ -54,7 +58,7 @@ class FileStore:
             _write(stage / MANIFEST, manifest.to_json())
             for folder, _, _ in os.walk(stage):
                 sync(Path(folder))
-            return _show(stage, target)
+            return manifest if _show(stage, target) else None
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order; hidden ones left out."""
@@ -66,6 +70,12 @@ class FileStore:
         if not os.path.lexists(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         _take_away(path)
+
+    def sweep(self, uri: str) -> list[str]:
+        """Remove the hidden folders of dead writers."""
+        if not _path(uri).is_dir():
+            return []
+        return [uri_of(path) for path in clear_below(_path(uri))]
 
 
 def _path(uri: str) -> Path:

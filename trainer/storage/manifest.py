@@ -3,6 +3,7 @@
     {"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}
 
 Paths are relative, with forward slashes. `fields` are the kind's own and stand beside the others.
+A file may have `"at"` too: the path at which it is stored, where something else had its place.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ class FileEntry:
     path: str
     bytes: int
     crc32c: str
+    at: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Refuse what no manifest may say."""
-        if not _is_inside(self.path):
-            raise ValueError(f"{self.path!r} is not a path below the directory")
+        for path in (self.path, self.stored_at):
+            if not _is_inside(path):
+                raise ValueError(f"{path!r} is not a path below the directory")
         if type(self.bytes) is not int or self.bytes < 0:
             raise ValueError(f"{self.path}: {self.bytes!r} is not a size")
         if not isinstance(self.crc32c, str) or not re.fullmatch(r"[0-9a-f]{8}", self.crc32c):
@@ -47,6 +50,16 @@ class FileEntry:
     def checksum(self) -> Checksum:
         """Size and crc32c that the file has to have."""
         return Checksum(self.bytes, self.crc32c)
+
+    @property
+    def stored_at(self) -> str:
+        """Where the file is stored, below the directory."""
+        return self.at or self.path
+
+    def to_tree(self) -> dict[str, Any]:
+        """Return what the manifest says of the file."""
+        tree = {"path": self.path, "bytes": self.bytes, "crc32c": self.crc32c}
+        return {**tree, "at": self.at} if self.at else tree
 
 
 def _now() -> str:
@@ -93,10 +106,7 @@ class Manifest:
 
     def to_json(self) -> bytes:
         """Return the text of `MANIFEST.json`."""
-        files = [
-            {"path": entry.path, "bytes": entry.bytes, "crc32c": entry.crc32c}
-            for entry in self.files
-        ]
+        files = [entry.to_tree() for entry in self.files]
         head = {"schema": SCHEMA, "kind": self.kind, "created": self.created, "files": files}
         text = json.dumps({**head, **self.fields}, indent=1, ensure_ascii=False, allow_nan=False)
         return (text + "\n").encode()

@@ -19,8 +19,10 @@ from trainer.storage.errors import (
     reported,
 )
 from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
+from trainer.storage.parallel import in_parallel
 from trainer.storage.schemes import store_for
 from trainer.storage.staging import is_staging
+from trainer.storage.store import Store
 from trainer.storage.uri import join
 
 _log = logging.getLogger(__name__)
@@ -51,8 +53,8 @@ def publish(
     store = store_for(uri)
     with reported(f"publish {directory} to {uri}"):
         manifest = Manifest(kind, _scan(directory), fields or {})
-        if not is_published(uri) and store.place(uri, directory, manifest):
-            return manifest
+        if not is_published(uri) and (placed := store.place(uri, directory, manifest)):
+            return placed
     there = read_manifest(uri)
     if there.same_content(manifest):
         return there
@@ -100,13 +102,17 @@ def verify(uri: str) -> Manifest:
     manifest = read_manifest(uri)
     store = store_for(uri)
     with reported(f"verify {uri}"):
-        for entry in manifest.files:
-            try:
-                found = store.checksum(join(uri, entry.path))
-            except (FileNotFoundError, NotADirectoryError):
-                found = None
-            refuse_difference(uri, entry, found)
+        found = in_parallel(lambda entry: _stored(store, uri, entry), manifest.files)
+    for entry, checksum_there in zip(manifest.files, found, strict=True):
+        refuse_difference(uri, entry, checksum_there)
     return manifest
+
+
+def _stored(store: Store, uri: str, entry: FileEntry) -> Checksum | None:
+    try:
+        return store.checksum(join(uri, entry.stored_at))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def read_file(uri: str, path: str) -> bytes:
@@ -121,7 +127,7 @@ def read_file(uri: str, path: str) -> bytes:
     if path not in named:
         raise Missing(f"{uri} holds no {path}{nearest(path, named)}")
     try:
-        data = read_bytes(join(uri, path))
+        data = read_bytes(join(uri, named[path].stored_at))
     except Missing:
         refuse_difference(uri, named[path], None)
         raise
@@ -155,19 +161,43 @@ def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
         if isinstance(error.__cause__, FileNotFoundError):
             return []
         raise
-    found = []
-    for name in names:
-        child = join(uri, name)
-        try:
-            manifest = read_manifest(child)
-        except NotPublished:
-            continue
-        except (Corrupt, UnknownSchema) as error:
-            _log.warning("passed over: %s", error)
-            continue
-        if kind in (None, manifest.kind):
-            found.append((child, manifest))
-    return found
+    children = [join(uri, name) for name in names]
+    found = zip(children, in_parallel(_readable, children), strict=True)
+    return [(child, m) for child, m in found if m is not None and kind in (None, m.kind)]
+
+
+def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
+    """Return the directory below `uri` that was published last, of one kind or all, if any.
+
+    Manifests say so, and no pointer does: not every store can swap one safely.
+    """
+    return max(published(uri, kind), key=lambda found: found[1].created, default=None)
+
+
+def _readable(uri: str) -> Manifest | None:
+    try:
+        return read_manifest(uri)
+    except NotPublished:
+        return None
+    except (Corrupt, UnknownSchema) as error:
+        _log.warning("passed over: %s", error)
+        return None
+
+
+def exists(uri: str) -> bool:
+    """Say whether there is a file, or a published directory, at `uri`."""
+    with reported(f"look for {uri}"):
+        return store_for(uri).exists(uri) or store_for(uri).exists(join(uri, MANIFEST))
+
+
+def collect_garbage(uri: str) -> list[str]:
+    """Remove what dead or beaten writers left at `uri` and below, and return its URIs.
+
+    What is published, what living processes of this machine are writing, and files that were not
+    written to be published are left alone.
+    """
+    with reported(f"collect garbage below {uri}"):
+        return store_for(uri).sweep(uri)
 
 
 def delete(uri: str) -> None:

@@ -1,20 +1,42 @@
-"""Which store serves which scheme."""
+"""Which store serves which scheme. A client is imported when the first URI asks for it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from trainer.errors import UserError
+from trainer.storage.bucket import Ask, Bucket
+from trainer.storage.endpoint import endpoint_of
 from trainer.storage.file import FileStore
+from trainer.storage.objects import ObjectStore
 from trainer.storage.store import Store
-from trainer.storage.uri import scheme_of
-
-STORES: Mapping[str, Callable[[], Store]] = {"file": FileStore}
+from trainer.storage.uri import Location, locate, scheme_of
 
 
 def store_for(uri: str) -> Store:
-    """Return the store that serves `uri`; raises `UserError` where there is none."""
+    """Return the store that serves `uri`, for one operation; raises `UserError`."""
     scheme = scheme_of(uri)
-    if scheme not in STORES:
-        raise UserError(f"{uri}: {scheme}:// is not available in this version; use file:///path")
-    return STORES[scheme]()
+    if scheme == "file":
+        return FileStore()
+    location = locate(uri)
+    return ObjectStore(location.home, partial(_BUCKETS[scheme], location))
+
+
+def _gcs(location: Location, ask: Ask) -> Bucket:
+    from trainer.storage.gcs import GcsBucket
+
+    return GcsBucket(location.bucket, ask)
+
+
+def _s3(location: Location, ask: Ask) -> Bucket:
+    try:
+        from trainer.storage.s3 import S3Bucket
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{location.scheme}:// needs {error.name}: pip install 'flotilla[s3]'"
+        ) from None
+    return S3Bucket(location.bucket, endpoint_of(location), ask)
+
+
+_BUCKETS: Mapping[str, Callable[[Location, Ask], Bucket]] = {"gs": _gcs, "s3": _s3, "minio": _s3}

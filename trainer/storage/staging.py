@@ -24,7 +24,23 @@ def staging(parent: Path, name: str) -> Iterator[Path]:
     """Make a hidden folder in `parent`, named after `name`; what is left of it at the end goes."""
     parent.mkdir(parents=True, exist_ok=True)
     _clear_dead(parent)
-    stage, descriptor = _claim(parent, name)
+    with _until_done(*_claim(parent, name)) as stage:
+        yield stage
+
+
+@contextmanager
+def taken_up(parent: Path, name: str) -> Iterator[Path]:
+    """Do as `staging`, but go on in the folder that a dead maker of the same name left."""
+    parent.mkdir(parents=True, exist_ok=True)
+    claimed = _inherited(parent, name)
+    # After that, so that the one that was inherited is not among the dead.
+    _clear_dead(parent)
+    with _until_done(*(claimed or _claim(parent, name))) as stage:
+        yield stage
+
+
+@contextmanager
+def _until_done(stage: Path, descriptor: int) -> Iterator[Path]:
     try:
         yield stage
     finally:
@@ -41,6 +57,19 @@ def locked(directory: Path) -> Iterator[None]:
         yield
     finally:
         _unlock(descriptor)
+
+
+def clear_below(root: Path) -> list[Path]:
+    """Remove what dead makers left in `root` and below; return what was removed."""
+    found = []
+    for folder, folders, _ in os.walk(root):
+        stages = [Path(folder) / name for name in folders if is_staging(name)]
+        folders[:] = [name for name in folders if not is_staging(name)]
+        for stage in stages:
+            with suppress(OSError):
+                _clear_if_dead(stage)
+        found += [stage for stage in stages if not stage.exists()]
+    return found
 
 
 def is_staging(name: str) -> bool:
@@ -68,6 +97,18 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
             if stage.exists():
                 return stage, descriptor
             _unlock(descriptor)
+
+
+def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
+    for other in sorted(os.listdir(parent)):
+        if is_staging(other) and other[1:].rpartition(".part")[0][:-13] == name:
+            stage = parent / other
+            with suppress(OSError):
+                descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                if _lock(descriptor, wait=False) and stage.exists():
+                    return stage, descriptor
+                _unlock(descriptor)
+    return None
 
 
 def _clear_dead(parent: Path) -> None:

@@ -10,10 +10,10 @@ from trainer.storage.manifest import Manifest
 
 
 class Store(Protocol):
-    """One scheme's storage.
+    """One scheme's storage, for one operation: all that it is asked shares one deadline.
 
     Every method raises `FileNotFoundError` where there is nothing at the URI, and another
-    `OSError` where the storage fails.
+    `OSError` where the storage fails. All methods may be called from several threads.
     """
 
     def read(self, uri: str) -> bytes:
@@ -22,17 +22,21 @@ class Store(Protocol):
     def write(self, uri: str, data: bytes) -> None:
         """Create or replace one file: readers see the old content or the new."""
 
+    def exists(self, uri: str) -> bool:
+        """Say whether there is a file at a URI."""
+
     def checksum(self, uri: str) -> Checksum:
         """Return size and crc32c of one file as it is stored now."""
 
     def download(self, uri: str, target: Path) -> None:
         """Copy one file to a local path in a folder that exists."""
 
-    def place(self, uri: str, source: Path, manifest: Manifest) -> bool:
+    def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
         """Bring the files of `source` that `manifest` names to `uri`, the manifest last.
 
-        Each file is verified at its destination. Files without a manifest that stand there are
-        replaced. Returns False, with nothing changed, where a manifest stands at `uri` already.
+        Each file is verified at its destination. What a dead writer left there is replaced. Returns
+        the manifest as it was written, which may say where the files stand, or None, with nothing
+        changed that a reader sees, where a manifest stands at `uri` already.
         """
 
     def children(self, uri: str) -> list[str]:
@@ -40,3 +44,6 @@ class Store(Protocol):
 
     def remove(self, uri: str) -> None:
         """Remove a file, or a directory with all below it, the manifest first."""
+
+    def sweep(self, uri: str) -> list[str]:
+        """Remove what dead writers left at `uri` and below; return the URIs of what was removed."""

@@ -1,14 +1,49 @@
-"""Names of stored things: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`."""
+"""Names of stored things: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
+
+Keys in buckets stand as they are, but for `%25` and `%3F`: a question mark begins the endpoint.
+"""
 
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import quote, unquote_to_bytes
+from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
-from trainer.errors import UserError
+from trainer.errors import UserError, nearest
 
 SCHEMES = ("file", "gs", "s3", "minio")
+# What KFP and the Go CDK write behind the question mark; those without effect here are let through.
+OPTIONS = (
+    "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
+    "hostname_immutable", "awssdk",
+)  # fmt: skip
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+
+
+@dataclass(frozen=True)
+class Location:
+    """A place in a bucket; `key` is empty for the bucket itself."""
+
+    scheme: str
+    bucket: str
+    key: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def home(self) -> str:
+        """Return the URI of the bucket, without its endpoint."""
+        return f"{self.scheme}://{self.bucket}"
+
+    def option(self, *names: str) -> str:
+        """Return the first of these options that is set, or an empty text."""
+        found = dict(self.options)
+        return next((found[name] for name in names if found.get(name)), "")
+
+    def is_on(self, *names: str) -> bool:
+        """Say whether one of these options is true."""
+        return self.option(*names).lower() in ("true", "1", "yes")
 
 
 def scheme_of(uri: str) -> str:
@@ -16,8 +51,27 @@ def scheme_of(uri: str) -> str:
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
         forms = "file:///path, gs://, s3:// or minio://"
-        raise UserError(f"{uri!r} is not a storage URI: write it as {forms}")
+        raise UserError(f"{_without_query(uri)!r} is not a storage URI: write it as {forms}")
     return scheme
+
+
+def locate(uri: str) -> Location:
+    """Return bucket, key and options of a URI; raises `UserError` for what is none."""
+    scheme = scheme_of(uri)
+    rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
+    bucket, _, path = rest.partition("/")
+    path = path.rstrip("/")
+    names = [_plain(name) for name in path.split("/")] if path else []
+    shown = _without_query(uri)
+    if not _BUCKET.fullmatch(bucket):
+        raise UserError(f"{shown!r} is not a storage URI: {bucket!r} is no name of a bucket")
+    if any(name in ("", ".", "..") for name in names) or "\0" in path:
+        raise UserError(f"{shown!r} is not a storage URI: its path has an empty part, '.' or '..'")
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{shown!r} is not a storage URI: it is not UTF-8") from None
+    return Location(scheme, bucket, "/".join(names), _options(scheme, shown, query))
 
 
 def join(uri: str, *parts: str) -> str:
@@ -33,9 +87,16 @@ def join(uri: str, *parts: str) -> str:
     if scheme == "file":
         names = [quote(os.fsencode(name)) for name in names]
     else:
+        names = [name.replace("%", "%25").replace("?", "%3F") for name in names]
         # A KFP root may carry the endpoint of its store behind a question mark.
         rest, mark, query = rest.partition("?")
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
+
+
+def name_of(uri: str) -> str:
+    """Return the last name of a URI, as it was given to `join`."""
+    path = local_path(uri)
+    return path.name if path else locate(uri).key.rpartition("/")[2]
 
 
 def local_path(uri: str) -> Path | None:
@@ -60,3 +121,28 @@ def _names(part: str) -> list[str]:
     if any(name in ("", ".", "..") for name in names):
         raise UserError(f"{part!r} is not a plain name or a relative path below a URI")
     return names
+
+
+def _plain(name: str) -> str:
+    return re.sub("%25|%3F|%3f", lambda found: "%" if found[0] == "%25" else "?", name)
+
+
+def _options(scheme: str, shown: str, query: str) -> tuple[tuple[str, str], ...]:
+    if query and scheme == "gs":
+        raise UserError(f"{shown!r}: gs:// takes no options; set STORAGE_EMULATOR_HOST instead")
+    found = parse_qsl(query, keep_blank_values=True)
+    for name, value in found:
+        if name not in OPTIONS:
+            hint = nearest(name, OPTIONS) or f" (one of {', '.join(OPTIONS)})"
+            raise UserError(f"{shown!r}: {name!r} is no option of a storage URI{hint}")
+        if "@" in value:
+            raise UserError(
+                f"{shown!r}: no credentials in a URI, it is shown in logs; set "
+                "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            )
+    return tuple(found)
+
+
+def _without_query(uri: str) -> str:
+    # Whoever mistypes a URI may have put a secret there.
+    return uri.partition("?")[0]

@@ -24,6 +24,8 @@ STEPS_PER_CLOSURE = 50
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
+    spares_workers = True
+
     def build(self, problem: Problem) -> None:
         """Connect, place model and optimizer on the parameter servers, input on the workers."""
         self.connect()

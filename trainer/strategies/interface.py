@@ -1,7 +1,7 @@
 """What the outer loop asks of a strategy, and what it gives to one.
 
-A strategy builds the model on its devices and applies updates. It never saves, never evaluates and
-never logs: `trainer.train` does.
+A strategy builds the model on its devices, applies updates, and sums up what is to be measured of
+it. It never saves and never logs: `trainer.train` does.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from trainer.cluster import Cluster, Task
 from trainer.config import Config
+from trainer.strategies.measured import MeasuredCopy, Totals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,8 @@ class Problem:
         chance_loss: the loss of a blind guess; what lies far above it has diverged.
         batches: the endless training examples of the task that calls it, as (inputs, labels). It
             is traced into a graph and run by a worker, in that worker's working folder.
+        totals: sums over a part of the validation examples, of which every worker has all; traced
+            and run like `batches`. By default nothing is measured.
     """
 
     build_model: Callable[[], keras.Model]
@@ -37,6 +40,7 @@ class Problem:
     loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
     chance_loss: float
     batches: Callable[[], tf.data.Dataset]
+    totals: Totals = field(default=lambda _model, _part, _of: [])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +62,15 @@ class Strategy(ABC):
 
     #: Where checkpoints are written and read: always on the task that leads.
     io_device: str | None = None
+    #: Whether training goes on when a worker is lost, without a new life of the chief.
+    spares_workers: bool = False
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
         """Remember what there is; nothing is connected before `build`."""
         self.config = config
         self.cluster = cluster
         self.task = task
+        self._copy: MeasuredCopy | None = None
 
     @property
     def publishes(self) -> bool:
@@ -85,6 +92,19 @@ class Strategy(ABC):
         Raises:
             ClusterLostError: a task is gone that the strategy cannot do without; begin a new life.
         """
+
+    def totals(self, problem: Problem) -> list[float]:
+        """Return the sums of `problem.totals` over all parts, at the variables as they are.
+
+        Here it is one part, in this process; a strategy with workers spreads the parts over them.
+        """
+        return self.measured_copy(problem).totals(self.variables(), 0, 1)
+
+    def measured_copy(self, problem: Problem) -> MeasuredCopy:
+        """Return a copy of the model in this process, the same one each time."""
+        if self._copy is None:
+            self._copy = MeasuredCopy(problem.build_model, problem.totals)
+        return self._copy
 
     @abstractmethod
     def global_step(self) -> int:

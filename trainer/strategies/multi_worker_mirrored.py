@@ -69,9 +69,17 @@ class MultiWorkerMirrored(Replicated):
             self._tally.add(str(Task(role="worker", index=index)), steps)
         return replace(report, figures=self._tally.figures())
 
+    def totals(self, problem: Problem) -> list[float]:
+        """Return the sums over all workers, each of which measures a part on its own copy."""
+        workers = self.cluster.count("worker")
+        mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
+        every = self._gathered(tf.constant(mine, tf.float64))
+        return [float(value) for value in tf.reduce_sum(every, axis=0)]
+
     def agreed(self, *values: int) -> tuple[int, ...]:
         """Return the largest of each value over all workers."""
-        return tuple(int(value) for value in self._largest(tf.constant(values, tf.int64)))
+        every = self._gathered(tf.constant(values, tf.int64))
+        return tuple(int(value) for value in tf.reduce_max(every, axis=0))
 
     def leave(self) -> None:
         """Go when all others know that the last checkpoint is published."""
@@ -80,10 +88,10 @@ class MultiWorkerMirrored(Replicated):
             self.agreed(0)
 
     @tf.function
-    def _largest(self, values: tf.Tensor) -> tf.Tensor:
-        def gathered() -> tf.Tensor:
-            every = tf.distribute.get_replica_context().all_gather(values[tf.newaxis], axis=0)
-            return tf.reduce_max(every, axis=0)
+    def _gathered(self, values: tf.Tensor) -> tf.Tensor:
+        """Return the vectors of all workers, as rows."""
 
-        largest = self.replicas.run(gathered)
-        return self.replicas.experimental_local_results(largest)[0]
+        def gathered() -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_gather(values[tf.newaxis], axis=0)
+
+        return self.replicas.experimental_local_results(self.replicas.run(gathered))[0]

@@ -12,6 +12,7 @@ from trainer.strategies.interface import Strategy
 _BUILT_IN = {
     "single": "trainer.strategies.single:Single",
     "async_parameter_server": "trainer.strategies.async_parameter_server:AsyncParameterServer",
+    "sync_parameter_server": "trainer.strategies.sync_parameter_server:SyncParameterServer",
     "in_graph": "trainer.strategies.in_graph:InGraph",
     "multi_worker_mirrored": "trainer.strategies.multi_worker_mirrored:MultiWorkerMirrored",
 }

@@ -23,6 +23,7 @@ class Served(Strategy):
     """A chief that leads workers, with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
+    _part: Callable[[tf.Tensor], list[tf.Tensor]] | None = None
 
     def connect(self) -> None:
         """Connect to all tasks and wait until they answer.
@@ -68,6 +69,22 @@ class Served(Strategy):
         ended = [self.coordinator.schedule(closure, args=call) for call in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]
+
+    def totals(self, problem: Problem) -> list[float]:
+        """Return the sums over all parts, one for each worker; a part whose worker dies moves."""
+        workers = self.cluster.count("worker")
+        if self._part is None:
+
+            @tf.function
+            def part(number: tf.Tensor) -> list[tf.Tensor]:
+                # The coordinator traces in the scope of its strategy, see `gradient`'s callers.
+                return self.connected.run(  # type: ignore[no-any-return]
+                    lambda index: problem.totals(self.model, index, workers), args=(number,)
+                )
+
+            self._part = part
+        parts = self.dispatch(self._part, [(tf.constant(number),) for number in range(workers)])
+        return [float(sum(values)) for values in zip(*parts, strict=True)]
 
     def global_step(self) -> int:
         """Return the exact counter; read from the parameter server that holds it."""

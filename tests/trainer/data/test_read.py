@@ -8,7 +8,12 @@ import pytest
 import tensorflow as tf
 
 from trainer.data import read
-from trainer.data.read import DatasetSpec, evaluation_batches, training_batches
+from trainer.data.read import (
+    DatasetSpec,
+    evaluation_batches,
+    labelled_columns,
+    training_batches,
+)
 from trainer.data.records import encode
 from trainer.data.spec import FeatureSpec
 
@@ -227,6 +232,18 @@ def test_evaluation_has_the_same_elements_as_training(numbered):
     values, label = evaluation_batches(spec, files, batch_size=4).element_spec
     assert values["image"] == tf.TensorSpec((None, 2, 2), tf.uint8)
     assert label == tf.TensorSpec((None,), tf.int64)
+
+
+def test_columns_that_no_model_takes_come_in_the_same_order(numbered):
+    spec, files = numbered(11, shards=2)
+    assert spec.inputs == ("number",)
+    batches = labelled_columns(spec, files, batch_size=4, columns=["number", "image"])
+    plain = evaluation_batches(spec, files, batch_size=4)
+    for (values, label, columns), (expected, own) in zip(batches, plain, strict=True):
+        np.testing.assert_array_equal(values, expected)
+        np.testing.assert_array_equal(label, own)
+        np.testing.assert_array_equal(columns["number"], expected)
+        assert columns["image"].shape == (len(label), 2, 2)
 
 
 def test_evaluation_by_a_pattern_is_in_order(numbered):

@@ -100,6 +100,23 @@ def test_softmax_is_one_linear_layer():
     assert model.count_params() == 64 * 10 + 10
 
 
+def test_softmax_draws_its_weights_as_it_is_told():
+    spread = {"class_name": "RandomNormal", "config": {"stddev": 1.0}}
+    wide = InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
+    kernel, bias = _build("softmax", wide, kernel_initializer=spread).variables
+    assert np.std(kernel.numpy()) == pytest.approx(1, abs=0.05)
+    assert not bias.numpy().any()
+    assert not _build("softmax", kernel_initializer="zeros").variables[0].numpy().any()
+
+
+@pytest.mark.parametrize(
+    "value", ["glorot", 3, None, [], {}, {"class_name": "Dense"}, {"stddev": 1.0}, "Dense"]
+)
+def test_an_initializer_that_keras_does_not_have_is_refused(value):
+    with pytest.raises(ConfigError, match=r"kernel_initializer: .* has to be a Keras initializer"):
+        _build("softmax", kernel_initializer=value)
+
+
 def test_mlp_has_the_hidden_layers_that_were_asked_for():
     model = _build("mlp", hidden_units=[7, 5])
     shapes = [tuple(variable.shape) for variable in model.variables]
@@ -184,7 +201,11 @@ def test_a_single_number_is_an_input_too():
             "model.args: mlp has no argument 'hidden_unit' (it takes hidden_units, dropout); "
             "did you mean 'hidden_units'?",
         ),
-        ("softmax", {"units": 1}, "model.args: softmax has no argument 'units' (it takes none)"),
+        (
+            "softmax",
+            {"units": 1},
+            "model.args: softmax has no argument 'units' (it takes kernel_initializer)",
+        ),
         (
             "mlp",
             {"hidden_units": 100},

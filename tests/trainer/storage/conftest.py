@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.stores.fixtures import bucket_name
+from tests.trainer.storage.places import BucketPlace, FilePlace, Place
 from trainer import storage
 
 # A busy machine is no reason to fail.
 settings.register_profile("patient", deadline=None)
 settings.load_profile("patient")
 
+WARNINGS = ("-W", "error", "-W", "ignore:Please install grpcio-status:ImportWarning")
 REPOSITORY = Path(__file__).parents[3]
 FILES = {"b.txt": b"second", "a.bin": bytes(range(256)) * 40, "deep/er/c d.txt": b"", "ü/é": b"x"}
 
@@ -24,6 +27,27 @@ Make = Callable[..., Path]
 def root(tmp_path: Path) -> str:
     """A place to publish in whose path is as awkward as paths get."""
     return storage.uri_of(tmp_path / "the röot #1 100%25 ?x")
+
+
+@pytest.fixture(params=["file", "gs", "s3", "minio"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """A place to publish in, for every scheme."""
+    scheme = request.param
+    if scheme == "file":
+        return FilePlace(tmp_path)
+    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    if scheme == "minio":
+        address = server.url.removeprefix("http://")
+        options = f"?endpoint={address}&disableSSL=true&region=here"
+        return BucketPlace(server, f"minio://{bucket_name()}/k{options}")
+    return BucketPlace(server, f"{scheme}://{bucket_name()}/k")
+
+
+@pytest.fixture(params=["gs", "s3"])
+def bucket(request: pytest.FixtureRequest) -> BucketPlace:
+    """A bucket of every client."""
+    server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+    return BucketPlace(server, f"{request.param}://{bucket_name()}")
 
 
 @pytest.fixture
@@ -62,7 +86,7 @@ def left_over(folder: Path) -> list[Path]:
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     """Start a Python program that can import the trainer."""
     return subprocess.Popen(
-        [sys.executable, "-W", "error", "-c", program, *arguments],
+        [sys.executable, *WARNINGS, "-c", program, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,22 +101,3 @@ def test_what_is_no_uri(uri: str) -> None:
 def test_what_is_no_file_uri(uri: str) -> None:
     with pytest.raises(UserError, match="a file URI is file:///absolute/path"):
         storage.local_path(uri)
-
-
-@pytest.mark.parametrize("scheme", ["gs", "s3", "minio"])
-def test_stores_to_come_are_refused_in_one_line(scheme: str, tmp_path: Path) -> None:
-    uri = f"{scheme}://bucket/x"
-    actions: list[Callable[[], object]] = [
-        lambda: storage.publish(tmp_path, uri, kind="model"),
-        lambda: storage.fetch(uri, tmp_path / "x"),
-        lambda: storage.read_manifest(uri),
-        lambda: storage.verify(uri),
-        lambda: storage.is_published(uri),
-        lambda: storage.published(uri),
-        lambda: storage.delete(uri),
-        lambda: storage.read_bytes(uri),
-        lambda: storage.write_bytes(uri, b""),
-    ]
-    for action in actions:
-        with pytest.raises(UserError, match=f"{scheme}:// is not available in this version"):
-            action()

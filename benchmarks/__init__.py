@@ -1,0 +1,1 @@
+"""Flotilla measured: beside other programs, and against published results."""

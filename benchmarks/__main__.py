@@ -1,0 +1,32 @@
+"""`make bench`: measure all figures, print a table, write `build/bench.json`.
+
+`python -m benchmarks files` measures the figure of this name alone.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from benchmarks import figures, storage
+
+OUTPUT = Path("build/bench.json")
+MEASURES = {"files": storage.many_files, "checkpoints": storage.checkpoints}
+
+
+def main() -> None:
+    """Measure one figure after the other."""
+    words = sys.argv[1:] or list(MEASURES)
+    for word in words:
+        if word not in MEASURES:
+            sys.exit(f"bench: there is no figure {word!r}; it has to be {' or '.join(MEASURES)}")
+    found = []
+    for word in words:
+        sys.stderr.write(f"{word} ...\n")
+        found.append(MEASURES[word]())
+        figures.write(found, OUTPUT)
+    sys.stdout.write(figures.table(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()

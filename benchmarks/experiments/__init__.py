@@ -1,0 +1,1 @@
+"""The published experiments, run again: `make experiments` writes docs/experiments.md."""

@@ -1,0 +1,131 @@
+"""Run one configuration through the whole pipeline and take its figures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer import storage
+from trainer.config_file import load
+from trainer.errors import UserError
+from trainer.evaluate import evaluate
+from trainer.history import read
+
+MNIST = Path("../shared/data/mnist")
+# Also the checkpoint that is made before the first step.
+KEEP_ALL = "training.keep=1000"
+# A run that the gate has refused was measured all the same.
+MEASURED = ("blessed", "refused")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A configuration with what is set differently."""
+
+    config: str
+    settings: tuple[str, ...] = ()
+
+    def command(self) -> str:
+        """Return what a person would type."""
+        words = ["flotilla", "run", self.config]
+        return " ".join(words + [f"--set {each}" for each in self.settings])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What a run has brought.
+
+    Attributes:
+        accuracy: on the test split, a share.
+        loss: on the test split, mean cross entropy.
+        first_loss: the same before the first step.
+        training_loss: mean over all updates.
+        last_loss: training loss of the last stretch of updates.
+        global_step: updates applied.
+        local_steps: gradients computed, by all workers together; 0 where they are not counted.
+        steps_per_second: updates a second, over all of training.
+    """
+
+    accuracy: float
+    loss: float
+    first_loss: float
+    training_loss: float
+    last_loss: float
+    global_step: int
+    local_steps: int
+    steps_per_second: float
+
+
+def measured(run: Run, folder: Path) -> Measured:
+    """Return the figures of a run, from `folder` where it was measured before.
+
+    Raises:
+        UserError: the run has failed; what it said stands on standard error.
+    """
+    settings = (*run.settings, f"data.manual_dir={_mnist()}", KEEP_ALL)
+    kept = folder / f"{load(Path(run.config), settings).digest()}.json"
+    if kept.exists():
+        return Measured(**json.loads(kept.read_text(encoding="utf-8"))["figures"])
+    ended = _ended(run, settings, folder / "runs")
+    figures = _figures(run, settings, ended)
+    record = {"command": run.command(), "run": ended["run_id"], "figures": asdict(figures)}
+    kept.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return figures
+
+
+def _mnist() -> Path:
+    return Path(os.environ.get("FLOTILLA_MNIST_DIR", MNIST)).resolve()
+
+
+def _ended(run: Run, settings: tuple[str, ...], workdir: Path) -> dict[str, Any]:
+    flotilla = Path(sys.executable).with_name("flotilla")
+    words = [str(flotilla), "run", run.config, "--json", "--workdir", str(workdir)]
+    for each in settings:
+        words += ["--set", each]
+    ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False)
+    outcome = json.loads((ended.stdout.splitlines() or ["{}"])[-1])
+    if outcome.get("status") not in MEASURED:
+        raise UserError(f"{run.command()}: exit code {ended.returncode}; see above")
+    return dict(outcome)
+
+
+def _figures(run: Run, settings: tuple[str, ...], ended: dict[str, Any]) -> Measured:
+    artifacts = ended["artifacts"]
+    checkpoints = artifacts["checkpoint"].rpartition("/")[0]
+    rows = read(checkpoints)
+    reached = [row["global_step"] for row in rows]
+    stretches = [after - before for before, after in pairwise([0, *reached])]
+    workers = rows[-1].get("workers", {})
+    return Measured(
+        accuracy=ended["metrics"]["accuracy"],
+        loss=ended["metrics"]["loss"],
+        first_loss=_first_loss(run, settings, artifacts["dataset"], checkpoints),
+        training_loss=float(np.average([row["loss"] for row in rows], weights=stretches)),
+        last_loss=rows[-1]["loss"],
+        global_step=ended["global_step"],
+        local_steps=sum(each["local_steps"] for each in workers.values()),
+        steps_per_second=rows[-1]["global_step"] / rows[-1]["seconds"],
+    )
+
+
+def _first_loss(run: Run, settings: tuple[str, ...], dataset: str, checkpoints: str) -> float:
+    """Return the test loss of the checkpoint that is made before the first step."""
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        found = evaluate(
+            load(Path(run.config), settings),
+            dataset,
+            storage.join(checkpoints, "step-00000000"),
+            (scratch / "evaluation").as_uri(),
+            scratch,
+        )
+    return found.metrics["loss"]

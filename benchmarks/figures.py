@@ -1,0 +1,86 @@
+"""Figures: ratios of two things that are measured side by side in the same run, alternating."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One ratio with its bound; `rounds` are the ratios of the single rounds.
+
+    `more` holds what is reported beside it.
+    """
+
+    figure: str
+    rounds: tuple[float, ...]
+    at_least: float
+    more: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ratio(self) -> float:
+        """Return the median of all rounds."""
+        return median(self.rounds)
+
+    def tree(self) -> dict[str, Any]:
+        """Return what `bench.json` says of it."""
+        return {
+            "figure": self.figure,
+            "ratio": round(self.ratio, 4),
+            "at_least": self.at_least,
+            "holds": self.ratio >= self.at_least,
+            "rounds": [round(each, 4) for each in self.rounds],
+            **self.more,
+        }
+
+
+def alternating(
+    rounds: int, first: Callable[[], float], second: Callable[[], float]
+) -> list[tuple[float, float]]:
+    """Return both values of every round; the order changes from round to round."""
+    found = []
+    for number in range(rounds):
+        if number % 2:
+            later, earlier = second(), first()
+            found.append((earlier, later))
+        else:
+            found.append((first(), second()))
+    return found
+
+
+def write(figures: list[Figure], path: Path) -> None:
+    """Write all figures, with the machine and its load, as JSON."""
+    machine = {
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "load": [round(each, 2) for each in os.getloadavg()],
+    }
+    tree = {
+        "machine": machine,
+        "versions": {name: version(name) for name in VERSIONS},
+        "figures": [figure.tree() for figure in figures],
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+
+
+def table(figures: list[Figure]) -> str:
+    """Return one line a figure."""
+    rows = [("figure", "ratio", "at least", "holds")]
+    rows += [
+        (each.figure, f"{each.ratio:.3f}", f"{each.at_least:g}", str(each.tree()["holds"]).lower())
+        for each in figures
+    ]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""The launcher of a training cluster as a TFJob of the Kubeflow training operator."""

@@ -1,0 +1,209 @@
+"""The TFJob launcher: one job for a run, under control from the first second to the last.
+
+It ends with the job, whatever happens: the first act of the signal handler is the delete; this
+function deletes in its own end; the exit step deletes by label; a guard beside the leading task
+misses the heartbeat; the job belongs to the step's pod; and it has a deadline of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from components.tfjob import names
+from components.tfjob.adoption import Adoption
+from components.tfjob.api import Api, RefusedError, Tree, UnreachableError
+from components.tfjob.connection import Connection, connect
+from components.tfjob.heartbeat import Heartbeat
+from components.tfjob.logs import Logs
+from components.tfjob.manifest import Place, leading, manifest, replicas
+from components.tfjob.patience import patiently
+from components.tfjob.pods import GRACE_SECONDS
+from components.tfjob.progress import Progress
+from components.tfjob.stages import Stages
+from components.tfjob.supervisor import DRAIN_SECONDS, Happenings, Supervisor
+from components.tfjob.watching import Watching
+from trainer.cluster import Task
+from trainer.errors import ConfigError, RunInterruptedError, UserError
+from trainer.interrupts import on_interrupt
+from trainer.launcher import Job
+
+log = logging.getLogger(__name__)
+# Variables of the step that say where the object store is; what opens it comes from secrets.
+ENDPOINTS = (
+    "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
+    "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
+)  # fmt: skip
+# After their time to end, pods still have to be taken off their nodes.
+SLACK_SECONDS = 60
+
+
+def launch(job: Job) -> None:
+    """Train `job` as a TFJob; see `trainer.launcher.Launcher`.
+
+    SIGINT and SIGTERM delete the job, whose chief publishes a last checkpoint in its time to end;
+    a second one ends at once.
+
+    Raises:
+        ConfigError: the configuration asks for servers that are no pods of the job.
+    """
+    for key in ("in_process", "existing_servers"):
+        if getattr(job.config.cluster, key):
+            raise ConfigError(f"cluster.{key}: not with cluster.launcher tfjob; leave it out")
+    connection = connect()
+    namespace = job.config.cluster.kubernetes.namespace or connection.namespace
+    tree = manifest(job, _place(connection, namespace))
+    _Launch(job, tree, connection, namespace).run()
+
+
+class _Launch:
+    def __init__(self, job: Job, tree: Tree, connection: Connection, namespace: str) -> None:
+        settings = job.config.cluster.kubernetes
+        self._job = job
+        self._tree = tree
+        self._name = tree["metadata"]["name"]
+        self._api = Api(connection, namespace)
+        # A handler may come while a thread holds the pool of the other one.
+        self._handlers_api = Api(connection, namespace)
+        self._own_namespace = namespace == connection.namespace
+        self._unreachable = settings.deadlines.unreachable
+        grace = max(
+            settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
+        )
+        self._gone_seconds = grace + SLACK_SECONDS
+        self._uid = ""
+        self._is_asked = False
+        self._happenings: Happenings = queue.SimpleQueue()
+        self._heartbeat = Heartbeat(self._api, self._name, settings.deadlines.heartbeat)
+
+    def run(self) -> None:
+        with on_interrupt(self._asked):
+            try:
+                made = self._adopted()
+                self._uid = made["metadata"]["uid"]
+                self._follow(made)
+            finally:
+                self._heartbeat.stop()
+                self._delete()
+
+    def _adopted(self) -> Tree:
+        own: Tree = {"annotations": self._heartbeat.sign()}
+        owner = _owner()
+        if owner and self._own_namespace:
+            own["ownerReferences"] = [owner]
+        adoption = Adoption(self._api, self._unreachable, self._wait)
+        return adoption.job(self._tree, own, self._gone_seconds)
+
+    def _follow(self, made: Tree) -> None:
+        config = self._job.config
+        counts = replicas(config)
+        stages = Stages(config.cluster.kubernetes.deadlines, sum(counts.values()))
+        logs = Logs(self._api, _teller(leading(config), Progress(stages.moved)))
+        watches = [
+            self._watching(names.PLURAL, _named(self._name), "TFJob"),
+            self._watching("pods", _belonging(self._name), "Pod"),
+        ]
+        supervisor = Supervisor(self._job, made, self._api, logs, stages, self._happenings)
+        self._heartbeat.start()
+        for watch in watches:
+            watch.start()
+        try:
+            supervisor.run()
+            self._delete()
+            if not supervisor.wait_gone(self._gone_seconds):
+                log.warning("pods of the job %s are still on their nodes", self._name)
+            logs.drain(DRAIN_SECONDS)
+        except UserError:
+            # What becomes of a job that is being ended is no failure.
+            if not self._is_asked:
+                raise
+            raise self._interrupted(supervisor, logs) from None
+        finally:
+            logs.stop()
+            for watch in watches:
+                watch.stop()
+
+    def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
+        """Wait for the last checkpoint, and return what to say."""
+        self._delete()
+        try:
+            gone = supervisor.wait_gone(self._gone_seconds)
+        except RunInterruptedError as twice:
+            return twice
+        if not gone:
+            return RunInterruptedError(
+                f"interrupted; the job {self._name} was not gone after {self._gone_seconds} s, "
+                "the checkpoint before it is whole"
+            )
+        logs.drain(DRAIN_SECONDS, leading(self._job.config))
+        return RunInterruptedError(supervisor.words() or "interrupted before training began")
+
+    def _asked(self) -> None:
+        """End the job first of all: this process may have one second left."""
+        self._is_asked = True
+        with suppress(RefusedError, UnreachableError):
+            self._handlers_api.delete_job(self._name, quick=True)
+        self._happenings.put(None)
+
+    def _delete(self) -> None:
+        """Delete the job, unless it is gone or another one has its name by now."""
+        try:
+            patiently(
+                lambda: self._api.delete_job(self._name, self._uid), SLACK_SECONDS, time.sleep
+            )
+        except (RefusedError, UserError) as error:
+            log.warning("the job %s could not be deleted: %s", self._name, error)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait; raise when an end is asked for."""
+        with suppress(queue.Empty):
+            if self._happenings.get(timeout=seconds) is None:
+                raise RunInterruptedError("interrupted before training began")
+
+    def _watching(self, plural: str, query: Mapping[str, str], kind: str) -> Watching:
+        def tell(tree: Tree, gone: bool) -> None:
+            # Objects in a list do not say their kind.
+            self._happenings.put(({**tree, "kind": kind}, gone))
+
+        return Watching(self._api, plural, query, tell, self._happenings.put)
+
+
+def _place(connection: Connection, namespace: str) -> Place:
+    own = namespace == connection.namespace
+    return Place(
+        namespace=namespace,
+        service_account=connection.service_account if own else "",
+        variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
+    )
+
+
+def _owner() -> Tree | None:
+    """Return the step's own pod, whose end ends the job; only in its own namespace."""
+    name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
+    if not (name and uid):
+        return None
+    return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
+
+
+def _named(name: str) -> Mapping[str, str]:
+    return {"fieldSelector": f"metadata.name={name}"}
+
+
+def _belonging(name: str) -> Mapping[str, str]:
+    return {"labelSelector": f"{names.JOB_NAME}={name}"}
+
+
+def _teller(leader: Task, progress: Progress) -> Any:
+    def tell(task: Task, text: str) -> None:
+        sys.stdout.write(f"[{task}] {text}\n")
+        sys.stdout.flush()
+        if task == leader:
+            progress.take(text)
+
+    return tell

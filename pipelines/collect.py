@@ -1,0 +1,24 @@
+"""What `flotilla gc` does."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from pipelines import commands, local_run
+from trainer import storage
+from trainer.errors import DONE
+
+
+def collect(
+    config: Path | None, assignments: Sequence[str], workdir: Path, *, as_json: bool
+) -> int:
+    """Remove garbage below the storage root, name it, and return the exit code."""
+    root = local_run.root_of(commands.load_file(config, assignments), workdir)
+    removed = storage.collect_garbage(root)
+    sys.stderr.writelines(f"removed {uri}\n" for uri in removed)
+    sys.stderr.write(f"{len(removed)} left-overs removed below {root}\n")
+    if as_json:
+        commands.print_json({"status": "done", "removed": removed})
+    return DONE

@@ -1,0 +1,106 @@
+"""What a run of chaos will be: drawn from a seed, so that anyone can have the same again."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+STEPS = 3000
+EVERY = 250
+STALL_SECONDS = 15
+CLUSTERED = ("async_parameter_server", "sync_parameter_server", "in_graph")
+STRATEGIES = (*CLUSTERED, "multi_worker_mirrored", "single")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blow:
+    """One thing that is done to a run.
+
+    Attributes:
+        kind: a name of `tests.chaos.blows.BLOWS`.
+        task: whom it hits; empty for the disk's blows.
+        step: the global step from which on it comes.
+        seconds: how long it lasts, of a pause.
+    """
+
+    kind: str
+    task: str
+    step: int
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        """Say it in a line of the log."""
+        lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
+        return f"{self.kind}{f' {self.task}' if self.task else ''}{lasts} at step {self.step}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A run and its blows."""
+
+    seed: int
+    strategy: str
+    servers: int
+    workers: int
+    evaluator: bool
+    blows: tuple[Blow, ...]
+
+    def __str__(self) -> str:
+        """Say what is trained, and on what."""
+        shape = f"{self.servers} ps, {self.workers} workers" if self.strategy != "single" else ""
+        if self.strategy == "multi_worker_mirrored":
+            shape = f"{self.workers} workers"
+        parts = [self.strategy, shape, "evaluator" if self.evaluator else ""]
+        return ", ".join(part for part in parts if part)
+
+    def tasks(self) -> list[str]:
+        """Return the names of all tasks."""
+        counts = {"ps": 0, "worker": 0, "chief": 0, "evaluator": int(self.evaluator)}
+        if self.strategy in CLUSTERED:
+            counts |= {"ps": self.servers, "worker": self.workers, "chief": 1}
+        elif self.strategy == "single":
+            counts["chief"] = 1
+        else:
+            counts["worker"] = self.workers
+        return [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
+
+    def settings(self) -> dict[str, object]:
+        """Return what the configuration says, by `section.key`."""
+        return {
+            "training.strategy": self.strategy,
+            "training.steps": STEPS,
+            "training.checkpoint_every": EVERY,
+            "training.validate_every": 0,
+            "training.stall_timeout": STALL_SECONDS,
+            "cluster.parameter_servers": self.servers,
+            "cluster.workers": self.workers,
+            "cluster.evaluator": str(self.evaluator).lower(),
+            "cluster.communication": "ring",
+            # Each blow may cost a restart, and nobody here tests the limit.
+            "cluster.max_restarts": 2 * len(self.blows) + 2,
+            "gate.min.accuracy": 0.8,
+        }
+
+
+def drawn(seed: int) -> Plan:
+    """Return the plan of a seed."""
+    draw = random.Random(seed)
+    shape = Plan(
+        seed=seed,
+        strategy=draw.choice(STRATEGIES),
+        servers=draw.randint(1, 2),
+        workers=draw.randint(2, 3),
+        evaluator=draw.random() < 0.25,
+        blows=(),
+    )
+    blows = [_blow(draw, shape) for _ in range(draw.randint(1, 3))]
+    ordered = tuple(sorted(blows, key=lambda blow: blow.step))
+    return Plan(**{**vars(shape), "blows": ordered})
+
+
+def _blow(draw: random.Random, plan: Plan) -> Blow:
+    kind = draw.choices(("kill", "stop", "pause", "full disk", "torn file"), (4, 2, 2, 1, 2))[0]
+    task = "" if kind in ("full disk", "torn file") else draw.choice(plan.tasks())
+    step = draw.randrange(1, STEPS - EVERY)
+    seconds = draw.uniform(0.2, 5) if kind == "pause" else 0.0
+    return Blow(kind=kind, task=task, step=step, seconds=seconds)

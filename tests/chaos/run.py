@@ -1,0 +1,138 @@
+"""One run of chaos: the whole pipeline, struck while it trains, resumed until it is blessed."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.blows import Ground, strike
+from tests.chaos.invariants import Lived
+from tests.chaos.plan import EVERY, STEPS, Blow, Plan
+from tests.pipelines.called import processes_of
+from trainer import storage
+
+# A ceiling for a machine that is busy with other things.
+SECONDS = 900
+FLOTILLA = [sys.executable, "-c", "from pipelines.cli import main; main()"]
+# Whose loss costs no steps under which strategy.
+SPARED = {
+    "async_parameter_server": ("worker", "evaluator"),
+    "sync_parameter_server": ("worker", "evaluator"),
+}
+Say = Callable[[str], None]
+
+
+def lived(plan: Plan, folder: Path, say: Say) -> Lived:
+    """Run a plan below `folder`, where the dataset of other runs is reused."""
+    return _Run(plan, folder, say).to_its_end()
+
+
+class _Run:
+    def __init__(self, plan: Plan, folder: Path, say: Say) -> None:
+        self._plan = plan
+        self._workdir = folder / f"run-{plan.seed}"
+        self._store = folder / "store"
+        self._say = say
+        self._blows = list(plan.blows)
+        self._found = Lived(checkpoints="", steps=STEPS, every=EVERY)
+
+    def to_its_end(self) -> Lived:
+        """Start the run, and resume it as long as it fails and blows may be the reason."""
+        root = storage.uri_of(self._store)
+        # Of one name they would be held against each other.
+        own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
+        settings = {**self._plan.settings(), **own}
+        options = [f"--set={name}={value}" for name, value in settings.items()]
+        arguments = ["run", "--workdir", str(self._workdir), *options]
+        self._tried(arguments)
+        (config,) = self._workdir.glob("*/config.json")
+        run_id = config.parent.name
+        self._found.checkpoints = storage.join(root, run_id, "checkpoints")
+        for _ in self._plan.blows:
+            if self._found.ends[-1][0] != 1:
+                break
+            self._tried([*arguments, "--resume", run_id])
+        return self._found
+
+    def _tried(self, arguments: list[str]) -> None:
+        """Start or resume the run, strike what is due, and take in how it ended."""
+        self._workdir.mkdir(parents=True, exist_ok=True)
+        errors = self._workdir / "errors.txt"
+        with errors.open("w") as said:
+            process = subprocess.Popen(
+                [*FLOTILLA, *arguments], stdout=subprocess.DEVNULL, stderr=said
+            )
+        self._follow(process)
+        process.wait()
+        words = errors.read_text(encoding="utf-8", errors="replace")
+        last = [line for line in words.splitlines() if line.startswith("flotilla: ")]
+        self._say(f"  exit code {process.returncode}{f': {last[0]}' if last else ''}")
+        found = self._found
+        found.tracebacks += words.count("Traceback")
+        found.ends.append((process.returncode, " | ".join(last)))
+        found.left += [" ".join(each.cmdline()) for each in processes_of(self._workdir)]
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        ground = None
+        for event in _events(process, self._workdir):
+            self._found.happened.append(event)
+            if event["event"] == "progress":
+                ground = ground or _ground(self._workdir, self._store, self._plan.seed)
+                self._strike(ground, event["global_step"])
+        if ground:
+            ground.leave()
+            self._found.torn |= ground.torn
+
+    def _strike(self, ground: Ground, step: int) -> None:
+        while self._blows and step >= self._blows[0].step:
+            blow = self._blows.pop(0)
+            self._say(f"  {blow}: {strike(blow, ground)}")
+            self._found.losses += _costs_a_life(self._plan, blow)
+
+
+def _events(process: subprocess.Popen[bytes], workdir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a run as they come, to its end."""
+    deadline = time.monotonic() + SECONDS
+    began, position = time.time(), 0
+    ended = False
+    while not ended:
+        ended = process.poll() is not None
+        for path in workdir.glob("*/events.jsonl"):
+            # A run that is resumed writes its events anew.
+            if path.stat().st_mtime < began:
+                continue
+            with path.open(encoding="utf-8") as lines:
+                lines.seek(position)
+                whole = [line for line in lines if line.endswith("\n")]
+            position += sum(len(line.encode()) for line in whole)
+            yield from (json.loads(line) for line in whole)
+        if time.monotonic() > deadline:
+            process.kill()
+            raise TimeoutError(f"the run has not ended after {SECONDS} s; see {workdir}")
+        time.sleep(0.1)
+
+
+def _ground(workdir: Path, store: Path, seed: int) -> Ground:
+    (config,) = workdir.glob("*/config.json")
+    run = config.parent
+    published = store / run.name / "checkpoints"
+    return Ground(run / "cluster", published, random.Random(seed))
+
+
+def _costs_a_life(plan: Plan, blow: Blow) -> bool:
+    if blow.kind == "pause":
+        return False
+    role = blow.task.partition("-")[0]
+    return role not in SPARED.get(plan.strategy, ("evaluator",))
+
+
+def forget(folder: Path, seed: int) -> None:
+    """Remove what a run has left on this machine."""
+    shutil.rmtree(folder / f"run-{seed}", ignore_errors=True)

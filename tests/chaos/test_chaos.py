@@ -1,0 +1,20 @@
+"""Three runs of chaos: a stopped worker, a lost server, a torn checkpoint, a full disk, a kill."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.__main__ import main
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+# Between them: SIGKILL of ps, worker and evaluator, SIGSTOP, a torn file, a full disk.
+SEEDS = (4, 9, 21)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_invariants_hold(tmp_path, capsys, seed):
+    code = main(["--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)])
+    told = capsys.readouterr().out
+    assert code == 0, told
+    assert ", 0 invariants broken, " in told.splitlines()[-1]

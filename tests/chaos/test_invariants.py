@@ -1,0 +1,90 @@
+"""Each invariant finds what breaks it; a plan is the same for the same seed."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.chaos.invariants import INVARIANTS, Lived, broken, repeated
+from tests.chaos.plan import STEPS, STRATEGIES, drawn
+from trainer import storage
+
+
+def publish(folder, step):
+    source = folder / f"source-{step}"
+    source.mkdir()
+    (source / "data").write_bytes(b"0123456789")
+    uri = storage.uri_of(folder / "checkpoints" / f"step-{step:08d}")
+    storage.publish(source, uri, kind="checkpoint", fields={"global_step": step})
+    return storage.local_path(uri)
+
+
+@pytest.fixture
+def sound(tmp_path):
+    publish(tmp_path, 3000)
+    return Lived(
+        checkpoints=storage.uri_of(tmp_path / "checkpoints"),
+        steps=3000,
+        every=250,
+        ends=[(1, "failed | when that is put right, go on with: flotilla run"), (0, "")],
+        happened=[life(0), progress(700), life(500), progress(3000)],
+        losses=1,
+    )
+
+
+def life(step):
+    return {"event": "life", "global_step": step}
+
+
+def progress(step):
+    return {"event": "progress", "global_step": step}
+
+
+def test_a_sound_run_breaks_none(sound):
+    assert broken(sound) == []
+    assert repeated(sound) == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"ends": [(1, "x")]}, "it did not end blessed: exit code 1"),
+        ({"ends": [(1, "no more"), (0, "")]}, "a try ended with exit code 1 and no way to go on"),
+        ({"tracebacks": 2}, "2 tracebacks were shown"),
+        ({"steps": 3001}, "the last checkpoint is of step 3000, and 3001 were asked for"),
+        ({"steps": 2999}, "the last checkpoint is of step 3000, and 2999 were asked for"),
+        ({"losses": 0}, "200 steps were repeated, and 0 are the most"),
+        ({"left": ["python -m trainer task"]}, "a process is left: python -m trainer task"),
+    ],
+)
+def test_what_is_broken_is_said(sound, change, said):
+    for name, value in change.items():
+        setattr(sound, name, value)
+    (words,) = broken(sound)
+    assert words.startswith(said)
+
+
+def test_a_torn_checkpoint_is_found_unless_chaos_has_torn_it(sound, tmp_path):
+    path = publish(tmp_path, 2750)
+    (path / "data").write_bytes(b"0123456780")
+    (words,) = broken(sound)
+    assert words.startswith(f"a checkpoint is torn: {storage.uri_of(path)} is damaged")
+    sound.torn.add(path)
+    assert broken(sound) == []
+
+
+def test_every_invariant_says_what_it_is():
+    assert all(each.__doc__ for each in INVARIANTS)
+
+
+def test_a_seed_is_a_plan():
+    plans = [drawn(seed) for seed in range(200)]
+    assert plans == [drawn(seed) for seed in range(200)]
+    assert {plan.strategy for plan in plans} == set(STRATEGIES)
+    blows = [(plan, blow) for plan in plans for blow in plan.blows]
+    assert {blow.kind for _, blow in blows} == {"kill", "stop", "pause", "full disk", "torn file"}
+    assert {blow.task.partition("-")[0] for _, blow in blows} == {
+        "", "chief", "ps", "worker", "evaluator",
+    }  # fmt: skip
+    for plan, blow in blows:
+        assert not blow.task or blow.task in plan.tasks()
+        assert 0 < blow.step < STEPS

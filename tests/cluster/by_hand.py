@@ -1,0 +1,90 @@
+"""Tasks that are started one by one, as containers and published examples start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer import parent, storage
+from trainer.cluster import Cluster, Task
+from trainer.config_file import parse
+
+PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
+# A ceiling for a machine that is busy with other things.
+SECONDS = 170
+
+
+@dataclass
+class ByHand:
+    """Tasks of one cluster, each a process of `python -m trainer task` in a folder of its own."""
+
+    folder: Path
+    dataset: str
+    cluster: Cluster
+    config: dict[str, object]
+    processes: dict[Task, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    @property
+    def checkpoints(self) -> str:
+        """Where the checkpoints are."""
+        return storage.uri_of(self.folder / "checkpoints")
+
+    def log(self, task: Task) -> str:
+        """What a task has said."""
+        return (self.folder / f"{task}.log").read_text(encoding="utf-8")
+
+    def start(self, task: Task, flags: tuple[str, ...] = ()) -> None:
+        """Start a task, told by TF_CONFIG or else by flags."""
+        config = self.folder / "config.json"
+        config.write_text(parse(self.config).model_dump_json(), encoding="utf-8")
+        settings = {**os.environ, **parent.environment(), "GRPC_FAIL_FAST": "use_caller"}
+        if not flags:
+            settings["TF_CONFIG"] = self.cluster.tf_config(task)
+        stage = ["--config", str(config), "--workdir", str(self.folder / str(task))]
+        uris = ["--dataset", self.dataset, "--checkpoints", self.checkpoints]
+        with (self.folder / f"{task}.log").open("wb") as log:
+            self.processes[task] = subprocess.Popen(
+                [sys.executable, "-m", "trainer", "task", *stage, *uris, *flags],
+                env=settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def wait_for(self, task: Task, text: str) -> None:
+        """Wait until a task has said something; fail when it ends before."""
+        while text not in self.log(task):
+            assert self.processes[task].poll() is None, self.log(task)
+            # A file has no event for those who wait for more of it.
+            time.sleep(0.1)
+
+    def flags(self, task: Task) -> tuple[str, ...]:
+        """Return the flags that say the same as TF_CONFIG."""
+        hosts = [
+            f"--{role}_hosts={','.join(each)}" for role, each in self.cluster.addresses.items()
+        ]
+        return (*hosts, "--job_name", task.role, "--task_index", str(task.index))
+
+    def end_of(self, task: Task) -> int:
+        """Wait for the end of a task and return its exit code."""
+        return self.processes[task].wait(timeout=SECONDS)
+
+
+@contextmanager
+def by_hand(
+    folder: Path, dataset: str, cluster: Cluster, config: dict[str, object]
+) -> Iterator[ByHand]:
+    """End all tasks at the end of the block."""
+    tasks = ByHand(folder, dataset, cluster, config)
+    try:
+        yield tasks
+    finally:
+        for process in tasks.processes.values():
+            process.kill()
+            process.wait()

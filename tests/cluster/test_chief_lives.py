@@ -1,0 +1,41 @@
+"""One chief after another on the same servers: they are taken over, and do not grow."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.cluster.launched import launched
+from trainer.server_memory import MOST_GROWTH
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+
+LIVES = 5
+SERVERS = ("ps-0", "worker-0", "worker-1")
+SETTINGS = {
+    "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
+    "cluster": {"workers": 2, "max_restarts": LIVES},
+}
+
+
+def test_after_five_lives_the_servers_have_not_grown(dataset, tmp_path):
+    with launched(SETTINGS, dataset, tmp_path) as run:
+        sizes = []
+        for life in range(1, LIVES + 1):
+            begun = run.wait_for(lambda event: event["event"] == "life")
+            run.wait_for_step(begun["global_step"] + 400)
+            sizes.append({name: run.task(name).memory_info().rss for name in SERVERS})
+            if life < LIVES:
+                run.kill("chief-0")
+        run.process.send_signal(signal.SIGINT)
+        code, said = run.end()
+    assert code == 130, said
+    restarts = run.happened("restart")
+    assert [e["restarts"] for e in restarts if e["task"] == "chief-0"] == [1, 2, 3, 4]
+    for event in restarts:
+        grown = event["cause"].startswith("its memory grown from")
+        assert grown == (event["task"] in SERVERS), event
+    for name in SERVERS:
+        course = [round(size[name] / 2**20) for size in sizes]
+        assert course[-1] <= (1 + MOST_GROWTH) * course[0], (name, course)

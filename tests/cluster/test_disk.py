@@ -1,0 +1,113 @@
+"""Disks that are full, files in the way, damaged checkpoints: one line, and a way to go on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from contextlib import suppress
+
+import pytest
+
+from tests.cluster.launched import launched
+from trainer import checkpoint_listing, storage
+
+pytestmark = pytest.mark.cluster
+
+EVERY = 100
+DATA = "variables.data-00000-of-00001"
+
+
+def settings(steps, **cluster):
+    training = {"strategy": "single", "steps": steps, "checkpoint_every": EVERY, "keep": 9}
+    return {"training": {**training, "validate_every": 0}, "cluster": cluster}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of one megabyte at the place of the checkpoints."""
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def fill(folder):
+    """Leave no room; return the file that takes it."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 10, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(b"." * size)
+    assert not shutil.disk_usage(folder).free
+    return filler
+
+
+def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
+    dataset, tmp_path, small_disk
+):
+    with launched(settings(10**7), dataset, tmp_path) as run:
+        run.wait_for(lambda e: e["event"] == "checkpoint" and e["global_step"] >= EVERY)
+        filler = fill(small_disk)
+        code, said = run.end()
+        last = run.newest()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "No space left on device" in said
+    assert not run.happened("restart")
+    filler.unlink()
+    with launched(settings(last + EVERY), dataset, tmp_path) as again:
+        code, said = again.end()
+    assert code == 0, said
+    assert [event["global_step"] for event in again.happened("life")] == [last]
+    assert again.newest() == last + EVERY
+
+
+def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with launched(settings(EVERY), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.count("\n") == 1
+    assert "a file stands where a folder is needed; move it away" in said
+    assert not run.happened("restart")
+
+
+def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
+    with launched(settings(3 * EVERY), dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    paths = {
+        step: storage.local_path(uri) for uri, step in checkpoint_listing.listed(run.checkpoints)
+    }
+    data = bytearray((paths[3 * EVERY] / DATA).read_bytes())
+    data[100] ^= 1
+    (paths[3 * EVERY] / DATA).write_bytes(data)
+    os.unlink(paths[2 * EVERY] / storage.MANIFEST)
+    with launched(settings(4 * EVERY), dataset, tmp_path) as again:
+        code, said = again.end()
+    assert code == 0, said
+    assert [event["global_step"] for event in again.happened("life")] == [EVERY]
+    (passed,) = again.happened("checkpoint_passed_over")
+    assert f"{DATA} has crc32c" in passed["reason"]
+    for uri, _ in checkpoint_listing.listed(run.checkpoints):
+        storage.verify(uri)
+    assert again.newest() == 4 * EVERY
+
+
+def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
+    config = settings(EVERY)
+    config["model"] = {"name": "tests.cluster.exits:model"}
+    with launched(config, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.startswith("the code that it was given called sys.exit(0) (chief-0, log ")
+    assert said.count("\n") == 1
+    assert not run.happened("restart")
+    (failed,) = run.happened("task_failed")
+    assert (failed["task"], failed["cause"]) == ("chief-0", "exit code 1")
+    assert failed["last_lines"][-1].startswith("flotilla: the code that it was given")

@@ -1,0 +1,85 @@
+"""The evaluator beside training: it measures every checkpoint, and its deaths are its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.launched import launched
+from trainer import evaluate, keeping, storage, validations
+from trainer.checkpoints import restore_model
+from trainer.config_file import parse
+from trainer.data.read import evaluation_batches, stage_shards
+from trainer.data.spec import DatasetSpec
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+
+pytestmark = pytest.mark.cluster
+
+STEPS, EVERY, KEEP = 1500, 200, 2
+SETTINGS = {
+    "training": {"steps": STEPS, "checkpoint_every": EVERY, "keep": KEEP},
+    "cluster": {"workers": 2, "evaluator": True, "max_restarts": 0},
+}
+
+
+def measured(dataset, uri, folder):
+    """Return the validation loss of a checkpoint, measured here."""
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    model = registry.build(
+        parse({}).model, InputSpec.of(spec.features, spec.inputs, spec.num_classes), 0
+    )
+    restore_model(uri, model, folder / "scratch")
+    files = stage_shards(dataset, folder / "validation", "validation")
+    return evaluate.measure(model, evaluation_batches(spec, files, batch_size=1000))["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_path):
+    with launched(SETTINGS, dataset, tmp_path) as run:
+        for _ in range(5):
+            run.wait_for(lambda event: event["event"] == "validation")
+            run.kill("evaluator-0")
+        code, said = run.end()
+    assert code == 0, said
+    assert [e["task"] for e in run.happened("restart")] == ["evaluator-0"] * 5
+    assert len(run.happened("life")) == 1
+    assert run.newest() == STEPS
+    rows = validations.read(run.checkpoints)
+    steps = [row["global_step"] for row in rows]
+    assert steps == [*range(0, STEPS, EVERY), STEPS]
+    best = min(rows, key=lambda row: row["validation_loss"])
+    found = keeping.kept(run.checkpoints)
+    assert keeping.best(found).global_step == best["global_step"]
+    assert {each.global_step for each in found[-KEEP:]} == {STEPS, steps[-2]}
+    loss = measured(dataset, keeping.best(found).uri, tmp_path)
+    assert loss == pytest.approx(best["validation_loss"], rel=1e-4)
+
+
+def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
+    training = {
+        "strategy": "single",
+        "steps": 10**7,
+        "checkpoint_every": EVERY,
+        "optimizer": {"name": "sgd", "learning_rate": 1e-30},
+        "patience": 2,
+    }
+    with launched({**SETTINGS, "training": training}, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    losses = [row["validation_loss"] for row in validations.read(run.checkpoints)]
+    assert len(losses) >= 3
+    assert len(set(losses)) == 1
+    assert run.newest() < 10**7
+
+
+def test_an_evaluator_that_fails_for_good_is_left_behind(dataset, tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / "evaluator-0").write_text("a file where its folder should be")
+    training = {"strategy": "single", "steps": 100}
+    with launched({**SETTINGS, "training": training}, dataset, tmp_path) as run:
+        code, said = run.end()
+    assert code == 0, said
+    (left,) = run.happened("evaluator_left")
+    assert left["reason"].startswith(f"cannot write to {tmp_path}")
+    assert run.newest() == 100

@@ -1,0 +1,107 @@
+"""Tasks that are stopped and not dead: nobody waits for them longer than `stall_timeout`."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from tests.cluster.by_hand import by_hand
+from tests.cluster.launched import launched
+from trainer import last_words
+from trainer.cluster import Task
+from trainer.errors import BEGIN_AGAIN
+from trainer.local_ports import held_cluster
+
+pytestmark = pytest.mark.cluster
+
+EVERY = 200
+STEPS = 1500
+SECONDS = 8
+
+
+def settings(strategy: str, **cluster: object) -> dict[str, object]:
+    training = {
+        "strategy": strategy,
+        "steps": STEPS,
+        "checkpoint_every": EVERY,
+        "validate_every": 0,
+        "stall_timeout": SECONDS,
+    }
+    return {"training": training, "cluster": {"workers": 2, "max_restarts": 2, **cluster}}
+
+
+def stopped(dataset, folder, config, task):
+    """Stop a task in the midst of training; return the run when it has ended well."""
+    with launched(config, dataset, folder) as run:
+        run.wait_for_step(EVERY + 1)
+        run.task(task).send_signal(signal.SIGSTOP)
+        code, said = run.end()
+        assert code == 0, said
+    assert STEPS <= run.newest() <= STEPS + 50
+    first = run.happened("restart")[0]
+    seconds = 2 * SECONDS if task == "chief-0" else SECONDS
+    assert (first["task"], first["cause"]) == (task, f"no sign of life for {seconds} s")
+    assert {event["restarts"] for event in run.happened("restart")} == {1}
+    for life in run.happened("life")[1:]:
+        assert life["global_step"] >= EVERY
+        assert life["global_step"] % EVERY == 0
+    return run
+
+
+def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_path):
+    run = stopped(dataset, tmp_path, settings("async_parameter_server"), "worker-1")
+    assert len(run.happened("life")) == 1
+
+
+@pytest.mark.slow
+def test_updates_from_all_workers_wait_for_a_stopped_one_no_longer(dataset, tmp_path):
+    run = stopped(dataset, tmp_path, settings("sync_parameter_server"), "worker-1")
+    assert len(run.happened("life")) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("task", ["ps-0", "chief-0"])
+def test_a_stopped_server_or_chief_costs_a_life(dataset, tmp_path, task):
+    run = stopped(dataset, tmp_path, settings("async_parameter_server"), task)
+    assert len(run.happened("life")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("task", ["worker-0", "worker-1"])
+def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
+    config = settings("multi_worker_mirrored", communication="ring")
+    run = stopped(dataset, tmp_path, config, task)
+    assert len(run.happened("life")) == 2
+    assert {event["task"] for event in run.happened("restart")} == {"worker-0", "worker-1"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
+    run = stopped(dataset, tmp_path, settings("in_graph"), "worker-0")
+    assert len(run.happened("life")) == 2
+
+
+@pytest.mark.slow
+def test_who_waits_says_for_whom_where_nobody_watches_from_outside(dataset, tmp_path):
+    waits, stops = (Task(role="worker", index=index) for index in range(2))
+    config = settings("multi_worker_mirrored", communication="ring")
+    config["training"]["steps"] = 100_000
+    with (
+        held_cluster({"worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, config) as tasks,
+    ):
+        for task in (waits, stops):
+            tasks.start(task)
+        tasks.wait_for(waits, '"event": "progress"')
+        tasks.processes[stops].send_signal(signal.SIGSTOP)
+        assert tasks.end_of(waits) == BEGIN_AGAIN, tasks.log(waits)
+    words = last_words.read(tmp_path / str(waits))
+    # TensorFlow's own heartbeats may have stood still for long enough before.
+    assert words.startswith(
+        (f"no progress for {SECONDS} s: worker-1 does not answer", "a task of the cluster is gone")
+    )
+    assert "worker-1" in words

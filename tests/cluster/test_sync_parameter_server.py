@@ -1,0 +1,181 @@
+"""Synchronous updates on parameter servers: exact, with backup workers, through deaths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
+from tests.cluster.uneven import FAILURE
+from trainer.cluster import Task
+
+pytestmark = pytest.mark.cluster
+
+BATCH = 8
+NEAR = 1e-5
+SLOW_STEPS = 50
+
+
+def trial(
+    problem: str, runs: list[int], *, workers: int = 2, needed: int = 0, **arguments: Any
+) -> Trial:
+    training = {"strategy": "sync_parameter_server", "batch_size": BATCH}
+    config = {
+        "training": {**training, "replicas_to_aggregate": needed},
+        "cluster": {"workers": workers},
+    }
+    return Trial(config, f"tests.cluster.{problem}", runs, arguments)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory) -> Callable[..., Outcome]:
+    """What `single` makes of a problem."""
+
+    def outcome(problem: str, runs: list[int], **arguments: Any) -> Outcome:
+        config = {"training": {"strategy": "single"}}
+        with serving(tmp_path_factory.mktemp("single")) as nothing:
+            return nothing.lead(Trial(config, f"tests.cluster.{problem}", runs, arguments))
+
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def two_workers(tmp_path_factory) -> Iterator[Servers]:
+    with serving(tmp_path_factory.mktemp("two"), ps=2, workers=2) as servers:
+        yield servers
+
+
+@pytest.fixture(scope="module")
+def three_workers(tmp_path_factory) -> Iterator[Servers]:
+    with serving(tmp_path_factory.mktemp("three"), ps=1, workers=3) as servers:
+        yield servers
+
+
+def local_steps(report: dict[str, Any]) -> dict[str, int]:
+    workers = report["figures"]["workers"]
+    for each in workers.values():
+        assert each["examples"] == BATCH * each["local_steps"]
+    return {name: each["local_steps"] for name, each in workers.items()}
+
+
+def assert_adds_up(outcome: Outcome, runs: list[int], needed: int) -> None:
+    """Every update has taken exactly `needed` gradients, and every other one was dropped."""
+    assert [r["global_step"] for r in outcome.reports] == np.cumsum(runs).tolist()
+    assert outcome.variables["global_step"] == outcome.global_step == sum(runs)
+    for report in outcome.reports:
+        taken = needed * report["global_step"]
+        assert sum(local_steps(report).values()) == taken + report["figures"]["dropped_gradients"]
+
+
+def failure(leading: Leading, servers: Servers) -> str:
+    assert leading.process.wait() != 0
+    return (servers.folder / str(CHIEF) / "log.txt").read_text(encoding="utf-8")
+
+
+def test_equal_gradients_move_exactly_as_one_process(alone, two_workers):
+    runs = [7, 13]
+    outcome = two_workers.lead(trial("problems:equal", runs))
+    single = alone("problems:equal", runs)
+    assert outcome.variables == single.variables
+    np.testing.assert_allclose(
+        [r["loss"] for r in outcome.reports], [r["loss"] for r in single.reports], rtol=1e-6
+    )
+    assert_adds_up(outcome, runs, needed=2)
+
+
+@pytest.mark.parametrize("problem", ["stateful:clipped", "stateful:embedded"])
+def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_workers, problem):
+    runs = [7, 13]
+    outcome = two_workers.lead(trial(problem, runs, batch_size=BATCH, workers=2))
+    single = alone(problem, runs, batch_size=2 * BATCH, workers=1)
+    assert len(set(outcome.devices.values())) == 2
+    for path, value in single.variables.items():
+        np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
+    np.testing.assert_allclose(
+        [r["loss"] for r in outcome.reports], [r["loss"] for r in single.reports], atol=NEAR
+    )
+
+
+def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers):
+    runs = [1, 333, 666]
+    outcome = two_workers.lead(trial("problems:equal", runs))
+    assert_adds_up(outcome, runs, needed=2)
+    assert local_steps(outcome.reports[-1]) == {"worker-0": 1000, "worker-1": 1000}
+    assert outcome.reports[-1]["figures"]["dropped_gradients"] == 0
+
+
+def slowed(needed: int, runs: list[int]) -> Trial:
+    uneven = {"worker": 2, "times": 20, "microseconds": 10_000}
+    return trial("uneven:slowed", runs, workers=3, needed=needed, **uneven)
+
+
+@pytest.mark.slow
+def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_workers):
+    runs = [25] * 60
+    waiting = three_workers.lead(slowed(needed=3, runs=[SLOW_STEPS]))
+    assert local_steps(waiting.reports[-1])["worker-2"] == waiting.global_step == SLOW_STEPS
+    ahead = three_workers.lead(slowed(needed=2, runs=runs))
+    assert_adds_up(ahead, runs, needed=2)
+    # In the steps of the slow worker, and not on a clock.
+    slow = local_steps(ahead.reports[-1])["worker-2"]
+    assert slow > 0
+    assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS
+    assert ahead.reports[-1]["figures"]["dropped_gradients"] > 0
+
+
+def test_what_comes_late_is_dropped_and_counted(three_workers):
+    runs = [20, 20]
+    outcome = three_workers.lead(trial("problems:equal", runs, workers=3, needed=1))
+    assert_adds_up(outcome, runs, needed=1)
+    dropped = [report["figures"]["dropped_gradients"] for report in outcome.reports]
+    assert dropped[0] > 0
+    assert all(before <= after for before, after in pairwise(dropped))
+
+
+def test_updates_go_on_without_a_worker_that_died(tmp_path):
+    runs = [20, 400, 20]
+    with serving(tmp_path, ps=1, workers=2) as servers:
+        leading = servers.start_lead(trial("problems:equal", runs, needed=1))
+        leading.next()
+        servers.kill(Task(role="worker", index=1))
+        assert_adds_up(leading.outcome(), runs, needed=1)
+
+
+def test_updates_wait_for_a_worker_that_they_cannot_do_without(tmp_path):
+    runs = [20, 400, 20]
+    worker = Task(role="worker", index=1)
+    with serving(tmp_path, ps=1, workers=2) as servers:
+        leading = servers.start_lead(trial("problems:equal", runs))
+        leading.next()
+        servers.kill(worker)
+        servers.start(worker)
+        assert_adds_up(leading.outcome(), runs, needed=2)
+
+
+@pytest.mark.slow
+def test_a_chief_on_the_servers_of_a_dead_one_computes_as_if_they_were_new(two_workers):
+    runs = [20, 1000, 20]
+    undisturbed = two_workers.lead(trial("problems:equal", runs))
+    dying = two_workers.start_lead(trial("problems:equal", runs))
+    dying.next()
+    two_workers.kill(CHIEF)
+    again = two_workers.lead(trial("problems:equal", runs))
+    assert (again.reports, again.variables) == (undisturbed.reports, undisturbed.variables)
+
+
+def test_a_worker_that_fails_for_good_ends_the_run_with_its_error(two_workers):
+    leading = two_workers.start_lead(trial("uneven:failing", [20, 400], worker=1, after=50))
+    leading.next()
+    assert FAILURE in failure(leading, two_workers)
+
+
+def test_a_dead_parameter_server_ends_the_run(tmp_path):
+    with serving(tmp_path, ps=2, workers=2) as servers:
+        leading = servers.start_lead(trial("problems:equal", [20, 100_000]))
+        leading.next()
+        servers.kill(Task(role="ps", index=1))
+        assert "UnavailableError" in failure(leading, servers)

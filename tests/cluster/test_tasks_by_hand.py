@@ -1,0 +1,67 @@
+"""Tasks that no launcher of ours has started: by TF_CONFIG, by flags, without a chief."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.by_hand import CHIEF, PS, by_hand
+from tests.cluster.launched import launched
+from trainer import checkpoint_listing, storage
+from trainer.cluster import Task
+from trainer.local_ports import held_cluster
+
+pytestmark = pytest.mark.cluster
+
+STEPS = 300
+CONFIG = {
+    "training": {"steps": STEPS, "checkpoint_every": 100, "validate_every": 0},
+    "cluster": {"parameter_servers": 1, "workers": 2},
+}
+WORKERS = [Task(role="worker", index=index) for index in range(2)]
+
+
+@pytest.mark.parametrize("told_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.slow)])
+def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, told_by):
+    with (
+        held_cluster({"ps": 1, "worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, CONFIG) as tasks,
+    ):
+        for task in (PS, *WORKERS):
+            tasks.start(task, tasks.flags(task) if told_by == "flags" else ())
+        assert tasks.end_of(WORKERS[0]) == 0, tasks.log(WORKERS[0])
+        assert [tasks.processes[task].poll() for task in (PS, WORKERS[1])] == [None, None]
+        uri, step = checkpoint_listing.newest(tasks.checkpoints)
+    assert step == STEPS
+    figures = storage.verify(uri).fields["metrics"]["workers"]
+    assert sum(each["local_steps"] for each in figures.values()) == STEPS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path, monkeypatch):
+    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
+    with (
+        held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster,
+        by_hand(tmp_path, dataset, cluster, config) as tasks,
+    ):
+        for task in (PS, *WORKERS):
+            tasks.start(task, tasks.flags(task))
+        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(CHIEF))
+        for name in ("one", "two"):
+            with launched(config, dataset, tmp_path / name) as run:
+                code, said = run.end()
+            assert code == 0, said
+            assert run.newest() == STEPS
+            assert [path.name for path in (tmp_path / name / "cluster").iterdir()] == ["chief-0"]
+        assert [process.poll() for process in tasks.processes.values()] == [None] * 3
+
+
+def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):
+    config = {**CONFIG, "cluster": {**CONFIG["cluster"], "existing_servers": True}}
+    with held_cluster({"chief": 1, "ps": 1, "worker": 2}) as cluster:
+        monkeypatch.setenv("TF_CONFIG", cluster.tf_config(PS))
+        with launched(config, dataset, tmp_path) as run:
+            code, said = run.end()
+    assert code == 2
+    assert said.startswith("cluster.existing_servers: TF_CONFIG names the task ps-0, and only a")
+    assert said.count("\n") == 1

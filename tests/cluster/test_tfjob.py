@@ -1,0 +1,136 @@
+"""Training for real by TFJobs: every pod is a process with the operator's TF_CONFIG."""
+
+from __future__ import annotations
+
+import random
+import signal
+
+import pytest
+
+from components.tfjob.ending import end_run
+from pipelines import outcome
+from tests.components.tfjob.attempts import step
+from tests.kubernetes.cluster import real_cluster
+from tests.pipelines.called import call, setting
+from trainer import checkpoint_listing, storage
+from trainer.config import Config
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
+KILLS = 3
+
+
+@pytest.fixture
+def kube(tmp_path, monkeypatch):
+    secrets = {"store": {"accesskey": "abc"}}
+    with real_cluster(tmp_path, secrets) as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
+        yield made
+
+
+def settings(steps, **kubernetes):
+    return {
+        "training": {"steps": steps, "checkpoint_every": 200, "validate_every": 0},
+        "cluster": {"workers": 2, "max_restarts": 9, "kubernetes": kubernetes},
+    }
+
+
+def newest(folder):
+    """Return the global step of the newest checkpoint, whole."""
+    uri, reached = checkpoint_listing.newest(storage.uri_of(folder / "run-1" / "checkpoints"))
+    storage.verify(uri)
+    return reached
+
+
+@pytest.fixture
+def attempt(kube, dataset, tmp_path):
+    root = storage.uri_of(tmp_path / "run-1")
+    return lambda tree: step(kube, tree, root=root, dataset=dataset)
+
+
+def wait_for_line(process, words):
+    for line in process.process.stdout:
+        if words in line:
+            return line
+    raise AssertionError(f"{words!r} never came: {process.end()}")
+
+
+@pytest.mark.slow
+def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube, tmp_path):
+    options = setting(
+        training__steps=600,
+        training__checkpoint_every=300,
+        cluster__workers=1,
+        cluster__launcher="tfjob",
+    )
+    ours = call("run", tmp_path / "t", *options, cwd=tmp_path)
+    assert (ours.code, ours.told["status"]) == (0, "blessed"), ours.err + ours.log[-3000:]
+    assert set(ours.told["artifacts"]) == set(outcome._ARTIFACTS.values())
+    assert ours.told["global_step"] == 600
+    for artifact in ("dataset", "checkpoint", "evaluation", "decision", "model"):
+        storage.verify(ours.told["artifacts"][artifact])
+    assert "[chief-0]" in ours.log
+    assert "[worker-0]" in ours.log
+    assert [e["global_step"] for e in ours.happened("progress")][-1] == 600
+    kube.wait_gone()
+
+
+def test_cancelled_while_training_a_last_checkpoint_is_published(attempt, kube, tmp_path):
+    tree = settings(10**6, pod={"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}})
+    with attempt(tree) as process:
+        wait_for_line(process, '"event": "progress"')
+        process.ask()
+        code, _, said = process.end()
+    assert code == 130
+    assert said == f"interrupted at global step {newest(tmp_path)}; checkpoint " + storage.join(
+        storage.uri_of(tmp_path / "run-1"), "checkpoints", f"step-{newest(tmp_path):08d}"
+    )
+    kube.wait_gone()
+
+
+@pytest.mark.slow
+def test_without_a_chief_worker_0_leads_and_works(attempt, kube, tmp_path):
+    with attempt(settings(200, chiefless=True)) as process:
+        code, out, said = process.end()
+    assert (code, newest(tmp_path)) == (0, 200), said
+    assert "[worker-0]" in out
+    kube.wait_gone()
+
+
+@pytest.mark.slow
+def test_a_lost_parameter_server_and_a_lost_worker_are_survived(attempt, kube, tmp_path):
+    with attempt(settings(1500)) as process:
+        wait_for_line(process, '"event": "progress"')
+        for task in ("worker-1", "ps-0"):
+            pod = kube.pod(task)["metadata"]
+            kube.kubelet.kill(pod["namespace"], pod["name"])
+            kube.pod(task, but=pod["uid"])
+        code, _, said = process.end()
+    assert (code, newest(tmp_path)) == (0, 1500), said
+    kube.wait_gone()
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_at_random_leaves_no_job_and_a_whole_model(
+    attempt, kube, tmp_path
+):
+    seed = random.randrange(10**6)
+    chance = random.Random(seed)
+    tree = settings(800)
+    for _ in range(KILLS):
+        # From before the job is there to the middle of training.
+        after = len(kube.server.requests) + chance.randrange(1, 25)
+        with attempt(tree) as process:
+            kube.store.wait(
+                lambda p=process, after=after: (
+                    len(kube.server.requests) >= after or p.process.poll() is not None
+                )
+            )
+            process.ask(signal.SIGKILL)
+            process.end()
+        if chance.random() < 0.3:
+            end_run(Config().cluster.kubernetes, "run-1")
+            kube.wait_gone()
+    with attempt(tree) as process:
+        code, _, said = process.end()
+    assert (code, newest(tmp_path)) == (0, 800), (seed, said)
+    kube.wait_gone()

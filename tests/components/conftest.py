@@ -1,0 +1,27 @@
+"""The process of a step: its events, its folder, and what it works on."""
+
+import pytest
+
+from components import steps
+from tests.trainer.small_run import small_run
+from trainer import events, storage
+
+
+@pytest.fixture
+def happened(tmp_path, monkeypatch):
+    """Be the process of a step, and return what was written to the events."""
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    monkeypatch.setenv(steps.RUN_FOLDER, str(tmp_path / "folder"))
+    (tmp_path / "folder").mkdir()
+    return lambda: list(events.read(path))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return storage.uri_of(tmp_path / "root")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return small_run(tmp_path_factory.mktemp("run"))

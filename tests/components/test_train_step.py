@@ -1,0 +1,108 @@
+"""The step that trains, with a launcher of its own: what it makes of what a launcher leaves."""
+
+import pytest
+from kfp import dsl
+
+from components import launching, steps
+from tests.components.called_steps import RUN, refused, text_of
+from trainer import storage
+from trainer.errors import RunInterruptedError, UserError
+from trainer.launcher import Job
+from trainer.validations import Validations
+
+pytestmark = pytest.mark.usefixtures("happened")
+
+
+class TestTrainModel:
+    """With a launcher of its own: what a step makes of what a launcher leaves."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch, tmp_path):
+        """Return the jobs that were launched; each publishes two checkpoints."""
+        jobs = []
+
+        def launch(job: Job) -> None:
+            jobs.append(job)
+            for step in (10, 9):
+                folder = tmp_path / f"checkpoint-{step}"
+                folder.mkdir()
+                (folder / "variables.index").write_text(str(step), encoding="utf-8")
+                fields = {"global_step": step, "metrics": {"loss": 1 / step}}
+                uri = storage.join(job.checkpoints, f"step-{step:08d}")
+                storage.publish(folder, uri, kind="checkpoint", fields=fields)
+
+        monkeypatch.setitem(launching.LAUNCHERS, "local", launch)
+        return jobs
+
+    def test_it_gives_the_newest_checkpoint(self, launched, root, run, happened, tmp_path):
+        artifact = dsl.Model()
+        uri = steps.train_model(text_of(run), root, RUN, run.dataset, artifact)
+        assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
+        assert artifact.metadata == {"uri": uri, "global_step": 10, "loss": 0.1}
+        assert happened()[-1]["figures"] == {"global_step": 10, "loss": 0.1}
+        assert happened()[-1]["uri"] == uri
+        (job,) = launched
+        assert (job.dataset, job.workdir) == (run.dataset, tmp_path / "folder" / "cluster")
+        assert job.config.model == run.config.model
+
+    @pytest.mark.usefixtures("launched")
+    def test_a_checkpoint_that_was_damaged_since_is_not_handed_on(
+        self, monkeypatch, root, run, capsys
+    ):
+        launch = launching.LAUNCHERS["local"]
+
+        def damaging(job):
+            launch(job)
+            uri = storage.join(job.checkpoints, "step-00000010", "variables.index")
+            storage.local_path(uri).write_text("11", encoding="utf-8")
+
+        monkeypatch.setitem(launching.LAUNCHERS, "local", damaging)
+        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
+        code, line = refused(steps.train_model, *given, capsys=capsys)
+        assert code == 1
+        assert "step-00000010 is damaged: variables.index has crc32c" in line
+
+    @pytest.mark.usefixtures("launched")
+    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, happened):
+        launch = launching.LAUNCHERS["local"]
+
+        def validated(job):
+            launch(job)
+            for _, manifest in storage.published(job.checkpoints):
+                loss = manifest.fields["global_step"] / 10
+                Validations(job.checkpoints).add(manifest, {"loss": loss})
+
+        monkeypatch.setitem(launching.LAUNCHERS, "local", validated)
+        steps.train_model(text_of(run), root, RUN, run.dataset, dsl.Model())
+        figures = happened()[-1]["figures"]
+        assert figures["global_step"] == 10
+        assert (figures["best_global_step"], figures["best_validation_loss"]) == (9, 0.9)
+
+    def test_a_launcher_that_fails_is_told(self, monkeypatch, root, run, capsys):
+        def fail(_job):
+            raise UserError("worker-0 ended with exit code 1")
+
+        monkeypatch.setitem(launching.LAUNCHERS, "local", fail)
+        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
+        assert refused(steps.train_model, *given, capsys=capsys) == (
+            1,
+            "worker-0 ended with exit code 1",
+        )
+
+    def test_an_interrupted_launcher_is_told(self, monkeypatch, root, run, capsys, happened):
+        def end(_job):
+            raise RunInterruptedError("interrupted at global step 7")
+
+        monkeypatch.setitem(launching.LAUNCHERS, "local", end)
+        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
+        assert refused(steps.train_model, *given, capsys=capsys)[0] == 130
+        assert happened()[-1]["status"] == "interrupted"
+
+    def test_a_launcher_that_leaves_nothing_is_told(self, monkeypatch, root, run, capsys):
+        monkeypatch.setitem(launching.LAUNCHERS, "local", lambda _job: None)
+        given = (text_of(run), root, RUN, run.dataset, dsl.Model())
+        _, line = refused(steps.train_model, *given, capsys=capsys)
+        assert line.startswith("no checkpoint is published below ")
+
+    def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
+        assert "local" in launching.LAUNCHERS

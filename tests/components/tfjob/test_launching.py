@@ -1,0 +1,47 @@
+"""Which launcher is called, and what it refuses before it asks for anything."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from components import launching
+from components.tfjob import connection, launcher
+from tests.components.tfjob.attempts import job_of
+from trainer.errors import ConfigError, UserError
+
+
+@pytest.mark.parametrize("key", ["in_process", "existing_servers"])
+def test_servers_that_are_no_pods_are_refused(key, monkeypatch):
+    monkeypatch.setattr("trainer.config.NOT_YET", {})
+    with pytest.raises(ConfigError, match=f"cluster.{key}: not with cluster.launcher tfjob"):
+        launching.launch(job_of({"cluster": {key: True}}))
+
+
+def test_without_a_cluster_the_remedy_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
+    with pytest.raises(UserError, match=r"no Kubernetes API .*; run in a cluster, or set KUBECONF"):
+        launching.launch(job_of({}))
+
+
+def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://seaweedfs.kubeflow:9000")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-tell")
+    place = launcher._place(connection.connect(), "models")
+    assert place.variables == {"AWS_ENDPOINT_URL": "http://seaweedfs.kubeflow:9000"}
+    assert kube.kubeconfig.is_file()
+
+
+@pytest.mark.parametrize(
+    ("claims", "account"),
+    [
+        ('{"sub": "system:serviceaccount:kubeflow:pipeline-runner"}', "pipeline-runner"),
+        ('{"sub": "someone"}', ""),
+        ("{}", ""),
+    ],
+)
+def test_a_token_says_as_whom_a_pod_speaks(claims, account):
+    body = base64.urlsafe_b64encode(claims.encode()).decode().rstrip("=")
+    assert connection._account(f"head.{body}.tail") == account
+    assert connection._account("no token") == ""

@@ -1,0 +1,280 @@
+"""The TFJob of a configuration: what Kubernetes, the operator and a reader find in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import jsonschema
+import pytest
+import yaml
+from hypothesis import HealthCheck, given
+from hypothesis import settings as tried
+from kubeflow import training
+
+from components.tfjob import names, pods
+from components.tfjob.manifest import REPLICAS, Place, leading, manifest, replicas
+from tests.components.tfjob.settings import configurations
+from trainer.config import Config
+from trainer.config_file import parse
+from trainer.launcher import Job
+
+CRD = Path(__file__).parents[3] / "../shared/schemas/kubeflow.org_tfjobs.yaml"
+PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
+
+
+def job_of(config: Config) -> Job:
+    return Job(
+        config=config, dataset="gs://b/d", checkpoints="gs://b/run-1/checkpoints", workdir=Path()
+    )
+
+
+def made(tree=None, place=PLACE):
+    return manifest(job_of(parse(tree or {})), place)
+
+
+def template(tree, role):
+    return tree["spec"]["tfReplicaSpecs"][role]["template"]
+
+
+def container(tree, role):
+    return template(tree, role)["spec"]["containers"][0]
+
+
+def variables(tree, role):
+    return {each["name"]: each.get("value") for each in container(tree, role)["env"]}
+
+
+@pytest.fixture(scope="module")
+def schema():
+    if not CRD.is_file():
+        pytest.skip(f"{CRD} is absent: the schema of the training operator")
+    crd = yaml.safe_load(CRD.read_text(encoding="utf-8"))
+    return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
+
+
+def pruned(tree, schema, path="job"):
+    """Return what an API server would silently drop: keys of which the schema does not know."""
+    if schema.get("x-kubernetes-preserve-unknown-fields"):
+        return []
+    if isinstance(tree, list):
+        return [p for each in tree for p in pruned(each, schema["items"], f"{path}[]")]
+    if not isinstance(tree, dict) or path == "job.metadata":
+        return []
+    known, more = schema.get("properties", {}), schema.get("additionalProperties")
+    lost = []
+    for key, value in tree.items():
+        below = known.get(key) or (more if isinstance(more, dict) else None)
+        where = f"{path}.{key}"
+        lost += pruned(value, below, where) if below is not None else [where]
+    return lost
+
+
+def without_the_cluster(tree):
+    """Leave the operator's `metadata` of templates out: the schema says nothing of it."""
+    copy = json.loads(json.dumps(tree))
+    for replica in copy["spec"]["tfReplicaSpecs"].values():
+        replica["template"].pop("metadata")
+    return copy
+
+
+@tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=configurations)
+def test_whatever_is_configured_fits_the_operators_schema_and_nothing_is_dropped(schema, tree):
+    job = made(tree)
+    jsonschema.Draft202012Validator(schema).validate(job)
+    assert not pruned(without_the_cluster(job), schema)
+
+
+@tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=configurations)
+def test_the_operators_own_models_lose_no_field(tree):
+    job = made(tree)
+    client = training.ApiClient()
+    typed = client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1TFJob")
+    assert client.sanitize_for_serialization(typed) == job
+
+
+@tried(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(tree=configurations)
+def test_what_the_operator_and_kubernetes_ask_for_holds_always(tree):
+    config = parse(tree)
+    job = manifest(job_of(config), PLACE)
+    counts = replicas(config)
+    leader = leading(config)
+    assert counts[leader.role] >= 1
+    specs = job["spec"]["tfReplicaSpecs"]
+    assert {role: specs[REPLICAS[role]]["replicas"] for role in counts} == counts
+    assert len(specs) == len(counts)
+    for role, count in counts.items():
+        pod = f"{job['metadata']['name']}-{role}-{count - 1}"
+        assert len(pod) <= 63
+        assert pod[0].isalpha()
+        own = container(job, REPLICAS[role])
+        assert own["name"] == "tensorflow"
+        assert own["ports"] == [{"name": "tfjob-port", "containerPort": 2222}]
+        mounted = {mount["name"] for mount in own["volumeMounts"]}
+        there = [volume["name"] for volume in template(job, REPLICAS[role])["spec"]["volumes"]]
+        assert mounted == set(there)
+        assert len(there) == len(mounted)
+        given_names = [each["name"] for each in own["env"]]
+        assert len(set(given_names)) == len(given_names)
+    assert job == manifest(job_of(parse(tree)), PLACE)
+
+
+def expanded(text):
+    """Do what the kubelet does to `$(NAME)` where nothing is called NAME: only `$$` changes."""
+    return text.replace("$$", "$")
+
+
+@tried(max_examples=60, deadline=None)
+@given(tree=configurations)
+def test_a_task_gets_the_configuration_that_was_written(tree):
+    job = made(tree)
+    for role in job["spec"]["tfReplicaSpecs"]:
+        assert parse(json.loads(expanded(variables(job, role)["FLOTILLA_CONFIG"]))) == parse(tree)
+
+
+def test_text_that_kubernetes_would_expand_arrives_as_it_is():
+    value = "$(HOME) $$(HOME) $HOME ${HOME}"
+    job = made({"cluster": {"kubernetes": {"pod": {"env": {"A": value}, "command": [value]}}}})
+    text = variables(job, "Chief")["A"]
+    assert "$(" not in text.replace("$$", "")
+    assert expanded(text) == value
+    assert expanded(container(job, "Chief")["command"][-1]) == value
+
+
+def test_gpus_are_for_workers_alone_by_any_resource_name():
+    job = made({"cluster": {"gpus_per_worker": 2, "kubernetes": {"gpu_resource": "amd.com/gpu"}}})
+    assert container(job, "Worker")["resources"] == {"limits": {"amd.com/gpu": "2"}}
+    assert "CUDA_VISIBLE_DEVICES" not in variables(job, "Worker")
+    for role in ("PS", "Chief"):
+        assert "resources" not in container(job, role)
+        assert variables(job, role)["CUDA_VISIBLE_DEVICES"] == "-1"
+
+
+def test_a_role_is_laid_over_all_roles():
+    job = made(
+        {
+            "cluster": {
+                "kubernetes": {
+                    "pod": {
+                        "image": "all",
+                        "env": {"A": "1", "B": "1"},
+                        "tolerations": [{"operator": "Exists"}],
+                        "resources": {"requests": {"cpu": 1}},
+                    },
+                    "ps": {
+                        "image": "ps",
+                        "env": {"B": "2"},
+                        "resources": {"requests": {"memory": "1Gi"}},
+                    },
+                }
+            }
+        }
+    )
+    assert [container(job, role)["image"] for role in ("PS", "Worker")] == ["ps", "all"]
+    assert {k: variables(job, "PS")[k] for k in "AB"} == {"A": "1", "B": "2"}
+    assert container(job, "PS")["resources"]["requests"] == {"cpu": "1", "memory": "1Gi"}
+    assert template(job, "PS")["spec"]["tolerations"] == [{"operator": "Exists"}]
+
+
+def test_what_ends_a_job_stands_in_its_run_policy():
+    settings = {
+        "clean_pod_policy": "All",
+        "backoff_limit": 0,
+        "suspend": True,
+        "queue_name": "gpus",
+        "scheduling": {"gang": True, "queue": "q", "timeout_seconds": 60},
+    }
+    job = made({"cluster": {"workers": 4, "kubernetes": {"job": settings}}})
+    assert job["spec"]["runPolicy"] == {
+        "cleanPodPolicy": "All",
+        "ttlSecondsAfterFinished": 86_400,
+        "activeDeadlineSeconds": 604_800,
+        "backoffLimit": 0,
+        "schedulingPolicy": {"minAvailable": 6, "queue": "q", "scheduleTimeoutSeconds": 60},
+        "suspend": True,
+    }
+    assert set(job["spec"]) == {"runPolicy", "tfReplicaSpecs"}
+    assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
+
+
+def test_secrets_are_named_and_never_there_and_may_be_absent():
+    kubernetes = {
+        "pod": {
+            "secret_env": {"AWS_SECRET_ACCESS_KEY": "store/secretkey"},
+            "env_from_secrets": ["more"],
+            "image_pull_secrets": ["pull"],
+        }
+    }
+    job = made({"cluster": {"kubernetes": kubernetes}})
+    for role in job["spec"]["tfReplicaSpecs"]:
+        own = container(job, role)
+        reference = {"name": "store", "key": "secretkey", "optional": True}
+        found = {"name": "AWS_SECRET_ACCESS_KEY", "valueFrom": {"secretKeyRef": reference}}
+        assert found in own["env"]
+        assert {"secretRef": {"name": "more", "optional": True}} in own["envFrom"]
+        assert variables(job, role)["AWS_REGION"] == "eu-1"
+        assert template(job, role)["spec"]["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_kfps_own_store_brings_its_keys_unless_others_are_named():
+    def secrets(**pod):
+        config = parse({"cluster": {"kubernetes": {"pod": pod}}})
+        job = Job(config=config, dataset="d", checkpoints="minio://b/r/c", workdir=Path())
+        env = container(manifest(job, PLACE), "PS")["env"]
+        return [each["valueFrom"]["secretKeyRef"]["key"] for each in env if "valueFrom" in each]
+
+    assert secrets() == ["accesskey", "secretkey"]
+    assert secrets(secret_env={"AWS_ACCESS_KEY_ID": "own/k"}) == ["k"]
+    assert secrets(env_from_secrets=["own"]) == []
+
+
+def test_istio_stays_out_unless_it_is_asked_for():
+    assert template(made(), "PS")["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
+    asked = {"annotations": {"sidecar.istio.io/inject": "true"}}
+    job = made({"cluster": {"kubernetes": {"pod": asked}}})
+    assert template(job, "PS")["metadata"]["annotations"]["sidecar.istio.io/inject"] == "true"
+
+
+def test_without_a_chief_worker_0_leads():
+    config = parse({"cluster": {"kubernetes": {"chiefless": True}}})
+    assert replicas(config) == {"ps": 1, "worker": 2}
+    assert str(leading(config)) == "worker-0"
+    job = manifest(job_of(config), PLACE)
+    # A leader needs Keras 3.
+    assert "TF_USE_LEGACY_KERAS" not in variables(job, "Worker")
+    assert variables(job, "PS")["TF_USE_LEGACY_KERAS"] == "1"
+
+
+def test_the_evaluator_stands_beside_and_its_end_is_not_the_jobs():
+    job = made({"cluster": {"evaluator": True, "gpus_per_worker": 1}})
+    evaluator = job["spec"]["tfReplicaSpecs"]["Evaluator"]
+    assert (evaluator["replicas"], evaluator["restartPolicy"]) == (1, "OnFailure")
+    assert "resources" not in container(job, "Evaluator")
+
+
+def test_a_job_of_one_task_brings_its_own_cluster():
+    # The operator writes TF_CONFIG only where there are several tasks.
+    job = made({"training": {"strategy": "single"}})
+    assert list(job["spec"]["tfReplicaSpecs"]) == ["Chief"]
+    assert json.loads(variables(job, "Chief")["TF_CONFIG"]) == {
+        "cluster": {"chief": ["localhost:2222"]},
+        "task": {"type": "chief", "index": 0},
+    }
+    assert "TF_CONFIG" not in variables(made(), "Chief")
+
+
+def test_the_digest_tells_a_job_from_another():
+    first = made()["metadata"]["annotations"][names.MANIFEST]
+    other = made({"training": {"steps": 7}})["metadata"]["annotations"][names.MANIFEST]
+    assert first == made()["metadata"]["annotations"][names.MANIFEST] != other
+
+
+def test_every_setting_of_a_pod_is_used():
+    source = Path(pods.__file__).read_text(encoding="utf-8")
+    settings = Config().cluster.kubernetes.pod
+    unused = [name for name in type(settings).model_fields if f"pod.{name}" not in source]
+    assert unused == ["restart_policy"]

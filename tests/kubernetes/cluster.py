@@ -1,0 +1,139 @@
+"""A cluster for tests: API server and operator, with a kubelet or with a script in its place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.kubernetes import pods
+from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.operator import Operator
+from tests.kubernetes.server import Server
+from tests.kubernetes.store import Store, Tree
+
+NAMESPACE = "models"
+
+
+class Cluster:
+    """What a test does and sees; without a kubelet it says itself what becomes of pods."""
+
+    def __init__(self, server: Server, kubeconfig: Path) -> None:
+        self.server = server
+        self.store: Store = server.store
+        self.faults = server.faults
+        self.kubeconfig = kubeconfig
+        self.kubelet: Kubelet | None = None
+
+    def jobs(self) -> list[Tree]:
+        return self.store.all("tfjobs", NAMESPACE)
+
+    def job(self) -> Tree:
+        """Wait for a job, and return it."""
+        found: list[Tree] = self.store.wait(self.jobs)
+        return found[0]
+
+    def wait_gone(self) -> None:
+        """Wait until neither a job nor a pod is left."""
+        self.store.wait(lambda: not self.jobs() and not self.store.all("pods", NAMESPACE))
+
+    def pods(self) -> dict[str, Tree]:
+        """Return all pods by task, such as `worker-0`."""
+        found = self.store.all("pods", NAMESPACE)
+        return {"-".join(pod["metadata"]["name"].rsplit("-", 2)[1:]): pod for pod in found}
+
+    def pod(self, task: str, but: str = "") -> Tree:
+        """Wait for the pod of a task (one with another uid than `but`), and return it."""
+
+        def found() -> Tree | None:
+            pod = self.pods().get(task)
+            return pod if pod and pod["metadata"]["uid"] != but else None
+
+        tree: Tree = self.store.wait(found)
+        return tree
+
+    def all_pods(self) -> dict[str, Tree]:
+        """Wait until the job has all its pods, and return them by task."""
+        replicas = self.job()["spec"]["tfReplicaSpecs"]
+        count = sum(each["replicas"] for each in replicas.values())
+        self.store.wait(lambda: len(self.pods()) == count)
+        return self.pods()
+
+    def wait_watched(self) -> None:
+        """Wait until somebody watches jobs and pods."""
+        for kind in ("tfjobs?", "pods?"):
+
+            def watched(kind: str = kind) -> bool:
+                return any(kind in each and "watch=" in each for each in self.server.requests)
+
+            self.store.wait(watched)
+
+    def run_all(self) -> dict[str, Tree]:
+        """Let every pod of the job run."""
+        for pod in self.all_pods().values():
+            pods.running(self.store, pod)
+        return self.pods()
+
+    def say(self, task: str, *lines: str, start: int = 0) -> None:
+        """Let a task write to its log."""
+        uid = self.pod(task)["metadata"]["uid"]
+        for line in lines:
+            self.server.logs.write(uid, start, line)
+
+    def finish(self, task: str, code: int, message: str = "", reason: str = "") -> Tree:
+        """Let a task end."""
+        pod = self.pod(task)
+        self.server.logs.end(pod["metadata"]["uid"], 0)
+        return pods.finished(self.store, pod, code, message, reason)
+
+    def event(self, about: str, reason: str, message: str) -> None:
+        """Write an event about a job or a pod."""
+        name = f"{about}.{len(self.store.all('events'))}"
+        tree: dict[str, Any] = {
+            "metadata": {"name": name},
+            "involvedObject": {"name": about},
+            "reason": reason,
+            "message": message,
+            "type": "Warning",
+        }
+        self.store.create("events", NAMESPACE, tree)
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[Cluster]:
+    """Yield a cluster whose pods do what the test says."""
+    with Server() as server, Operator(server.store):
+        yield Cluster(server, _kubeconfig(folder, server.url))
+
+
+@contextmanager
+def real_cluster(
+    folder: Path, secrets: Mapping[str, Mapping[str, str]] | None = None
+) -> Iterator[Cluster]:
+    """Yield a cluster that runs the command of every pod as a process of this machine."""
+    with Server() as server:
+        made = Cluster(server, _kubeconfig(folder, server.url))
+        environment = {"KUBECONFIG": str(made.kubeconfig)}
+        kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
+        made.kubelet = kubelet
+        with Operator(server.store), kubelet:
+            yield made
+
+
+def _kubeconfig(folder: Path, url: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "kubeconfig"
+    tree = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "test",
+        "contexts": [
+            {"name": "test", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}
+        ],
+        "clusters": [{"name": "c", "cluster": {"server": url}}],
+        "users": [{"name": "u", "user": {"token": "a-token"}}],
+    }
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    return path

@@ -1,0 +1,60 @@
+"""What can go wrong with an API server, on demand."""
+
+from __future__ import annotations
+
+import re
+import threading
+from dataclasses import dataclass, field
+
+
+@dataclass(kw_only=True)
+class Fault:
+    """An answer in place of the right one: `times` times, to requests that match `pattern`.
+
+    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a word.
+    A `late` fault does what was asked before it answers wrongly.
+    """
+
+    pattern: str
+    status: int
+    times: int = 10**9
+    headers: dict[str, str] = field(default_factory=dict)
+    late: bool = False
+
+
+class Faults:
+    """All faults of a server; `refused` counts how often each pattern was answered wrongly."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._faults: list[Fault] = []
+        self.refused: dict[str, int] = {}
+        self.down = False
+
+    def add(self, pattern: str, status: int, **more: object) -> Fault:
+        fault = Fault(pattern=pattern, status=status, **more)  # type: ignore[arg-type]
+        with self._changed:
+            self._faults.append(fault)
+        return fault
+
+    def clear(self) -> None:
+        with self._changed:
+            self._faults.clear()
+            self.down = False
+
+    def of(self, request: str) -> Fault | None:
+        """Return the fault that this request meets, and count it."""
+        with self._changed:
+            if self.down:
+                self._count("down")
+                return Fault(pattern="down", status=0)
+            for fault in self._faults:
+                if fault.times > 0 and re.search(fault.pattern, request):
+                    fault.times -= 1
+                    self._count(fault.pattern)
+                    return fault
+        return None
+
+    def _count(self, pattern: str) -> None:
+        self.refused[pattern] = self.refused.get(pattern, 0) + 1
+        self._changed.notify_all()

@@ -1,0 +1,200 @@
+"""Runs the command of every pod as a local process, where a test wants training for real.
+
+A pod's mounts stand below a folder of its own; the paths at which it expects them are replaced in
+its command, its working folder and its variables. Memory, nodes and images are not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from tests.kubernetes.logs import Logs
+from tests.kubernetes.pods import finished, running
+from tests.kubernetes.store import RefusedError, Store, Tree
+from trainer.local_ports import free_port
+
+ROOT = Path(__file__).parents[2]
+LOOK_SECONDS = 0.2
+MESSAGE_BYTES = 4096
+
+
+class Kubelet:
+    """One node for all pods; as a context manager it ends them all with the block."""
+
+    def __init__(
+        self,
+        store: Store,
+        logs: Logs,
+        folder: Path,
+        environment: Mapping[str, str],
+        secrets: Mapping[str, Mapping[str, str]],
+    ) -> None:
+        self._store = store
+        self._logs = logs
+        self._folder = folder
+        self._environment = environment
+        self._secrets = secrets
+        self._ports: dict[str, str] = {}
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._killers: dict[str, threading.Timer] = {}
+        self._followers: list[threading.Thread] = []
+        self._stopping = False
+        self._thread = threading.Thread(target=self._work, daemon=True)
+        store.graceful.add("pods")
+
+    def __enter__(self) -> Kubelet:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stopping = True
+        self._thread.join()
+        for timer in self._killers.values():
+            timer.cancel()
+        for process in self._processes.values():
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for follower in self._followers:
+            follower.join()
+
+    def kill(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to all processes of a pod, as the kernel does when memory is gone."""
+        uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
+        os.killpg(self._processes[uid].pid, number)
+
+    def _work(self) -> None:
+        while not self._stopping:
+            with self._store.changed:
+                for pod in self._store.all("pods"):
+                    self._reconcile(pod)
+                self._store.changed.wait(LOOK_SECONDS)
+
+    def _reconcile(self, pod: Tree) -> None:
+        uid = pod["metadata"]["uid"]
+        going = bool(pod["metadata"].get("deletionTimestamp"))
+        process = self._processes.get(uid)
+        if going and process is None:
+            self._store.remove("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])
+        elif going and uid not in self._killers:
+            self._end(pod, process)
+        elif process is None and pod["status"]["phase"] == "Pending":
+            self._start(pod)
+
+    def _start(self, pod: Tree) -> None:
+        uid = pod["metadata"]["uid"]
+        container = pod["spec"]["containers"][0]
+        folder = self._folder / f"{pod['metadata']['name']}-{uid[:8]}"
+        folder.mkdir(parents=True)
+        mounts = {}
+        for mount in container.get("volumeMounts", []):
+            place = folder / mount["name"]
+            place.mkdir()
+            mounts[mount["mountPath"]] = str(place)
+        command = [expanded(w, {}) for w in [*container["command"], *container.get("args", [])]]
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
+            "PYTHONPATH": str(ROOT),
+            "FLOTILLA_PARENT": str(os.getpid()),
+            # Every pod has its own address on a cluster; here all have one.
+            "FLOTILLA_GUARD_PORT": self._guard_port(pod),
+            **self._environment,
+            **self._variables(container),
+        }
+        process = subprocess.Popen(
+            [_mounted(word, mounts) for word in command],
+            cwd=_mounted(container.get("workingDir", str(folder)), mounts),
+            env={name: _mounted(value, mounts) for name, value in environment.items()},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._processes[uid] = process
+        message = Path(_mounted(container.get("terminationMessagePath", "/none"), mounts))
+        running(self._store, pod)
+        follower = threading.Thread(target=self._follow, args=(pod, process, message))
+        self._followers.append(follower)
+        follower.start()
+
+    def _follow(self, pod: Tree, process: subprocess.Popen[bytes], message: Path) -> None:
+        uid = pod["metadata"]["uid"]
+        assert process.stdout
+        with process.stdout:
+            for line in process.stdout:
+                self._logs.write(uid, 0, line.decode(errors="replace").rstrip("\n"))
+        code = process.wait()
+        # Nothing of a container outlives its first process.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self._logs.end(uid, 0)
+        lines = [text for _, text in self._logs.of(uid, 0).lines]
+        text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
+        with self._store.changed, suppress(RefusedError):
+            finished(self._store, pod, code if code >= 0 else 128 - code, text[-MESSAGE_BYTES:])
+            if self._store.get("pods", *_place(pod))["metadata"].get("deletionTimestamp"):
+                self._store.remove("pods", *_place(pod))
+
+    def _end(self, pod: Tree, process: subprocess.Popen[bytes] | None) -> None:
+        assert process
+        uid = pod["metadata"]["uid"]
+        if process.poll() is not None:
+            self._store.remove("pods", *_place(pod))
+            return
+        process.send_signal(signal.SIGTERM)
+
+        def kill() -> None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        grace = pod["spec"].get("terminationGracePeriodSeconds", 30)
+        self._killers[uid] = threading.Timer(grace, kill)
+        self._killers[uid].daemon = True
+        self._killers[uid].start()
+
+    def _guard_port(self, pod: Tree) -> str:
+        owner = pod["metadata"]["ownerReferences"][0]["uid"]
+        return self._ports.setdefault(owner, str(free_port()))
+
+    def _variables(self, container: Tree) -> dict[str, str]:
+        values: dict[str, str] = {}
+        for source in container.get("envFrom", []):
+            values |= self._secrets.get(source.get("secretRef", {}).get("name", ""), {})
+        for each in container.get("env", []):
+            if "value" in each:
+                values[each["name"]] = expanded(each["value"], values)
+                continue
+            reference = each["valueFrom"]["secretKeyRef"]
+            found = self._secrets.get(reference["name"], {}).get(reference["key"])
+            if found is not None:
+                values[each["name"]] = found
+        return values
+
+
+def expanded(text: str, values: Mapping[str, str]) -> str:
+    """Replace `$(NAME)` where NAME is known, and `$$` by `$`, as Kubernetes does."""
+
+    def by(match: re.Match[str]) -> str:
+        if match[0] == "$$":
+            return "$"
+        return values.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\(([A-Za-z_][A-Za-z0-9_]*)\)", by, text)
+
+
+def _mounted(text: str, mounts: Mapping[str, str]) -> str:
+    for path, place in mounts.items():
+        if text == path or text.startswith(f"{path}/"):
+            return place + text[len(path) :]
+    return text
+
+
+def _place(pod: Tree) -> tuple[str, str]:
+    return pod["metadata"]["namespace"], pod["metadata"]["name"]

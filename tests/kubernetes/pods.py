@@ -1,0 +1,82 @@
+"""The states of a pod, as a kubelet and a scheduler write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.kubernetes.store import Store, Tree, now
+
+
+def _changed(store: Store, pod: Tree, status: Tree, node: str = "") -> Tree:
+    def by(tree: Any) -> None:
+        tree["status"] = {**tree["status"], **status}
+        if node:
+            tree["spec"]["nodeName"] = node
+
+    return store.change("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], by)
+
+
+def _container(pod: Tree, state: Tree, **more: object) -> list[Tree]:
+    before = (pod.get("status", {}).get("containerStatuses") or [{}])[0]
+    return [{"restartCount": 0, **before, "name": "tensorflow", "state": state, **more}]
+
+
+def _scheduled(word: str, message: str = "") -> list[Tree]:
+    return [{"type": "PodScheduled", "status": word, "reason": "Unschedulable", "message": message}]
+
+
+def unschedulable(store: Store, pod: Tree, message: str) -> Tree:
+    """No node takes the pod."""
+    return _changed(store, pod, {"conditions": _scheduled("False", message)})
+
+
+def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
+    """The pod has a node, and its container cannot start there."""
+    state = {"waiting": {"reason": reason, "message": message}}
+    status = {"conditions": _scheduled("True"), "containerStatuses": _container(pod, state)}
+    return _changed(store, pod, status, "node-1")
+
+
+def running(store: Store, pod: Tree) -> Tree:
+    """The container runs."""
+    state = {"running": {"startedAt": now()}}
+    return _changed(
+        store,
+        pod,
+        {
+            "phase": "Running",
+            "conditions": _scheduled("True"),
+            "containerStatuses": _container(pod, state),
+        },
+        "node-1",
+    )
+
+
+def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
+    """The container has ended, and with it the pod."""
+    reason = reason or ("Completed" if code == 0 else "Error")
+    terminated = {"exitCode": code, "reason": reason, "message": message, "finishedAt": now()}
+    return _changed(
+        store,
+        pod,
+        {
+            "phase": "Failed" if code else "Succeeded",
+            "containerStatuses": _container(pod, {"terminated": terminated}),
+        },
+    )
+
+
+def evicted(store: Store, pod: Tree, message: str) -> Tree:
+    """The node has thrown the pod out; no container has an exit code."""
+    status = {"phase": "Failed", "reason": "Evicted", "message": message, "containerStatuses": []}
+    return _changed(store, pod, status)
+
+
+def restarted(store: Store, pod: Tree, code: int) -> Tree:
+    """The kubelet has started the container again where it was."""
+    count = pod["status"]["containerStatuses"][0]["restartCount"]
+    last = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
+    states = _container(
+        pod, {"running": {"startedAt": now()}}, restartCount=count + 1, lastState=last
+    )
+    return _changed(store, pod, {"containerStatuses": states})

@@ -1,0 +1,257 @@
+"""A small Kubernetes API server over HTTP: TFJobs, pods, logs and events, from a `Store`."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from tests.kubernetes.faults import Faults
+from tests.kubernetes.logs import Logs, stamp
+from tests.kubernetes.store import RefusedError, Store, Tree, selected
+
+PATH = re.compile(
+    r"/(?:api/v1|apis/kubeflow\.org/v1)/namespaces/(?P<namespace>[^/]+)"
+    r"/(?P<kind>tfjobs|pods|events)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
+)
+LOOK_SECONDS = 0.5
+
+
+class Server(ThreadingHTTPServer):
+    """The API on a port of loopback; as a context manager it serves until the block ends."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.store = Store()
+        self.faults = Faults(self.store.changed)
+        self.logs = Logs(self.store.changed)
+        self.requests: list[str] = []
+        # Streams end when this number is not any more the one that they began with.
+        self.era = 0
+        self.closing = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+    def drop_streams(self) -> None:
+        """Cut every watch and every log that is followed, in the middle of what it says."""
+        with self.store.changed:
+            self.era += 1
+            self.store.changed.notify_all()
+
+    def go_down(self) -> None:
+        with self.store.changed:
+            self.faults.down = True
+        self.drop_streams()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: clients that are killed are what tests are about."""
+
+    def __enter__(self) -> Server:
+        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.closing = True
+        self.drop_streams()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: Server
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_PATCH(self) -> None:
+        self._answer()
+
+    def do_DELETE(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        request = f"{self.command} {self.path}"
+        length = int(self.headers.get("Content-Length") or 0)
+        body = json.loads(self.rfile.read(length) or b"{}")
+        with self.server.store.changed:
+            self.server.requests.append(request)
+            self.server.store.changed.notify_all()
+        fault = self.server.faults.of(request)
+        if fault and not fault.late:
+            return self._fail(fault.status, fault.headers)
+        try:
+            given = self._done(body)
+        except RefusedError as error:
+            return self._send(error.code, error.status)
+        if fault:
+            return self._fail(fault.status, fault.headers)
+        if given is not None:
+            self._send(200, given)
+        return None
+
+    def _fail(self, status: int, headers: dict[str, str]) -> None:
+        if not status:
+            self.close_connection = True
+            return
+        words = {"kind": "Status", "code": status, "reason": "Fault", "message": "on demand"}
+        self._send(status, words, headers)
+
+    def _send(self, code: int, tree: Tree, headers: dict[str, str] | None = None) -> None:
+        text = json.dumps(tree).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        self.wfile.write(text)
+
+    def _done(self, body: Tree) -> Tree | None:
+        """Do what is asked; None where a stream was the answer."""
+        parts = urlsplit(self.path)
+        found = PATH.fullmatch(parts.path)
+        if not found:
+            raise RefusedError(404, "NotFound", f"no such path: {parts.path}")
+        asked = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        kind, namespace, name = found["kind"], found["namespace"], found["name"]
+        if found["log"]:
+            return self._log(namespace, name, asked)
+        if self.command == "GET" and not name:
+            if asked.get("watch") in ("true", "True"):
+                return self._watch(kind, namespace, asked)
+            return self._list(kind, namespace, asked)
+        return self._object(kind, namespace, name, body)
+
+    def _object(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
+        store = self.server.store
+        if self.command == "POST":
+            return store.create(kind, namespace, body)
+        if self.command == "PATCH":
+            return store.patch(kind, namespace, name, body)
+        if self.command == "DELETE":
+            uid = (body.get("preconditions") or {}).get("uid", "")
+            store.delete(kind, namespace, name, uid)
+            return {"kind": "Status", "status": "Success"}
+        return store.get(kind, namespace, name)
+
+    def _list(self, kind: str, namespace: str, asked: dict[str, str]) -> Tree:
+        store = self.server.store
+        with store.changed:
+            selectors = asked.get("labelSelector", ""), asked.get("fieldSelector", "")
+            return {
+                "metadata": {"resourceVersion": str(store.version())},
+                "items": store.all(kind, namespace, *selectors),
+            }
+
+    def _watch(self, kind: str, namespace: str, asked: dict[str, str]) -> None:
+        store = self.server.store
+        selectors = asked.get("labelSelector", ""), asked.get("fieldSelector", "")
+        version = int(asked.get("resourceVersion") or store.version())
+        store.since(version)
+        end = time.monotonic() + float(asked.get("timeoutSeconds", 300))
+        with self._stream() as (era, write):
+            while time.monotonic() < end:
+                with store.changed:
+                    while store.version() == version and self._goes_on(era, end):
+                        store.changed.wait(LOOK_SECONDS)
+                    if not self._goes_on(era, end):
+                        break
+                    try:
+                        happened = store.since(version)
+                    except RefusedError as error:
+                        write(json.dumps({"type": "ERROR", "object": error.status}) + "\n")
+                        return
+                for version, event, its_kind, tree in happened:  # noqa: B007
+                    same = its_kind == kind and tree["metadata"]["namespace"] == namespace
+                    if same and selected(tree, *selectors):
+                        write(json.dumps({"type": event, "object": tree}) + "\n")
+
+    def _log(self, namespace: str, name: str, asked: dict[str, str]) -> None:
+        store = self.server.store
+        pod = store.get("pods", namespace, name)
+        states = pod.get("status", {}).get("containerStatuses", [])
+        if not states or "waiting" in states[0]["state"]:
+            raise RefusedError(400, "BadRequest", f'container in pod "{name}" is waiting to start')
+        start = states[0]["restartCount"] - (asked.get("previous") in ("true", "True"))
+        log = self.server.logs.of(pod["metadata"]["uid"], start)
+        # The kubelet knows whole seconds only.
+        since = asked.get("sinceTime", "")[:19]
+        follow = asked.get("follow") in ("true", "True")
+        position = 0
+        with self._stream() as (era, write):
+            while self._goes_on(era, None):
+                with store.changed:
+                    new = log.lines[position:]
+                    ended = log.ended or not follow or not self._is_there(pod)
+                    if not new and not ended:
+                        store.changed.wait(LOOK_SECONDS)
+                        continue
+                position += len(new)
+                for at, text in new:
+                    if stamp(at)[:19] >= since:
+                        write(f"{stamp(at)} {text}\n")
+                if ended and not log.lines[position:]:
+                    return
+            # The connection breaks in the middle of a line, as connections do.
+            for at, text in log.lines[position : position + 1]:
+                write(f"{stamp(at)} {text}"[:20])
+
+    def _is_there(self, pod: Tree) -> bool:
+        meta = pod["metadata"]
+        with suppress(RefusedError):
+            found = self.server.store.get("pods", meta["namespace"], meta["name"])
+            return bool(found["metadata"]["uid"] == meta["uid"])
+        return False
+
+    def _goes_on(self, era: int, end: float | None) -> bool:
+        late = end is not None and time.monotonic() >= end
+        return era == self.server.era and not late
+
+    def _stream(self) -> Stream:
+        return Stream(self)
+
+
+class Stream:
+    """An answer in chunks; one that is dropped ends without the last chunk."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._handler = handler
+        self._era = handler.server.era
+
+    def __enter__(self) -> tuple[int, Any]:
+        self._handler.send_response(200)
+        self._handler.send_header("Content-Type", "application/json")
+        self._handler.send_header("Transfer-Encoding", "chunked")
+        # A stream is the last answer on its connection.
+        self._handler.send_header("Connection", "close")
+        self._handler.end_headers()
+        return self._era, self._write
+
+    def _write(self, text: str) -> None:
+        data = text.encode()
+        self._handler.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")
+        self._handler.wfile.flush()
+
+    def __exit__(self, *_error: object) -> None:
+        self._handler.close_connection = True
+        if self._era == self._handler.server.era:
+            with suppress(OSError):
+                self._handler.wfile.write(b"0\r\n\r\n")

@@ -1,0 +1,239 @@
+"""The small API server behaves to the official client as a real one does."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import urllib3
+from kubernetes import client, watch
+
+from tests.kubernetes import pods
+from tests.kubernetes.cluster import NAMESPACE
+
+ARGS = ("kubeflow.org", "v1", NAMESPACE, "tfjobs")
+
+
+def tfjob(name="job", roles=None, **policy):
+    roles = roles or {"Chief": 1, "PS": 1, "Worker": 2}
+    template = {"spec": {"containers": [{"name": "tensorflow", "command": ["true"]}]}}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "TFJob",
+        "metadata": {"name": name, "labels": {"run": "r"}},
+        "spec": {
+            "runPolicy": policy,
+            "tfReplicaSpecs": {
+                role: {"replicas": count, "restartPolicy": "ExitCode", "template": template}
+                for role, count in roles.items()
+            },
+        },
+    }
+
+
+@pytest.fixture
+def jobs(api):
+    return client.CustomObjectsApi(api)
+
+
+@pytest.fixture
+def core(api):
+    return client.CoreV1Api(api)
+
+
+def refused(call, *given, **named):
+    with pytest.raises(client.ApiException) as caught:
+        call(*given, **named)
+    return caught.value
+
+
+def kinds(kube):
+    conditions = kube.job().get("status", {}).get("conditions", [])
+    return [each["type"] for each in conditions]
+
+
+def test_an_object_is_created_once_and_deleted_by_uid(jobs):
+    made = jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    assert refused(jobs.create_namespaced_custom_object, *ARGS, tfjob()).status == 409
+    wrong = {"preconditions": {"uid": "other"}}
+    assert refused(jobs.delete_namespaced_custom_object, *ARGS, "job", body=wrong).status == 409
+    right = {"preconditions": {"uid": made["metadata"]["uid"]}}
+    jobs.delete_namespaced_custom_object(*ARGS, "job", body=right)
+    assert refused(jobs.get_namespaced_custom_object, *ARGS, "job").status == 404
+
+
+def test_a_patch_is_merged_and_may_ask_for_a_version(jobs):
+    made = jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    changed = jobs.patch_namespaced_custom_object(
+        *ARGS, "job", {"metadata": {"annotations": {"a": "1"}}}
+    )
+    assert changed["metadata"]["annotations"] == {"a": "1"}
+    assert changed["spec"] == made["spec"]
+    old = {"metadata": {"resourceVersion": made["metadata"]["resourceVersion"], "labels": {}}}
+    assert refused(jobs.patch_namespaced_custom_object, *ARGS, "job", old).status == 409
+
+
+def test_lists_take_selectors(jobs):
+    for name in ("one", "two"):
+        jobs.create_namespaced_custom_object(*ARGS, tfjob(name))
+    found = jobs.list_namespaced_custom_object(*ARGS, field_selector="metadata.name=two")
+    assert [each["metadata"]["name"] for each in found["items"]] == ["two"]
+    assert not jobs.list_namespaced_custom_object(*ARGS, label_selector="run=other")["items"]
+    assert len(jobs.list_namespaced_custom_object(*ARGS, label_selector="run=r")["items"]) == 2
+
+
+def test_a_watch_goes_on_from_a_version_and_410_says_that_it_is_forgotten(kube, core, jobs):
+    begun = core.list_namespaced_pod(NAMESPACE).metadata.resource_version
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "Worker": 1}))
+    kube.all_pods()
+    stream = watch.Watch().stream(
+        core.list_namespaced_pod, NAMESPACE, resource_version=begun, timeout_seconds=1
+    )
+    seen = [event["type"] for event in stream]
+    assert seen[:2] == ["ADDED", "ADDED"]
+    kube.store.forget()
+    gone = refused(core.list_namespaced_pod, NAMESPACE, resource_version=begun, watch=True)
+    assert gone.status == 410
+
+
+def test_faults_come_on_demand_and_go(kube, jobs):
+    kube.faults.add("POST .*tfjobs", 429, times=1, headers={"Retry-After": "1"})
+    kube.faults.add("GET .*tfjobs/job", 503, times=1)
+    assert refused(jobs.create_namespaced_custom_object, *ARGS, tfjob()).headers["Retry-After"]
+    jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    assert refused(jobs.get_namespaced_custom_object, *ARGS, "job").status == 503
+    assert jobs.get_namespaced_custom_object(*ARGS, "job")
+    kube.faults.add("DELETE", 500, late=True, times=1)
+    assert refused(jobs.delete_namespaced_custom_object, *ARGS, "job").status == 500
+    assert not kube.jobs()
+
+
+def test_an_api_that_is_down_says_nothing(kube, jobs):
+    kube.server.go_down()
+    with pytest.raises(urllib3.exceptions.HTTPError):
+        jobs.list_namespaced_custom_object(*ARGS)
+    kube.faults.clear()
+    assert jobs.list_namespaced_custom_object(*ARGS)["items"] == []
+
+
+def test_a_log_is_followed_until_its_container_ends_and_cut_in_the_middle(kube, jobs, core):
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "PS": 1}))
+    name = kube.pod("chief-0")["metadata"]["name"]
+    assert refused(core.read_namespaced_pod_log, name, NAMESPACE).status == 400
+    kube.run_all()
+    kube.say("chief-0", "one")
+
+    def read(**more):
+        return core.read_namespaced_pod_log(
+            name, NAMESPACE, follow=True, timestamps=True, _preload_content=False, **more
+        )
+
+    with read() as stream:
+        lines = iter(stream.stream(None))
+        assert next(lines).decode().endswith("one\n")
+        with kube.store.changed:
+            kube.say("chief-0", "two, which is long")
+            kube.server.drop_streams()
+        with pytest.raises(urllib3.exceptions.ProtocolError):
+            list(lines)
+    kube.finish("chief-0", 0)
+    text = read().data.decode()
+    assert [line.partition(" ")[2] for line in text.splitlines()] == ["one", "two, which is long"]
+
+
+def test_the_operator_restarts_from_128_up_and_ends_the_job_below(kube, jobs):
+    jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    before = kube.run_all()["worker-1"]["metadata"]["uid"]
+    kube.finish("worker-1", 137)
+    assert kube.pod("worker-1", but=before)["status"]["phase"] == "Pending"
+    assert "Restarting" in kinds(kube)
+    pods.evicted(kube.store, kube.pod("worker-0"), "the node was low on memory")
+    kube.pod("worker-0", but=kube.pod("worker-0")["metadata"]["uid"])
+    kube.run_all()
+    kube.finish("ps-0", 1)
+    kube.store.wait(lambda: "Failed" in kinds(kube))
+    kube.store.wait(lambda: set(kube.pods()) == {"ps-0"})
+
+
+@pytest.mark.parametrize(
+    ("roles", "leader"), [(None, "chief-0"), ({"PS": 1, "Worker": 2}, "worker-0")]
+)
+def test_the_leader_ends_the_job(kube, jobs, roles, leader):
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(roles=roles))
+    kube.run_all()
+    kube.finish(leader, 0)
+    kube.store.wait(lambda: "Succeeded" in kinds(kube))
+    kube.store.wait(lambda: set(kube.pods()) == {leader})
+
+
+def test_the_policies_end_jobs(kube, jobs):
+    policy = {"activeDeadlineSeconds": 0, "ttlSecondsAfterFinished": 1}
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(**policy))
+    kube.store.wait(lambda: "Failed" in kinds(kube))
+    kube.wait_gone()
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(suspend=True))
+    jobs.create_namespaced_custom_object(*ARGS, tfjob("other"))
+    kube.store.wait(lambda: len(kube.pods()) == 4)
+
+
+@pytest.mark.cluster
+def test_commands_run_as_processes_with_the_operators_tf_config(real_kube, tmp_path):
+    kube = real_kube
+    code = (
+        "import os, json; print(json.dumps([os.environ['TF_CONFIG'], os.getcwd(), {**os.environ}]))"
+    )
+    job = tfjob(roles={"Chief": 1, "Evaluator": 1})
+    container = {
+        "name": "tensorflow",
+        "command": ["python", "-c", code],
+        "workingDir": "/flotilla",
+        "volumeMounts": [{"name": "scratch", "mountPath": "/flotilla"}],
+        "env": [
+            {"name": "A", "value": "$$(HOME)"},
+            {"name": "K", "valueFrom": {"secretKeyRef": {"name": "store", "key": "accesskey"}}},
+        ],
+    }
+    for replica in job["spec"]["tfReplicaSpecs"].values():
+        replica["template"] = {"spec": {"containers": [container]}}
+    kube.store.create("tfjobs", NAMESPACE, job)
+    kube.store.wait(lambda: "Succeeded" in kinds(kube))
+    uid = kube.pod("chief-0")["metadata"]["uid"]
+    config, folder, variables = json.loads(kube.server.logs.of(uid, 0).lines[0][1])
+    assert set(json.loads(config)["cluster"]) == {"chief", "evaluator"}
+    assert json.loads(config)["task"] == {"type": "chief", "index": 0}
+    assert folder.startswith(str(tmp_path))
+    assert (variables["A"], variables["K"]) == ("$(HOME)", "abc")
+
+
+@pytest.mark.cluster
+def test_a_deleted_job_ends_its_processes_by_a_signal_that_they_may_heed(real_kube):
+    kube = real_kube
+    code = (
+        "import signal, threading; asked = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: asked.set())\n"
+        "print('ready', flush=True); asked.wait(); print('asked', flush=True)"
+    )
+    job = tfjob(roles={"Chief": 1, "PS": 1})
+    for replica in job["spec"]["tfReplicaSpecs"].values():
+        container = {"name": "tensorflow", "command": ["python", "-c", code]}
+        replica["template"] = {"spec": {"containers": [container]}}
+    kube.store.create("tfjobs", NAMESPACE, job)
+    uid = kube.pod("chief-0")["metadata"]["uid"]
+    log = kube.server.logs.of(uid, 0)
+    kube.store.wait(lambda: log.lines)
+    kube.store.delete("tfjobs", NAMESPACE, "job")
+    kube.wait_gone()
+    assert [text for _, text in log.lines] == ["ready", "asked"]
+
+
+def test_requests_are_seen_as_they_come(kube, jobs):
+    done = threading.Event()
+
+    def ask():
+        kube.store.wait(lambda: any("tfjobs" in each for each in kube.server.requests))
+        done.set()
+
+    threading.Thread(target=ask, daemon=True).start()
+    jobs.list_namespaced_custom_object(*ARGS)
+    assert done.wait(10)

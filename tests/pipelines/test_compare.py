@@ -1,0 +1,74 @@
+"""`flotilla compare`: runs side by side."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipelines import app
+from tests.pipelines.happenings import done
+from trainer import storage
+from trainer.config_file import parse
+
+RUNS = ("digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb")
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """Two runs that differ in their steps and their accuracy; the second has no decision."""
+    for number, run in enumerate(RUNS):
+        folder = tmp_path / "runs" / run
+        (folder / "made").mkdir(parents=True)
+        config = parse({"training": {"steps": 100 * (number + 1)}})
+        (folder / "config.json").write_text(config.model_dump_json())
+        metrics = {"metrics": {"accuracy": 0.9 + number / 100}}
+        (folder / "made" / "metrics.json").write_text(json.dumps(metrics))
+        uri = storage.uri_of(folder / "evaluation" / "step-1")
+        storage.publish(folder / "made", uri, kind="evaluation")
+        happened = [*done("train_model"), *done("evaluate_model", uri=uri)]
+        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in happened))
+        checkpoints = folder / "checkpoints"
+        checkpoints.mkdir()
+        row = {"global_step": 100 * (number + 1), "loss": 0.5, "seconds": 2.0}
+        (checkpoints / "history.jsonl").write_text(json.dumps(row) + "\n")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def compare(workdir, capsys):
+    def call(*words):
+        code = app.called(["compare", *words, "--workdir", str(workdir)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def test_figures_stand_side_by_side_and_settings_where_they_differ(compare):
+    code, out, _ = compare(*RUNS, "--json")
+    assert code == 0
+    found = json.loads(out.splitlines()[-1])
+    assert found["runs"] == list(RUNS)
+    table = found["comparison"]
+    assert table["verdict"] == {"verdict": ["done", "done"]}
+    assert table["test"] == {"accuracy": [0.9, 0.91]}
+    assert table["training"]["global_step"] == [100, 200]
+    assert table["settings"] == {"training.steps": [100, 200]}
+    assert table["cost"]["tasks"] == [{"ps": 1, "worker": 2, "chief": 1}] * 2
+    lines = {line.split("  ")[0]: line.split()[-2:] for line in out.splitlines()}
+    assert lines["test: accuracy"] == ["0.9", "0.91"]
+    assert lines["training.steps"] == ["100", "200"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (RUNS[:1], "name two runs or more to compare"),
+        ((RUNS[0], "digits-20260102-000000-bbbc"), "no run 'digits-20260102-000000-bbbc' below"),
+    ],
+)
+def test_what_is_wrong_is_one_line(compare, words, message):
+    code, out, err = compare(*words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert message in err

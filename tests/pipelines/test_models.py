@@ -1,0 +1,112 @@
+"""`flotilla models`: what a person sees and does."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipelines import app
+from trainer import registry, storage
+
+LINEAGE = {
+    "run_id": "digits-9",
+    "metrics": {"accuracy": 0.975},
+    "commit": "abc",
+    "fingerprint": "f00",
+}
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """A folder of runs with three versions of `digits`, of which the second is champion."""
+    root = storage.uri_of(tmp_path / "runs")
+    for number in (1, 2, 3):
+        source = tmp_path / f"source-{number}"
+        (source / "serving" / "digits" / "7").mkdir(parents=True)
+        (source / "serving" / "digits" / "7" / "saved_model.pb").write_text(str(number))
+        uri = storage.uri_of(tmp_path / f"model-{number}")
+        fields = {"saved_model": "serving/digits/7", "global_step": 100 * number}
+        storage.publish(source, uri, kind="model", fields=fields)
+        registry.register(root, "digits", uri, lineage=LINEAGE, scratch=tmp_path)
+    for number in (1, 2):
+        registry.promote(root, "digits", number, after=number - 1, by="run digits-9")
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def flotilla(workdir, capsys):
+    """Call the command line; return exit code, standard output, standard error."""
+
+    def call(*words):
+        code = app.called(["models", *words, "--workdir", str(workdir)])
+        out, err = capsys.readouterr()
+        return code, out, err
+
+    return call
+
+
+def told(out):
+    return json.loads(out.splitlines()[-1])
+
+
+def test_list_names_the_champion(flotilla):
+    code, out, _ = flotilla("list", "--json")
+    assert code == 0
+    rows = told(out)["models"]
+    assert [(row["version"], row["champion"]) for row in rows] == [
+        (1, False), (2, True), (3, False),
+    ]  # fmt: skip
+    assert [row["global_step"] for row in rows] == [100, 200, 300]
+    [line] = [line for line in out.splitlines() if " champion  " in line and "version" not in line]
+    assert "0.975" in line
+
+
+def test_list_of_an_empty_folder_says_so(flotilla, tmp_path):
+    code, out, _ = flotilla("list", "--root", storage.uri_of(tmp_path / "none"))
+    assert (code, out.split(" below")[0]) == (0, "no model is registered")
+
+
+def test_show_tells_the_lineage_and_every_promotion(flotilla, workdir):
+    code, out, _ = flotilla("show", "digits", "--json")
+    assert code == 0
+    summary = told(out)
+    assert summary["model"]["version"] == 2
+    assert summary["model"]["lineage"] == LINEAGE
+    assert [each["version"] for each in summary["model"]["promotions"]] == [1, 2]
+    assert storage.verify(summary["artifacts"]["model"]).fields["version"] == 2
+    assert "promotion 2: version 2 by run digits-9" in out
+    assert storage.uri_of(workdir) in summary["artifacts"]["model"]
+
+
+def test_show_of_one_version(flotilla):
+    assert told(flotilla("show", "digits", "3", "--json")[1])["model"]["champion"] is False
+
+
+def test_promote_and_roll_back(flotilla, workdir):
+    root = storage.uri_of(workdir)
+    code, out, _ = flotilla("promote", "digits", "3", "--json")
+    assert (code, told(out)["promotion"]) == (0, 3)
+    assert registry.champion(root, "digits").number == 3
+    code, out, _ = flotilla("rollback", "digits")
+    assert (code, out) == (0, "digits: version 2 is champion (promotion 4)\n")
+    assert flotilla("rollback", "digits")[0] == 0
+    assert registry.champion(root, "digits").number == 1
+    code, _, err = flotilla("rollback", "digits")
+    assert (code, err) == (1, "flotilla: digits has no champion before version 1\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (("show", "digit"), 2, "no model 'digit' is registered below"),
+        (("promote", "digits", "9"), 1, "digits has no version 9 below"),
+        (("promote", "digits", "x"), 2, "Invalid value for 'VERSION'"),
+        (("rollback", "mnist"), 2, "no model 'mnist' is registered below"),
+        (("list", "--root", "nonsense"), 1, "'nonsense' is not a storage URI"),
+    ],
+)
+def test_what_is_wrong_is_one_line(flotilla, words, code, message):
+    found, out, err = flotilla(*words)
+    assert (found, out, err.count("\n")) == (code, "", 1)
+    assert message in err

@@ -1,0 +1,175 @@
+"""What can go wrong between a client and a store, injected into a server's request handler."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+
+@dataclass
+class Fault:
+    """One way to fail, for the next `times` requests that match.
+
+    Attributes:
+        kind: a status code, or `drop` (the connection ends unanswered), `lose` (the request is
+            served and its answer lost), `truncate` (the answer ends half-way), `silence` (nothing
+            is said for `seconds`, and then all goes on).
+        method: `GET`, `PUT`, ...; all when empty.
+        path: a regular expression that is searched in the path with its query.
+        times: how often.
+        every: only each so manieth request that matches.
+        seconds: of silence.
+    """
+
+    kind: int | str
+    method: str = ""
+    path: str = ""
+    times: int = 1
+    every: int = 1
+    seen: int = 0
+    seconds: float = 0.0
+
+    def strikes(self, handler: BaseHTTPRequestHandler) -> bool:
+        """Count a request, and say whether it is to fail."""
+        if self.times == 0 or self.method not in ("", handler.command):
+            return False
+        if not re.search(self.path, handler.path):
+            return False
+        self.seen += 1
+        if self.seen % self.every:
+            return False
+        self.times -= 1
+        return True
+
+
+class Plan:
+    """The faults, the latency and the log of one server."""
+
+    def __init__(self) -> None:
+        self.latency = 0.0
+        self.faults: list[Fault] = []
+        self.requests: list[str] = []
+        self.before: Callable[[str], None] | None = None
+        self._lock = threading.Lock()
+
+    def add(self, *faults: Fault) -> None:
+        with self._lock:
+            self.faults.extend(faults)
+
+    def clear(self) -> None:
+        with self._lock:
+            self.faults.clear()
+
+    def next_fault(self, handler: BaseHTTPRequestHandler) -> Fault | None:
+        with self._lock:
+            self.requests.append(f"{handler.command} {handler.path}")
+            for fault in self.faults:
+                if fault.strikes(handler):
+                    return fault
+        return None
+
+
+class Faulty(BaseHTTPRequestHandler):
+    """Mixed into a handler before its own class; `plan` is set by the server."""
+
+    plan: Plan
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    wbufsize = 1 << 16
+    timeout = 120
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+    def log_request(self, *args: Any, **named: Any) -> None:
+        """Say nothing."""
+
+    def parse_request(self) -> bool:
+        """Let a request through, or answer it badly."""
+        if not super().parse_request():
+            return False
+        if self.plan.before:
+            self.plan.before(f"{self.command} {self.path}")
+        fault = self.plan.next_fault(self)
+        time.sleep(self.plan.latency)
+        if fault is None:
+            return True
+        return self._fail(fault)
+
+    def handle_expect_100(self) -> bool:
+        """Ask for the body at once: the client waits for it."""
+        allowed = super().handle_expect_100()
+        self.wfile.flush()
+        return allowed
+
+    def _fail(self, fault: Fault) -> bool:
+        if isinstance(fault.kind, int):
+            self._answer(fault.kind)
+            return False
+        if fault.kind == "silence":
+            time.sleep(fault.seconds)
+            return True
+        if fault.kind == "drop":
+            self._hang_up()
+            return False
+        self.wfile = _Torn(self.wfile, whole=0 if fault.kind == "lose" else 1)  # type: ignore[assignment]
+        self.close_connection = True
+        return True
+
+    def _answer(self, status: int) -> None:
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        reason = {"code": status, "message": "injected", "errors": [{"reason": "injected"}]}
+        body = b"" if self.command == "HEAD" else json.dumps({"error": reason}).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+        self.wfile.flush()
+
+    def _hang_up(self) -> None:
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+    def finish(self) -> None:
+        """End a connection; the other side may be gone."""
+        try:
+            super().finish()
+        except OSError:
+            self.rfile.close()
+            with suppress(OSError):
+                self.wfile.close()
+
+
+class _Torn:
+    """Lets headers pass, and half of what follows; or nothing at all."""
+
+    def __init__(self, file: Any, *, whole: int) -> None:
+        self._file = file
+        self._whole = whole
+        self.closed = False
+
+    def write(self, data: bytes) -> int:
+        if not self._whole:
+            return len(data)
+        head, mark, body = bytes(data).partition(b"\r\n\r\n")
+        if head.startswith(b"HTTP/"):
+            self._file.write(head + mark + body[: len(body) // 2])
+        else:
+            self._file.write(data[: len(data) // 2])
+        return len(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self.closed = True
+        self._file.close()

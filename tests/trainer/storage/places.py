@@ -1,0 +1,102 @@
+"""Places to publish in, one for each scheme, seen from behind the storage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from tests.stores.faults import Plan
+from tests.stores.gcs_server import GcsServer
+from tests.stores.s3_server import S3Server
+from trainer import storage
+from trainer.storage.uri import locate
+
+# As awkward as paths get.
+AWKWARD = "the röot #1 100%25 ?x"
+
+
+class Place(Protocol):
+    """Reads and changes what is stored, past all checks."""
+
+    root: str
+
+    def get(self, uri: str) -> bytes:
+        """The content of one file."""
+
+    def put(self, uri: str, data: bytes) -> None:
+        """Create or replace one file."""
+
+    def remove(self, uri: str) -> None:
+        """Remove one file."""
+
+    def content(self, uri: str) -> dict[str, bytes]:
+        """All files below a URI, hidden ones too, by relative path."""
+
+
+class FilePlace:
+    def __init__(self, folder: Path) -> None:
+        self.root = storage.uri_of(folder / AWKWARD)
+
+    def get(self, uri: str) -> bytes:
+        return self._path(uri).read_bytes()
+
+    def put(self, uri: str, data: bytes) -> None:
+        self._path(uri).parent.mkdir(parents=True, exist_ok=True)
+        self._path(uri).write_bytes(data)
+
+    def remove(self, uri: str) -> None:
+        self._path(uri).unlink()
+
+    def content(self, uri: str) -> dict[str, bytes]:
+        folder = self._path(uri)
+        paths = (path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+    def _path(self, uri: str) -> Path:
+        path = storage.local_path(uri)
+        assert path is not None
+        return path
+
+
+class BucketPlace:
+    def __init__(self, server: GcsServer | S3Server, root: str) -> None:
+        self.root = storage.join(root, AWKWARD)
+        self.server = server
+        self._bucket = locate(root).bucket
+        server.create_bucket(self._bucket)
+
+    @property
+    def plan(self) -> Plan:
+        return self.server.plan
+
+    def get(self, uri: str) -> bytes:
+        return self.server.content(self._bucket, locate(uri).key)
+
+    def put(self, uri: str, data: bytes) -> None:
+        self.server.replace(self._bucket, locate(uri).key, data)
+
+    def remove(self, uri: str) -> None:
+        self.server.remove(self._bucket, locate(uri).key)
+
+    def content(self, uri: str) -> dict[str, bytes]:
+        prefix = locate(uri).key + "/"
+        keys = [key for key in self.server.keys(self._bucket) if key.startswith(prefix)]
+        return {key.removeprefix(prefix): self.server.content(self._bucket, key) for key in keys}
+
+
+def fill(place: Place, uri: str, files: Mapping[str, bytes]) -> None:
+    """Put files below a URI as a dead writer leaves them."""
+    for path, data in files.items():
+        place.put(storage.join(uri, path), data)
+
+
+def fetched(uri: str, folder: Path) -> dict[str, bytes]:
+    """What a reader gets of a published directory."""
+    target = folder / "fetched"
+    storage.fetch(uri, target)
+    paths = [path for path in target.rglob("*") if path.is_file()]
+    found = {path.relative_to(target).as_posix(): path.read_bytes() for path in paths}
+    shutil.rmtree(target)
+    return found

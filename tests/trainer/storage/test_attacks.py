@@ -1,0 +1,234 @@
+"""Attacks on publications in object stores: kills, rivals, garbage, and little memory."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from trainer import storage
+
+from .conftest import FILES, REPOSITORY, WARNINGS, Make, start
+from .places import BucketPlace, Place, fetched, fill
+
+PUBLISH = """
+import sys
+from pathlib import Path
+from trainer import storage
+storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x", fields={"n": sys.argv[3]})
+"""
+
+# `ru_maxrss` would begin with what the process that starts this one has taken.
+WITHIN_MEMORY = """
+import re, sys
+from pathlib import Path
+from trainer import storage
+def most():
+    return re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]
+storage.is_published(sys.argv[2])
+before = most()
+storage.publish(Path(sys.argv[1]), sys.argv[2], kind="x")
+storage.fetch(sys.argv[2], Path(sys.argv[3]))
+print(most(), before)
+"""
+
+
+def kill_at_random(bucket: BucketPlace, source: Path, uri: str, seed: int) -> None:
+    """Publish in a process that is killed before a random one of its requests is answered."""
+    left = [random.Random(seed).randrange(1, 14)]
+    process: list[subprocess.Popen[str]] = []
+    begun, lock = threading.Event(), threading.Lock()
+
+    def kill(_request: str) -> None:
+        begun.wait()
+        with lock:
+            left[0] -= 1
+            if left[0] == 0:
+                process[0].kill()
+
+    bucket.plan.before = kill
+    try:
+        process.append(start(PUBLISH, str(source), uri, str(seed)))
+        begun.set()
+        process[0].communicate()
+    finally:
+        begun.set()
+        bucket.plan.before = None
+
+
+def attacked(bucket: BucketPlace, make: Make, folder: Path, kills: int) -> None:
+    """Kill publications of other content to the same URIs; readers see the old or the new."""
+    for number in range(kills):
+        uri = storage.join(bucket.root, f"step-{number // 2}")
+        files = {f"{n}/f {n}.bin": b"%d of %d" % (n, number) for n in range(10)}
+        source = make(f"source-{number}", files)
+        was = storage.is_published(uri) and storage.read_manifest(uri)
+        kill_at_random(bucket, source, uri, number)
+        if storage.is_published(uri):
+            manifest = storage.verify(uri)
+            assert manifest == was or manifest.fields == {"n": str(number)}
+            assert was or fetched(uri, folder) == files
+    for step in range((kills + 1) // 2):
+        uri = storage.join(bucket.root, f"step-{step}")
+        if not storage.is_published(uri) and step % 2:
+            storage.publish(make("last", FILES), uri, kind="x")
+            assert fetched(uri, folder) == FILES
+    storage.collect_garbage(bucket.root)
+    named = set()
+    for uri, manifest in storage.published(bucket.root):
+        storage.verify(uri)
+        name = storage.name_of(uri)
+        named |= {f"{name}/{entry.stored_at}" for entry in manifest.files}
+        named.add(f"{name}/MANIFEST.json")
+    assert set(bucket.content(bucket.root)) == named
+
+
+def test_a_publisher_that_is_killed_leaves_the_old_or_the_new(
+    bucket: BucketPlace, make: Make, tmp_path: Path
+) -> None:
+    attacked(bucket, make, tmp_path, kills=4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_fifty_publishers_that_are_killed(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
+    attacked(bucket, make, tmp_path, kills=50)
+
+
+@pytest.mark.parametrize("same", [False, True])
+def test_publishers_at_once_have_one_winner_and_all_know(
+    bucket: BucketPlace, make: Make, tmp_path: Path, same: bool
+) -> None:
+    sources = [make(f"s-{n}", {"a": b"%d" % (n * (not same)), f"b{n * (not same)}": b""})
+               for n in range(4)]  # fmt: skip
+    for number in range(3):
+        uri = storage.join(bucket.root, f"step-{number}")
+        if number == 1:
+            fill(bucket, uri, {"a": b"half", "left": b""})
+        barrier = threading.Barrier(len(sources))
+
+        def act(source: Path, uri: str = uri, barrier: threading.Barrier = barrier) -> str:
+            barrier.wait()
+            try:
+                storage.publish(source, uri, kind="x")
+            except storage.Conflict:
+                return "conflict"
+            return "done"
+
+        with ThreadPoolExecutor(len(sources)) as pool:
+            ends = list(pool.map(act, sources))
+        expected = ["done"] * 4 if same else ["conflict"] * 3 + ["done"]
+        assert sorted(ends) == expected
+        winner = sources[ends.index("done")]
+        assert fetched(uri, tmp_path) == {p.name: p.read_bytes() for p in winner.iterdir()}
+        assert len(bucket.content(uri)) == 3
+
+
+def test_a_rival_that_uploads_meanwhile_harms_nobody(
+    bucket: BucketPlace, make: Make, tmp_path: Path
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    slow, quick = make("slow", {"x": b"slow", "y": b"1"}), make("quick", {"x": b"quick"})
+    uploaded, once = threading.Event(), threading.Event()
+
+    def rival(request: str) -> None:
+        if once.is_set():
+            return
+        if request.startswith(("POST", "PUT")):
+            uploaded.set()
+        elif uploaded.is_set() and "MANIFEST.json" in request:
+            once.set()
+            with ThreadPoolExecutor(1) as pool:
+                pool.submit(storage.publish, quick, uri, kind="x").result()
+
+    bucket.plan.before = rival
+    try:
+        with pytest.raises(storage.Conflict):
+            storage.publish(slow, uri, kind="x")
+    finally:
+        bucket.plan.before = None
+    assert once.is_set()
+    storage.verify(uri)
+    assert fetched(uri, tmp_path) == {"x": b"quick"}
+    assert len(bucket.content(uri)) == 2
+
+
+def test_garbage_of_the_dead_goes_and_that_of_the_living_stays(
+    bucket: BucketPlace, make: Make
+) -> None:
+    uri = storage.join(bucket.root, "dead")
+    source = make()
+    kill_before_the_manifest(bucket, source, uri)
+    storage.write_bytes(storage.join(bucket.root, "history.jsonl"), b"mine")
+    fill(bucket, storage.join(bucket.root, "not ours"), {"a": b""})
+    left = bucket.content(uri)
+    assert left
+    assert "MANIFEST.json" not in left
+    removed = storage.collect_garbage(bucket.root)
+    assert sorted(removed) == sorted(storage.join(uri, name) for name in left)
+    assert set(bucket.content(bucket.root)) == {"history.jsonl", "not ours/a"}
+    assert storage.collect_garbage(bucket.root) == []
+
+
+def kill_before_the_manifest(bucket: BucketPlace, source: Path, uri: str) -> None:
+    process: list[subprocess.Popen[str]] = []
+    begun, uploaded = threading.Event(), threading.Event()
+
+    def kill(request: str) -> None:
+        begun.wait()
+        if request.startswith(("POST", "PUT")):
+            uploaded.set()
+        if uploaded.is_set() and "MANIFEST" in request:
+            process[0].kill()
+
+    bucket.plan.before = kill
+    process.append(start(PUBLISH, str(source), uri, "1"))
+    begun.set()
+    process[0].communicate()
+    bucket.plan.before = None
+
+
+def test_what_a_living_process_writes_is_no_garbage(
+    bucket: BucketPlace, make: Make, tmp_path: Path
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    collected: list[str] = []
+    busy = threading.Event()
+
+    def collect(request: str) -> None:
+        if request.startswith(("POST", "PUT")) and len(bucket.content(uri)) and not busy.is_set():
+            busy.set()
+            with ThreadPoolExecutor(1) as pool:
+                collected.extend(pool.submit(storage.collect_garbage, bucket.root).result())
+
+    bucket.plan.before = collect
+    try:
+        storage.publish(make(files={f"{n}": b"%d" % n for n in range(40)}), uri, kind="x")
+    finally:
+        bucket.plan.before = None
+    assert busy.is_set()
+    assert collected == []
+    assert len(fetched(uri, tmp_path)) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Path) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    with (source / "large").open("wb") as file:
+        for _ in range(64):
+            file.write(os.urandom(1 << 24))
+    uri = storage.join(place.root, "a")
+    command = [sys.executable, *WARNINGS, "-c", WITHIN_MEMORY, source, uri, target]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, check=True, text=True)
+    most, before = (int(kib) for kib in done.stdout.split())
+    assert most < 200 << 10, f"{most >> 10} MB, {before >> 10} MB of them before"
+    assert storage.read_manifest(uri).total_bytes == 1 << 30
+    assert (target / "large").stat().st_size == 1 << 30

@@ -1,0 +1,99 @@
+"""The champion in its exported form, asked about the examples of the challenger."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from tests.trainer import small_run
+from trainer import gate, storage
+from trainer.config_file import parse
+from trainer.errors import UserError
+from trainer.evaluate import evaluate
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return small_run.small_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def champion(run):
+    decision = small_run.decide(run, run.root, accuracy=0.5)
+    output = storage.uri_of(run.root / "model")
+    return small_run.export_model(run, decision, output, run.root / "scratch").uri
+
+
+def measured(run, champion, folder):
+    """Evaluate beside the champion; return the URI, `metrics.json` and the decision."""
+    (folder / "scratch").mkdir(parents=True, exist_ok=True)
+    output = storage.uri_of(folder / "evaluation")
+    evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)
+    config = run.config.model_copy(update={"gate": parse({"gate": {"min": {}}}).gate})
+    decision = gate.check(config, output, storage.uri_of(folder / "decision"))
+    return output, json.loads(storage.read_file(output, "metrics.json")), decision
+
+
+def test_an_unchanged_model_is_blessed(run, champion, tmp_path):
+    output, text, decision = measured(run, champion, tmp_path)
+    assert decision.blessed
+    assert text["champion"]["uri"] == champion
+    assert text["champion"]["metrics"]["accuracy"] == text["metrics"]["accuracy"]
+    assert text["champion"]["paired"]["only_champion_right"] == 0
+    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
+        np.testing.assert_allclose(arrays["champion_logits"], arrays["logits"], atol=1e-4)
+
+
+def test_a_model_that_was_made_worse_is_refused(run, champion, tmp_path):
+    model = small_run.template_model(run.config, *small_run.digits())
+    kernel = model.variables[0].numpy()
+    model.variables[0].assign(np.roll(kernel, 1, axis=1))
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    worse = dataclasses.replace(run, checkpoint=checkpoint)
+    _, text, decision = measured(worse, champion, tmp_path)
+    assert not decision.blessed
+    assert decision.reasons[0].startswith("p_worse ")
+    assert text["champion"]["metrics"]["accuracy"] > text["metrics"]["accuracy"]
+
+
+def test_another_champion_makes_another_evaluation(run, champion, tmp_path):
+    output, _, _ = measured(run, champion, tmp_path)
+    with pytest.raises(storage.Conflict):
+        evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path / "scratch")
+
+
+def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp_path):
+    images, labels = small_run.digits()
+    dataset = small_run.publish_dataset(tmp_path / "dataset", (images, labels), classes=11)
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=11)
+    model = registry.build(run.config.model, spec, 0)
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    other = dataclasses.replace(run, dataset=dataset, checkpoint=checkpoint)
+    output, text, decision = measured(other, champion, tmp_path)
+    assert text["champion"]["incomparable"] == "it knows 10 classes, and this model 11"
+    assert not decision.blessed
+    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
+        assert "champion_logits" not in arrays
+
+
+def test_what_is_no_model_can_be_no_champion(run, tmp_path):
+    with pytest.raises(UserError, match="is a dataset and not a model: it can be no champion"):
+        measured(run, run.dataset, tmp_path)
+
+
+def test_a_damaged_champion_is_not_asked(run, champion, tmp_path):
+    copy = storage.uri_of(tmp_path / "copy")
+    storage.fetch(champion, tmp_path / "fetched")
+    fields = storage.read_manifest(champion).fields
+    storage.publish(tmp_path / "fetched", copy, kind="model", fields=fields)
+    path = next(storage.local_path(copy).rglob("saved_model.pb"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(storage.Corrupt, match=r"saved_model\.pb has"):
+        measured(run, copy, tmp_path)

@@ -1,0 +1,160 @@
+"""The figures of a classifier, from labels [n] and its predictions; scikit-learn does the sums.
+
+A figure that is not defined, such as the area under the ROC of a class that does not occur, is
+None. Curves are thinned to what a picture can show; the areas are those of the whole curves.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from sklearn import metrics as scores
+from sklearn.calibration import calibration_curve
+
+TOP = 3
+BINS = 15
+CURVE_POINTS = 100
+
+Floats = npt.NDArray[np.floating[Any]]
+Labels = npt.NDArray[np.int64]
+Figures = dict[str, float | None]
+
+
+def losses(labels: Labels, logits: Floats) -> Floats:
+    """Return the cross entropy [n] of logits [n, classes], in nats."""
+    result: Floats = -_log_softmax(logits)[np.arange(len(labels)), labels]
+    return result
+
+
+def softmax(logits: Floats) -> Floats:
+    """Return the probabilities of logits [n, classes]."""
+    return np.exp(_log_softmax(logits)).astype(np.float32)
+
+
+def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
+    """Say of each example whether its class is among the `TOP` that are taken to be likeliest."""
+    own = logits[np.arange(len(labels)), labels][:, np.newaxis]
+    # Of equal logits the higher class goes first, as in scikit-learn.
+    later = np.arange(logits.shape[1]) > labels[:, np.newaxis]
+    ahead = (logits > own) | ((logits == own) & later)
+    result: npt.NDArray[np.bool_] = ahead.sum(axis=1) < TOP
+    return result
+
+
+def headline(labels: Labels, logits: Floats) -> Figures:
+    """Return loss, accuracies, and macro and weighted averages of precision, recall and F1.
+
+    Averages are over the classes that occur, as label or as prediction.
+    """
+    predicted = logits.argmax(axis=1)
+    figures: Figures = {
+        "loss": float(losses(labels, logits).mean()),
+        "accuracy": float(scores.accuracy_score(labels, predicted)),
+        "top_3_accuracy": float(in_top(labels, logits).mean()),
+    }
+    for average in ("macro", "weighted"):
+        found = scores.precision_recall_fscore_support(
+            labels, predicted, average=average, zero_division=0
+        )
+        for name, value in zip(("precision", "recall", "f1"), found, strict=False):
+            figures[f"{average}_{name}"] = float(value)
+    return figures
+
+
+def per_class(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
+    """Return precision, recall, F1, support and areas of each class; zeros where it is absent."""
+    predicted, probabilities = logits.argmax(axis=1), softmax(logits)
+    classes = list(range(len(names)))
+    each = scores.precision_recall_fscore_support(
+        labels, predicted, labels=classes, zero_division=0
+    )
+    return [
+        {
+            "label": name,
+            "precision": float(precision),
+            "recall": float(recall),
+            "f1": float(f1),
+            "support": int(support),
+            **_areas(labels == index, probabilities[:, index]),
+        }
+        for index, name, precision, recall, f1, support in zip(classes, names, *each, strict=True)
+    ]
+
+
+def mean_area(rows: list[dict[str, Any]], area: str) -> float | None:
+    """Return the mean area over the classes that have one."""
+    found = [row[area] for row in rows if row[area] is not None]
+    return float(np.mean(found)) if found else None
+
+
+def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
+    """Return ROC (false, true positive rate) and precision over recall of each class that can."""
+    found, probabilities = [], softmax(logits)
+    for index, name in enumerate(names):
+        own, score = labels == index, probabilities[:, index]
+        if not 0 < own.sum() < len(own):
+            continue
+        false, true, _ = scores.roc_curve(own, score)
+        precision, recall, _ = scores.precision_recall_curve(own, score)
+        found.append(
+            {"label": name, "roc": _thinned(false, true), "pr": _thinned(recall, precision)}
+        )
+    return found
+
+
+def calibration(labels: Labels, logits: Floats) -> dict[str, Any]:
+    """Return the expected calibration error of the likeliest class, and its reliability curve.
+
+    The error is the mean of |accuracy - confidence| over `BINS` bins of equal width, weighted by
+    their examples (Guo et al. 2017).
+    """
+    confidence = np.clip(softmax(logits).max(axis=1).astype(np.float64), 0, 1)
+    right = logits.argmax(axis=1) == labels
+    accuracy, mean = calibration_curve(right, confidence, n_bins=BINS)
+    edges = np.linspace(0, 1, BINS + 1)
+    counts = np.bincount(np.searchsorted(edges[1:-1], confidence), minlength=BINS)
+    counts = counts[counts > 0]
+    bins = [
+        {"confidence": float(sure), "accuracy": float(true), "examples": int(count)}
+        for sure, true, count in zip(mean, accuracy, counts, strict=True)
+    ]
+    return {"error": float(np.average(np.abs(accuracy - mean), weights=counts)), "bins": bins}
+
+
+def confusion(labels: Labels, logits: Floats) -> list[list[int]]:
+    """Return the confusion matrix; a row is a true class."""
+    classes = list(range(logits.shape[1]))
+    matrix = scores.confusion_matrix(labels, logits.argmax(axis=1), labels=classes)
+    rows: list[list[int]] = matrix.tolist()
+    return rows
+
+
+def _areas(own: npt.NDArray[np.bool_], score: Floats) -> dict[str, float | None]:
+    if not 0 < own.sum() < len(own):
+        return {"roc_auc": None, "pr_auc": None}
+    return {
+        "roc_auc": float(scores.roc_auc_score(own, score)),
+        "pr_auc": float(scores.average_precision_score(own, score)),
+    }
+
+
+def _thinned(x: Floats, y: Floats) -> list[list[float]]:
+    """Keep all of few points, else those at equal steps along the curve, both ends among them."""
+    if len(x) <= CURVE_POINTS:
+        return _rounded(x, y)
+    way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
+    wanted = np.linspace(0, way[-1], CURVE_POINTS)
+    kept = np.unique(np.searchsorted(way, wanted).clip(0, len(x) - 1))
+    return _rounded(x[kept], y[kept])
+
+
+def _rounded(x: Floats, y: Floats) -> list[list[float]]:
+    return [[round(float(a), 5), round(float(b), 5)] for a, b in zip(x, y, strict=True)]
+
+
+def _log_softmax(logits: Floats) -> Floats:
+    shifted = logits.astype(np.float64) - logits.max(axis=1, keepdims=True)
+    result: Floats = shifted - np.log(np.exp(shifted).sum(axis=1, keepdims=True))
+    return result

@@ -1,0 +1,253 @@
+"""The registry: which models there are by name, and which of them is the champion.
+
+Below `<root>/registry` stand published directories, written once and never changed:
+
+    names/NAME                       says that there is a model of this name
+    models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
+    models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
+                                     promotion before
+
+The champion is what the newest promotion says. A promotion names its predecessor by its own number,
+and a number is published once: of two at the same time one finds it taken.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import kserve, storage
+from trainer.errors import UserError, nearest
+from trainer.storage import Manifest
+
+MODEL = "model"
+PROMOTION = "promotion"
+NAME = "name"
+
+
+class LostError(UserError):
+    """Another promotion came first; nothing was promoted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One registered model."""
+
+    number: int
+    uri: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """One promotion: `version` became champion; `restores` is the promotion it went back to, or 0.
+
+    `by` says who asked: a run, or a person.
+    """
+
+    number: int
+    uri: str
+    version: int
+    restores: int
+    by: str
+    created: str
+
+
+def home(root: str, name: str) -> str:
+    """Return the URI below which all of a model stands."""
+    return storage.join(root, "registry", "models", name)
+
+
+def names(root: str) -> list[str]:
+    """Return the names of all registered models."""
+    found = storage.published(storage.join(root, "registry", "names"), NAME)
+    return [manifest.fields["name"] for _, manifest in found]
+
+
+def versions(root: str, name: str) -> list[Version]:
+    """Return the registered versions of a model, oldest first."""
+    found = storage.published(storage.join(home(root, name), "versions"), MODEL)
+    return [
+        Version(number=manifest.fields["version"], uri=uri, manifest=manifest)
+        for uri, manifest in found
+    ]
+
+
+def version(root: str, name: str, number: int) -> Version:
+    """Return one version; raises `UserError` where there is none of this number."""
+    found = {each.number: each for each in versions(root, name)}
+    if number not in found:
+        known = ", ".join(map(str, found)) or "none"
+        raise UserError(f"{name} has no version {number} below {root} (there is {known})")
+    return found[number]
+
+
+def promotions(root: str, name: str) -> list[Promotion]:
+    """Return every promotion of a model that can be read, oldest first."""
+    found = storage.published(storage.join(home(root, name), "promotions"), PROMOTION)
+    return [
+        Promotion(
+            number=manifest.fields["predecessor"] + 1,
+            uri=uri,
+            version=manifest.fields["version"],
+            restores=manifest.fields["restores"],
+            by=manifest.fields["by"],
+            created=manifest.created,
+        )
+        for uri, manifest in found
+    ]
+
+
+def champion(root: str, name: str) -> Version | None:
+    """Return the champion, or None before the first promotion."""
+    made = promotions(root, name)
+    return version(root, name, made[-1].version) if made else None
+
+
+def rival(root: str, name: str, checkpoint: str) -> Version | None:
+    """Return the champion that the model of a checkpoint has to stand up to.
+
+    A run that is resumed after its promotion is not held against itself, but against the champion
+    of then, so that it ends as it did.
+
+    Args:
+        root: URI below which the registry stands.
+        name: of the model.
+        checkpoint: URI of a published checkpoint.
+    """
+    created = storage.read_manifest(checkpoint).created
+    known = {each.number: each for each in versions(root, name)}
+    for made in reversed(promotions(root, name)):
+        found = known.get(made.version) or version(root, name, made.version)
+        origin = found.manifest.fields.get("made_from", {})
+        if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
+            return found
+    return None
+
+
+def register(
+    root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
+) -> Version:
+    """Copy the exported model at URI `model` into the registry, as its next version.
+
+    The registry owns its files, so that a run can be deleted. The same model again is the version
+    that it became before.
+
+    Raises:
+        UserError: the model is damaged, or cannot be copied.
+    """
+    there = storage.read_manifest(model)
+    source = {"uri": model, "created": there.created}
+    known = versions(root, name)
+    for each in known:
+        if each.manifest.fields["source"] == source:
+            return each
+    number = known[-1].number + 1 if known else 1
+    _name(root, name)
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
+        copy = Path(folder) / "model"
+        storage.fetch(model, copy)
+        served = copy / there.fields["saved_model"]
+        while True:
+            uri = storage.join(home(root, name), "versions", f"{number:06d}")
+            served = served.rename(served.with_name(str(number)))
+            service = kserve.service(name, uri)
+            (copy / "kserve.yaml").write_text(service, encoding="utf-8")
+            fields = {
+                **there.fields,
+                "saved_model": served.relative_to(copy).as_posix(),
+                "version": number,
+                "source": source,
+                "lineage": dict(lineage),
+            }
+            try:
+                manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
+            except storage.Conflict:
+                # Another run has taken this number meanwhile.
+                number += 1
+                continue
+            return Version(number=number, uri=uri, manifest=manifest)
+
+
+def _name(root: str, name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="name-") as folder:
+        uri = storage.join(root, "registry", "names", name)
+        storage.publish(Path(folder), uri, kind=NAME, fields={"name": name})
+
+
+def promote(  # noqa: PLR0913
+    root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
+) -> Promotion:
+    """Make a version the champion, if `after` is still the newest promotion (0: there is none).
+
+    Raises:
+        LostError: another promotion was made after `after`.
+        UserError: there is no such version, or it is damaged.
+    """
+    storage.verify(version(root, name, number).uri)
+    fields = {
+        "version": number,
+        "predecessor": after,
+        "restores": restores,
+        "by": by,
+        # Two promotions that say the same are still two.
+        "token": secrets.token_hex(8),
+    }
+    uri = storage.join(home(root, name), "promotions", f"{after + 1:06d}")
+    with tempfile.TemporaryDirectory(prefix="promotion-") as folder:
+        Path(folder, "promotion.json").write_text(json.dumps(fields) + "\n", encoding="utf-8")
+        try:
+            storage.publish(Path(folder), uri, kind=PROMOTION, fields=fields)
+        except storage.Conflict:
+            raise LostError(_lost(root, name, after)) from None
+    # A store that does not keep its promise may have let two write: what it holds now has won.
+    kept = storage.read_manifest(uri)
+    if kept.fields["token"] != fields["token"]:
+        raise LostError(_lost(root, name, after))
+    return Promotion(
+        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=kept.created
+    )
+
+
+def rollback(root: str, name: str, *, by: str) -> Promotion:
+    """Make the version champion that was it before the one that is now.
+
+    Once more goes one further back, and not forth again.
+
+    Raises:
+        LostError: another promotion was made meanwhile.
+        UserError: there is none before.
+    """
+    made = {each.number: each for each in promotions(root, name)}
+    if not made:
+        raise UserError(f"{name} has no champion below {root}{nearest(name, names(root))}")
+    newest = made[max(made)]
+    before = [number for number in made if number < (newest.restores or newest.number)]
+    if not before:
+        raise UserError(f"{name} has no champion before version {newest.version}")
+    target = made[max(before)]
+    return promote(
+        root,
+        name,
+        target.version,
+        after=newest.number,
+        by=by,
+        restores=target.restores or target.number,
+    )
+
+
+def newest(root: str, name: str) -> int:
+    """Return the number of the newest promotion, 0 before the first."""
+    made = promotions(root, name)
+    return made[-1].number if made else 0
+
+
+def _lost(root: str, name: str, after: int) -> str:
+    other = next((each for each in promotions(root, name) if each.number == after + 1), None)
+    who = f"by {other.by} (version {other.version})" if other else "by another"
+    return f"{name}: promotion {after + 1} was made {who} meanwhile; nothing was promoted"

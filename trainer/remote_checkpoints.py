@@ -1,0 +1,129 @@
+"""Checkpoints in an object store: valid on this machine at once, published in the background.
+
+Training never waits for the store, but for the last checkpoint. What was saved and not yet
+published when a task died is found by its next life on the same machine, and published then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trainer import storage
+from trainer.checkpoint_listing import listed
+from trainer.checkpoints import Checkpoints, Found, log, publish_anew
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.outbox import Outbox
+
+
+def checkpoints_of(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
+    """Return the checkpoints below `uri`, in a file system or in an object store.
+
+    `alone` says whether no other task has to find the same newest checkpoint; the `settings` are
+    those of `Checkpoints`.
+    """
+    if storage.local_path(uri):
+        return Checkpoints(uri, **settings)
+    kept = RemoteCheckpoints(uri, **settings)
+    kept.alone = alone
+    return kept
+
+
+class RemoteCheckpoints(Checkpoints):
+    """The checkpoints of one run in an object store."""
+
+    alone = True
+
+    def __init__(self, uri: str, *, scratch: Path, **settings: Any) -> None:
+        """Keep what is not published yet below `scratch`."""
+        super().__init__(uri, scratch=scratch, **settings)
+        self._outbox = Outbox()
+        self._unpublished = storage.uri_of(scratch / "unpublished")
+        self._logs = scratch / "logs"
+        self._carried = ""
+
+    @property
+    def logs(self) -> Path:
+        """Return the folder for TensorBoard's files, which are uploaded with each checkpoint."""
+        return self._logs
+
+    def newest(self) -> Found | None:
+        """Fetch the newest valid checkpoint, published or not; see `Checkpoints.newest`."""
+        found = super().newest()
+        if found and found.uri.startswith(self._unpublished):
+            self.last = storage.join(self.uri, storage.name_of(found.uri))
+            self._hand_over(storage.name_of(found.uri))
+        return found
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a small file in the background; only the newest content counts."""
+        self._outbox.put(uri, partial(storage.write_bytes, uri, data))
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Wait at the end until all is published.
+
+        A life that is to begin again does not wait: the next one finds what it left.
+
+        Raises:
+            UserError: the last checkpoint could not be published.
+        """
+        try:
+            yield
+        except ClusterLostError:
+            raise
+        except RunInterruptedError:
+            self._outbox.settle()
+            raise
+        except UserError:
+            try:
+                self._outbox.settle()
+            except UserError as error:
+                log.warning("%s", error)
+            raise
+        self._outbox.settle()
+
+    def _candidates(self) -> list[tuple[str, int]]:
+        there = listed(self.uri)
+        reached = {step for _, step in there}
+        here = [pair for pair in listed(self._unpublished) if pair[1] not in reached]
+        return sorted([*there, *(here if self.alone else [])], key=lambda pair: pair[1])
+
+    def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+        name = storage.name_of(uri)
+        here = storage.join(self._unpublished, name)
+        publish_anew(folder, here, fields)
+        # While the store is away, what waits is replaced by what is newer.
+        for old, _ in listed(self._unpublished):
+            if old not in (here, self._carried):
+                storage.delete(old)
+        self._hand_over(name)
+
+    def _hand_over(self, name: str) -> None:
+        self._outbox.put("checkpoint", partial(self._carry, name))
+        self._outbox.put("logs", self._carry_logs)
+
+    def _carry(self, name: str) -> None:
+        here = self._carried = storage.join(self._unpublished, name)
+        folder = storage.local_path(here)
+        if folder is None or not storage.is_published(here):
+            return
+        manifest = storage.read_manifest(here)
+        there = storage.join(self.uri, name)
+        try:
+            if there in self.passed_over:
+                # It may have the same manifest, and other files.
+                storage.delete(there)
+            storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
+        except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):
+            publish_anew(folder, there, manifest.fields)
+        self.passed_over.discard(there)
+        self.published(there, manifest.fields["global_step"])
+        storage.delete(here)
+
+    def _carry_logs(self) -> None:
+        for path in sorted(self._logs.glob("*")):
+            storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())

@@ -1,0 +1,182 @@
+"""What an evaluation and the events of a run look like on the page: plain data for the template."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+from trainer.charts import Chart, line_chart
+
+# A matrix of more classes is a table that nobody reads; its largest confusions are told instead.
+MOST_CLASSES = 20
+_MOST_CONFUSIONS = 10
+_MOST_CURVES = 3
+_MOST_PARTS = 12
+_DARKEST = 55
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell of the confusion matrix: how many, and how dark in percent."""
+
+    count: int
+    shade: int
+    right: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One step on the time line: where it begins, and how long it is, in percent of the run."""
+
+    step: str
+    status: str
+    seconds: float
+    left: float
+    width: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at one moment; `kind` is `checkpoint` or `incident`."""
+
+    left: float
+    kind: str
+    text: str
+
+
+def matrix(evaluation: Facts) -> list[list[Cell]]:
+    """Return the confusion matrix as cells; none where there are too many classes."""
+    rows = evaluation.get("confusion_matrix") or []
+    if len(rows) > MOST_CLASSES:
+        return []
+    return [
+        [
+            Cell(
+                count=count,
+                # The root shows one wrong example in a thousand.
+                shade=round(_DARKEST * math.sqrt(count / max(sum(row), 1))),
+                right=true == guess,
+            )
+            for guess, count in enumerate(row)
+        ]
+        for true, row in enumerate(rows)
+    ]
+
+
+def confusions(evaluation: Facts) -> list[dict[str, Any]]:
+    """Return the most frequent confusions: `true`, `predicted`, `count`."""
+    labels = evaluation.get("labels") or []
+    found = [
+        {"true": labels[true], "predicted": labels[guess], "count": count}
+        for true, row in enumerate(evaluation.get("confusion_matrix") or [])
+        for guess, count in enumerate(row)
+        if count and true != guess
+    ]
+    return sorted(found, key=lambda each: -each["count"])[:_MOST_CONFUSIONS]
+
+
+def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
+    """Return ROC and precision over recall of the weakest classes."""
+    areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
+    charts = []
+    for title, curve, area in (
+        ("ROC: true over false positive rate", "roc", "roc_auc"),
+        ("Precision over recall", "pr", "pr_auc"),
+    ):
+        weakest = sorted(
+            (each for each in found if areas.get(each["label"], {}).get(area) is not None),
+            key=lambda each: areas[each["label"]][area],
+        )[:_MOST_CURVES]
+        table = [
+            {"across": x, str(number): y}
+            for number, each in enumerate(weakest)
+            for x, y in each[curve]
+        ]
+        series = {
+            str(number): f"{each['label']} (area {areas[each['label']][area]:.4f})"
+            for number, each in enumerate(weakest)
+        }
+        charts.append(line_chart(title, table, "across", series))
+    return [chart for chart in charts if chart]
+
+
+def calibration(evaluation: Facts) -> Chart | None:
+    """Return how often the model is right where it says how sure it is."""
+    bins = evaluation.get("calibration") or ()
+    if not bins:
+        return None
+    table = [{"across": each["confidence"], "found": each["accuracy"]} for each in bins]
+    table += [{"across": end, "ideal": end} for end in (0.0, 1.0)]
+    series = {"found": "accuracy", "ideal": "as sure as right"}
+    return line_chart("Calibration: accuracy over confidence", table, "across", series)
+
+
+def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
+    """Return the parts of every slice, the least accurate first: `slice`, `rows`."""
+    return [
+        {
+            "slice": name,
+            "rows": sorted(rows, key=lambda row: row["metrics"]["accuracy"])[:_MOST_PARTS],
+        }
+        for name, rows in (evaluation.get("slices") or {}).items()
+    ]
+
+
+def figures(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
+    """Return every metric with its interval: `name`, `value`, `interval`."""
+    intervals = evaluation.get("intervals") or {}
+    return [
+        {"name": name, "value": value, "interval": intervals.get(name)}
+        for name, value in metrics.items()
+    ]
+
+
+def time_line(steps: Sequence[Facts], happened: Sequence[Facts]) -> tuple[list[Bar], list[Mark]]:
+    """Return the steps as bars, and checkpoints and incidents as marks, over the time of the run.
+
+    Args:
+        steps: records with the `time` at which they ended, and `seconds`.
+        happened: events with their `time`.
+    """
+    timed = [step for step in steps if _time(step) is not None and _is_number(step.get("seconds"))]
+    if not timed:
+        return [], []
+    begin: float = min(step["time"] - step["seconds"] for step in timed)
+    whole: float = max(max(step["time"] for step in timed) - begin, 1e-3)
+
+    def share(moment: float) -> float:
+        return round(min(max(100 * (moment - begin) / whole, 0.0), 100.0), 2)
+
+    bars = [
+        Bar(
+            step=str(step.get("step")),
+            status=str(step.get("status")),
+            seconds=step["seconds"],
+            left=share(step["time"] - step["seconds"]),
+            width=round(max(share(step["time"]) - share(step["time"] - step["seconds"]), 0.5), 2),
+        )
+        for step in timed
+    ]
+    marks = [
+        Mark(
+            left=share(event["time"]),
+            kind="checkpoint" if event.get("event") == "checkpoint" else "incident",
+            text=f"{event.get('event')} after {event['time'] - begin:.1f} s",
+        )
+        for event in happened
+        if _time(event) is not None
+    ]
+    return bars, marks
+
+
+def _time(event: Facts) -> float | None:
+    moment = event.get("time")
+    return float(moment) if _is_number(moment) else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

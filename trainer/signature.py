@@ -1,0 +1,28 @@
+"""What an exported model takes: names, shapes and types as a client of its signature sees them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from trainer.data.spec import DatasetSpec
+
+SERVING = "serving_default"
+SERIALIZED = "serialized_examples"
+
+
+def serving_name(feature: str) -> str:
+    """Return the name of a feature in the signature: TensorFlow takes letters, digits and `_`."""
+    name = re.sub(r"[^A-Za-z0-9_]", "_", feature)
+    return name if re.match("[A-Za-z]", name) else f"input_{name}"
+
+
+def described(spec: DatasetSpec, feature: str) -> dict[str, Any]:
+    """Return what the manifest of a model says of one input."""
+    found = spec.features[feature]
+    return {
+        "feature": feature,
+        "name": serving_name(feature),
+        "shape": list(found.shape),
+        "dtype": found.dtype,
+    }

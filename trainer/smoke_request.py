@@ -1,0 +1,60 @@
+"""Answer `request.json` of an exported model: `python smoke_request.py FOLDER SAVED_MODEL`.
+
+A program of its own that imports nothing of this project, as a client's would. The last line of
+standard output is JSON: `probabilities` [n, classes], `labels` [n], `milliseconds`.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+_REPEATS = 20
+
+
+def main() -> None:
+    """Load, ask, and print."""
+    folder = Path(sys.argv[1])
+    names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
+    request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
+    signature = tf.saved_model.load(folder / sys.argv[2]).signatures[request["signature_name"]]
+    _, takes = signature.structured_input_signature
+
+    def ask(instances: list[dict[str, Any]]) -> Any:
+        given = {
+            name: tf.constant([_value(each[name]) for each in instances], spec.dtype)
+            for name, spec in takes.items()
+        }
+        return signature(**given)["probabilities"].numpy()
+
+    probabilities = ask(request["instances"])
+    if probabilities.shape[1] != len(names):
+        sys.exit(f"labels.txt has {len(names)} lines for {probabilities.shape[1]} classes")
+    seconds = []
+    for _ in range(_REPEATS):
+        began = time.perf_counter()
+        ask(request["instances"][:1])
+        seconds.append(time.perf_counter() - began)
+    answer = {
+        "probabilities": probabilities.tolist(),
+        "labels": [names[index] for index in probabilities.argmax(axis=1)],
+        "milliseconds": round(1000 * statistics.median(seconds), 3),
+    }
+    sys.stdout.write(json.dumps(answer) + "\n")
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_value(each) for each in value]
+    return base64.b64decode(value["b64"]) if isinstance(value, dict) else value
+
+
+if __name__ == "__main__":
+    main()

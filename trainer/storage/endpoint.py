@@ -1,0 +1,56 @@
+"""Where a store with the protocol of S3 answers, and whose credentials it gets."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trainer.storage.uri import Location
+
+# The object store of a KFP instance, in the namespace where KFP puts it.
+KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
+_KFP_KEYS = ("accesskey", "secretkey")
+_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """How to reach a store; an empty text is left to boto3."""
+
+    url: str = ""
+    region: str = ""
+    path_style: bool = False
+    kfp_secret: bool = False
+
+
+def endpoint_of(location: Location) -> Endpoint:
+    """Return the endpoint that a URI names, or else the environment, or else the default."""
+    minio = location.scheme == "minio"
+    given = [_with_scheme(location), *(os.environ.get(name, "") for name in _VARIABLES)]
+    url = next(filter(None, given), KFP_ENDPOINT if minio else "")
+    return Endpoint(
+        url=url,
+        region=location.option("region"),
+        path_style=bool(url) or location.is_on("s3ForcePathStyle", "use_path_style"),
+        kfp_secret=minio,
+    )
+
+
+def kfp_credentials() -> Mapping[str, str]:
+    """Return the keys of KFP's secret `mlpipeline-minio-artifact`, or nothing.
+
+    A pod that takes the whole secret into its environment has them; boto3 has its own first.
+    """
+    keys = [os.environ.get(name, "") for name in _KFP_KEYS]
+    if not all(keys) or os.environ.get("AWS_ACCESS_KEY_ID"):
+        return {}
+    return {"aws_access_key_id": keys[0], "aws_secret_access_key": keys[1]}
+
+
+def _with_scheme(location: Location) -> str:
+    endpoint = location.option("endpoint")
+    if not endpoint or "://" in endpoint:
+        return endpoint
+    plain = location.is_on("disableSSL", "disable_https")
+    return f"{'http' if plain else 'https'}://{endpoint}"

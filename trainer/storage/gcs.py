@@ -1,0 +1,240 @@
+"""Google Cloud Storage, `gs://`, by google-cloud-storage."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import requests
+import urllib3
+from google.api_core import exceptions as api
+from google.auth import exceptions as auth
+from google.cloud import storage
+from google.cloud.storage import exceptions as media
+from requests.adapters import HTTPAdapter
+
+from trainer.storage.bucket import (
+    PART_BYTES,
+    TIMEOUTS,
+    WRITER,
+    Ask,
+    ChangedError,
+    MangledError,
+    Sink,
+    Stored,
+    Trouble,
+)
+from trainer.storage.checksum import Checksum
+from trainer.storage.parallel import THREADS
+
+_PASSING = (
+    ConnectionError,
+    TimeoutError,
+    requests.ConnectionError,
+    requests.Timeout,
+    requests.exceptions.ChunkedEncodingError,
+    requests.exceptions.ContentDecodingError,
+    urllib3.exceptions.HTTPError,
+    media.DataCorruption,
+    MangledError,
+)
+_PASSING_CODES = (408, 429, 500, 502, 503, 504)
+_TROUBLES = {
+    401: Trouble.NO_CREDENTIALS,
+    403: Trouble.DENIED,
+    404: Trouble.ABSENT,
+    412: Trouble.EXISTS,
+}
+_FIELDS = "name,size,crc32c,timeCreated,metadata"
+
+
+class GcsBucket:
+    """One bucket of Google Cloud Storage."""
+
+    remedies: Mapping[Trouble, str] = MappingProxyType(
+        {
+            Trouble.DENIED: "give this account roles/storage.objectAdmin on the bucket",
+            Trouble.NO_CREDENTIALS: (
+                "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, "
+                "or use workload identity"
+            ),
+        }
+    )
+
+    def __init__(self, name: str, ask: Ask) -> None:
+        """Use the application default credentials, or none with STORAGE_EMULATOR_HOST."""
+        self._name = name
+        self._ask = ask
+
+    def get(self, key: str) -> bytes:
+        """Return the content of an object; the client holds it against the store's checksum."""
+        return self._ask(
+            lambda: bytes(self._blob(key).download_as_bytes(timeout=TIMEOUTS, retry=None))
+        )
+
+    def read_into(self, key: str, file: Sink) -> None:
+        """Write the content of an object to a file, going on where a connection dropped."""
+
+        def rest() -> None:
+            file.flush()
+            start = file.tell()
+            try:
+                self._blob(key).download_to_file(
+                    file,
+                    start=start or None,
+                    raw_download=True,
+                    timeout=TIMEOUTS,
+                    checksum=None,
+                    retry=None,
+                )
+            except api.RequestRangeNotSatisfiable:
+                if not start:
+                    raise
+
+        self._ask(rest)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace an object."""
+        self._upload(self._blob(key), data, None)
+
+    def create(self, key: str, data: bytes, writer: str) -> None:
+        """Create an object where there is none."""
+        blob = self._blob(key)
+        blob.metadata = {WRITER: writer}
+        self._upload(blob, data, 0)
+
+    def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
+        """Send a file in parts; each is asked for again by itself."""
+        blob = self._blob(key)
+        blob.metadata = {WRITER: writer}
+        blob.chunk_size = PART_BYTES
+        blob.upload_from_filename(
+            str(path),
+            content_type="application/octet-stream",
+            if_generation_match=0,
+            timeout=TIMEOUTS,
+            checksum="crc32c",
+            # The client takes whatever wraps a request.
+            retry=lambda request: lambda: self._ask(request),
+        )
+        if _checksum(blob) != expected:
+            raise ChangedError
+
+    def stat(self, key: str) -> Stored:
+        """Return what the store says of one object."""
+        blob = self._blob(key)
+        self._ask(lambda: blob.reload(timeout=TIMEOUTS, retry=None))
+        return _stored(blob)
+
+    def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:  # noqa: ARG002
+        """Compare with the checksum that the store made."""
+        return Checksum(stored.bytes, stored.digest) == expected
+
+    def vouched(self, key: str) -> Checksum | None:
+        """Return the checksum that the store made."""
+        stored = self.stat(key)
+        return Checksum(stored.bytes, stored.digest) if stored.digest else None
+
+    def walk(self, prefix: str) -> list[Stored]:
+        """Return all objects whose key begins with `prefix`."""
+        fields = f"nextPageToken,items({_FIELDS})"
+        return self._ask(lambda: [_stored(blob) for blob in self._list(prefix, fields=fields)])
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names up to the next slash after `prefix`."""
+
+        def listed() -> list[str]:
+            fields = "nextPageToken,prefixes,items(name)"
+            found = self._list(prefix, fields=fields, delimiter="/")
+            keys = [blob.name for blob in found]
+            return sorted({key[len(prefix) :].strip("/") for key in [*keys, *found.prefixes]})
+
+        return self._ask(listed)
+
+    def remove(self, key: str) -> None:
+        """Remove an object."""
+        self._ask(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
+
+    def abort_uploads(self, prefix: str, before: float) -> list[str]:  # noqa: ARG002
+        """Do nothing: the store itself forgets an upload in parts, and bills none."""
+        return []
+
+    def judge(self, error: BaseException) -> Trouble:
+        """Say what an error means."""
+        if isinstance(error, auth.TransportError | auth.RefreshError) and error.retryable:
+            return Trouble.PASSING
+        if isinstance(error, auth.GoogleAuthError):
+            return Trouble.NO_CREDENTIALS
+        if isinstance(error, _PASSING) or _is_mangled(error):
+            return Trouble.PASSING
+        code = _code(error)
+        if code in _PASSING_CODES:
+            return Trouble.PASSING
+        if code or isinstance(error, requests.RequestException):
+            return _TROUBLES.get(code, Trouble.OTHER)
+        return Trouble.FOREIGN
+
+    def _blob(self, key: str) -> Any:
+        return self._client.bucket(self._name).blob(key)
+
+    def _upload(self, blob: Any, data: bytes, generation: int | None) -> None:
+        self._ask(
+            lambda: blob.upload_from_string(
+                data,
+                content_type="application/octet-stream",
+                if_generation_match=generation,
+                timeout=TIMEOUTS,
+                checksum="crc32c",
+                retry=None,
+            )
+        )
+
+    def _list(self, prefix: str, **how: Any) -> Any:
+        return self._client.list_blobs(
+            self._name, prefix=prefix, timeout=TIMEOUTS, retry=None, **how
+        )
+
+    @property
+    def _client(self) -> storage.Client:
+        return _client(os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST", ""))
+
+
+@cache
+def _client(_process: int, _emulator: str) -> storage.Client:
+    # One for all threads, but not for a forked child.
+    # For traces that nobody takes it would ask for the bucket itself, and need a permission for it.
+    os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
+    client = storage.Client()
+    adapter = HTTPAdapter(pool_maxsize=2 * THREADS)
+    for scheme in ("http://", "https://"):
+        client._http.mount(scheme, adapter)
+    return client
+
+
+def _stored(blob: Any) -> Stored:
+    found = _checksum(blob)
+    created = blob.time_created.timestamp() if blob.time_created else 0.0
+    writer = (blob.metadata or {}).get(WRITER, "")
+    return Stored(blob.name, found.bytes, found.crc32c, created, writer)
+
+
+def _checksum(blob: Any) -> Checksum:
+    return Checksum(int(blob.size or 0), base64.b64decode(blob.crc32c or "").hex())
+
+
+def _code(error: BaseException) -> int:
+    if isinstance(error, api.GoogleAPICallError):
+        return int(error.code or 0)
+    if isinstance(error, media.InvalidResponse):
+        return int(error.response.status_code)
+    return 0
+
+
+def _is_mangled(error: BaseException) -> bool:
+    # The store refuses what did not arrive as it was sent.
+    return isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)

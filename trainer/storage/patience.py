@@ -1,0 +1,91 @@
+"""Retries of one operation: with backoff, under one deadline, with a line of log for each."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+import tenacity
+
+from trainer.errors import ConfigError
+from trainer.storage.errors import Silence
+
+# For how long the requests of an operation may fail before it gives up, in seconds.
+VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
+DEADLINE = 300.0
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 20.0
+_LONGEST = 200
+
+Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
+
+
+class Patience:
+    """The deadline of one operation, shared by all of its requests and threads.
+
+    It counts from the last request that succeeded: an operation may take as long as it goes on.
+    """
+
+    def __init__(self) -> None:
+        """Take the deadline from the environment; raises `ConfigError` when that is no number."""
+        text = os.environ.get(VARIABLE) or str(DEADLINE)
+        try:
+            self._seconds = float(text)
+        except ValueError:
+            raise ConfigError(f"{VARIABLE}: {text!r} is not a number of seconds") from None
+        self._good = time.monotonic()
+
+    def ask(
+        self, where: str, request: Callable[[], Result], passing: Callable[[BaseException], bool]
+    ) -> Result:
+        """Return the result of `request`, asked again while it fails by what is `passing`.
+
+        Raises:
+            Silence: the deadline is over.
+        """
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(passing),
+            wait=self._pause,
+            stop=lambda _: self._left() <= 0,
+            before_sleep=lambda state: self._tell(where, state),
+            reraise=True,
+        )
+        try:
+            result = retrying(request)
+        except Exception as error:
+            if not passing(error):
+                raise
+            raise Silence(
+                f"{where} has not been available for {self._seconds:g} s ({words(error)}); try "
+                f"again when the store answers, and check its endpoint; {VARIABLE} sets the seconds"
+            ) from error
+        self._good = time.monotonic()
+        return result
+
+    def _left(self) -> float:
+        return self._good + self._seconds - time.monotonic()
+
+    def _pause(self, state: tenacity.RetryCallState) -> float:
+        pause: float = tenacity.wait_random_exponential(FIRST_PAUSE, LONGEST_PAUSE)(state)
+        return max(0.0, min(pause, self._left()))
+
+    def _tell(self, where: str, state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        pause = state.next_action.sleep if state.next_action else 0.0
+        _log.warning(
+            "%s: %s; asking again in %.1f s, for %.0f s at most",
+            where,
+            words(error),
+            pause,
+            self._left(),
+        )
+
+
+def words(error: BaseException | None) -> str:
+    """Return what an error of a client says, in one line of decent length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]} ..."

@@ -1,0 +1,248 @@
+"""Amazon S3, `s3://`, and stores with the same protocol, `minio://`, by boto3."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import google_crc32c
+from botocore import exceptions as boto
+from botocore.response import StreamingBody
+
+from trainer.storage.bucket import (
+    PART_BYTES,
+    WRITER,
+    Ask,
+    ChangedError,
+    MangledError,
+    Sink,
+    Stored,
+    Trouble,
+)
+from trainer.storage.checksum import Checksum
+from trainer.storage.endpoint import Endpoint
+from trainer.storage.s3_client import client, judge, word
+
+# S3's own limit.
+_MOST_PARTS = 10_000
+_CHUNK = 1 << 20
+
+
+class S3Bucket:
+    """One bucket of S3, or of a store that speaks as S3 does."""
+
+    remedies: Mapping[Trouble, str] = MappingProxyType(
+        {
+            Trouble.DENIED: (
+                "allow s3:GetObject, s3:PutObject, s3:DeleteObject, s3:AbortMultipartUpload and "
+                "s3:ListBucket on the bucket"
+            ),
+            Trouble.NO_CREDENTIALS: (
+                "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the "
+                "service account"
+            ),
+        }
+    )
+
+    def __init__(self, name: str, endpoint: Endpoint, ask: Ask) -> None:
+        """Use boto3's own chain of credentials at an endpoint."""
+        self._name = name
+        self._endpoint = endpoint
+        self._ask = ask
+
+    def get(self, key: str) -> bytes:
+        """Return the content of an object, held against its MD5 where the store gives that."""
+
+        def whole() -> bytes:
+            answer = self._client.get_object(**self._at(key))
+            data: bytes = answer["Body"].read()
+            if _is_md5(answer) and _tag(answer) != hashlib.md5(data).hexdigest():
+                raise MangledError(f"{key} did not come as it is stored")
+            return data
+
+        return self._ask(whole)
+
+    def read_into(self, key: str, file: Sink) -> None:
+        """Write the content of an object to a file, going on where a connection dropped."""
+
+        def rest() -> None:
+            file.flush()
+            start = file.tell()
+            span = {"Range": f"bytes={start}-"} if start else {}
+            try:
+                body: StreamingBody = self._client.get_object(**self._at(key), **span)["Body"]
+            except boto.ClientError as error:
+                if start and word(error) in ("InvalidRange", "416"):
+                    return
+                raise
+            for chunk in body.iter_chunks(_CHUNK):
+                file.write(chunk)
+
+        self._ask(rest)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Create or replace an object."""
+        self._send(key, data)
+
+    def create(self, key: str, data: bytes, writer: str) -> None:
+        """Create an object where there is none."""
+        self._send(key, data, Metadata={WRITER: writer}, IfNoneMatch="*")
+
+    def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
+        """Send a file in parts; each is verified, and asked for again by itself."""
+        where = self._at(key)
+        begun = self._ask(
+            lambda: self._client.create_multipart_upload(**where, Metadata={WRITER: writer})
+        )
+        upload = {**where, "UploadId": begun["UploadId"]}
+        try:
+            parts = self._parts(upload, path, expected)
+            self._ask(
+                lambda: self._client.complete_multipart_upload(
+                    **upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
+                )
+            )
+        except BaseException:
+            # What is not given up here is found by `abort_uploads` some day.
+            with suppress(boto.ClientError, boto.BotoCoreError):
+                self._client.abort_multipart_upload(**upload)
+            raise
+
+    def stat(self, key: str) -> Stored:
+        """Return what the store says of one object."""
+        answer = self._ask(lambda: self._client.head_object(**self._at(key)))
+        writer = answer.get("Metadata", {}).get(WRITER, "")
+        created = answer["LastModified"].timestamp()
+        return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
+
+    def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
+        """Compare with the MD5 of the file, or of its parts; what is encrypted never holds it."""
+        if stored.bytes != expected.bytes:
+            return False
+        if stored.bytes <= PART_BYTES:
+            return stored.digest == hashlib.md5(path.read_bytes()).hexdigest()
+        digests = [hashlib.md5(part).digest() for part in _parts_of(path, expected.bytes)]
+        whole = hashlib.md5(b"".join(digests)).hexdigest()
+        return stored.digest == f"{whole}-{len(digests)}"
+
+    def vouched(self, key: str) -> Checksum | None:  # noqa: ARG002
+        """Return nothing: what the store gives is what the writer said."""
+        return None
+
+    def walk(self, prefix: str) -> list[Stored]:
+        """Return all objects whose key begins with `prefix`."""
+        return self._ask(
+            lambda: [
+                Stored(each["Key"], each["Size"], _tag(each), each["LastModified"].timestamp())
+                for page in self._pages("list_objects_v2", prefix)
+                for each in page.get("Contents", [])
+            ]
+        )
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names up to the next slash after `prefix`."""
+
+        def listed() -> list[str]:
+            found: set[str] = set()
+            for page in self._pages("list_objects_v2", prefix, Delimiter="/"):
+                found.update(each["Key"] for each in page.get("Contents", []))
+                found.update(each["Prefix"] for each in page.get("CommonPrefixes", []))
+            return sorted({key[len(prefix) :].strip("/") for key in found})
+
+        return self._ask(listed)
+
+    def remove(self, key: str) -> None:
+        """Remove an object."""
+        self._ask(lambda: self._client.delete_object(**self._at(key)))
+
+    def abort_uploads(self, prefix: str, before: float) -> list[str]:
+        """Give up the uploads in parts that began before a time."""
+
+        def pending() -> list[dict[str, Any]]:
+            pages = self._pages("list_multipart_uploads", prefix)
+            return [each for page in pages for each in page.get("Uploads", [])]
+
+        old = [each for each in self._ask(pending) if each["Initiated"].timestamp() < before]
+        for each in old:
+            upload = {**self._at(each["Key"]), "UploadId": each["UploadId"]}
+            self._ask(partial(self._client.abort_multipart_upload, **upload))
+        return [each["Key"] for each in old]
+
+    def judge(self, error: BaseException) -> Trouble:
+        """Say what an error means."""
+        return judge(error)
+
+    @property
+    def _client(self) -> Any:
+        return client(os.getpid(), self._endpoint)
+
+    def _at(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._name, "Key": key}
+
+    def _send(self, key: str, data: bytes, **how: Any) -> None:
+        digest = hashlib.md5(data)
+
+        def send() -> None:
+            answer = self._client.put_object(
+                **self._at(key), Body=data, ContentMD5=_base64(digest.digest()), **how
+            )
+            if _is_md5(answer) and _tag(answer) != digest.hexdigest():
+                raise MangledError(f"{key} did not arrive as it was sent")
+
+        self._ask(send)
+
+    def _parts(
+        self, upload: dict[str, str], path: Path, expected: Checksum
+    ) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = []
+        size = crc = 0
+        for number, data in enumerate(_parts_of(path, expected.bytes), start=1):
+            size, crc = size + len(data), google_crc32c.extend(crc, data)
+            tag = self._ask(partial(self._send_part, upload, number, data))
+            parts.append({"PartNumber": number, "ETag": tag})
+        if Checksum(size, f"{crc:08x}") != expected:
+            raise ChangedError
+        return parts
+
+    def _send_part(self, upload: dict[str, str], number: int, data: bytes) -> str:
+        digest = hashlib.md5(data)
+        answer = self._client.upload_part(
+            **upload, PartNumber=number, Body=data, ContentMD5=_base64(digest.digest())
+        )
+        if _is_md5(answer) and _tag(answer) != digest.hexdigest():
+            raise MangledError(f"part {number} did not arrive as it was sent")
+        tag: str = answer["ETag"]
+        return tag
+
+    def _pages(self, operation: str, prefix: str, **how: Any) -> Any:
+        paginator = self._client.get_paginator(operation)
+        return paginator.paginate(Bucket=self._name, Prefix=prefix, **how)
+
+
+def _parts_of(path: Path, size: int) -> Iterator[bytes]:
+    length = max(PART_BYTES, -(-size // _MOST_PARTS))
+    with path.open("rb") as file:
+        while data := file.read(length):
+            yield data
+
+
+def _tag(answer: dict[str, Any]) -> str:
+    return str(answer.get("ETag", "")).strip('"')
+
+
+def _is_md5(answer: dict[str, Any]) -> bool:
+    encrypted = answer.get("ServerSideEncryption", "AES256") != "AES256"
+    own_key = "SSECustomerAlgorithm" in answer
+    return not encrypted and not own_key and re.fullmatch("[0-9a-f]{32}", _tag(answer)) is not None
+
+
+def _base64(digest: bytes) -> str:
+    return base64.b64encode(digest).decode()

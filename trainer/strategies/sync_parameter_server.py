@@ -1,0 +1,237 @@
+"""Synchronous training on parameter servers, with backup workers.
+
+One update is the mean of the first N gradients of M workers; what comes later is stale and dropped,
+so that M - N slow or lost workers hold nobody up (Chen et al. 2016, "Revisiting Distributed
+Synchronous SGD", section 3).
+
+After each update the chief opens the next step: it gives every worker a token. A worker takes it,
+computes one gradient of that step, lays it down on the servers (`Staging`), and only then announces
+it. The first N announcements of the open step are the update; what stands behind an announcement is
+taken as a whole or dropped as a whole. Workers loop by themselves through a stretch of steps, and
+the chief's part is one function for all of the stretch, which runs on the servers.
+"""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.strategies.interface import Problem, Report
+from trainer.strategies.line import Line
+from trainer.strategies.placement import server_device
+from trainer.strategies.served import Served
+from trainer.strategies.staging import Gradient, Staging, added, divided
+from trainer.strategies.tally import Tally, worker_name
+
+# Where tokens are given and announcements taken. Loops are controlled there too: a loop that is
+# controlled elsewhere asks the network at each turn whether there is another one.
+DESK = server_device(0)
+# What an announcement says beside the loss.
+STEP, NUMBER, WORKER = range(3)
+
+
+class SyncParameterServer(Served):
+    """One chief, parameter servers, and workers of which the first N make an update."""
+
+    spares_workers = True
+
+    def build(self, problem: Problem) -> None:
+        """Connect, place model and optimizer, lay out tokens and announcements."""
+        self.connect()
+        self.build_model(problem)
+        self._workers = self.cluster.count("worker")
+        self._needed = self.config.training.replicas_to_aggregate or self._workers
+        self._tally = Tally(batch_size=self.config.training.batch_size)
+        self._dropped = 0
+        # Servers outlive a chief, and loops of a dead one still wait there: names of its own.
+        life = uuid.uuid4().hex
+        with tf.device(DESK):
+            self._open = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._numbers = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._announced = Line([tf.int64, tf.float32], [[3], []], name=f"announced-{life}")
+            self._tokens = [
+                Line([tf.int64], [[]], name=f"tokens-{index}-{life}")
+                for index in range(self._workers)
+            ]
+        variables = [each.value for each in self.model.trainable_variables]
+        self._staging = Staging(variables, name=f"gradients-{life}")
+        self._iterator = self.worker_batches(problem)
+        self._loop = self._loop_of_worker(problem)
+        self._updates = self._updates_of_chief()
+        self._watch = _Watch(self.coordinator, self._announced)
+
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates, each the mean of the first gradients of its step."""
+        begin = tf.constant(self.global_step(), tf.int64)
+        self._open.assign(begin)
+        for tokens in self._tokens:
+            # Nobody waits for them: a worker that is slow or dead finds its loop ended later.
+            self.coordinator.schedule(
+                self._loop, args=(self._iterator, tokens.handle, begin + steps)
+            )
+        self._watch.begin()
+        try:
+            loss, accepted, dropped = self._updates(tf.constant(steps))
+        except tf.errors.OpError as error:
+            raise self._watch.error or error from error
+        for worker, (taken, refused) in enumerate(
+            zip(accepted.numpy(), dropped.numpy(), strict=True)
+        ):
+            self._tally.add(f"worker-{worker}", int(taken + refused))
+            self._dropped += int(refused)
+        figures = {**self._tally.figures(), "dropped_gradients": self._dropped}
+        return Report(loss=float(loss) / steps, figures=figures)
+
+    def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
+        gradient = self.gradient(problem)
+
+        @tf.function
+        def loop(iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+            worker, tokens = _number_of_worker(), self._tokens[0].like(handle)
+            with tf.device(DESK):
+                worker, end = tf.identity(worker), tf.identity(end)
+                # A loop that is begun again after its worker died finds a step open and its token
+                # taken; and the dead one may still stand in line for a token, which it gets here.
+                step = self._open.read_value()
+                tokens.put(step)
+                while step < end:
+                    with tf.device(None):
+                        # The coordinator traces in the scope of its strategy, where Keras updates
+                        # state (moving averages, seeds) in a replica's context only.
+                        loss, found = self.connected.run(gradient, args=(next(iterator),))
+                    with tf.control_dependencies([self._announce(step, worker, loss, found)]):
+                        step = self._later(tokens, step)
+                # A slow worker's loop may have taken it from the next loop on the same tokens.
+                tokens.put(step)
+            return step
+
+        return loop  # type: ignore[no-any-return]
+
+    def _announce(
+        self, step: tf.Tensor, worker: tf.Tensor, loss: tf.Tensor, found: list[Gradient]
+    ) -> tf.Operation:
+        with tf.device(DESK):
+            # In one piece on the server, unlike to add and then to read.
+            number = tf.raw_ops.ResourceCountUpTo(
+                resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
+            )
+        with tf.control_dependencies(self._staging.put(number, found)), tf.device(DESK):
+            return self._announced.put(tf.stack([step, number, worker]), loss)
+
+    def _later(self, tokens: Line, step: tf.Tensor) -> tf.Tensor:
+        """Wait for the token of a later step, and pass over those of steps that are not open."""
+        (token,) = tokens.take()
+        while token < tf.maximum(step + 1, self._opened(token)):
+            (token,) = tokens.take()
+        return token
+
+    def _opened(self, after: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([after]):
+            return self._open.read_value()
+
+    def _updates_of_chief(self) -> Callable[[tf.Tensor], tuple[tf.Tensor, ...]]:
+        variables = self.model.trainable_variables
+
+        @tf.function
+        def updates(steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            with tf.device(DESK):
+                steps = tf.identity(steps)
+                total = tf.constant(0.0)
+                accepted = dropped = tf.zeros([self._workers], tf.int64)
+                for _ in tf.range(steps):
+                    step = self._next_step()
+                    loss, means, taken, refused = self._first(step)
+                    # Counted when there is something to apply, and not before.
+                    with tf.control_dependencies([loss]):
+                        self.optimizer.apply(means, variables)
+                    total, accepted, dropped = total + loss, accepted + taken, dropped + refused
+                self._next_step()
+            return total, accepted, dropped
+
+        return updates  # type: ignore[no-any-return]
+
+    def _next_step(self) -> tf.Tensor:
+        """Open the step after all updates so far, and return it.
+
+        Each turn of a TensorFlow loop begins when all of the one before is done: nobody reads
+        variables of which only some are updated.
+        """
+        step = self.applied.read_value()
+        self._open.assign(step)
+        for tokens in self._tokens:
+            tokens.put(step)
+        return step
+
+    def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
+        """Return the means of loss and gradient over the first that are announced of an open step.
+
+        Beside them the number of gradients that were taken and refused, by worker.
+        """
+        taken = refused = tf.zeros([self._workers], tf.int64)
+        losses, total = tf.constant(0.0), None
+        for _ in range(self._needed):
+            what, loss, stale = self._next(step)
+            gradient = self._staging.take(what[NUMBER])
+            total = gradient if total is None else added(total, gradient)
+            losses += loss
+            taken += self._one_of(what[WORKER])
+            refused += stale
+        return losses / self._needed, divided(total or [], self._needed), taken, refused
+
+    def _next(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the next announcement of an open step, its loss, and who was refused before it."""
+        refused = tf.zeros([self._workers], tf.int64)
+        what, loss = self._announced.take()
+        while what[STEP] < step:
+            self._staging.take(what[NUMBER])
+            refused += self._one_of(what[WORKER])
+            what, loss = self._announced.take()
+        return what, loss, refused
+
+    def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
+        return tf.one_hot(worker, self._workers, dtype=tf.int64)
+
+
+def _number_of_worker() -> tf.Tensor:
+    """Return the number of the worker that runs this graph."""
+    return tf.strings.to_number(tf.strings.regex_replace(worker_name(), ".*-", ""), tf.int64)
+
+
+class _Watch:
+    """Waits for an error in the workers' loops, which nobody else would wait for.
+
+    The chief waits for announcements: when a loop has failed for good, their queue is closed, so
+    that this wait ends too.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        announced: Line,
+    ) -> None:
+        self.error: Exception | None = None
+        self._coordinator = coordinator
+        self._announced = announced
+        self._begun = threading.Event()
+        threading.Thread(target=self._wait, name="workers", daemon=True).start()
+
+    def begin(self) -> None:
+        """Loops have been scheduled."""
+        self._begun.set()
+
+    def _wait(self) -> None:
+        while self.error is None:
+            self._begun.wait()
+            self._begun.clear()
+            try:
+                self._coordinator.join()
+            # A loop may fail in any way: it is the user's model that runs in it.
+            except Exception as error:
+                self.error = error
+        with suppress(tf.errors.OpError):
+            self._announced.close()

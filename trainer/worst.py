@@ -1,0 +1,106 @@
+"""The examples with the highest losses, as pictures where an input is one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.figures import Floats, Labels, losses, softmax
+from trainer.slices import text
+
+MOST = 25
+_SHOWN_VALUES = 12
+_CHANNELS = (1, 3, 4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Example:
+    """One example with its inputs, copied out of the batch so that the batch can go."""
+
+    loss: float
+    row: dict[str, Any]
+    inputs: dict[str, Any]
+
+
+class Worst:
+    """Collects the worst of all examples while they stream by; holds `MOST` of them."""
+
+    def __init__(self, spec: DatasetSpec) -> None:
+        """Collect examples of this dataset."""
+        self._spec = spec
+        self._kept: list[_Example] = []
+        self._seen = 0
+
+    def look(self, inputs: Mapping[str, Any], labels: Labels, logits: Floats) -> None:
+        """Look at one batch: inputs by feature name, labels [n] and logits [n, classes]."""
+        each = losses(labels, logits)
+        probabilities = softmax(logits)
+        for place in np.argsort(-each, kind="stable")[:MOST]:
+            index = int(place)
+            if len(self._kept) == MOST and each[index] <= self._kept[-1].loss:
+                break
+            row = {
+                "index": self._seen + index,
+                "label": int(labels[index]),
+                "predicted": int(logits[index].argmax()),
+                "loss": float(each[index]),
+                "probability": float(probabilities[index, labels[index]]),
+            }
+            values = {name: np.array(values[index]) for name, values in inputs.items()}
+            self._kept.append(_Example(loss=row["loss"], row=row, inputs=values))
+            self._kept.sort(key=lambda example: -example.loss)
+            del self._kept[MOST:]
+        self._seen += len(labels)
+
+    def write(self, folder: Path, names: list[str]) -> list[dict[str, Any]]:
+        """Write the pictures to `folder` and return a row for each example, the worst first.
+
+        A row holds `index` in the split, `label`, `predicted`, `loss`, `probability` of the label,
+        and `picture` (a path below `folder`) or `inputs` (a text).
+        """
+        rows = []
+        for place, example in enumerate(self._kept, start=1):
+            row = {key: example.row[key] for key in ("index", "loss", "probability")}
+            row |= {key: names[example.row[key]] for key in ("label", "predicted")}
+            pictured = next((n for n in example.inputs if _is_image(self._spec.features[n])), None)
+            if pictured is None:
+                row["inputs"] = ", ".join(_told(n, v) for n, v in example.inputs.items())
+            else:
+                row["picture"] = f"worst/{place:02d}.png"
+                path = folder / row["picture"]
+                path.parent.mkdir(exist_ok=True)
+                path.write_bytes(_png(example.inputs[pictured]))
+            rows.append(row)
+        return rows
+
+
+def _is_image(feature: FeatureSpec) -> bool:
+    # A row of pixels is no picture, and neither is a table of a few columns.
+    match feature.shape:
+        case (height, width, channels):
+            return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1
+        case (height, width):
+            return feature.dtype == "uint8" and min(height, width) > 1
+    return False
+
+
+def _png(values: Any) -> bytes:
+    image = values.reshape(*values.shape[:2], -1)
+    if image.dtype != np.uint8:
+        finite = np.nan_to_num(image.astype(np.float64), posinf=0.0, neginf=0.0)
+        low, high = finite.min(), finite.max()
+        image = np.round((finite - low) * (255 / ((high - low) or 1.0))).astype(np.uint8)
+    encoded: bytes = tf.io.encode_png(image).numpy()
+    return encoded
+
+
+def _told(name: str, values: Any) -> str:
+    flat = np.ravel(values)
+    words = " ".join(text(value) for value in flat[:_SHOWN_VALUES])
+    return f"{name} {words}" + (" ..." if len(flat) > _SHOWN_VALUES else "")
