@@ -2,14 +2,15 @@
 
 import errno
 import sys
-from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 
-from trainer.errors import DONE, FAILED, USAGE, UserError
+from pipelines.endings import ended, told
+from pipelines.models_app import models
+from pipelines.options import AsJson, Assignments, Config, Dataset, Resume, Workdir
+from trainer.errors import DONE, FAILED, USAGE
 
 app = typer.Typer(
     name="flotilla",
@@ -18,24 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-models = typer.Typer(help="The registry: which models there are, and who is champion.")
 app.add_typer(models, name="models")
-
-Config = Annotated[
-    Path | None, typer.Argument(help="YAML file of the run; configs/digits.yaml when left out.")
-]
-Assignments = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated."),
-]
-Workdir = Annotated[Path, typer.Option(help="Folder below which everything is written.")]
-Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with this run.")]
-Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
-Root = Annotated[
-    str, typer.Option(metavar="URI", help="Where all is stored; the workdir when left out.")
-]
-Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
 @app.command()
@@ -96,7 +80,7 @@ def compile_(
             print_json({"status": "done", "artifacts": written})
         return DONE
 
-    _ended(compiled, as_json)
+    ended(compiled, as_json)
 
 
 @app.command()
@@ -108,65 +92,7 @@ def compare(
     """Put runs side by side."""
     from pipelines import compare as comparing
 
-    _ended(lambda: comparing.compare(runs, workdir, as_json=as_json), as_json)
-
-
-@models.command("list")
-def list_models(
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; all without.")] = "",
-    workdir: Workdir = Path("runs"),
-    root: Root = "",
-    as_json: AsJson = False,
-) -> None:
-    """List the versions of one model, or of all."""
-    from pipelines import models as registered
-
-    place = registered.root_of(root, workdir)
-    _ended(lambda: registered.list_(place, name, as_json=as_json), as_json)
-
-
-@models.command("show")
-def show_model(
-    name: Name,
-    version: Annotated[int, typer.Argument(metavar="[VERSION]", min=0, help="Its number.")] = 0,
-    workdir: Workdir = Path("runs"),
-    root: Root = "",
-    as_json: AsJson = False,
-) -> None:
-    """Show one version with its lineage; the champion when left out."""
-    from pipelines import models as registered
-
-    place = registered.root_of(root, workdir)
-    _ended(lambda: registered.show(place, name, version, as_json=as_json), as_json)
-
-
-@models.command("promote")
-def promote_model(
-    name: Name,
-    version: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Its number.")],
-    workdir: Workdir = Path("runs"),
-    root: Root = "",
-    as_json: AsJson = False,
-) -> None:
-    """Make a version the champion."""
-    from pipelines import models as registered
-
-    place = registered.root_of(root, workdir)
-    _ended(lambda: registered.promote(place, name, version, as_json=as_json), as_json)
-
-
-@models.command("rollback")
-def roll_back(
-    name: Name,
-    workdir: Workdir = Path("runs"),
-    root: Root = "",
-    as_json: AsJson = False,
-) -> None:
-    """Make the champion of before the champion again."""
-    from pipelines import models as registered
-
-    place = registered.root_of(root, workdir)
-    _ended(lambda: registered.rollback(place, name, as_json=as_json), as_json)
+    ended(lambda: comparing.compare(runs, workdir, as_json=as_json), as_json)
 
 
 @app.command()
@@ -180,7 +106,7 @@ def gc(
     from pipelines import collect
 
     assigned = tuple(assignments or ())
-    _ended(lambda: collect.collect(config, assigned, workdir, as_json=as_json), as_json)
+    ended(lambda: collect.collect(config, assigned, workdir, as_json=as_json), as_json)
 
 
 @app.command()
@@ -196,7 +122,7 @@ def manifest(
         print_manifest(loaded, as_json=as_json)
         return DONE
 
-    _ended(printed, as_json)
+    ended(printed, as_json)
 
 
 def called(arguments: list[str]) -> int:
@@ -207,7 +133,7 @@ def called(arguments: list[str]) -> int:
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "flotilla")
         words = " ".join(error.format_message().split()).rstrip(".")
-        return _told(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
+        return told(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except OSError as error:
         # Help is printed by others.
         if error.errno != errno.ENOSPC:
@@ -215,7 +141,7 @@ def called(arguments: list[str]) -> int:
         from pipelines.display import write_nowhere
 
         write_nowhere(sys.stdout)
-        return _told(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
+        return told(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
     return int(code or DONE)
 
 
@@ -239,26 +165,4 @@ def _run(
         dataset=dataset,
         as_json=as_json,
     )
-    _ended(lambda: commands.run(request), as_json)
-
-
-def _ended(command: Callable[[], int], as_json: bool) -> NoReturn:
-    """End the process with the code of `command`; an error of the user is one line."""
-    try:
-        code = command()
-    except UserError as error:
-        code = _told(str(error), error.exit_code, as_json=as_json)
-    raise typer.Exit(code)
-
-
-def _told(message: str, code: int, *, as_json: bool) -> int:
-    from pipelines import commands
-
-    # Who cannot hear the words still gets the exit code.
-    with suppress(OSError):
-        sys.stderr.write(f"flotilla: {message}\n")
-        sys.stderr.flush()
-    if as_json:
-        with suppress(UserError):
-            commands.print_json({"status": "failed", "message": message})
-    return code
+    ended(lambda: commands.run(request), as_json)
