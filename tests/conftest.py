@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,6 +42,9 @@ def _settle_environment() -> None:
     os.environ.update(TF_CPP_MIN_LOG_LEVEL="2", NO_COLOR="1", COLUMNS="100", TZ="UTC")
     # Clients of object stores would look for the machine's own account at these addresses.
     os.environ.update(NO_GCE_CHECK="true", AWS_EC2_METADATA_DISABLED="true")
+    # A shell starts what it puts into the background deaf to Ctrl-C, and so all that that starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
