@@ -18,7 +18,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer import events, keeping, storage
+from trainer import events, keeping, storage, validations
 from trainer.checkpoint_listing import KIND, listed
 from trainer.errors import UserError
 from trainer.storage.errors import reported
@@ -86,6 +86,10 @@ class Checkpoints:
             self.last = uri
             return Found(uri=uri, global_step=step, folder=folder)
         return None
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Return what the evaluator has measured so far; see `validations.read`."""
+        return validations.read(self.uri)
 
     def save(
         self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]

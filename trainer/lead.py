@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from trainer import evaluate, gpu_memory, storage, validations
+from trainer.checkpoints import Checkpoints
 from trainer.cluster import Cluster, Task
 from trainer.config import Config
 from trainer.data.read import evaluation_batches, training_batches
@@ -63,13 +64,6 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
     problem = partial(_problem, config, spec, build_model)
     watch = stall_watch(strategy, cluster, task, job.workdir)
     validates = spec.examples("validation") and not config.cluster.evaluator
-    around = Surroundings(
-        problem=problem,
-        validate=partial(_validate, problem(0)) if validates else None,
-        stopping=stopping,
-        enough=partial(_has_stopped_to_gain, job),
-        stepping=watch.stepping,
-    )
     kept = checkpoints_of(
         job.checkpoints,
         keep=config.training.keep,
@@ -77,6 +71,13 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
         fingerprint=data.fields["fingerprint"],
         awaited=config.cluster.evaluator,
         alone=task.role == "chief",
+    )
+    around = Surroundings(
+        problem=problem,
+        validate=partial(_validate, problem(0)) if validates else None,
+        stopping=stopping,
+        enough=partial(_has_stopped_to_gain, config, kept),
+        stepping=watch.stepping,
     )
     watch.begin()
     try:
@@ -142,10 +143,11 @@ def _validate(problem: Problem, strategy: Strategy) -> dict[str, float]:
     return evaluate.means(strategy.totals(problem))
 
 
-def _has_stopped_to_gain(job: Job) -> bool:
+def _has_stopped_to_gain(config: Config, kept: Checkpoints) -> bool:
     """Say whether the evaluator has seen no gain for `training.patience` checkpoints."""
-    patience = Patience(limit=job.config.training.patience)
-    rows = validations.read(job.checkpoints) if job.config.cluster.evaluator else []
+    patience = Patience(limit=config.training.patience)
+    asked = config.cluster.evaluator and patience.limit
+    rows = kept.measured() if asked else []
     return any(patience.exhausted(row[validations.LOSS]) for row in rows)
 
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
+from trainer import storage, validations
 from trainer.checkpoint_listing import listed
 from trainer.checkpoints import Checkpoints, Found, log, publish_anew
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
@@ -44,6 +44,7 @@ class RemoteCheckpoints(Checkpoints):
         self._unpublished = storage.uri_of(scratch / "unpublished")
         self._logs = scratch / "logs"
         self._carried = ""
+        self._measured: list[dict[str, Any]] = []
 
     @property
     def logs(self) -> Path:
@@ -61,6 +62,11 @@ class RemoteCheckpoints(Checkpoints):
     def write(self, uri: str, data: bytes) -> None:
         """Write a small file in the background; only the newest content counts."""
         self._outbox.put(uri, partial(storage.write_bytes, uri, data))
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Return what the evaluator had measured when the store was last asked, and ask it anew."""
+        self._outbox.put("measured", self._ask_measured)
+        return self._measured
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -123,6 +129,13 @@ class RemoteCheckpoints(Checkpoints):
         self.passed_over.discard(there)
         self.published(there, manifest.fields["global_step"])
         storage.delete(here)
+
+    def _ask_measured(self) -> None:
+        try:
+            self._measured = validations.read(self.uri)
+        except UserError as error:
+            # Training to the end is no failure.
+            log.warning("%s", error)
 
     def _carry_logs(self) -> None:
         for path in sorted(self._logs.glob("*")):

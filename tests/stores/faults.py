@@ -24,6 +24,7 @@ class Fault:
             is said for `seconds`, and then all goes on).
         method: `GET`, `PUT`, ...; all when empty.
         path: a regular expression that is searched in the path with its query.
+        header: only requests that have it.
         times: how often.
         every: only each so manieth request that matches.
         seconds: of silence.
@@ -32,6 +33,7 @@ class Fault:
     kind: int | str
     method: str = ""
     path: str = ""
+    header: str = ""
     times: int = 1
     every: int = 1
     seen: int = 0
@@ -42,6 +44,8 @@ class Fault:
         if self.times == 0 or self.method not in ("", handler.command):
             return False
         if not re.search(self.path, handler.path):
+            return False
+        if self.header and self.header not in handler.headers:
             return False
         self.seen += 1
         if self.seen % self.every:

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,8 @@ from trainer.storage.s3_client import client, judge, word
 # S3's own limit.
 _MOST_PARTS = 10_000
 _CHUNK = 1 << 20
+# What a store says that does not know of conditions on a PUT.
+_UNKNOWN_CONDITION = ("NotImplemented", "501")
 
 
 class S3Bucket:
@@ -94,7 +96,7 @@ class S3Bucket:
 
     def create(self, key: str, data: bytes, writer: str) -> None:
         """Create an object where there is none."""
-        self._send(key, data, Metadata={WRITER: writer}, IfNoneMatch="*")
+        self._unless_there(partial(self._send, key, data, Metadata={WRITER: writer}))
 
     def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
         """Send a file in parts; each is verified, and asked for again by itself."""
@@ -105,11 +107,7 @@ class S3Bucket:
         upload = {**where, "UploadId": begun["UploadId"]}
         try:
             parts = self._parts(upload, path, expected)
-            self._ask(
-                lambda: self._client.complete_multipart_upload(
-                    **upload, MultipartUpload={"Parts": parts}, IfNoneMatch="*"
-                )
-            )
+            self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
             # What is not given up here is found by `abort_uploads` some day.
             with suppress(boto.ClientError, boto.BotoCoreError):
@@ -186,6 +184,23 @@ class S3Bucket:
 
     def _at(self, key: str) -> dict[str, str]:
         return {"Bucket": self._name, "Key": key}
+
+    def _unless_there(self, request: Callable[..., None]) -> None:
+        """Create an object where there is none, as far as the store can make sure of that.
+
+        What is there is looked up before, for stores that pass over the condition; some refuse it
+        instead, and are asked without.
+        """
+        try:
+            request(IfNoneMatch="*")
+        except boto.ClientError as error:
+            if word(error) not in _UNKNOWN_CONDITION:
+                raise
+            request()
+
+    def _complete(self, upload: dict[str, str], parts: list[dict[str, Any]], **how: Any) -> None:
+        whole = {**upload, "MultipartUpload": {"Parts": parts}, **how}
+        self._ask(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
         digest = hashlib.md5(data)
