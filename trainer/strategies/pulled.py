@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from trainer.strategies.interface import Batch
+from trainer.strategies.messages import Messages
 
 Tensors = list[tf.Tensor]
 
@@ -27,11 +28,16 @@ class Pulled:
 
 
 def pull(model: keras.Model) -> Pulled:
-    """Read every variable of the model."""
-    return Pulled(
-        weights=[v.value.read_value() for v in model.trainable_variables],
-        state=[v.value.read_value() for v in model.non_trainable_variables],
-    )
+    """Read every variable of the model, each server's together."""
+    variables = [*model.trainable_variables, *model.non_trainable_variables]
+    values = Messages([variable.value for variable in variables]).pulled()
+    weights = len(model.trainable_variables)
+    return Pulled(weights=values[:weights], state=values[weights:])
+
+
+def push(model: keras.Model, gradient: Tensors) -> Tensors:
+    """Return a gradient as it stands on the servers of its variables, sent there together."""
+    return Messages([variable.value for variable in model.trainable_variables]).pushed(gradient)
 
 
 def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
@@ -40,8 +46,15 @@ def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
     Adding keeps what other workers have added since the pull (moving averages, seeds); assigning
     would lose it.
     """
-    for variable, old, new in zip(model.non_trainable_variables, before, after, strict=True):
-        variable.value.assign_add(new - old)
+    moved = [
+        (variable.value, new - old)
+        for variable, old, new in zip(model.non_trainable_variables, before, after, strict=True)
+        # What is frozen comes back as it went in.
+        if new is not old
+    ]
+    changes = Messages([value for value, _ in moved]).pushed([change for _, change in moved])
+    for (value, _), change in zip(moved, changes, strict=True):
+        value.assign_add(change)
 
 
 def pure_gradient_of(
@@ -71,14 +84,17 @@ def pure_gradient_of(
 def pulled_gradient_of(
     model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
 ) -> Callable[[Batch], tuple[tf.Tensor, Tensors]]:
-    """Return the function from a batch to loss and gradient; like `interface.gradient_of`."""
+    """Return the function from a batch to loss and gradient; like `interface.gradient_of`.
+
+    The gradient stands on the servers already.
+    """
     pure = pure_gradient_of(model, loss, jit=jit)
 
     def gradient(batch: Batch) -> tuple[tf.Tensor, Tensors]:
         values = pull(model)
         value, found, moved = pure(values.weights, values.state, batch)
         push_state(model, values.state, moved)
-        return value, found
+        return value, push(model, found)
 
     return gradient
 
@@ -111,7 +127,7 @@ def local_steps_of(
             weights = [w - tf.cast(rate, w.dtype) * g for w, g in zip(weights, found, strict=True)]
             total = [t + g for t, g in zip(total, found, strict=True)]
             losses += value
-        optimizer.apply(total, model.trainable_variables)
+        optimizer.apply(push(model, total), model.trainable_variables)
         push_state(model, values.state, state)
         return losses / steps
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from trainer.strategies.interface import (
@@ -17,6 +18,15 @@ from trainer.strategies.interface import (
 )
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.pulled import pulled_gradient_of
+
+
+def looks_up(model: keras.Model) -> bool:
+    """Say whether a layer takes rows of a table: Keras's embedding, or one with `looks_up`."""
+    layers = model._flatten_layers()
+    return any(
+        isinstance(layer, keras.layers.Embedding) or getattr(layer, "looks_up", False)
+        for layer in layers
+    )
 
 
 class Served(Strategy):
@@ -52,10 +62,12 @@ class Served(Strategy):
     def gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
         """Return the function from a batch to loss and gradient, compiled where that is asked for.
 
-        XLA cannot reach variables on other machines: then all are pulled before.
+        All variables are pulled before, each server's in one message, but those of which only the
+        rows that a batch asks for should move.
         """
-        if self.config.training.jit_compile:
-            return pulled_gradient_of(self.model, problem.loss, jit=True)
+        jit = self.config.training.jit_compile
+        if jit or not looks_up(self.model):
+            return pulled_gradient_of(self.model, problem.loss, jit=jit)
         return gradient_of(self.model, problem.loss)
 
     def worker_batches(self, problem: Problem) -> Any:

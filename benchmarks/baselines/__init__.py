@@ -1,0 +1,1 @@
+"""Programs that Flotilla is measured beside, written after their published descriptions."""

@@ -1,0 +1,95 @@
+"""Runs the published parameter-server program: one server, and workers that all really work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.ports import free_ports
+
+# Of the time when all workers were there; before it they import, connect and trace.
+_WARM = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What the program has brought.
+
+    Attributes:
+        steps_per_second: global steps a second while all workers were at work.
+        local_steps: of each worker.
+        kept: seconds since all were at work, global step and file of each snapshot of the weights.
+    """
+
+    steps_per_second: float
+    local_steps: tuple[int, ...]
+    kept: tuple[tuple[float, int, Path], ...]
+
+
+def train(
+    folder: Path, *, steps: int, workers: int = 2, sync: bool = False, snapshots: int = 0
+) -> Trained:
+    """Run the program to a global step; with `snapshots` keep the weights every so many steps."""
+    folder.mkdir(parents=True)
+    ps, *ports = free_ports(1 + workers)
+    where = ["--ps", f"localhost:{ps}", "--workers", *map(str, ports)]
+    what = ["--steps", str(steps), "--snapshots", str(snapshots), *(["--sync"] if sync else [])]
+    server = _start(folder, "ps", where)
+    running = [
+        _start(folder, f"worker-{index}", [*where, *what], index) for index in range(workers)
+    ]
+    try:
+        # In synchronous training one that waits for the others' gradients waits for ever.
+        _wait(running, FIRST_COMPLETED if sync else ALL_COMPLETED)
+    finally:
+        for process in (server, *running):
+            process.kill()
+            process.wait()
+    return _trained(folder, workers)
+
+
+def _wait(running: list[subprocess.Popen[bytes]], until: str) -> None:
+    with ThreadPoolExecutor(len(running)) as pool:
+        ended, going = wait([pool.submit(each.wait) for each in running], return_when=until)
+        if any(each.result() for each in ended):
+            raise RuntimeError("a worker of the baseline has failed; see its log")
+        if going:
+            for process in running:
+                process.kill()
+
+
+def _start(folder: Path, name: str, words: list[str], index: int = 0) -> subprocess.Popen[bytes]:
+    job = name.partition("-")[0]
+    command = [sys.executable, "-m", "benchmarks.baselines.parameter_server", "--job", job]
+    command += ["--index", str(index), "--record", str(folder / f"{name}.json"), *words]
+    with (folder / f"{name}.log").open("wb") as log:
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _trained(folder: Path, workers: int) -> Trained:
+    told = [
+        json.loads((folder / f"worker-{index}.json").read_text(encoding="utf-8"))
+        for index in range(workers)
+    ]
+    begin = max(each["marks"][0][0] for each in told)
+    end = min(each["marks"][-1][0] for each in told)
+    begin_measured = begin + _WARM * (end - begin)
+    return Trained(
+        steps_per_second=_speed(told[0]["marks"], begin_measured, end),
+        local_steps=tuple(each["local_steps"] for each in told),
+        kept=tuple(
+            (when - begin, step, folder / f"weights-{number:04d}.npz")
+            for number, (when, step) in enumerate(told[0]["kept"])
+        ),
+    )
+
+
+def _speed(marks: list[Any], begin: float, end: float) -> float:
+    inside = [mark for mark in marks if begin <= mark[0] <= end]
+    (began, first), (ended, last) = inside[0], inside[-1]
+    return float((last - first) / (ended - began))

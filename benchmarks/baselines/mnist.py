@@ -1,0 +1,59 @@
+"""The official MNIST files as the published programs take them: floats, and one-hot labels."""
+
+from __future__ import annotations
+
+import gzip
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float32]
+# The programs' own split.
+VALIDATION = 5000
+_HEADER_OF_IMAGES, _HEADER_OF_LABELS = 16, 8
+
+
+def folder() -> Path:
+    """Return the folder of the four official files."""
+    return Path(os.environ.get("FLOTILLA_MNIST_DIR", "../shared/data/mnist")).resolve()
+
+
+def training_examples() -> tuple[Floats, Floats]:
+    """Return images [55000, 784] between 0 and 1, and one-hot labels [55000, 10]."""
+    images, labels = _read("train")
+    return images[VALIDATION:], np.eye(10, dtype=np.float32)[labels[VALIDATION:]]
+
+
+def test_examples() -> tuple[Floats, NDArray[np.uint8]]:
+    """Return images [10000, 784] between 0 and 1, and labels [10000]."""
+    return _read("t10k")
+
+
+def _read(split: str) -> tuple[Floats, NDArray[np.uint8]]:
+    def content(name: str, header: int) -> NDArray[np.uint8]:
+        raw = gzip.decompress((folder() / f"{split}-{name}-ubyte.gz").read_bytes())
+        return np.frombuffer(raw, np.uint8, offset=header)
+
+    images = content("images-idx3", _HEADER_OF_IMAGES).reshape(-1, 784)
+    return images.astype(np.float32) / np.float32(255), content("labels-idx1", _HEADER_OF_LABELS)
+
+
+class Batches:
+    """Endless batches, in a new order in each epoch."""
+
+    def __init__(self, images: Floats, labels: Floats, size: int, seed: int) -> None:
+        """Begin with the first order that the seed gives."""
+        self._images, self._labels, self._size = images, labels, size
+        self._random = np.random.default_rng(seed)
+        self._at = len(images)
+
+    def next(self) -> tuple[Any, Any]:
+        """Return the next images and labels."""
+        if self._at + self._size > len(self._images):
+            order = self._random.permutation(len(self._images))
+            self._images, self._labels, self._at = self._images[order], self._labels[order], 0
+        begin, self._at = self._at, self._at + self._size
+        return self._images[begin : self._at], self._labels[begin : self._at]

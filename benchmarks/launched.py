@@ -1,0 +1,100 @@
+"""Flotilla's own training, launched as `flotilla train` does it, and what its history says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.baselines.mnist import VALIDATION, folder
+from trainer import local_cluster, storage
+from trainer.config_file import load
+from trainer.history import read
+from trainer.launcher import Job
+
+# The model, the optimizer and the batch of the published program.
+SAME_AS_BASELINE = {
+    "name": "bench",
+    "data.dataset": "mnist",
+    "data.manual_dir": folder(),
+    "data.validation": VALIDATION,
+    "data.partition": "reshuffle",
+    "model.name": "mlp",
+    "training.batch_size": 100,
+    "training.optimizer.learning_rate": 0.01,
+    "training.validate_every": 0,
+    "cluster.parameter_servers": 1,
+    "cluster.workers": 2,
+}
+# Of all steps; before it graphs are traced.
+_WARM = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What training has brought.
+
+    Attributes:
+        steps_per_second: global steps a second, after the first tenth.
+        local_steps_per_second: the same for the local steps of all workers.
+        checkpoints: where they are.
+        rows: the history.
+    """
+
+    steps_per_second: float
+    local_steps_per_second: float
+    checkpoints: str
+    rows: list[dict[str, Any]]
+
+
+def prepared(workdir: Path) -> str:
+    """Publish MNIST below a folder; return its URI."""
+    program = (
+        "import sys; from pathlib import Path; from trainer.data import prepare; "
+        "from trainer.config import DataConfig; "
+        "print(prepare.prepare(DataConfig.model_validate_json(sys.argv[1]), sys.argv[2], "
+        "Path(sys.argv[3])).uri)"
+    )
+    data = configuration({}).data.model_dump_json()
+    scratch = workdir / "scratch"
+    scratch.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-c", program, data, storage.uri_of(workdir), str(scratch)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return done.stdout.split()[-1]
+
+
+def configuration(settings: dict[str, Any]) -> Any:
+    """Return the baseline's configuration with other settings."""
+    whole = {**SAME_AS_BASELINE, **settings}
+    whole.setdefault("training.checkpoint_every", whole.get("training.steps", 1))
+    return load(None, [f"{key}={value}" for key, value in whole.items()])
+
+
+def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
+    """Train with the baseline's configuration and other settings; keys have `__` for the dot."""
+    config = configuration({key.replace("__", "."): value for key, value in settings.items()})
+    checkpoints = storage.join(storage.uri_of(workdir), "run", "checkpoints")
+    job = Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=workdir / "tasks")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    local_cluster.launch(job)
+    rows = read(checkpoints)
+    return Trained(
+        steps_per_second=_speed(rows, lambda row: row["global_step"]),
+        local_steps_per_second=_speed(rows, _local_steps),
+        checkpoints=checkpoints,
+        rows=rows,
+    )
+
+
+def _local_steps(row: dict[str, Any]) -> int:
+    workers = row.get("workers", {})
+    return sum(each["local_steps"] for each in workers.values()) or int(row["global_step"])
+
+
+def _speed(rows: list[dict[str, Any]], count: Any) -> float:
+    warm = _WARM * rows[-1]["global_step"]
+    first = next(row for row in rows if row["global_step"] >= warm)
+    return float((count(rows[-1]) - count(first)) / (rows[-1]["seconds"] - first["seconds"]))
