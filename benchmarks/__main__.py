@@ -8,10 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import figures, storage
+from benchmarks import figures, storage, training
 
 OUTPUT = Path("build/bench.json")
-MEASURES = {"files": storage.many_files, "checkpoints": storage.checkpoints}
+MEASURES = {
+    "async": training.asynchronous,
+    "sync": training.synchronous,
+    "local": training.local_steps,
+    "single": training.one_process,
+    "files": storage.many_files,
+    "checkpoints": storage.checkpoints,
+}
 
 
 def main() -> None:

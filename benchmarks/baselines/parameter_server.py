@@ -24,7 +24,7 @@ from benchmarks.baselines.mnist import Batches, training_examples
 PIXELS, HIDDEN, CLASSES = 784, 100, 10
 BATCH, RATE = 100, 0.01
 # Own steps between two looks at the clock, and between two writes of what was seen.
-EVERY, WRITTEN_EVERY = 20, 400
+EVERY, WRITTEN_EVERY = 20, 100
 
 
 def main() -> None:

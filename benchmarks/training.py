@@ -1,0 +1,125 @@
+"""How fast training is: beside the published programs, and beside one process without a cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import launched
+from benchmarks.baselines import cluster
+from benchmarks.figures import Figure, alternating
+
+ROUNDS = 3
+STEPS_OF_BASELINE = 3000
+STEPS = 8000
+UPDATES = 3000
+LOCAL_STEPS = 10
+
+
+def asynchronous() -> Figure:
+    """Global steps a second of asynchronous training, beside the published program."""
+
+    def own(bench: _Bench) -> float:
+        return bench.train("async_parameter_server", STEPS).steps_per_second
+
+    return _beside(
+        "async, pull_every=1: global steps/s, against the asynchronous TensorFlow 1 program",
+        2.5,
+        own,
+        lambda bench: bench.baseline(sync=False),
+    )
+
+
+def synchronous() -> Figure:
+    """Updates a second of synchronous training, beside the published program."""
+
+    def own(bench: _Bench) -> float:
+        return bench.train("sync_parameter_server", UPDATES).steps_per_second
+
+    return _beside(
+        "sync, all of 2: updates/s, against the synchronous TensorFlow 1 program",
+        1.8,
+        own,
+        lambda bench: bench.baseline(sync=True),
+    )
+
+
+def local_steps() -> Figure:
+    """Local steps a second between seldom pulls, beside one process without a cluster."""
+
+    def own(bench: _Bench) -> float:
+        trained = bench.train(
+            "async_parameter_server", STEPS // 4, training__pull_every=LOCAL_STEPS
+        )
+        return trained.local_steps_per_second
+
+    return _beside(
+        "async, pull_every=10: local steps/s, against one process without a cluster",
+        0.7,
+        own,
+        lambda bench: bench.train("single", 2 * STEPS).steps_per_second,
+    )
+
+
+def one_process() -> Figure:
+    """Examples a second of one process, beside `model.fit`."""
+    return _beside(
+        "single: examples/s, against model.fit with as many steps an execution",
+        1.2,
+        lambda bench: bench.train("single", 2 * STEPS).steps_per_second,
+        lambda bench: bench.fit(),
+    )
+
+
+class _Bench:
+    """A folder with the dataset, in which runs are made one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._dataset = launched.prepared(folder / "data")
+        self.local_steps: list[tuple[int, ...]] = []
+
+    def train(self, strategy: str, steps: int, **settings: Any) -> launched.Trained:
+        own = {"training__strategy": strategy, "training__steps": steps, **settings}
+        return launched.train(self._next(), self._dataset, **own)
+
+    def baseline(self, *, sync: bool) -> float:
+        steps = STEPS_OF_BASELINE // (2 if sync else 1)
+        trained = cluster.train(self._next(), steps=steps, sync=sync)
+        self.local_steps.append(trained.local_steps)
+        return trained.steps_per_second
+
+    def fit(self) -> float:
+        command = [sys.executable, "-m", "benchmarks.baselines.fit"]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        return float(json.loads(done.stdout.splitlines()[-1])["steps_per_second"])
+
+    def _next(self) -> Path:
+        self._count += 1
+        return self._folder / f"{self._count:03d}"
+
+
+def _beside(
+    figure: str,
+    at_least: float,
+    own: Callable[[_Bench], float],
+    other: Callable[[_Bench], float],
+) -> Figure:
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        bench = _Bench(Path(name))
+        pairs = alternating(ROUNDS, lambda: own(bench), lambda: other(bench))
+    more: dict[str, Any] = {"steps_per_second": [[round(each, 1) for each in p] for p in pairs]}
+    if bench.local_steps:
+        more["local_steps_of_baseline"] = bench.local_steps
+    return Figure(
+        figure=figure,
+        rounds=tuple(mine / theirs for mine, theirs in pairs),
+        at_least=at_least,
+        more=more,
+    )

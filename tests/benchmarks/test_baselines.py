@@ -1,0 +1,57 @@
+"""The programs that Flotilla is measured beside really do what they are said to do."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from benchmarks.baselines import cluster, mnist
+from benchmarks.baselines.mnist import Batches
+from benchmarks.figures import Figure
+
+
+def test_each_epoch_holds_each_example_once_in_an_order_of_its_own():
+    images = np.arange(12, dtype=np.float32)[:, None]
+    batches = Batches(images, images, 4, seed=0)
+    epochs = [[float(x) for _ in range(3) for x in batches.next()[0][:, 0]] for _ in range(2)]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(12))
+    assert epochs[0] != epochs[1]
+
+
+def test_images_stay_with_their_labels():
+    images = np.arange(12, dtype=np.float32)[:, None]
+    batches = Batches(images, images * 2, 4, seed=1)
+    for _ in range(6):
+        found, labels = batches.next()
+        np.testing.assert_array_equal(labels, found * 2)
+
+
+def test_the_examples_are_those_of_the_program(mnist_dir, monkeypatch):
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
+    images, labels = mnist.training_examples()
+    assert images.shape == (55000, 784)
+    assert (images.min(), images.max()) == (0, 1)
+    np.testing.assert_array_equal(labels.sum(1), np.ones(55000))
+    assert [len(each) for each in mnist.test_examples()] == [10000, 10000]
+
+
+def test_a_figure_holds_when_the_median_of_its_rounds_does():
+    good = Figure(figure="x", rounds=(0.5, 2.0, 3.0), at_least=2.0).tree()
+    assert (good["ratio"], good["holds"]) == (2.0, True)
+    assert not Figure(figure="x", rounds=(1.9, 1.0, 3.0), at_least=2.0).tree()["holds"]
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.parametrize("sync", [False, True])
+def test_both_workers_of_the_program_work(tmp_path, mnist_dir, monkeypatch, sync):
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
+    trained = cluster.train(tmp_path / "run", steps=600, sync=sync, snapshots=200)
+    assert trained.steps_per_second > 0
+    # An update takes a gradient of each of them, or of whoever is first.
+    whole = 600 * (2 if sync else 1)
+    assert sum(trained.local_steps) == pytest.approx(whole, rel=0.1)
+    assert min(trained.local_steps) > 0.3 * max(trained.local_steps)
+    weights = [np.load(path) for _, _, path in trained.kept]
+    assert [each["arr_0"].shape for each in weights] == [(784, 100)] * len(weights)
+    assert not np.array_equal(weights[0]["arr_0"], weights[-1]["arr_0"])
