@@ -6,7 +6,7 @@ It is made of the same facts as the report (see `trainer.report`); every part ma
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.report import HEADLINES, figure
@@ -15,6 +15,7 @@ Facts = Mapping[str, Any]
 
 _MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 _MOST = 12
+_LINEAGE = ("image", "commit", "dataset", "checkpoint")
 
 
 def as_markdown(facts: Facts, report: str) -> bytes:
@@ -32,7 +33,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
         _table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
         _table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
         _table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
-        _table(("from", "what"), [(name, value) for name, value in _lineage(facts)]),
+        _table(("from", "what"), _lineage(facts)),
         [f"The whole report: {_code(report)}"] if report else [],
     ]
     text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
@@ -64,11 +65,9 @@ def _step(step: Facts) -> tuple[object, ...]:
     return (step.get("step", ""), step.get("status", ""), step.get("seconds"))
 
 
-def _lineage(facts: Facts) -> Iterable[tuple[str, object]]:
+def _lineage(facts: Facts) -> list[tuple[str, object]]:
     told = facts.get("lineage") or {}
-    return (
-        (name, told[name]) for name in ("image", "commit", "dataset", "checkpoint") if name in told
-    )
+    return [(name, told[name]) for name in _LINEAGE if told.get(name)]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -12,6 +12,7 @@ from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
 from trainer import storage
 from trainer.config import Config, DataConfig
+from trainer.data.key import dataset_key
 from trainer.parameters import run_parameters, to_parameters
 
 pytestmark = pytest.mark.usefixtures("happened")
@@ -39,6 +40,24 @@ class TestResolveConfig:
         second = steps.resolve_config({**values, "training_steps": 7, "kfp_run_id": "124"})
         assert first.data == second.data
         assert first.config != second.config
+
+    def test_the_cache_is_not_asked_for_a_dataset_that_is_not_there(self, values, root):
+        given = {**values, "storage_root": root}
+        assert steps.resolve_config(given).seal == "123"
+        assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == "124"
+
+    def test_it_is_asked_for_one_that_is(self, values, root, run, tmp_path):
+        version = storage.read_manifest(run.dataset).fields["version"]
+        storage.fetch(run.dataset, tmp_path / "dataset")
+        uri = storage.join(root, "datasets", dataset_key(DataConfig(), version))
+        fields = {"version": version}
+        storage.publish(tmp_path / "dataset", uri, kind="dataset", fields=fields)
+        given = {**values, "storage_root": root}
+        first = steps.resolve_config(given).seal
+        assert storage.name_of(uri) in first
+        assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == first
+        storage.delete(uri)
+        assert steps.resolve_config({**given, "kfp_run_id": "125"}).seal == "125"
 
     def test_the_command_line_names_the_run(self, values, monkeypatch):
         monkeypatch.setenv(places.RUN_ID, RUN)
@@ -215,6 +234,9 @@ class TestFinish:
         assert page == Path(artifact.path).read_bytes()
         assert page == (tmp_path / "folder" / "report.html").read_bytes()
         assert Page(page.decode()).words[1] == "done"
+        summary = Path(glance.path).read_text(encoding="utf-8")
+        assert summary.startswith(f"# {RUN}: done\n")
+        assert f"The whole report: `{uri}`" in summary
 
     def test_a_failure_before_there_is_a_root_is_not_hidden(self, artifact, glance, happened):
         steps.finish("FAILED", "", "local", "{}", RUN, artifact, glance)

@@ -1,5 +1,6 @@
 """The step that trains, with a launcher of its own: what it makes of what a launcher leaves."""
 
+import json
 import os
 from pathlib import Path
 
@@ -56,6 +57,8 @@ class TestTrainModel:
         }  # fmt: skip
         assert happened()[-1]["figures"] == {"global_step": 10, "loss": 0.1}
         assert happened()[-1]["uri"] == uri
+        written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
+        assert written["outputs"] == [{"type": "tensorboard", "source": logs}]
         ((job, defaults),) = launched
         assert defaults == PodDefaults(image=PODS[0], store_secret=PODS[1])
         assert (job.dataset, job.workdir) == (
