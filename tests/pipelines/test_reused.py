@@ -86,6 +86,7 @@ def test_the_first_one_runs_alone(folder, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.cluster
+@pytest.mark.timeout(500)
 def test_all_of_them_run(folder, tmp_path):
     config = config_of(
         tmp_path,
