@@ -81,7 +81,9 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
 def _described(description: str, kind: Any, *, is_json: bool) -> str:
     """Return what a person reads beside the value: the meaning, the words it takes, its form."""
     choices = [word for word in _choices(kind) if word not in description]
-    words = f"{description}; one of: {', '.join(_choices(kind))}" if choices else description
+    # A list takes several of them.
+    take = "one of" if get_origin(kind) is Literal else "some of"
+    words = f"{description}; {take}: {', '.join(_choices(kind))}" if choices else description
     return f"{words} (JSON)" if is_json else words
 
 

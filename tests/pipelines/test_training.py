@@ -119,6 +119,17 @@ def test_preparing_data_depends_on_nothing_but_the_data_section(main_tasks):
     assert own_inputs_of(main_tasks["prepare-data"]) == {"data", "root", "seal"}
 
 
+def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, main_tasks):
+    below = spec["components"]["comp-condition-2"]["dag"]["tasks"]
+    for task, names in (
+        (main_tasks["train-model"], ("image", "store_secret")),
+        (below["register-model"], ("image",)),
+    ):
+        for name in names:
+            given = inputs_of(task)[name]["componentInputParameter"]
+            assert given == f"pipelinechannel--{name}"
+
+
 def test_only_a_blessed_model_is_exported(spec, main_tasks):
     branch = main_tasks["condition-2"]
     condition = branch["triggerPolicy"]["condition"]
