@@ -15,13 +15,14 @@ COPY components components
 COPY pipelines pipelines
 COPY configs configs
 
-# A lock constrains: what only development needs stays out. The GPU variant adds CUDA by its own.
+# A lock constrains: what only development needs stays out. KFP's default store needs the extra s3.
+# The GPU variant adds CUDA by its own lock.
 RUN case "$VARIANT" in \
         cpu) extra="" ;; \
         gpu) extra="--constraint requirements-gpu.lock tensorflow[and-cuda]" ;; \
         *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
     esac \
-    && pip install --no-cache-dir --constraint requirements.lock . $extra
+    && pip install --no-cache-dir --constraint requirements.lock ".[s3]" $extra
 
 # By number: Kubernetes can check that it is not root.
 USER 1000

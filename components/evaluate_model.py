@@ -14,8 +14,9 @@ def evaluate_model(
     checkpoint: str,
     metrics: dsl.Output[dsl.Metrics],
     confusion: dsl.Output[dsl.ClassificationMetrics],
+    roc: dsl.Output[dsl.ClassificationMetrics],
 ) -> str:
     """Evaluate the checkpoint on the dataset; give the URI of the evaluation."""
     from components import steps
 
-    return steps.evaluate_model(config, root, run_id, dataset, checkpoint, metrics, confusion)
+    return steps.evaluate_model(config, root, run_id, dataset, checkpoint, metrics, confusion, roc)

@@ -13,8 +13,9 @@ def finish(
     kubernetes: str,
     kfp_run_id: str,
     report: dsl.Output[dsl.HTML],
+    summary: dsl.Output[dsl.Markdown],
 ) -> None:
     """End what is left of the training cluster; write the report of what the run has published."""
     from components import steps
 
-    steps.finish(status.state, root, launcher, kubernetes, kfp_run_id, report)
+    steps.finish(status.state, root, launcher, kubernetes, kfp_run_id, report, summary)

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from components.pod_defaults import DEFAULTS, PodDefaults
 from trainer import local_cluster
 from trainer.config_file import parse, parse_value
 from trainer.errors import ConfigError
-from trainer.launcher import Job, Launcher
+from trainer.launcher import Job
 
 
-def _tfjob(job: Job) -> None:
+def _local(job: Job, _defaults: PodDefaults) -> None:
+    local_cluster.launch(job)
+
+
+def _tfjob(job: Job, defaults: PodDefaults) -> None:
     # The client of Kubernetes costs half a second, which a local run need not wait for.
     from components.tfjob.launcher import launch
 
-    launch(job)
+    launch(job, defaults)
 
 
-LAUNCHERS: dict[str, Launcher] = {"local": local_cluster.launch, "tfjob": _tfjob}
+LAUNCHERS: dict[str, Callable[[Job, PodDefaults], None]] = {"local": _local, "tfjob": _tfjob}
 
 
-def launch(job: Job) -> None:
+def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """Train `job` with the launcher that its configuration names."""
-    LAUNCHERS[job.config.cluster.launcher](job)
+    LAUNCHERS[job.config.cluster.launcher](job, defaults)
 
 
 def end(launcher: str, kubernetes: str, run_id: str) -> None:

@@ -23,8 +23,8 @@ _LINEAGE = (
 )  # fmt: skip
 
 
-def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
-    """Write `report.html` to `path` from whatever the run has left so far.
+def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> dict[str, Any]:
+    """Write `report.html` to `path` from whatever the run has left so far; return the facts.
 
     Args:
         state: the final state that KFP gives the pipeline, such as `SUCCEEDED`.
@@ -33,7 +33,9 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> None:
         folder: the run's folder on this machine, which may hold its events.
         path: the file to be written.
     """
-    report.write(gathered(state, root, run_id, folder), path)
+    facts = gathered(state, root, run_id, folder)
+    report.write(facts, path)
+    return facts
 
 
 def gathered(state: str, root: str, run_id: str, folder: Path) -> dict[str, Any]:
@@ -53,6 +55,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path) -> dict[str, Any]
         "steps": steps,
         "metrics": evaluation.get("metrics", {}),
         "rules": decision.get("rules", []),
+        "reasons": decision.get("reasons", []),
         "history": _history(root, run_id),
         "incidents": [each for each in happened if _is_incident(each)],
         "checkpoints": [each for each in happened if each["event"] == "checkpoint"],

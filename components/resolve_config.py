@@ -29,7 +29,10 @@ def resolve_config(
     gate_champion: str, gate_min_gain: float, gate_significance: float,
     export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
     storage_root: str, kfp_run_id: str, place: dsl.Output[dsl.Artifact]
-) -> NamedTuple("Resolved", [("config", str), ("data", str), ("root", str), ("run_id", str)]):
+) -> NamedTuple(
+    "Resolved",
+    [("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str)],
+):
     """Check the run parameters; give the configuration, its data section and where to store."""
     from components import steps
 

@@ -6,7 +6,6 @@ shows, and gives back URIs. An error of the user ends the step with one line and
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import tempfile
@@ -15,17 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components import launching
-from components.image import IMAGE
+from components import launching, shown
+from components.places import RUN_ID, folder_of_run, output_of, root_of, run_id_of
+from components.pod_defaults import PodDefaults
 from components.step_record import recorded
 from trainer import checkpoint_listing, keeping, lineage, registry, storage
 from trainer.config import Config, DataConfig
 from trainer.errors import UserError
 from trainer.launcher import Job
 from trainer.parameters import from_parameters
-
-RUN_ID = "FLOTILLA_RUN_ID"
-RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
 
 
 class Resolved(NamedTuple):
@@ -35,33 +32,7 @@ class Resolved(NamedTuple):
     data: str
     root: str
     run_id: str
-
-
-def run_id_of(kfp_run_id: str) -> str:
-    """Return the run id: the command line's where it started the run, else KFP's own."""
-    return os.environ.get(RUN_ID) or kfp_run_id
-
-
-def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return `storage.root`, or the folder of ours below the run's KFP pipeline root.
-
-    Args:
-        configured: `storage.root`.
-        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, which may
-            carry the endpoint of its store behind a question mark.
-        kfp_run_id: KFP's id of the run.
-
-    Raises:
-        UserError: there is none.
-    """
-    if configured:
-        return configured
-    path, mark, query = artifact.partition("?")
-    before, found, _ = path.partition(f"/{kfp_run_id}/")
-    pipeline_root = before.rpartition("/")[0]
-    if not found or "://" not in pipeline_root:
-        raise UserError("storage.root is empty: set it to the URI below which all is published")
-    return storage.join(f"{pipeline_root}{mark}{query}", "flotilla")
+    seal: str
 
 
 def resolve_config(values: Mapping[str, Any]) -> Resolved:
@@ -72,16 +43,32 @@ def resolve_config(values: Mapping[str, Any]) -> Resolved:
     with recorded("resolve_config") as record:
         config = from_parameters(values)
         record.figures = {"name": config.name}
+        root = root_of(config.storage.root, values["place"].uri, values["kfp_run_id"])
+        run_id = run_id_of(values["kfp_run_id"])
         return Resolved(
             config=config.model_dump_json(),
             data=config.data.model_dump_json(),
-            root=root_of(config.storage.root, values["place"].uri, values["kfp_run_id"]),
-            run_id=run_id_of(values["kfp_run_id"]),
+            root=root,
+            run_id=run_id,
+            seal=_seal(config.data, root) or run_id,
         )
 
 
-def prepare_data(data: str, root: str, artifact: Any) -> str:
-    """Prepare the dataset; `artifact` is a KFP Dataset."""
+def _seal(data: DataConfig, root: str) -> str:
+    # No run on this machine is cached, and preparing looks for the dataset by itself.
+    if os.environ.get(RUN_ID):
+        return ""
+    from trainer.data import key
+
+    return key.seal(data, root)
+
+
+def prepare_data(data: str, root: str, _seal: str, artifact: Any) -> str:
+    """Prepare the dataset; `artifact` is a KFP Dataset.
+
+    The seal is there for KFP's cache alone: it is another one in every run until the dataset is
+    published, and again when it is gone or damaged, so that the cache never gives its URI then.
+    """
     with recorded("prepare_data") as record, _scratch() as scratch:
         from trainer.data import prepare
 
@@ -93,16 +80,30 @@ def prepare_data(data: str, root: str, artifact: Any) -> str:
         return prepared.uri
 
 
-def train_model(config: str, root: str, run_id: str, dataset: str, artifact: Any) -> str:
-    """Train; `artifact` is a KFP Model."""
+def train_model(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    image: str,
+    store_secret: str,
+    artifact: Any,
+    viewers: Any,
+) -> str:
+    """Train; `artifact` is a KFP Model, and `viewers` a file by which the UI shows TensorBoard.
+
+    The pods of a TFJob get the image and the secret of the run where its settings name none.
+    """
     with recorded("train_model") as record:
         job = Job(
             config=_config(config),
             dataset=dataset,
             checkpoints=storage.join(root, run_id, "checkpoints"),
-            workdir=_folder() / "cluster",
+            workdir=folder_of_run() / "cluster",
         )
-        launching.launch(job)
+        logs = shown.logs_of(job.checkpoints)
+        shown.write_viewers(viewers, logs)
+        launching.launch(job, PodDefaults(image=image, store_secret=store_secret))
         uri, step = checkpoint_listing.newest(job.checkpoints)
         # What is handed on may have been damaged since it was published.
         metrics = storage.verify(uri).fields["metrics"]
@@ -111,7 +112,7 @@ def train_model(config: str, root: str, run_id: str, dataset: str, artifact: Any
         if best:
             figures |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
         record.done(uri, figures)
-        artifact.metadata = {"uri": uri, **figures}
+        artifact.metadata = {"uri": uri, "tensorboard": logs, **figures}
         return uri
 
 
@@ -123,8 +124,9 @@ def evaluate_model(
     checkpoint: str,
     metrics: Any,
     confusion: Any,
+    roc: Any,
 ) -> str:
-    """Evaluate; `metrics` and `confusion` are KFP Metrics and ClassificationMetrics."""
+    """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
     with recorded("evaluate_model") as record, _scratch() as scratch:
         from trainer import evaluate
 
@@ -132,14 +134,13 @@ def evaluate_model(
         found = registry.rival(root, settings.name, checkpoint)
         champion = found.uri if found else ""
         origin = (dataset, _created(checkpoint), champion, *settings.evaluation.slices)
-        output = _output(root, run_id, "evaluation", checkpoint, *origin)
+        output = output_of(root, run_id, "evaluation", checkpoint, *origin)
         result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
         record.done(result.uri, result.metrics)
-        for name, value in result.metrics.items():
-            metrics.log_metric(name, value)
-        metrics.metadata["uri"] = result.uri
+        shown.log_metrics(metrics, result.metrics, result.uri)
         measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-        confusion.log_confusion_matrix(measured["labels"], measured["confusion_matrix"])
+        shown.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
+        shown.log_roc(roc, measured.get("roc", ()))
         return result.uri
 
 
@@ -149,7 +150,7 @@ def check_gate(config: str, root: str, run_id: str, evaluation: str, decision_pa
         from trainer import gate
 
         policy = _config(config)
-        output = _output(root, run_id, "decision", evaluation, policy.gate.digest())
+        output = output_of(root, run_id, "decision", evaluation, policy.gate.digest())
         decision = gate.check(policy, evaluation, output)
         word = "blessed" if decision.blessed else "refused"
         record.done(decision.uri, {"decision": word, "reasons": list(decision.reasons)})
@@ -173,7 +174,7 @@ def export_model(
         settings = _config(config)
         # A decision beside another champion is another one, and so is its model.
         origin = (dataset, _created(checkpoint), decision, *settings.export.formats)
-        output = _output(root, run_id, "model", checkpoint, *origin)
+        output = output_of(root, run_id, "model", checkpoint, *origin)
         exported = export.export(settings, dataset, checkpoint, decision, output, scratch)
         forms = exported.parity["formats"]
         differences = {name: form["max_difference"] for name, form in forms.items()}
@@ -182,7 +183,9 @@ def export_model(
         return exported.uri
 
 
-def register_model(config: str, root: str, run_id: str, model: str, artifact: Any) -> str:
+def register_model(
+    config: str, root: str, run_id: str, model: str, image: str, artifact: Any
+) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
     with recorded("register_model") as record, _scratch() as scratch:
         from trainer import registration
@@ -192,8 +195,8 @@ def register_model(config: str, root: str, run_id: str, model: str, artifact: An
             config=settings,
             root=root,
             model=model,
-            output=_output(root, run_id, "registration", model, settings.registry.digest()),
-            lineage=_lineage(settings, run_id, model),
+            output=output_of(root, run_id, "registration", model, settings.registry.digest()),
+            lineage=_lineage(settings, run_id, model, image),
             by=f"run {run_id}",
         )
         made = registration.register(request, scratch)
@@ -204,7 +207,7 @@ def register_model(config: str, root: str, run_id: str, model: str, artifact: An
         return word
 
 
-def _lineage(config: Config, run_id: str, model: str) -> dict[str, Any]:
+def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, Any]:
     fields = storage.read_manifest(model).fields
     measured = storage.read_manifest(fields["evaluation"]).fields
     return {
@@ -214,7 +217,7 @@ def _lineage(config: Config, run_id: str, model: str) -> dict[str, Any]:
         "config": config.digest(),
         "commit": lineage.commit(),
         # On a machine of one's own the code runs as it stands there.
-        "image": "" if os.environ.get(RUN_ID) else IMAGE,
+        "image": "" if os.environ.get(RUN_ID) else image,
         "checkpoint": fields["made_from"]["checkpoint"],
         "evaluation": fields["evaluation"],
         "decision": fields["decision"],
@@ -223,16 +226,23 @@ def _lineage(config: Config, run_id: str, model: str) -> dict[str, Any]:
 
 
 def finish(
-    state: str, root: str, launcher: str, kubernetes: str, kfp_run_id: str, artifact: Any
+    state: str,
+    root: str,
+    launcher: str,
+    kubernetes: str,
+    kfp_run_id: str,
+    artifact: Any,
+    glance: Any,
 ) -> None:
-    """End what is left of the training cluster and write the report; `artifact` is a KFP HTML.
+    """End what is left of the training cluster and report; artifacts are KFP HTML and Markdown.
 
     The report is written whether the job could be ended or not.
     """
     with recorded("finish", exit_step=True) as record:
         from components import reporting
+        from trainer import summary
 
-        run_id, folder = run_id_of(kfp_run_id), _folder()
+        run_id, folder = run_id_of(kfp_run_id), folder_of_run()
         # Without a root the first step has failed, and says so.
         with suppress(UserError):
             root = root_of(root, artifact.uri, kfp_run_id)
@@ -240,10 +250,11 @@ def finish(
             launching.end(launcher, kubernetes, run_id)
         finally:
             page = folder / "report.html"
-            reporting.write(state, root, run_id, folder, page)
+            uri = storage.join(root, run_id, page.name) if root else ""
+            facts = reporting.write(state, root, run_id, folder, page)
             Path(artifact.path).write_bytes(page.read_bytes())
+            Path(glance.path).write_bytes(summary.as_markdown(facts, uri))
             if root:
-                uri = storage.join(root, run_id, "report.html")
                 storage.write_bytes(uri, page.read_bytes())
                 record.done(uri, {})
 
@@ -252,24 +263,8 @@ def _config(text: str) -> Config:
     return Config.model_validate_json(text)
 
 
-def _output(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
-    """Return where to publish what is made of `source`, whose name says its global step.
-
-    What else it is made of is in the name too: a run that is resumed with another policy or other
-    forms, or that had to train a lost checkpoint again, publishes beside what it had published.
-    """
-    name = storage.name_of(source)
-    digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
-    return storage.join(root, run_id, kind, f"{name}-{digest}")
-
-
 def _created(uri: str) -> str:
     return storage.read_manifest(uri).created
-
-
-def _folder() -> Path:
-    """Return this run's folder on this machine: the command line's, else a temporary one."""
-    return Path(os.environ.get(RUN_FOLDER) or tempfile.mkdtemp(prefix="flotilla-"))
 
 
 @contextmanager

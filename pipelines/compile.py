@@ -1,4 +1,7 @@
-"""Compile the pipeline to one YAML document, and each component to one of its own."""
+"""Compile the pipeline to one YAML file, and each component to one of its own.
+
+The file of the pipeline holds two documents: what KFP runs, and what Kubernetes has to know of it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 from kfp import compiler
 
 from components.image import IMAGE
-from pipelines.training import COMPONENTS, PIPELINES
+from pipelines.training import COMPONENTS, cluster_pipeline
 from trainer.errors import ConfigError, UserError
 
 _IMAGE = re.compile(
@@ -26,7 +29,7 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
 
     Args:
         output: the file of the pipeline.
-        image: the image of all steps; the default when empty.
+        image: the default of the run parameter `image`; the usual one when empty.
         components: the folder, or None.
 
     Returns:
@@ -49,23 +52,27 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
 
 def compile_pipeline(output: Path, image: str = IMAGE) -> None:
     """Write the IR YAML of the whole pipeline to `output`; raises `UserError` if that fails."""
-    _write(PIPELINES["run"], output, image)
+    _write(output, _compiled(cluster_pipeline(image)))
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:
     """Write one YAML a component below `folder`; raises `UserError` if that fails."""
     for component in COMPONENTS:
-        _write(component, folder / f"{component.name}.yaml", image)
+        # In quotes: YAML would take some names, such as `12:30`, for a number.
+        quoted = f"image: {json.dumps(image)}"
+        text = _compiled(component).replace(f"image: {IMAGE}", quoted)
+        _write(folder / f"{component.name}.yaml", text)
 
 
-def _write(source: object, output: Path, image: str) -> None:
+def _compiled(source: object) -> str:
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         # The compiler takes no other ending than this one.
-        compiled = Path(folder, "compiled.yaml")
-        compiler.Compiler().compile(source, str(compiled))
-        text = compiled.read_text(encoding="utf-8")
-    # In quotes: YAML would take some names, such as `12:30`, for a number.
-    text = text.replace(f"image: {IMAGE}", f"image: {json.dumps(image)}")
+        path = Path(folder, "compiled.yaml")
+        compiler.Compiler().compile(source, str(path))
+        return path.read_text(encoding="utf-8")
+
+
+def _write(output: Path, text: str) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(text, encoding="utf-8")

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from components.places import RUN_FOLDER, RUN_ID
 from components.step_record import STOPPING
-from components.steps import RUN_FOLDER, RUN_ID
 from pipelines.outcome import Outcome, outcome_of
 from trainer import events, parent, storage
 from trainer.config import Config

@@ -81,7 +81,7 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """A Keras optimizer by name; `args` are its further arguments."""
 
-    name: str = Field("adam", description="name of a Keras optimizer")
+    name: str = Field("adam", description="name of a Keras optimizer, such as adam or sgd")
     learning_rate: float = Field(0.003, gt=0, description="learning rate")
     args: Free = Field({}, description="further arguments of the optimizer")
 
@@ -97,7 +97,9 @@ class OptimizerConfig(Section):
 class TrainingConfig(Section):
     """How long, how fast and how safely to train."""
 
-    strategy: str = Field("async_parameter_server", description="how a step runs on the cluster")
+    strategy: str = Field(
+        "async_parameter_server", description=f"{', '.join(STRATEGIES)}, or package.module:Class"
+    )
     steps: int = Field(1500, ge=1, le=MOST, description="global steps (updates applied)")
     batch_size: int = Field(64, ge=1, lt=2**31, description="examples of one replica in one step")
     optimizer: OptimizerConfig = Field(OptimizerConfig())
@@ -113,9 +115,11 @@ class TrainingConfig(Section):
         500, ge=0, le=MOST, description="global steps between validations; 0: none"
     )
     patience: int = Field(
-        0, ge=0, le=MOST, description="stop after so many validations without gain"
+        0, ge=0, le=MOST, description="stop after so many validations without gain; 0: never"
     )
-    stall_timeout: float = Field(120, ge=1, le=MOST, description="seconds without progress")
+    stall_timeout: float = Field(
+        120, ge=1, le=MOST, description="seconds without progress, until a task is started again"
+    )
     mixed_precision: bool = Field(False, description="compute in 16 bits")
     jit_compile: bool = Field(False, description="compile the step with XLA")
     warm_start: str = Field("", description="a checkpoint URI, or champion")
@@ -145,7 +149,9 @@ class ClusterConfig(Section):
     existing_servers: bool = Field(False, description="join servers that already run")
     in_process: bool = Field(False, description="run the servers as threads, for a debugger")
     max_restarts: int = Field(3, ge=0, le=MOST, description="restarts of all tasks together")
-    kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="settings of the TFJob")
+    kubernetes: KubernetesConfig = Field(
+        KubernetesConfig(), description="settings of the TFJob and its pods"
+    )
 
 
 class EvaluationConfig(Section):
@@ -174,14 +180,16 @@ class ExportConfig(Section):
 class RegistryConfig(Section):
     """What an exported model may cost, before it becomes the champion."""
 
-    max_megabytes: float = Field(0, ge=0, description="size of all files; 0: no limit")
-    max_milliseconds: float = Field(0, ge=0, description="of one example; 0: no limit")
+    max_megabytes: float = Field(0, ge=0, description="size of the exported model; 0: no limit")
+    max_milliseconds: float = Field(0, ge=0, description="time for one example; 0: no limit")
 
 
 class StorageConfig(Section):
     """Where published directories stand."""
 
-    root: str = Field("", description="URI; below the workdir, or the pipeline root, when empty")
+    root: str = Field(
+        "", description="URI below which all is published; the pipeline root when empty"
+    )
 
     @field_validator("root")
     @classmethod

@@ -227,6 +227,7 @@ def summarized(spec: DatasetSpec, found: Predictions) -> dict[str, Any]:
         "intervals": intervals(labels, logits),
         "per_class": each,
         "confusion_matrix": figures.confusion(labels, logits),
+        "roc": figures.roc(labels, logits),
         "labels": names,
         "calibration": calibration["bins"],
         "slices": {

@@ -14,6 +14,7 @@ from sklearn import metrics as scores
 from sklearn.calibration import calibration_curve
 
 TOP = 3
+BINARY = 2
 BINS = 15
 CURVE_POINTS = 100
 
@@ -104,6 +105,28 @@ def curves(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, A
     return found
 
 
+def roc(labels: Labels, logits: Floats) -> list[list[float]]:
+    """Return one ROC curve: points of false positive rate, true positive rate and threshold.
+
+    Of two classes it is that of the second one. Of more it is micro-averaged: every class of every
+    example is one question, whether it is that class, and all of them make one curve. Empty where
+    there is nothing to tell apart.
+    """
+    probabilities, classes = softmax(logits), logits.shape[1]
+    if classes <= BINARY:
+        own, score = labels == classes - 1, probabilities[:, -1]
+    else:
+        own = (labels[:, np.newaxis] == np.arange(classes)).ravel()
+        score = probabilities.ravel()
+    if not 0 < own.sum() < len(own):
+        return []
+    false, true, thresholds = scores.roc_curve(own, score)
+    kept = _kept(false, true)
+    # The first threshold is above every score: it is infinite, which JSON cannot say.
+    found = zip(false[kept], true[kept], thresholds[kept].clip(0, 1), strict=True)
+    return [[round(float(value), 5) for value in point] for point in found]
+
+
 def calibration(labels: Labels, logits: Floats) -> dict[str, Any]:
     """Return the expected calibration error of the likeliest class, and its reliability curve.
 
@@ -141,13 +164,17 @@ def _areas(own: npt.NDArray[np.bool_], score: Floats) -> dict[str, float | None]
 
 
 def _thinned(x: Floats, y: Floats) -> list[list[float]]:
+    kept = _kept(x, y)
+    return _rounded(x[kept], y[kept])
+
+
+def _kept(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
     """Keep all of few points, else those at equal steps along the curve, both ends among them."""
     if len(x) <= CURVE_POINTS:
-        return _rounded(x, y)
+        return np.arange(len(x))
     way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
     wanted = np.linspace(0, way[-1], CURVE_POINTS)
-    kept = np.unique(np.searchsorted(way, wanted).clip(0, len(x) - 1))
-    return _rounded(x[kept], y[kept])
+    return np.unique(np.searchsorted(way, wanted).clip(0, len(x) - 1))
 
 
 def _rounded(x: Floats, y: Floats) -> list[list[float]]:

@@ -31,7 +31,9 @@ class GateConfig(Section):
     champion: Literal["not_worse", "better"] = Field(
         "not_worse", description="what a model has to be beside the champion"
     )
-    min_gain: float = Field(0.0, ge=0, le=1, description="of accuracy, where better is asked for")
+    min_gain: float = Field(
+        0.0, ge=0, le=1, description="gain of accuracy, where better is asked for"
+    )
     significance: float = Field(
         0.05, gt=0, lt=1, description="probability at which a difference is taken to be real"
     )

@@ -29,7 +29,8 @@ class Job:
     @property
     def run_id(self) -> str:
         """The id of the run: the folder that holds its checkpoints."""
-        return self.checkpoints.rstrip("/").rsplit("/", 2)[-2]
+        path, _, _ = self.checkpoints.partition("?")
+        return path.rstrip("/").rsplit("/", 2)[-2]
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -74,8 +74,23 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
             type=scalar,  # type: ignore[arg-type]
             is_json=is_json,
             default=_text(field.default) if is_json else scalar(field.default),
-            description=field.description or "",
+            description=_described(field.description or "", kind, is_json=is_json),
         )
+
+
+def _described(description: str, kind: Any, *, is_json: bool) -> str:
+    """Return what a person reads beside the value: the meaning, the words it takes, its form."""
+    choices = [word for word in _choices(kind) if word not in description]
+    # A list takes several of them.
+    take = "one of" if get_origin(kind) is Literal else "some of"
+    words = f"{description}; {take}: {', '.join(_choices(kind))}" if choices else description
+    return f"{words} (JSON)" if is_json else words
+
+
+def _choices(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [word for each in get_args(kind) for word in _choices(each)]
 
 
 def _is_of_parameters(kind: Any) -> TypeGuard[type[BaseModel]]:

@@ -43,7 +43,7 @@ _CHARTS = (
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
 )
-_HEADLINES = {
+HEADLINES = {
     "blessed": "The model keeps to every rule.",
     "refused": "The model was refused; the champion stays as it was.",
     "done": "Every step of the run is done.",
@@ -77,7 +77,7 @@ def render(facts: Facts) -> str:
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
-        headline=_HEADLINES.get(verdict, "How the run ended is not known."),
+        headline=HEADLINES.get(verdict, "How the run ended is not known."),
         reasons=_reasons(verdict, steps, rules, registered),
         metrics=views.figures(evaluation, facts.get("metrics") or {}),
         rules=rules,

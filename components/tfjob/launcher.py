@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
+from components.pod_defaults import DEFAULTS, PodDefaults
 from components.tfjob import names
 from components.tfjob.adoption import Adoption
 from components.tfjob.api import Api, RefusedError, Tree, UnreachableError
@@ -44,11 +45,11 @@ ENDPOINTS = (
 SLACK_SECONDS = 60
 
 
-def launch(job: Job) -> None:
+def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """Train `job` as a TFJob; see `trainer.launcher.Launcher`.
 
     SIGINT and SIGTERM delete the job, whose chief publishes a last checkpoint in its time to end;
-    a second one ends at once.
+    a second one ends at once. `defaults` hold where the configuration says nothing.
 
     Raises:
         ConfigError: the configuration asks for servers that are no pods of the job.
@@ -58,7 +59,7 @@ def launch(job: Job) -> None:
             raise ConfigError(f"cluster.{key}: not with cluster.launcher tfjob; leave it out")
     connection = connect()
     namespace = job.config.cluster.kubernetes.namespace or connection.namespace
-    tree = manifest(job, _place(connection, namespace))
+    tree = manifest(job, _place(connection, namespace, defaults))
     _Launch(job, tree, connection, namespace).run()
 
 
@@ -174,12 +175,13 @@ class _Launch:
         return Watching(self._api, plural, query, tell, self._happenings.put)
 
 
-def _place(connection: Connection, namespace: str) -> Place:
+def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:
     own = namespace == connection.namespace
     return Place(
         namespace=namespace,
         service_account=connection.service_account if own else "",
         variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
+        defaults=defaults,
     )
 
 

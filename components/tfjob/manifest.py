@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from components.pod_defaults import DEFAULTS, PodDefaults
 from components.tfjob import names, pods
 from components.tfjob.pods import Tree, said
 from trainer.cluster import Cluster, Task
@@ -34,11 +35,13 @@ class Place:
         namespace: where the settings name none.
         service_account: where the settings name none; empty: the namespace's default.
         variables: endpoints of the object store and the like, for every task; never a secret.
+        defaults: the image and the secret where the settings name none.
     """
 
     namespace: str
     service_account: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    defaults: PodDefaults = DEFAULTS
 
 
 def manifest(job: Job, place: Place) -> Tree:
@@ -108,6 +111,7 @@ def _replica(job: Job, role: str, count: int, place: Place, own: Mapping[str, st
             labels=own,
             variables={**place.variables, **_alone(job.config, role)},
             service_account=place.service_account,
+            defaults=place.defaults,
         ),
     }
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from components.image import IMAGE
+from components.pod_defaults import SECRET_KEYS, PodDefaults
 from trainer import gpus, last_words
 from trainer.cluster import Task
 from trainer.config import Config
@@ -20,11 +20,7 @@ LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
 CONFIG_FILE = "config.json"
 # A chief that has to end publishes a last checkpoint first.
 GRACE_SECONDS = 120
-# Where KFP's own object store keeps its keys; another one is named in the settings.
-_KFP_STORE = {
-    "AWS_ACCESS_KEY_ID": "mlpipeline-minio-artifact/accesskey",
-    "AWS_SECRET_ACCESS_KEY": "mlpipeline-minio-artifact/secretkey",
-}
+_BEHIND_A_SECRET = ("minio://", "s3://")
 _ISTIO = {"sidecar.istio.io/inject": "false"}
 # TensorFlow imports Keras 3 at once unless it is told of Keras 2, which a server never imports.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
@@ -41,6 +37,7 @@ def template(
     labels: Mapping[str, str],
     variables: Mapping[str, str],
     service_account: str,
+    defaults: PodDefaults,
 ) -> Tree:
     """Return the template of a role's pods.
 
@@ -52,8 +49,9 @@ def template(
         labels: Flotilla's own.
         variables: of the launching step, which every task needs as well.
         service_account: where the settings name none.
+        defaults: the image and the secret where the settings name none.
     """
-    pod = _with_keys(config.cluster.kubernetes.of(role), task)
+    pod = _with_defaults(config.cluster.kubernetes.of(role), task, defaults)
     spec: Tree = {
         "containers": [_container(config, role, pod, task, leads=leads, variables=variables)],
         "volumes": _volumes(pod),
@@ -73,12 +71,13 @@ def template(
     return {"metadata": metadata, "spec": said(spec)}
 
 
-def _with_keys(pod: PodConfig, task: list[str]) -> PodConfig:
-    """Return the settings with the keys of KFP's own store, where it is used without others."""
-    said_otherwise = pod.secret_env or pod.env_from_secrets or set(_KFP_STORE) & set(pod.env)
-    if said_otherwise or not any(word.startswith("minio://") for word in task):
-        return pod
-    return pod.model_copy(update={"secret_env": _KFP_STORE})
+def _with_defaults(pod: PodConfig, task: list[str], defaults: PodDefaults) -> PodConfig:
+    """Return the settings with the run's image, and with its secret where its store needs one."""
+    update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
+    said_otherwise = pod.secret_env or pod.env_from_secrets or set(SECRET_KEYS) & set(pod.env)
+    if not said_otherwise and any(word.startswith(_BEHIND_A_SECRET) for word in task):
+        update["secret_env"] = defaults.secret_env()
+    return pod.model_copy(update=update)
 
 
 def _text(config: Config) -> str:
@@ -134,7 +133,7 @@ def _container(
     return said(
         {
             "name": CONTAINER,
-            "image": pod.image or IMAGE,
+            "image": pod.image,
             "imagePullPolicy": pod.image_pull_policy,
             "command": [*guard, *(literal(word) for word in command)],
             "args": [literal(word) for word in task],

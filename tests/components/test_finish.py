@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import steps
+from components import places, steps
 from tests.trainer.page import Page
 from trainer import events, storage
 
@@ -18,14 +18,15 @@ RUN = "digits-1"
 def happened(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setenv(steps.RUN_FOLDER, str(tmp_path))
+    monkeypatch.setenv(places.RUN_FOLDER, str(tmp_path))
     return lambda: list(events.read(path))
 
 
 def finish(tmp_path, kubernetes):
     root = storage.uri_of(tmp_path / "root")
     artifact = dsl.HTML(uri=str(tmp_path / "artifact"))
-    steps.finish("FAILED", root, "tfjob", kubernetes, RUN, artifact)
+    summary = dsl.Markdown(uri=str(tmp_path / "summary"))
+    steps.finish("FAILED", root, "tfjob", kubernetes, RUN, artifact, summary)
 
 
 def report(tmp_path):

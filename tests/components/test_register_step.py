@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from components import steps
+from components import places, steps
 from tests.trainer import small_run
 from trainer import events, registry, storage
 
@@ -22,7 +22,7 @@ def run(tmp_path_factory):
 def pipeline(run, tmp_path, monkeypatch):
     """Return a function that runs all steps after training, under a run id."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
-    monkeypatch.setenv(steps.RUN_FOLDER, str(tmp_path))
+    monkeypatch.setenv(places.RUN_FOLDER, str(tmp_path))
     root = storage.uri_of(tmp_path / "root")
 
     def go(run_id, checkpoint=run.checkpoint, **sections):
@@ -30,7 +30,11 @@ def pipeline(run, tmp_path, monkeypatch):
         tree["export"] = {"formats": ["saved_model"]}
         given = (json.dumps(tree), root, run_id)
         measured = steps.evaluate_model(
-            *given, run.dataset, checkpoint, dsl.Metrics(), dsl.ClassificationMetrics()
+            *given,
+            run.dataset,
+            checkpoint,
+            dsl.Metrics(),
+            *(dsl.ClassificationMetrics() for _ in range(2)),
         )
         word = steps.check_gate(*given, measured, str(tmp_path / "decision"))
         decision = (tmp_path / "decision").read_text()
@@ -38,7 +42,7 @@ def pipeline(run, tmp_path, monkeypatch):
             return SimpleNamespace(word=word, decision=decision, figures={})
         uri = steps.export_model(*given, run.dataset, checkpoint, decision, dsl.Model())
         artifact = dsl.Model()
-        word = steps.register_model(*given, uri, artifact)
+        word = steps.register_model(*given, uri, "our/image:2", artifact)
         last = list(events.read(tmp_path / "events.jsonl"))[-1]
         return SimpleNamespace(
             word=word, model=uri, decision=decision, figures=last["figures"], artifact=artifact
@@ -50,7 +54,7 @@ def pipeline(run, tmp_path, monkeypatch):
 def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_demand(
     run, pipeline, tmp_path, monkeypatch
 ):
-    monkeypatch.setenv(steps.RUN_ID, "first")
+    monkeypatch.setenv(places.RUN_ID, "first")
     first = pipeline.go("first")
     assert (first.word, first.figures["version"], first.figures["promotion"]) == ("promoted", 1, 1)
     assert first.artifact.metadata == {

@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import steps
+from components import places, steps
 from tests.components.called_steps import RUN, refused, text_of
 from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
 from trainer import storage
 from trainer.config import Config, DataConfig
+from trainer.data.key import dataset_key
 from trainer.parameters import run_parameters, to_parameters
 
 pytestmark = pytest.mark.usefixtures("happened")
@@ -40,8 +41,26 @@ class TestResolveConfig:
         assert first.data == second.data
         assert first.config != second.config
 
+    def test_the_cache_is_not_asked_for_a_dataset_that_is_not_there(self, values, root):
+        given = {**values, "storage_root": root}
+        assert steps.resolve_config(given).seal == "123"
+        assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == "124"
+
+    def test_it_is_asked_for_one_that_is(self, values, root, run, tmp_path):
+        version = storage.read_manifest(run.dataset).fields["version"]
+        storage.fetch(run.dataset, tmp_path / "dataset")
+        uri = storage.join(root, "datasets", dataset_key(DataConfig(), version))
+        fields = {"version": version}
+        storage.publish(tmp_path / "dataset", uri, kind="dataset", fields=fields)
+        given = {**values, "storage_root": root}
+        first = steps.resolve_config(given).seal
+        assert storage.name_of(uri) in first
+        assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == first
+        storage.delete(uri)
+        assert steps.resolve_config({**given, "kfp_run_id": "125"}).seal == "125"
+
     def test_the_command_line_names_the_run(self, values, monkeypatch):
-        monkeypatch.setenv(steps.RUN_ID, RUN)
+        monkeypatch.setenv(places.RUN_ID, RUN)
         assert steps.resolve_config(values).run_id == RUN
 
     def test_without_a_root_nothing_can_be_published(self, values, capsys):
@@ -60,8 +79,13 @@ class TestResolveConfig:
         ],
     )
     def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
-        place = dsl.Artifact(uri=output)
-        assert steps.resolve_config({**values, "storage_root": "", "place": place}).root == root
+        # The store of a real bucket is not asked.
+        assert places.root_of("", output, values["kfp_run_id"]) == root
+
+    def test_the_first_step_finds_the_root_itself(self, values, tmp_path):
+        place = dsl.Artifact(uri=storage.uri_of(tmp_path / "k/p/123/resolve-config/7/place"))
+        resolved = steps.resolve_config({**values, "storage_root": "", "place": place})
+        assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
 
     def test_a_wrong_value_is_the_users(self, values, capsys, happened):
         wrong = {**values, "training_steps": 0}
@@ -79,7 +103,7 @@ class TestResolveConfig:
     def test_it_takes_what_a_configuration_gives(self, values):
         config = Config()
         resolved = steps.resolve_config(
-            {**values, **to_parameters(config), "storage_root": "gs://b"}
+            {**values, **to_parameters(config), "storage_root": "file:///r"}
         )
         assert Config.model_validate_json(resolved.config).training == config.training
 
@@ -89,10 +113,11 @@ class TestJudging:
 
     def evaluated(self, run, root):
         metrics, confusion = dsl.Metrics(), dsl.ClassificationMetrics()
+        roc = dsl.ClassificationMetrics()
         uri = steps.evaluate_model(
-            text_of(run), root, RUN, run.dataset, run.checkpoint, metrics, confusion
+            text_of(run), root, RUN, run.dataset, run.checkpoint, metrics, confusion, roc
         )
-        return uri, metrics, confusion
+        return uri, metrics, confusion, roc
 
     def gated(self, run, root, folder, accuracy):
         evaluation, *_ = self.evaluated(run, root)
@@ -102,7 +127,7 @@ class TestJudging:
         return word, path.read_text(encoding="utf-8")
 
     def test_an_evaluation_fills_what_the_ui_shows(self, run, root, happened):
-        uri, metrics, confusion = self.evaluated(run, root)
+        uri, metrics, confusion, roc = self.evaluated(run, root)
         assert uri.startswith(storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}-"))
         written = json.loads(storage.read_file(uri, "metrics.json"))
         assert {**written["metrics"], "uri": uri} == metrics.metadata
@@ -111,12 +136,18 @@ class TestJudging:
         names = [each["displayName"] for each in matrix["annotationSpecs"]]
         assert names == [str(digit) for digit in range(10)]
         assert sum(sum(row["row"]) for row in matrix["rows"]) == TEST_EXAMPLES
+        points = roc.metadata["confidenceMetrics"]
+        assert [
+            [each[key] for key in ("falsePositiveRate", "recall", "confidenceThreshold")]
+            for each in points
+        ] == written["roc"]
+        assert (points[0]["recall"], points[-1]["recall"]) == (0, 1)
 
     def test_a_second_evaluation_is_the_first(self, run, root):
         assert self.evaluated(run, root)[0] == self.evaluated(run, root)[0]
 
     def test_a_checkpoint_that_is_not_there(self, run, root, capsys):
-        artifacts = (dsl.Metrics(), dsl.ClassificationMetrics())
+        artifacts = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
         given = (text_of(run), root, RUN, run.dataset, f"{run.checkpoint}9", *artifacts)
         code, line = refused(steps.evaluate_model, *given, capsys=capsys)
         assert code == 1
@@ -189,25 +220,35 @@ class TestFinish:
     def artifact(self, tmp_path):
         return dsl.HTML(uri=str(tmp_path / "report"))
 
+    @pytest.fixture
+    def glance(self, tmp_path):
+        return dsl.Markdown(uri=str(tmp_path / "summary"))
+
     def test_the_report_stands_with_the_run_in_the_ui_and_on_this_machine(
-        self, root, artifact, tmp_path, happened
+        self, root, artifact, glance, tmp_path, happened
     ):
-        steps.finish("SUCCEEDED", root, "local", "{}", RUN, artifact)
+        steps.finish("SUCCEEDED", root, "local", "{}", RUN, artifact, glance)
         uri = storage.join(root, RUN, "report.html")
         assert happened()[-1]["uri"] == uri
         page = storage.read_bytes(uri)
         assert page == Path(artifact.path).read_bytes()
         assert page == (tmp_path / "folder" / "report.html").read_bytes()
         assert Page(page.decode()).words[1] == "done"
+        summary = Path(glance.path).read_text(encoding="utf-8")
+        assert summary.startswith(f"# {RUN}: done\n")
+        assert f"The whole report: `{uri}`" in summary
 
-    def test_a_failure_before_there_is_a_root_is_not_hidden(self, artifact, happened):
-        steps.finish("FAILED", "", "local", "{}", RUN, artifact)
+    def test_a_failure_before_there_is_a_root_is_not_hidden(self, artifact, glance, happened):
+        steps.finish("FAILED", "", "local", "{}", RUN, artifact, glance)
         assert happened()[-1]["status"] == "done"
         assert Page(Path(artifact.path).read_text(encoding="utf-8")).words[1] == "failed"
 
-    def test_a_root_that_cannot_be_written_is_told_in_one_line(self, artifact, tmp_path, capsys):
+    def test_a_root_that_cannot_be_written_is_told_in_one_line(
+        self, artifact, glance, tmp_path, capsys
+    ):
         (tmp_path / "root").write_text("", encoding="utf-8")
-        given = ("FAILED", storage.uri_of(tmp_path / "root"), "local", "{}", RUN, artifact)
+        root = storage.uri_of(tmp_path / "root")
+        given = ("FAILED", root, "local", "{}", RUN, artifact, glance)
         code, line = refused(steps.finish, *given, capsys=capsys)
         assert code == 1
         assert line.startswith("cannot write ")

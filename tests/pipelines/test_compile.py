@@ -8,6 +8,7 @@ import yaml
 from kfp import components as kfp_components
 
 from components.image import IMAGE
+from components.pod_defaults import SECRET_KEYS
 from pipelines.compile import compile_all, compile_components, compile_pipeline
 from pipelines.training import COMPONENTS
 from trainer.errors import ConfigError, UserError
@@ -25,12 +26,20 @@ def compiled(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def executors(compiled):
-    return yaml.safe_load(compiled)["deploymentSpec"]["executors"]
+    return documents(compiled)[0]["deploymentSpec"]["executors"]
+
+
+def documents(text):
+    return list(yaml.safe_load_all(text))
 
 
 def images_of(text):
-    tree = yaml.safe_load(text)
-    return [each["container"]["image"] for each in tree["deploymentSpec"]["executors"].values()]
+    executors = documents(text)[0]["deploymentSpec"]["executors"]
+    return [each["container"]["image"] for each in executors.values()]
+
+
+def default_image(text):
+    return documents(text)[0]["root"]["inputDefinitions"]["parameters"]["image"]["defaultValue"]
 
 
 def test_twice_compiled_is_the_same_bytes(compiled, tmp_path):
@@ -49,15 +58,35 @@ def test_it_is_small(compiled):
     assert len(compiled.encode()) < 100_000
 
 
-def test_it_is_one_document(compiled):
-    assert len(list(yaml.safe_load_all(compiled))) == 1
+def test_it_is_the_pipeline_and_what_kubernetes_has_to_know_of_it(compiled):
+    pipeline, platform = documents(compiled)
+    assert "root" in pipeline
+    assert set(platform) == {"platforms"}
 
 
-@pytest.mark.parametrize(
-    "word", ["password", "secret", "token", "access_key", "accesskey", "credential"]
-)
-def test_it_holds_no_secret(compiled, word):
-    assert word not in compiled.lower()
+def test_it_holds_no_secret(tmp_path, monkeypatch):
+    for name in SECRET_KEYS:
+        monkeypatch.setenv(name, f"hush-hush-{name}")
+    compile_all(tmp_path / "pipeline.yaml", "", tmp_path / "components")
+    for path in tmp_path.rglob("*.yaml"):
+        assert "hush-hush" not in path.read_text(encoding="utf-8")
+
+
+def test_no_variable_of_a_step_has_a_value(executors):
+    assert not [name for name, each in executors.items() if "env" in each["container"]]
+
+
+def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, executors):
+    pods = documents(compiled)[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert set(pods) == set(executors)
+    for pod in pods.values():
+        (secret,) = pod["secretAsEnv"]
+        # Kubernetes leaves out a secret, or a key of it, that is not there.
+        assert secret["optional"] is True
+        keys = {each["envVar"]: each["secretKey"] for each in secret["keyToEnv"]}
+        assert keys == {key: key for key in SECRET_KEYS}
+        name = secret["secretNameParameter"]["componentInputParameter"]
+        assert name.removeprefix("pipelinechannel--") == "store_secret"
 
 
 def test_it_holds_no_path_of_this_machine(compiled):
@@ -82,14 +111,17 @@ def test_it_holds_no_source_of_the_trainer(executors):
         assert body.count("steps.") == 1, name
 
 
-def test_every_step_has_the_image(compiled):
-    assert images_of(compiled) == [IMAGE] * len(COMPONENTS)
+def test_every_step_has_the_image_of_the_run(compiled):
+    (image,) = set(images_of(compiled))
+    assert image == "{{$.inputs.parameters['pipelinechannel--image']}}"
+    assert len(images_of(compiled)) == len(COMPONENTS)
+    assert default_image(compiled) == IMAGE
 
 
 def test_another_image_is_put_everywhere(tmp_path, compiled):
     compile_all(tmp_path / "pipeline.yaml", OTHER, tmp_path / "components")
     text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
-    assert images_of(text) == [OTHER] * len(COMPONENTS)
+    assert default_image(text) == OTHER
     assert text.replace(OTHER, IMAGE) == compiled
     for component in COMPONENTS:
         text = (tmp_path / "components" / f"{component.name}.yaml").read_text(encoding="utf-8")
@@ -117,7 +149,11 @@ def test_another_image_is_put_everywhere(tmp_path, compiled):
 def test_a_good_image_name_arrives_as_it_is(tmp_path, image):
     compile_all(tmp_path / "pipeline.yaml", image, None)
     text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
-    assert set(images_of(text)) == {image}
+    assert default_image(text) == image
+    compile_components(tmp_path, image)
+    for component in COMPONENTS:
+        text = (tmp_path / f"{component.name}.yaml").read_text(encoding="utf-8")
+        assert images_of(text) == [image]
     kfp_components.load_component_from_text(text)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.steps import RUN_ID
+from components.places import RUN_ID
 from trainer import events
 from trainer.config import NOT_YET, Config, DataConfig
 from trainer.config_file import parse
@@ -87,7 +87,7 @@ TREE = {
     },
     "export": {"formats": ["saved_model", "tflite_int8"]},
     "registry": {"max_megabytes": 12.5, "max_milliseconds": 3.0},
-    "storage": {"root": "gs://bucket/a path/ü's"},
+    "storage": {"root": "file:///nowhere/a path/ü's"},
 }
 
 

@@ -4,11 +4,13 @@ import pytest
 import yaml
 
 from pipelines.compile import compile_pipeline
+from pipelines.step_parameters import step_parameters
 from pipelines.training import COMPONENTS, PIPELINES, SIGNATURE
 from trainer.parameters import run_parameters
 
 KFP_TYPES = {
-    str: "STRING", int: "NUMBER_INTEGER", float: "NUMBER_DOUBLE", bool: "BOOLEAN",
+    str: "STRING", dict: "STRUCT", list: "LIST", bool: "BOOLEAN",
+    int: "NUMBER_INTEGER", float: "NUMBER_DOUBLE",
 }  # fmt: skip
 
 
@@ -16,7 +18,8 @@ KFP_TYPES = {
 def spec(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(path)
-    return yaml.safe_load(path.read_text(encoding="utf-8"))
+    pipeline, _ = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    return pipeline
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,12 @@ def main_tasks(spec):
 
 def inputs_of(task):
     return task["inputs"]["parameters"]
+
+
+def own_inputs_of(task):
+    """Return what the code of a step gets, without what KFP keeps for its pod."""
+    of_the_pod = {"base_image", "cpu_limit", "cpu_request", "memory_limit", "memory_request"}
+    return {n for n in inputs_of(task) if not n.startswith("pipelinechannel--")} - of_the_pod
 
 
 def source_of(task, name):
@@ -47,11 +56,25 @@ def all_tasks(spec):
 
 def test_the_run_parameters_are_the_leaves_of_the_configuration(spec):
     given = spec["root"]["inputDefinitions"]["parameters"]
-    assert set(given) == {p.name for p in run_parameters()}
-    for parameter in run_parameters():
-        assert given[parameter.name]["parameterType"] == KFP_TYPES[parameter.type]
-        assert given[parameter.name]["defaultValue"] == parameter.default
-        assert given[parameter.name]["isOptional"]
+    every = (*run_parameters(), *step_parameters())
+    assert set(given) == {p.name for p in every}
+    for parameter in every:
+        assert given[parameter.name] == {
+            "parameterType": KFP_TYPES[parameter.type],
+            "defaultValue": parameter.default,
+            "isOptional": True,
+            "description": parameter.description,
+        }
+
+
+def test_a_number_of_the_pods_is_a_text():
+    # Of anything else KFP makes an empty text, where it puts it into a pod.
+    scalars = [p for p in step_parameters() if p.type not in {dict, list}]
+    assert {p.type for p in scalars} == {str}
+
+
+def test_the_pipeline_says_what_it_does(spec):
+    assert spec["pipelineInfo"]["description"].startswith("Train a model that passes its gate")
 
 
 def test_every_run_parameter_reaches_the_first_step(main_tasks):
@@ -93,7 +116,18 @@ def test_each_step_gets_the_run(main_tasks, step):
 
 
 def test_preparing_data_depends_on_nothing_but_the_data_section(main_tasks):
-    assert set(inputs_of(main_tasks["prepare-data"])) == {"data", "root"}
+    assert own_inputs_of(main_tasks["prepare-data"]) == {"data", "root", "seal"}
+
+
+def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, main_tasks):
+    below = spec["components"]["comp-condition-2"]["dag"]["tasks"]
+    for task, names in (
+        (main_tasks["train-model"], ("image", "store_secret")),
+        (below["register-model"], ("image",)),
+    ):
+        for name in names:
+            given = inputs_of(task)[name]["componentInputParameter"]
+            assert given == f"pipelinechannel--{name}"
 
 
 def test_only_a_blessed_model_is_exported(spec, main_tasks):

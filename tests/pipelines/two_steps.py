@@ -21,15 +21,17 @@ def keep(config: str, data: str, root: str, run_id: str, path: str):
     Path(path).write_text(json.dumps(kept), encoding="utf-8")
 
 
-def two_steps(*values: Any) -> None:
+def two_steps(place: training.Place, *values: Any) -> None:
     """Resolve the run parameters; the last value is where to keep them."""
     *parameters, path = values
-    resolved = training._resolved(tuple(parameters))
-    training._uncached(keep(**{**training._run(resolved), "data": resolved["data"], "path": path}))
+    wiring = training.Wiring(place, tuple(parameters))
+    resolved = wiring.resolved()
+    kept = {**training.run_of(resolved), "data": resolved["data"], "path": path}
+    wiring.uncached(keep(**kept))
 
 
-_PATH = training._DATASET.replace(name="path")
+_PATH = training.DATASET.replace(name="path")
 
 if __name__ == "__main__":
-    training.PIPELINES["two_steps"] = training._pipeline(two_steps, "two-steps", _PATH)
+    training.PIPELINES["two_steps"] = training.local_pipeline(two_steps, "two-steps", _PATH)
     local_child.main()

@@ -88,6 +88,41 @@ def test_curves_keep_their_ends_and_their_area():
         assert scores.auc(*roc.T) == pytest.approx(area, abs=0.01)
 
 
+def test_one_curve_of_two_classes_is_that_of_the_second():
+    labels, logits = predictions(classes=2)
+    found = np.array(figures.roc(labels, logits))
+    area = scores.roc_auc_score(labels, figures.softmax(logits)[:, 1])
+    assert scores.auc(found[:, 0], found[:, 1]) == pytest.approx(area, abs=0.01)
+
+
+def test_one_curve_of_many_classes_asks_for_every_class_of_every_example(predicted):
+    labels, logits = predicted
+    found = np.array(figures.roc(labels, logits))
+    assert len(found) <= figures.CURVE_POINTS
+    every = np.eye(len(NAMES))[labels]
+    area = scores.roc_auc_score(every, figures.softmax(logits), average="micro")
+    assert scores.auc(found[:, 0], found[:, 1]) == pytest.approx(area, abs=0.01)
+    assert found[0].tolist()[:2] == [0, 0]
+    assert found[-1].tolist()[:2] == [1, 1]
+
+
+@pytest.mark.parametrize("classes", [2, 6])
+def test_a_curve_falls_from_one_threshold_to_the_next_and_is_finite(classes):
+    labels, logits = predictions(classes=classes)
+    found = np.array(figures.roc(labels, logits))
+    assert np.isfinite(found).all()
+    assert found.min() >= 0
+    assert found.max() <= 1
+    assert (np.diff(found[:, :2], axis=0) >= 0).all()
+    assert (np.diff(found[:, 2]) <= 0).all()
+    assert all(type(value) is float for point in figures.roc(labels, logits) for value in point)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_of_one_class_there_is_no_curve(label):
+    assert figures.roc(np.full(3, label), np.eye(3, 2, dtype=np.float32)) == []
+
+
 def test_calibration_by_hand(predicted):
     labels, logits = predicted
     found = figures.calibration(labels, logits)

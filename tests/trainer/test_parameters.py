@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config import Config
+from trainer.config import STRATEGIES, Config
 from trainer.config_file import load, parse
 from trainer.errors import ConfigError
 from trainer.parameters import from_parameters, run_parameters, to_parameters
@@ -152,3 +152,30 @@ def test_further_values_belong_to_the_step_and_are_left_alone():
 )
 def test_a_wrong_parameter_is_named_by_its_key(values, said):
     assert refused(**values).startswith(said)
+
+
+def described():
+    return {parameter.name: parameter.description for parameter in run_parameters()}
+
+
+def test_every_parameter_says_what_it_is_on_one_line():
+    for name, words in described().items():
+        assert words, name
+        assert words == " ".join(words.split()), name
+
+
+def test_a_parameter_says_which_words_it_takes():
+    words = described()
+    assert words["cluster_launcher"].endswith("; one of: local, tfjob")
+    assert words["export_formats"].endswith(
+        "some of: saved_model, keras, tflite, tflite_int8 (JSON)"
+    )
+    # It says them by itself.
+    assert words["data_partition"].count("reshuffle") == 1
+    for strategy in STRATEGIES:
+        assert strategy in words["training_strategy"]
+
+
+def test_a_parameter_says_that_it_is_json():
+    for parameter in run_parameters():
+        assert parameter.description.endswith("(JSON)") == parameter.is_json, parameter.name

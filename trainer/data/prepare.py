@@ -6,11 +6,8 @@ another configuration never meets it, and the same one finds it again.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -26,6 +23,7 @@ from trainer.config import DataConfig
 from trainer.data import datasets
 from trainer.data.download import download
 from trainer.data.features import Selection, save_record_features, select
+from trainer.data.key import dataset_key
 from trainer.data.png import quicken
 from trainer.data.spec import KIND, SCHEMA
 from trainer.data.splits import plan
@@ -34,9 +32,6 @@ from trainer.storage.errors import reported
 
 if TYPE_CHECKING:
     from trainer.data.write import Written
-
-# What says where the data is found, or how it is read, and not what it is.
-_NOT_CONTENT = {"manual_dir", "partition"}
 
 _log = logging.getLogger(__name__)
 
@@ -80,14 +75,6 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         _remove_damaged(uri)
         fields = _fields(config, source, selection, written)
         return PreparedDataset(uri, storage.publish(shards, uri, kind=KIND, fields=fields), False)
-
-
-def dataset_key(config: DataConfig, version: str) -> str:
-    """Return the name of the published directory for a configuration and a resolved version."""
-    section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
-    content = json.dumps({**section, "version": version, "schema": SCHEMA}, sort_keys=True)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.dataset)
-    return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
 @contextmanager

@@ -10,7 +10,11 @@ from trainer.storage.uri import Location
 
 # The object store of a KFP instance, in the namespace where KFP puts it.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
-_KFP_KEYS = ("accesskey", "secretkey")
+# The secret with the keys of that store, and what it calls them.
+KFP_SECRET = "mlpipeline-minio-artifact"
+KFP_KEYS = ("accesskey", "secretkey")
+# What boto3 itself reads, for a secret of one's own.
+BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
@@ -42,7 +46,7 @@ def kfp_credentials() -> Mapping[str, str]:
 
     A pod that takes the whole secret into its environment has them; boto3 has its own first.
     """
-    keys = [os.environ.get(name, "") for name in _KFP_KEYS]
+    keys = [os.environ.get(name, "") for name in KFP_KEYS]
     if not all(keys) or os.environ.get("AWS_ACCESS_KEY_ID"):
         return {}
     return {"aws_access_key_id": keys[0], "aws_secret_access_key": keys[1]}

@@ -7,6 +7,7 @@ import base64
 import pytest
 
 from components import launching
+from components.pod_defaults import PodDefaults
 from components.tfjob import connection, launcher
 from tests.components.tfjob.attempts import job_of
 from trainer.errors import ConfigError, UserError
@@ -28,7 +29,9 @@ def test_without_a_cluster_the_remedy_is_named(monkeypatch, tmp_path):
 def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://seaweedfs.kubeflow:9000")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-tell")
-    place = launcher._place(connection.connect(), "models")
+    defaults = PodDefaults(image="ours:2", store_secret="ours")
+    place = launcher._place(connection.connect(), "models", defaults)
+    assert place.defaults == defaults
     assert place.variables == {"AWS_ENDPOINT_URL": "http://seaweedfs.kubeflow:9000"}
     assert kube.kubeconfig.is_file()
 

@@ -220,18 +220,6 @@ def test_secrets_are_named_and_never_there_and_may_be_absent():
         assert template(job, role)["spec"]["imagePullSecrets"] == [{"name": "pull"}]
 
 
-def test_kfps_own_store_brings_its_keys_unless_others_are_named():
-    def secrets(**pod):
-        config = parse({"cluster": {"kubernetes": {"pod": pod}}})
-        job = Job(config=config, dataset="d", checkpoints="minio://b/r/c", workdir=Path())
-        env = container(manifest(job, PLACE), "PS")["env"]
-        return [each["valueFrom"]["secretKeyRef"]["key"] for each in env if "valueFrom" in each]
-
-    assert secrets() == ["accesskey", "secretkey"]
-    assert secrets(secret_env={"AWS_ACCESS_KEY_ID": "own/k"}) == ["k"]
-    assert secrets(env_from_secrets=["own"]) == []
-
-
 def test_istio_stays_out_unless_it_is_asked_for():
     assert template(made(), "PS")["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
     asked = {"annotations": {"sidecar.istio.io/inject": "true"}}

@@ -14,8 +14,10 @@ from sklearn.datasets import load_digits
 
 from trainer import storage
 from trainer.config import DataConfig
+from trainer.data import key as key_module
 from trainer.data import prepare as module
-from trainer.data.prepare import dataset_key, prepare
+from trainer.data.key import dataset_key
+from trainer.data.prepare import prepare
 from trainer.data.read import DatasetSpec
 from trainer.errors import ConfigError, UserError
 
@@ -251,7 +253,7 @@ def test_the_key_follows_the_content_only(monkeypatch):
 
     same = {key(), key(version="1.0.0"), key(manual_dir="x"), key(validation=0.1)}
     other = {key("2.0.0"), key(seed=1), key(shards=7), key(validation=1), key(dataset="mnist")}
-    monkeypatch.setattr(module, "SCHEMA", 99)
+    monkeypatch.setattr(key_module, "SCHEMA", 99)
     other.add(key())
     assert len(same) == 1
     assert len(other - same) == 6

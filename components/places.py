@@ -1,0 +1,57 @@
+"""Which run this is, and where it publishes and works."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+from trainer import storage
+from trainer.errors import UserError
+
+RUN_ID = "FLOTILLA_RUN_ID"
+RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
+
+
+def run_id_of(kfp_run_id: str) -> str:
+    """Return the run id: the command line's where it started the run, else KFP's own."""
+    return os.environ.get(RUN_ID) or kfp_run_id
+
+
+def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
+    """Return `storage.root`, or the folder of ours below the run's KFP pipeline root.
+
+    Args:
+        configured: `storage.root`.
+        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, which may
+            carry the endpoint of its store behind a question mark.
+        kfp_run_id: KFP's id of the run.
+
+    Raises:
+        UserError: there is none.
+    """
+    if configured:
+        return configured
+    path, mark, query = artifact.partition("?")
+    before, found, _ = path.partition(f"/{kfp_run_id}/")
+    pipeline_root = before.rpartition("/")[0]
+    if not found or "://" not in pipeline_root:
+        raise UserError("storage.root is empty: set it to the URI below which all is published")
+    return storage.join(f"{pipeline_root}{mark}{query}", "flotilla")
+
+
+def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
+    """Return where to publish what is made of `source`, whose name says its global step.
+
+    What else it is made of is in the name too: a run that is resumed with another policy or other
+    forms, or that had to train a lost checkpoint again, publishes beside what it had published.
+    """
+    name = storage.name_of(source)
+    digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
+    return storage.join(root, run_id, kind, f"{name}-{digest}")
+
+
+def folder_of_run() -> Path:
+    """Return this run's folder on this machine: the command line's, else a temporary one."""
+    return Path(os.environ.get(RUN_FOLDER) or tempfile.mkdtemp(prefix="flotilla-"))

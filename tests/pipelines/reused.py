@@ -1,0 +1,67 @@
+"""Pipelines of others, made of the components' files: `python -m tests.pipelines.reused NAME ...`.
+
+`one FOLDER ROOT ARGUMENTS` runs `resolve-config.yaml` alone; `all FOLDER ROOT ARGUMENTS` puts all
+of them into one pipeline. FOLDER holds the files, ROOT gets the outputs, ARGUMENTS is JSON.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from kfp import components, dsl, local
+
+RUN = "reused-run"
+
+
+def loaded(folder: Path) -> dict[str, Any]:
+    """Return the components of a folder of files by name."""
+    files = sorted(folder.glob("*.yaml"))
+    return {path.stem: components.load_component_from_file(str(path)) for path in files}
+
+
+def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
+    """Return a pipeline of all components, with the run parameters as they are given."""
+
+    @dsl.pipeline(name="reused")
+    def reused() -> None:
+        end = steps["finish"](
+            root=given["storage_root"], launcher="local", kubernetes="{}", kfp_run_id=RUN
+        )
+        with dsl.ExitHandler(end):
+            resolved = steps["resolve-config"](**given, kfp_run_id=RUN).outputs
+            run = {key: resolved[key] for key in ("config", "root", "run_id")}
+            prepared = steps["prepare-data"](
+                data=resolved["data"], root=resolved["root"], seal=resolved["seal"]
+            )
+            dataset = prepared.outputs["Output"]
+            trained = steps["train-model"](**run, dataset=dataset, image="", store_secret="")
+            checkpoint = trained.outputs["Output"]
+            measured = steps["evaluate-model"](**run, dataset=dataset, checkpoint=checkpoint)
+            gate = steps["check-gate"](**run, evaluation=measured.outputs["Output"])
+            exported = steps["export-model"](
+                **run, dataset=dataset, checkpoint=checkpoint, decision=gate.outputs["decision"]
+            )
+            steps["register-model"](**run, model=exported.outputs["Output"], image="theirs:1")
+
+    return reused
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    name, folder, root, arguments = sys.argv[1:]
+    given = json.loads(arguments)
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False), pipeline_root=root, raise_on_error=True
+    )
+    steps = loaded(Path(folder))
+    if name == "one":
+        outputs = steps["resolve-config"](**given, kfp_run_id=RUN).outputs
+        told = {key: value for key, value in outputs.items() if isinstance(value, str)}
+        Path(root, "outputs.json").write_text(json.dumps(told), encoding="utf-8")
+    else:
+        pipeline_of(steps, given)()
+
+
+if __name__ == "__main__":
+    main()

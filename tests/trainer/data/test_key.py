@@ -1,0 +1,97 @@
+"""What KFP's cache goes by: another seal whenever a dataset is not what it was."""
+
+import itertools
+
+import pytest
+
+from trainer import storage
+from trainer.config import DataConfig
+from trainer.data.key import dataset_key, seal
+from trainer.data.spec import KIND
+from trainer.errors import UserError
+
+CONFIG = DataConfig(version="1.0.0")
+
+
+@pytest.fixture
+def root(tmp_path):
+    return storage.uri_of(tmp_path / "röot")
+
+
+@pytest.fixture
+def publish(root, tmp_path):
+    numbers = itertools.count()
+
+    def published(config=CONFIG, version="1.0.0"):
+        folder = tmp_path / f"made-{next(numbers)}"
+        folder.mkdir()
+        (folder / "train.tfrecord").write_bytes(b"records")
+        uri = storage.join(root, "datasets", dataset_key(config, version))
+        storage.publish(folder, uri, kind=KIND, fields={"version": version})
+        return uri
+
+    return published
+
+
+def test_of_nothing_there_is_none(root):
+    assert seal(CONFIG, root) == ""
+
+
+def test_it_stays_while_the_dataset_does(root, publish):
+    uri = publish()
+    first = seal(CONFIG, root)
+    assert storage.name_of(uri) in first
+    assert seal(CONFIG, root) == first
+
+
+def test_a_dataset_that_is_gone_is_forgotten(root, publish):
+    storage.delete(publish())
+    assert seal(CONFIG, root) == ""
+
+
+def test_one_that_was_made_again_is_another(root, publish):
+    uri = publish()
+    first = seal(CONFIG, root)
+    storage.delete(uri)
+    publish()
+    assert seal(CONFIG, root) not in {first, ""}
+
+
+@pytest.mark.parametrize("content", [b"damaged", b"records of another length", None])
+def test_a_damaged_one_is_forgotten(root, publish, content, caplog):
+    path = storage.local_path(publish()) / "train.tfrecord"
+    path.unlink()
+    if content is not None:
+        path.write_bytes(content)
+    assert seal(CONFIG, root) == ""
+    assert "train.tfrecord" in caplog.text
+    assert "it is prepared again" in caplog.text
+
+
+def test_what_others_prepare_changes_nothing(root, publish):
+    publish()
+    first = seal(CONFIG, root)
+    publish(DataConfig(version="1.0.0", seed=5))
+    publish(DataConfig(dataset="mnist"), "3.0.1")
+    assert seal(CONFIG, root) == first
+
+
+def test_where_the_files_come_from_changes_nothing(root, publish):
+    publish()
+    elsewhere = CONFIG.model_copy(update={"manual_dir": "/data", "partition": "reshuffle"})
+    assert seal(elsewhere, root) == seal(CONFIG, root) != ""
+
+
+def test_without_a_version_every_one_counts(root, publish):
+    newest = DataConfig()
+    publish(newest, "1.0.0")
+    first = seal(newest, root)
+    publish(newest, "2.0.0")
+    assert seal(newest, root) not in {first, ""}
+    assert first in seal(newest, root).splitlines()
+
+
+def test_a_store_that_cannot_be_read_is_told(tmp_path):
+    (tmp_path / "root").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="root"):
+        seal(CONFIG, storage.uri_of(tmp_path / "root" / "deep"))

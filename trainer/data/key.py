@@ -1,0 +1,48 @@
+"""Under which name a dataset is published, and whether it is there. Free of TensorFlow."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+
+from trainer import storage
+from trainer.config import DataConfig
+from trainer.data.spec import KIND, SCHEMA
+
+# What says where the data is found, or how it is read, and not what it is.
+_NOT_CONTENT = {"manual_dir", "partition"}
+
+_log = logging.getLogger(__name__)
+
+
+def dataset_key(config: DataConfig, version: str) -> str:
+    """Return the name of the published directory for a configuration and a resolved version."""
+    section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
+    content = json.dumps({**section, "version": version, "schema": SCHEMA}, sort_keys=True)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.dataset)
+    return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
+
+
+def seal(config: DataConfig, root: str) -> str:
+    """Return what tells the datasets of a configuration below `root` from others; empty for none.
+
+    It is another one when a dataset was published again, and empty when one is damaged: whatever
+    remembers where a dataset was, such as KFP's cache, has to forget it then.
+
+    Raises:
+        UserError: the store cannot be read.
+    """
+    found = []
+    for uri, manifest in storage.published(storage.join(root, "datasets"), KIND):
+        name = storage.name_of(uri)
+        if name != dataset_key(config, str(manifest.fields.get("version", ""))):
+            continue
+        try:
+            storage.verify(uri)
+        except (storage.NotPublished, storage.Corrupt) as error:
+            _log.warning("%s; it is prepared again", error)
+            return ""
+        found.append(f"{name} {manifest.created}")
+    return "\n".join(sorted(found))
