@@ -13,6 +13,8 @@ from trainer.interrupts import on_interrupt
 
 # For what a check has left to be removed, when it was interrupted or did not come to its end.
 TIDY_SECONDS = 8.0
+# Of these, for the check to remove it by itself.
+ENDING_SECONDS = 2.0
 Tell = Callable[[Check, Finding], None]
 
 
@@ -92,7 +94,7 @@ class _Look:
         trace.stop()
         if self._thread.ident is None:
             return ""
-        self._thread.join(max(0.0, (until - time.monotonic()) / 2))
+        self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
         if trace.is_left:
             # The check itself hangs in another request; this one may get through.
             second = threading.Thread(target=_removed, args=(trace,), daemon=True)

@@ -21,8 +21,9 @@ def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
         others = sorted({name for node in nodes for name in _devices(node)})
         known = f"they have {', '.join(others)}" if others else "they have no devices at all"
         said = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
-        rename = f"flotilla doctor --set cluster.kubernetes.gpu_resource={others[0]}"
-        return Finding("fail", said, rename if others else show)
+        if len(others) == 1:
+            show = f"flotilla doctor --set cluster.kubernetes.gpu_resource={others[0]}"
+        return Finding("fail", said, show)
     for role in wanted:
         fitting = [node for node in nodes if _takes(node, role)]
         each = int(role.limits[resource])

@@ -51,6 +51,7 @@ class Probe:
         self._stopped = threading.Event()
         self._failed: list[Unfit] = []
         self._written = False
+        self._writing = False
 
     def examine(self) -> None:
         """Write, read, list and delete; raises `Unfit` with all that failed.
@@ -62,8 +63,9 @@ class Probe:
         with impatient(SECONDS):
             store = store_for(self.uri)
             try:
-                self._written = True
+                self._written = self._writing = True
                 self._do("write", lambda: store.write(self.uri, data))
+                self._writing = False
                 if self._failed:
                     # It may be there all the same; a file system has folders that were made for it.
                     self._written = self._failed[0].trouble in (SILENT, FILES)
@@ -88,7 +90,8 @@ class Probe:
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()
-        self._written = False
+        # What is on its way may still arrive.
+        self._written = self._writing
 
     def stop(self) -> None:
         """Let `examine` go on to its end."""
