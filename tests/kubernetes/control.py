@@ -31,7 +31,7 @@ class Control:
         self.asked: list[Tree] = []
         self._store = store
         self._answers: list[tuple[str, Callable[..., Tree]]] = [
-            (r"GET /version", self._version),
+            (r"GET /version/?", self._version),
             (r"GET /apis/(?P<group>[^/]+)", self._group),
             (r"GET /apis/(?P<group>[^/]+)/(?P<version>v[^/]+)", self._kinds),
             (r"GET /api/v1/namespaces/(?P<name>[^/]+)", self._namespace),
@@ -56,7 +56,7 @@ class Control:
 
     def _reviewed(self, path: str, body: Tree) -> Tree:
         if path.endswith("/selfsubjectreviews"):
-            return {"status": {"userInfo": {"username": self.user}}}
+            return {**body, "status": {"userInfo": {"username": self.user}}}
         spec: dict[str, Any] = body["spec"]
         kinds = {
             "selfsubjectaccessreviews": "SelfSubjectAccessReview",
@@ -68,14 +68,20 @@ class Control:
         self.asked.append(spec)
         groups = {"tfjobs": "kubeflow.org"}
         if asked["group"] != groups.get(asked["resource"], ""):
-            return {"status": {"allowed": False, "reason": "no such group"}}
+            return {**body, "status": {"allowed": False, "reason": "no such group"}}
         part = asked.get("subresource")
         resource = f"{asked['resource']}/{part}" if part else asked["resource"]
         key = (spec.get("user", self.user), asked["verb"], resource)
-        return {"status": {"allowed": key not in self.denied}}
+        return {**body, "status": {"allowed": key not in self.denied}}
 
     def _version(self) -> Tree:
-        return {"major": "1", "minor": "31", "gitVersion": "v1.31.4"}
+        build = {
+            "gitCommit": "a78aa47",
+            "gitTreeState": "clean",
+            "buildDate": "2024-12-10T18:42:08Z",
+        }
+        made = {"goVersion": "go1.22.9", "compiler": "gc", "platform": "linux/amd64"}
+        return {"major": "1", "minor": "31", "gitVersion": "v1.31.4", **build, **made}
 
     def _group(self, group: str) -> Tree:
         versions = [each.partition("/")[2] for each in self.kinds if each.startswith(f"{group}/")]
