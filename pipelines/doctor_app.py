@@ -7,7 +7,7 @@ import typer
 
 from pipelines.endings import ended
 from pipelines.options import AsJson, Assignments, Config, Workdir
-from pipelines.remote_options import Endpoint
+from pipelines.remote_options import CaFile, CookiesFile, Endpoint, TokenFile
 
 
 def doctor(
@@ -15,6 +15,9 @@ def doctor(
     assignments: Assignments = None,
     workdir: Workdir = Path("runs"),
     endpoint: Endpoint = "",
+    token_file: TokenFile = "",
+    cookies_file: CookiesFile = "",
+    ca_file: CaFile = "",
     kubernetes: Annotated[
         bool, typer.Option("--kubernetes", help="Look at the cluster whatever cluster.launcher is.")
     ] = False,
@@ -28,13 +31,16 @@ def doctor(
     as_json: AsJson = False,
 ) -> None:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
-    from pipelines.doctor import command
+    from pipelines.doctor import command, instances
 
+    instance = instances.Instance(
+        endpoint=endpoint, token_file=token_file, cookies_file=cookies_file, ca_file=ca_file
+    )
     request = command.Request(
         config=config,
         assignments=tuple(assignments or ()),
         workdir=workdir,
-        endpoint=endpoint,
+        instance=instance,
         kubernetes=kubernetes,
         service_account=service_account,
         as_json=as_json,

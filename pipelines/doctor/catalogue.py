@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 
 from components.tfjob.manifest import leading
-from pipelines.access import ENDPOINT
 from pipelines.doctor import (
     accounts,
     configuration,
@@ -26,6 +25,7 @@ from pipelines.doctor import (
     tfjobs,
 )
 from pipelines.doctor.finding import Check, Finding
+from pipelines.doctor.instances import Instance
 from pipelines.doctor.kubernetes_api import Kubernetes
 from pipelines.doctor.permissions import LAUNCHER, TRAINER, Account
 from pipelines.local_run import root_of
@@ -35,6 +35,7 @@ from trainer.errors import UserError
 from trainer.storage.probe import Probe
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
+GPUS = "GPUs of the cluster"
 # Connecting, failing and removing each have their seconds.
 STORAGE_SECONDS = 16.0
 
@@ -46,21 +47,26 @@ class Asked:
     Attributes:
         config: the configuration, or what is wrong with it.
         workdir: of local runs.
-        endpoint: of the KFP instance; the environment's when empty.
+        instance: the KFP instance.
         kubernetes: whether to look at the cluster although the launcher is another one.
         service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
     """
 
     config: Config | UserError
     workdir: Path
-    endpoint: str = ""
+    instance: Instance
     kubernetes: bool = False
     service_account: str = ""
 
 
 def checks(asked: Asked) -> list[Check]:
     """Return all checks."""
-    return [*_of_config(asked), *_of_instance(asked)]
+    instance = Check(
+        name="KFP instance",
+        look=lambda: instances.reached(asked.instance),
+        seconds=instances.SECONDS,
+    )
+    return [*_of_config(asked), instance]
 
 
 def _of_config(asked: Asked) -> Iterator[Check]:
@@ -144,21 +150,11 @@ def _of_cluster(config: Config, text: str) -> Iterator[Check]:
     )
     yield check("permissions of the tasks", of_tasks)
     yield check("quota", lambda: quota.room(kubernetes, tree))
-    if config.cluster.gpus_per_worker:
-        resource = settings.gpu_resource
-        yield check("GPUs of the cluster", lambda: gpus.present(kubernetes, tree, resource))
+    for resource in gpus.devices(tree):
+        title = GPUS if resource == settings.gpu_resource else resource
+        yield check(title, partial(gpus.present, kubernetes, tree, resource))
     objects = named.named(tree)
     for kind, title in named.KINDS.items():
         some = frozenset(each for each in objects if each.kind == kind)
         if some:
             yield check(title, partial(named.present, kubernetes, kind, some))
-
-
-def _of_instance(asked: Asked) -> Iterator[Check]:
-    if asked.endpoint or any(os.environ.get(name) for name in ENDPOINT):
-        yield Check(
-            name="KFP instance", look=lambda: instances.reached(asked.endpoint), seconds=20.0
-        )
-    else:
-        said = Finding("skipped", f"no instance is named: give --endpoint, or set {ENDPOINT[0]}")
-        yield Check(name="KFP instance", look=lambda: said)

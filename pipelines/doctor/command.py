@@ -12,6 +12,7 @@ from pipelines.doctor.accounts import check_name
 from pipelines.doctor.catalogue import Asked, checks
 from pipelines.doctor.examination import examine
 from pipelines.doctor.finding import Check, Finding
+from pipelines.doctor.instances import Instance
 from trainer.config import Config
 from trainer.errors import DONE, FAILED, UserError
 
@@ -26,7 +27,7 @@ class Request:
     config: Path | None
     assignments: tuple[str, ...]
     workdir: Path
-    endpoint: str
+    instance: Instance
     kubernetes: bool
     service_account: str
     as_json: bool
@@ -37,12 +38,13 @@ def run(request: Request) -> int:
 
     It is 0 where nothing failed, that of a wrong configuration where it is wrong, and 1 otherwise.
     """
+    commands.require_current_folder()
     check_name(request.service_account)
     config = _config(request)
     asked = Asked(
         config=config,
         workdir=request.workdir,
-        endpoint=request.endpoint,
+        instance=request.instance,
         kubernetes=request.kubernetes,
         service_account=request.service_account,
     )

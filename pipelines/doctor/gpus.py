@@ -9,6 +9,11 @@ from pipelines.doctor.kubernetes_api import Kubernetes, told
 from pipelines.doctor.requested import Role, Tree, amount, roles
 
 
+def devices(manifest: Tree) -> list[str]:
+    """Return the resources of the job that only some nodes have, such as GPUs."""
+    return sorted({name for role in roles(manifest) for name in role.limits if "/" in name})
+
+
 def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
     """Check that nodes that take the pods offer enough of a resource; what is in use counts too."""
     wanted = [each for each in roles(manifest) if each.limits.get(resource)]
@@ -18,7 +23,7 @@ def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
         return told(answer, "the nodes", show)
     nodes = [each for each in answer.items if not each.get("spec", {}).get("unschedulable")]
     if not any(_count(node, resource) for node in nodes):
-        others = sorted({name for node in nodes for name in _devices(node)})
+        others = sorted({name for node in nodes for name in _devices_of(node)})
         known = f"they have {', '.join(others)}" if others else "they have no devices at all"
         said = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
         if len(others) == 1:
@@ -77,7 +82,7 @@ def _count(node: Tree, resource: str) -> int:
     return int(amount(node.get("status", {}).get("allocatable", {}).get(resource, 0)))
 
 
-def _devices(node: Tree) -> list[str]:
+def _devices_of(node: Tree) -> list[str]:
     """Return the names of what a node has more than Kubernetes itself knows of."""
     allocatable = node.get("status", {}).get("allocatable", {})
     return [name for name in allocatable if "/" in name and _count(node, name)]

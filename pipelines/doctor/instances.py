@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import asdict, dataclass
+
+from pipelines.access import ENDPOINT
 from pipelines.doctor.finding import Finding
 from pipelines.instance import found_access, version
 
+SECONDS = 20.0
 
-def reached(endpoint: str) -> Finding:
-    """Check the instance that an option or the environment names; raises `UserError`."""
-    access = found_access(endpoint)
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """What a person says of the instance; the environment says the rest. See `pipelines.access`."""
+
+    endpoint: str = ""
+    token_file: str = ""
+    cookies_file: str = ""
+    ca_file: str = ""
+
+
+def reached(instance: Instance) -> Finding:
+    """Check the instance that options or the environment name; raises `UserError`."""
+    if not (instance.endpoint or any(os.environ.get(name) for name in ENDPOINT)):
+        said = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
+        return Finding("skipped", said)
+    access = found_access(**asdict(instance))
     told = version(access)
     if not told:
         said = f"{access.endpoint} answers, and does not tell its version"

@@ -248,6 +248,15 @@ def test_without_a_kubeconfig(doctor, tmp_path, monkeypatch):
     assert report["Kubernetes API"]["remedy"] == "kubectl config get-contexts"
 
 
+@pytest.mark.parametrize("text", ["{", "- a", "users: 5", "", "a: [b"])
+def test_a_kubeconfig_that_is_none(doctor, tmp_path, monkeypatch, text):
+    (tmp_path / "config").write_text(text, encoding="utf-8")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
+    report = doctor(options=("--kubernetes",))
+    assert report.failed() == ["Kubernetes API"]
+    assert "the check itself" not in report["Kubernetes API"]["message"]
+
+
 def test_the_cluster_is_left_alone_when_the_launcher_is_local(kube, doctor):
     report = doctor()
     assert (report.code, kube.server.requests) == (0, [])

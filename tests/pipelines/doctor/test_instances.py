@@ -18,6 +18,7 @@ class Instance(ThreadingHTTPServer):
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.status, self.told = 200, {"tag_name": "2.17.0", "multi_user": False}
+        self.asked: list[str] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -25,6 +26,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Instance
 
     def do_GET(self) -> None:
+        self.server.asked.append(self.headers.get("Authorization", ""))
         text = json.dumps(self.server.told).encode()
         self.send_response(self.server.status)
         self.send_header("Content-Length", str(len(text)))
@@ -53,6 +55,16 @@ def test_an_instance_tells_its_version(doctor, instance):
     report = doctor(options=("--endpoint", instance.url))
     assert (report.code, of(report)["state"]) == (0, "ok")
     assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
+
+
+def test_a_token_is_sent_and_never_told(doctor, instance, tmp_path):
+    (tmp_path / "token").write_text("ey-secret", encoding="utf-8")
+    instance.status = 401
+    options = ("--endpoint", instance.url, "--token-file", str(tmp_path / "token"))
+    report = doctor(options=options)
+    assert set(instance.asked) == {"Bearer ey-secret"}
+    assert of(report)["state"] == "fail"
+    assert "ey-secret" not in str(report)
 
 
 def test_the_endpoint_of_the_environment(doctor, instance, monkeypatch):

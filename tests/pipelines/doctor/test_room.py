@@ -190,6 +190,15 @@ def test_without_gpus_nobody_looks_for_them(of_job, kube):
     assert not [each for each in kube.server.requests if "nodes" in each]
 
 
+def test_another_device_of_the_limits_is_looked_for_too(of_job, node):
+    node("a")
+    limit = "cluster.kubernetes.worker.resources.limits={google.com/tpu: 4}"
+    report = of_job(limit)
+    assert report.failed() == ["google.com/tpu"]
+    node("b", google_com__tpu="8")
+    assert of_job(limit)["google.com/tpu"]["state"] == "ok"
+
+
 def test_a_limit_alone_is_a_request_too():
     limits = {"limits": {"cpu": "500m"}}
     kubernetes = {"pod": {"resources": limits}, "ps": {"resources": {"requests": {"cpu": 0.1}}}}

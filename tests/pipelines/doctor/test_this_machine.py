@@ -111,6 +111,13 @@ def test_a_folder_that_all_pods_share_may_be_the_root():
     assert consistent(parse(tree), sys.path).state == "fail"
 
 
+def test_where_the_current_folder_was_removed(doctor, tmp_path):
+    (tmp_path / "home").rmdir()
+    report = doctor()
+    assert (report.code, report.lines) == (2, [])
+    assert "the current folder was removed" in report.err
+
+
 def test_a_module_beside_the_person_is_found(doctor):
     Path("my_models.py").write_text("raise SystemExit('it is not imported')", encoding="utf-8")
     assert doctor("model.name=my_models:build")["configuration"]["state"] == "ok"
