@@ -32,7 +32,7 @@ from pipelines.local_run import root_of
 from pipelines.manifest import document
 from trainer.config import Config
 from trainer.errors import UserError
-from trainer.storage.probe import Probe
+from trainer.storage.probe import SILENT, Probe
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS = "GPUs of the cluster"
@@ -65,6 +65,7 @@ def checks(asked: Asked) -> list[Check]:
         name="KFP instance",
         look=lambda: instances.reached(asked.instance),
         seconds=instances.SECONDS,
+        show=instances.show(asked.instance),
     )
     return [*_of_config(asked), instance]
 
@@ -110,7 +111,7 @@ def _storage(config: Config, workdir: Path) -> Check:
         return Check(name="storage", look=lambda: said)
     root = root_of(config, workdir)
     try:
-        probe = Probe(root)
+        probe, show = Probe(root), place.remedy_for(root, SILENT)
     except UserError as error:
         wrong = Finding("fail", str(error), "flotilla doctor --set storage.root=URI")
         return Check(name="storage", look=lambda: wrong)
@@ -119,6 +120,7 @@ def _storage(config: Config, workdir: Path) -> Check:
         look=lambda: place.usable(root, probe),
         seconds=STORAGE_SECONDS,
         trace=probe,
+        show=show,
     )
 
 
@@ -128,7 +130,7 @@ def _of_cluster(config: Config, text: str) -> Iterator[Check]:
     tree = document(config)
 
     def check(name: str, look: Callable[[], Finding]) -> Check:
-        return Check(name=name, look=look, needs=(API,))
+        return Check(name=name, look=look, needs=(API,), show=kubernetes_api.SHOW)
 
     def account() -> Account:
         return accounts.account_of(text, kubernetes.namespace)
@@ -139,7 +141,7 @@ def _of_cluster(config: Config, text: str) -> Iterator[Check]:
         return permissions.of_account(kubernetes, speaks, TRAINER)
 
     yield Check(name="image", look=lambda: images.named(tree))
-    yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes))
+    yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
     yield check("namespace", lambda: kubernetes_api.namespace(kubernetes))
     yield check("TFJob CRD", lambda: tfjobs.served(kubernetes))
     yield check("permissions of this user", lambda: permissions.of_this_user(kubernetes))

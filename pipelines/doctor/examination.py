@@ -75,16 +75,16 @@ class _Look:
         try:
             self._finding = self.check.look()
         except UserError as error:
-            self._finding = Finding("fail", str(error))
+            self._finding = Finding("fail", str(error), self.check.show)
         except Exception as error:
             words = " ".join(str(error).split())
             said = f"the check itself failed: {type(error).__name__}: {words}"
-            self._finding = Finding("fail", said)
+            self._finding = Finding("fail", said, self.check.show)
 
     def finding(self) -> Finding:
         self._thread.join(max(0.0, self._until - time.monotonic()))
-        late = Finding("fail", f"no answer in {self.check.seconds:g} s")
-        return self._finding or late
+        late = f"no answer in {self.check.seconds:g} s"
+        return self._finding or Finding("fail", late, self.check.show)
 
     def tidy(self, until: float) -> str:
         """Have removed what the check has left; return what could not be."""

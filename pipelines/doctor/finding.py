@@ -54,6 +54,7 @@ class Check:
         needs: names of the checks without which there is nothing to look at.
         seconds: how long it may take.
         trace: what it leaves while it looks.
+        show: the command that shows more where it does not come to a finding of its own.
     """
 
     name: str
@@ -61,3 +62,4 @@ class Check:
     needs: tuple[str, ...] = ()
     seconds: float = SECONDS
     trace: Trace | None = None
+    show: str = ""

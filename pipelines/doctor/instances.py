@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import asdict, dataclass
 
 from pipelines.access import ENDPOINT
@@ -10,6 +11,7 @@ from pipelines.doctor.finding import Finding
 from pipelines.instance import found_access, version
 
 SECONDS = 20.0
+_HEALTH = "/apis/v2beta1/healthz"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,12 @@ class Instance:
     ca_file: str = ""
 
 
+def show(instance: Instance) -> str:
+    """Return the command that shows what the instance answers."""
+    given = shlex.quote(instance.endpoint.rstrip("/")) if instance.endpoint else f'"${ENDPOINT[0]}"'
+    return "" if "@" in given else f"curl --include {given}{_HEALTH}"
+
+
 def reached(instance: Instance) -> Finding:
     """Check the instance that options or the environment name; raises `UserError`."""
     if not (instance.endpoint or any(os.environ.get(name) for name in ENDPOINT)):
@@ -31,5 +39,5 @@ def reached(instance: Instance) -> Finding:
     told = version(access)
     if not told:
         said = f"{access.endpoint} answers, and does not tell its version"
-        return Finding("warn", said, f"curl {access.endpoint}/apis/v2beta1/healthz")
+        return Finding("warn", said, show(instance))
     return Finding("ok", f"{access.endpoint} is KFP {told}")

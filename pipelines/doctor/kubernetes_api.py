@@ -18,6 +18,7 @@ from trainer.errors import UserError
 Tree = dict[str, Any]
 _TIMEOUT = urllib3.Timeout(connect=3, read=5)
 _MOST_WORDS = 200
+SHOW = "kubectl cluster-info"
 
 
 class NoAnswerError(UserError):
@@ -143,7 +144,7 @@ def answers(kubernetes: Kubernetes) -> Finding:
     try:
         answer = kubernetes.get("/version")
     except NoAnswerError as error:
-        return Finding("fail", str(error), "kubectl cluster-info")
+        return Finding("fail", str(error), SHOW)
     if answer.status == HTTPStatus.UNAUTHORIZED:
         said = f"{kubernetes.host} does not know who asks, or no longer ({answer.words})"
         return Finding("fail", f"{said}: renew the login", "kubectl auth whoami")
@@ -152,7 +153,7 @@ def answers(kubernetes: Kubernetes) -> Finding:
         return Finding("warn", said, "kubectl auth whoami")
     if not answer.is_good or "gitVersion" not in answer.tree:
         said = f"{kubernetes.host} is no Kubernetes API ({answer.words})"
-        return Finding("fail", said, "kubectl cluster-info")
+        return Finding("fail", said, SHOW)
     return Finding("ok", f"{answer.tree['gitVersion']} at {kubernetes.host}")
 
 

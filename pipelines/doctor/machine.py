@@ -8,7 +8,7 @@ from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipelines.doctor.finding import Finding
+from pipelines.doctor.finding import Finding, State
 from trainer.config import Config
 
 # Less than that and a run of the embedded dataset does not end; less than the second is soon full.
@@ -48,8 +48,8 @@ def disk(workdir: Path) -> Finding:
     free = shutil.disk_usage(folder).free
     said = f"{free / 2**30:.1f} GiB free at {folder}"
     if free < FEW_BYTES:
-        remedy = "flotilla gc, or flotilla run --workdir FOLDER"
-        return Finding("fail" if free < LEAST_BYTES else "warn", said, remedy)
+        state: State = "fail" if free < LEAST_BYTES else "warn"
+        return Finding(state, f"{said}: free some, or choose another --workdir", "flotilla gc")
     return Finding("ok", said)
 
 

@@ -34,7 +34,7 @@ def usable(root: str, probe: Probe) -> Finding:
         probe.examine()
     except Unfit as unfit:
         left = f"; {probe.uri} could not be removed, remove it" if "delete" in unfit.actions else ""
-        return Finding("fail", f"{_said(root, unfit)}{left}", _remedy(root, unfit.trouble))
+        return Finding("fail", f"{_said(root, unfit)}{left}", remedy_for(root, unfit.trouble))
     return Finding("ok", f"{root}: written, read, listed and deleted")
 
 
@@ -52,7 +52,8 @@ def _said(root: str, unfit: Unfit) -> str:
     return f"cannot {actions} below {root}: {unfit.words}"
 
 
-def _remedy(root: str, trouble: str) -> str:
+def remedy_for(root: str, trouble: str) -> str:
+    """Return the command that mends a trouble (see `probe.Unfit`), or shows more of it."""
     folder = storage.local_path(root)
     if folder:
         return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"

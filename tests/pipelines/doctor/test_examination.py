@@ -81,6 +81,18 @@ def test_what_a_check_raises_is_a_finding_and_hides_nothing():
     }
 
 
+def test_where_a_check_finds_nothing_the_command_shows_more(release):
+    looks = {
+        "a": failing(UserError("")),
+        "b": failing(KeyError()),
+        "c": lambda: release.wait(60) and OK,
+        "d": lambda: OK,
+    }
+    checks = [Check(name=n, look=look, seconds=1, show="ls") for n, look in looks.items()]
+    found = examine(checks, lambda *_: None)
+    assert [each.remedy for each in found] == ["ls", "ls", "ls", ""]
+
+
 def test_what_needs_a_check_that_failed_is_not_looked_at():
     found = looked(
         [

@@ -76,7 +76,7 @@ def test_an_instance_that_keeps_its_version_for_itself(doctor, instance):
     instance.told = {}
     found = of(doctor(options=("--endpoint", instance.url)))
     assert (found["state"], found["remedy"]) == (
-        "warn", f"curl {instance.url}/apis/v2beta1/healthz",
+        "warn", f"curl --include {instance.url}/apis/v2beta1/healthz",
     )  # fmt: skip
 
 
@@ -86,6 +86,13 @@ def test_an_instance_that_refuses(doctor, instance, status):
     report = doctor(options=("--endpoint", instance.url))
     assert report.failed() == ["KFP instance"]
     assert str(status) in of(report)["message"]
+    assert of(report)["remedy"].startswith("curl --include")
+
+
+def test_a_password_in_the_endpoint_is_not_repeated(doctor):
+    report = doctor(options=("--endpoint", "http://me:hush@127.0.0.1:1"))
+    assert report.failed() == ["KFP instance"]
+    assert "hush" not in str(report)
 
 
 def test_an_instance_that_is_not_there(doctor, instance):
