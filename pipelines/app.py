@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from pipelines.doctor_app import doctor
 from pipelines.endings import ended, told
 from pipelines.models_app import models
 from pipelines.options import AsJson, Assignments, Config, Dataset, Resume, Workdir
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 
 app.add_typer(models, name="models")
+app.command()(doctor)
 
 
 @app.command()

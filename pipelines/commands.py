@@ -44,7 +44,7 @@ class Request:
 
 def run(request: Request) -> int:
     """Run a pipeline on this machine, show it, and return the exit code; raises `UserError`."""
-    _require_current_folder()
+    require_current_folder()
     config = load(request)
     if request.resume:
         started = local_run.resumed_run(config, request.workdir, request.resume)
@@ -65,8 +65,8 @@ def run(request: Request) -> int:
     return outcome.exit_code
 
 
-def _require_current_folder() -> None:
-    # The steps look for the user's modules there.
+def require_current_folder() -> None:
+    """Raise a `ConfigError` where there is none: the steps look for the user's modules there."""
     try:
         Path.cwd()
     except FileNotFoundError:

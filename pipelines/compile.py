@@ -6,22 +6,14 @@ The file of the pipeline holds two documents: what KFP runs, and what Kubernetes
 from __future__ import annotations
 
 import json
-import re
 import tempfile
 from pathlib import Path
 
 from kfp import compiler
 
-from components.image import IMAGE
+from components.image import IMAGE, is_image
 from pipelines.training import COMPONENTS, cluster_pipeline
 from trainer.errors import ConfigError, UserError
-
-_IMAGE = re.compile(
-    r"[a-z0-9][a-z0-9._-]*(:\d+)?"  # a host, or the name itself
-    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
-    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
-    re.ASCII,
-)
 
 
 def compile_all(output: Path, image: str, components: Path | None) -> dict[str, str]:
@@ -39,7 +31,7 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
         ConfigError: `image` is not the name of an image.
         UserError: a file cannot be written.
     """
-    if image and not _IMAGE.fullmatch(image):
+    if image and not is_image(image):
         raise ConfigError(
             f"--image {image!r} is not the name of an image: write it as host/name:tag"
         )

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from trainer.errors import UserError
+from trainer.errors import INTERRUPTED, UserError
 
 
 def ended(command: Callable[[], int], as_json: bool) -> NoReturn:
@@ -29,5 +29,6 @@ def told(message: str, code: int, *, as_json: bool) -> int:
         sys.stderr.flush()
     if as_json:
         with suppress(UserError):
-            commands.print_json({"status": "failed", "message": message})
+            status = "interrupted" if code == INTERRUPTED else "failed"
+            commands.print_json({"status": status, "message": message})
     return code

@@ -60,7 +60,8 @@ def connect() -> Connection:
         path = os.environ.get("KUBECONFIG") or None
         config.load_kube_config(config_file=path, client_configuration=found)
         _, active = config.list_kube_config_contexts(config_file=path)
-    except (config.ConfigException, OSError, urllib3.exceptions.HTTPError) as error:
+    # The loader stumbles in many ways over a file that is no kubeconfig.
+    except Exception as error:
         raise UserError(
             f"no Kubernetes API to launch on: {' '.join(str(error).split())}; "
             "run in a cluster, or set KUBECONFIG, or choose cluster.launcher local"

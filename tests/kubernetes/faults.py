@@ -6,6 +6,9 @@ import re
 import threading
 from dataclasses import dataclass, field
 
+# The status of a fault that says nothing until the server ends.
+SILENCE = -1
+
 
 @dataclass(kw_only=True)
 class Fault:

@@ -1,4 +1,4 @@
-"""A small Kubernetes API server over HTTP: TFJobs, pods, logs and events, from a `Store`."""
+"""A small Kubernetes API server over HTTP: jobs, pods, logs, events and more, from a `Store`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.kubernetes.faults import Faults
+from tests.kubernetes.control import Control
+from tests.kubernetes.faults import SILENCE, Faults
 from tests.kubernetes.logs import Logs, stamp
 from tests.kubernetes.store import RefusedError, Store, Tree, selected
 
 PATH = re.compile(
     r"/(?:api/v1|apis/kubeflow\.org/v1)/namespaces/(?P<namespace>[^/]+)"
-    r"/(?P<kind>tfjobs|pods|events)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
+    r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
+    r"|resourcequotas|limitranges)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
 )
 LOOK_SECONDS = 0.5
 
@@ -32,6 +34,7 @@ class Server(ThreadingHTTPServer):
         self.store = Store()
         self.faults = Faults(self.store.changed)
         self.logs = Logs(self.store.changed)
+        self.control = Control(self.store)
         self.requests: list[str] = []
         # Streams end when this number is not any more the one that they began with.
         self.era = 0
@@ -70,6 +73,8 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes: the second would wait 40 ms for the first to be acknowledged.
+    disable_nagle_algorithm = True
     server: Server
 
     def log_message(self, format: str, *args: object) -> None:
@@ -108,7 +113,10 @@ class Handler(BaseHTTPRequestHandler):
         return None
 
     def _fail(self, status: int, headers: dict[str, str]) -> None:
-        if not status:
+        if status == SILENCE:
+            with self.server.store.changed:
+                self.server.store.changed.wait_for(lambda: self.server.closing)
+        if status in (0, SILENCE):
             self.close_connection = True
             return
         words = {"kind": "Status", "code": status, "reason": "Fault", "message": "on demand"}
@@ -129,7 +137,7 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         if not found:
-            raise RefusedError(404, "NotFound", f"no such path: {parts.path}")
+            return self.server.control.answer(self.command, parts.path, body)
         asked = {key: values[0] for key, values in parse_qs(parts.query).items()}
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
         if found["log"]:

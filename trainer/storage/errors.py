@@ -51,7 +51,13 @@ class Unavailable(UserError):  # noqa: N818
 
 
 class Refusal(OSError):  # noqa: N818
-    """A store that is not a file system has refused; the message names reason and remedy."""
+    """A store that is not a file system has refused; the message names reason and remedy.
+
+    Attributes:
+        trouble: a name of `bucket.Trouble`; empty where nobody asked the store what it means.
+    """
+
+    trouble = ""
 
 
 class Silence(Refusal):

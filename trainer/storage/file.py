@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from trainer.errors import UserError
@@ -70,6 +71,11 @@ class FileStore:
         if not os.path.lexists(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         _take_away(path)
+
+    def discard(self, uri: str) -> None:
+        """Remove one file."""
+        with suppress(NotADirectoryError):
+            _path(uri).unlink(missing_ok=True)
 
     def sweep(self, uri: str) -> list[str]:
         """Remove the hidden folders of dead writers."""

@@ -122,6 +122,10 @@ class ObjectStore:
         for paths in (manifests, sorted(below.keys() - set(manifests))):
             in_parallel(lambda path: self._remove(join(uri, path)), paths)
 
+    def discard(self, uri: str) -> None:
+        """Remove one object, which needs no permission to list."""
+        self._remove(uri)
+
     def sweep(self, uri: str) -> list[str]:
         """Remove what no manifest names and nobody is about to name."""
         with self._told(uri):
@@ -220,13 +224,18 @@ class ObjectStore:
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
         if trouble is Trouble.EXISTS:
             return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), uri)
+        refusal = Refusal(self._words(uri, trouble, error))
+        refusal.trouble = trouble.name
+        return refusal
+
+    def _words(self, uri: str, trouble: Trouble, error: Exception) -> str:
         if trouble is Trouble.NO_BUCKET:
             remedy = "create it, or set storage.root to one that exists"
-            return Refusal(f"there is no bucket {self._home}; {remedy}")
+            return f"there is no bucket {self._home}; {remedy}"
         remedy = self._bucket.remedies.get(trouble, "")
         where = self._home if trouble is Trouble.NO_CREDENTIALS else uri
         reason = f"{where}: {trouble.value} ({words(error)})"
-        return Refusal(f"{reason}; {remedy}" if remedy else reason)
+        return f"{reason}; {remedy}" if remedy else reason
 
     def _look_again(self) -> Trouble:
         if self._answered:

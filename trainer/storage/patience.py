@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TypeVar
 
 import tenacity
@@ -22,6 +25,17 @@ _LONGEST = 200
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
+_most: ContextVar[float] = ContextVar("_most", default=math.inf)
+
+
+@contextmanager
+def impatient(seconds: float) -> Iterator[None]:
+    """Let no operation that begins in this block, and this thread, fail for longer, in silence."""
+    before = _most.set(seconds)
+    try:
+        yield
+    finally:
+        _most.reset(before)
 
 
 class Patience:
@@ -34,9 +48,10 @@ class Patience:
         """Take the deadline from the environment; raises `ConfigError` when that is no number."""
         text = os.environ.get(VARIABLE) or str(DEADLINE)
         try:
-            self._seconds = float(text)
+            self._seconds = min(float(text), _most.get())
         except ValueError:
             raise ConfigError(f"{VARIABLE}: {text!r} is not a number of seconds") from None
+        self._tells = math.isinf(_most.get())
         self._good = time.monotonic()
 
     def ask(
@@ -51,7 +66,7 @@ class Patience:
             retry=tenacity.retry_if_exception(passing),
             wait=self._pause,
             stop=lambda _: self._left() <= 0,
-            before_sleep=lambda state: self._tell(where, state),
+            before_sleep=(lambda state: self._tell(where, state)) if self._tells else None,
             reraise=True,
         )
         try:

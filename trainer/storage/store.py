@@ -45,5 +45,8 @@ class Store(Protocol):
     def remove(self, uri: str) -> None:
         """Remove a file, or a directory with all below it, the manifest first."""
 
+    def discard(self, uri: str) -> None:
+        """Remove one file, if it is there, without a look at what else is."""
+
     def sweep(self, uri: str) -> list[str]:
         """Remove what dead writers left at `uri` and below; return the URIs of what was removed."""

@@ -1,0 +1,162 @@
+"""Which checks a configuration asks for, in the order in which they are told."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from components.tfjob.manifest import leading
+from pipelines.doctor import (
+    accounts,
+    configuration,
+    gpus,
+    images,
+    instances,
+    kubernetes_api,
+    machine,
+    named,
+    permissions,
+    place,
+    quota,
+    tfjobs,
+)
+from pipelines.doctor.finding import Check, Finding
+from pipelines.doctor.instances import Instance
+from pipelines.doctor.kubernetes_api import Kubernetes
+from pipelines.doctor.permissions import LAUNCHER, TRAINER, Account
+from pipelines.local_run import root_of
+from pipelines.manifest import document
+from trainer.config import Config
+from trainer.errors import UserError
+from trainer.storage.probe import SILENT, Probe
+
+CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
+GPUS = "GPUs of the cluster"
+# Connecting, failing and removing each have their seconds.
+STORAGE_SECONDS = 16.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What the doctor is to look at.
+
+    Attributes:
+        config: the configuration, or what is wrong with it.
+        workdir: of local runs.
+        instance: the KFP instance.
+        kubernetes: whether to look at the cluster although the launcher is another one.
+        service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
+    """
+
+    config: Config | UserError
+    workdir: Path
+    instance: Instance
+    kubernetes: bool = False
+    service_account: str = ""
+
+
+def checks(asked: Asked) -> list[Check]:
+    """Return all checks."""
+    instance = Check(
+        name="KFP instance",
+        look=lambda: instances.reached(asked.instance),
+        seconds=instances.SECONDS,
+        show=instances.show(asked.instance),
+    )
+    return [*_of_config(asked), instance]
+
+
+def _of_config(asked: Asked) -> Iterator[Check]:
+    config = asked.config
+    if isinstance(config, UserError):
+        said = Finding("fail", str(config), "flotilla doctor --help")
+        yield Check(name=CONFIGURATION, look=lambda: said)
+        for name in ("packages", "storage", API):
+            yield Check(name=name, look=_never, needs=(CONFIGURATION,))
+        yield Check(name="disk", look=partial(machine.disk, asked.workdir))
+        yield Check(name="loopback", look=machine.loopback)
+        return
+    path = [os.getcwd(), *sys.path]
+    yield Check(name=CONFIGURATION, look=lambda: configuration.consistent(config, path))
+    yield from _of_machine(config, asked.workdir)
+    yield _storage(config, asked.workdir)
+    if config.cluster.launcher == "tfjob" or asked.kubernetes:
+        yield from _of_cluster(config, asked.service_account)
+    else:
+        said = Finding("skipped", "cluster.launcher is local; --kubernetes looks all the same")
+        yield Check(name=API, look=lambda: said)
+
+
+def _never() -> Finding:
+    raise AssertionError("what it needs has failed")
+
+
+def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
+    yield Check(name="packages", look=lambda: machine.packages(config))
+    yield Check(name="disk", look=lambda: machine.disk(workdir))
+    yield Check(name="loopback", look=machine.loopback)
+    if config.cluster.launcher == "local" and config.cluster.gpus_per_worker:
+        yield Check(name="GPUs of this machine", look=lambda: machine.gpus(config))
+        if config.cluster.gpus_per_worker * config.cluster.workers > 1:
+            yield Check(name="shared memory", look=machine.shared_memory)
+
+
+def _storage(config: Config, workdir: Path) -> Check:
+    if config.cluster.launcher == "tfjob" and not config.storage.root:
+        said = Finding("skipped", "storage.root is empty: it is the pipeline root of each KFP run")
+        return Check(name="storage", look=lambda: said)
+    root = root_of(config, workdir)
+    try:
+        probe, show = Probe(root), place.remedy_for(root, SILENT)
+    except UserError as error:
+        wrong = Finding("fail", str(error), "flotilla doctor --set storage.root=URI")
+        return Check(name="storage", look=lambda: wrong)
+    return Check(
+        name="storage",
+        look=lambda: place.usable(root, probe),
+        seconds=STORAGE_SECONDS,
+        trace=probe,
+        show=show,
+    )
+
+
+def _of_cluster(config: Config, text: str) -> Iterator[Check]:
+    settings = config.cluster.kubernetes
+    kubernetes = Kubernetes(settings.namespace)
+    tree = document(config)
+
+    def check(name: str, look: Callable[[], Finding]) -> Check:
+        return Check(name=name, look=look, needs=(API,), show=kubernetes_api.SHOW)
+
+    def account() -> Account:
+        return accounts.account_of(text, kubernetes.namespace)
+
+    def of_tasks() -> Finding:
+        name = settings.of(leading(config).role).service_account
+        speaks = Account(kubernetes.namespace, name) if name else account()
+        return permissions.of_account(kubernetes, speaks, TRAINER)
+
+    yield Check(name="image", look=lambda: images.named(tree))
+    yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
+    yield check("namespace", lambda: kubernetes_api.namespace(kubernetes))
+    yield check("TFJob CRD", lambda: tfjobs.served(kubernetes))
+    yield check("permissions of this user", lambda: permissions.of_this_user(kubernetes))
+    yield check(ACCOUNT, lambda: accounts.of_the_ui(kubernetes, text))
+    yield check(
+        "permissions of that account",
+        lambda: permissions.of_account(kubernetes, account(), LAUNCHER),
+    )
+    yield check("permissions of the tasks", of_tasks)
+    yield check("quota", lambda: quota.room(kubernetes, tree))
+    for resource in gpus.devices(tree):
+        title = GPUS if resource == settings.gpu_resource else resource
+        yield check(title, partial(gpus.present, kubernetes, tree, resource))
+    objects = named.named(tree)
+    for kind, title in named.KINDS.items():
+        some = frozenset(each for each in objects if each.kind == kind)
+        if some:
+            yield check(title, partial(named.present, kubernetes, kind, some))

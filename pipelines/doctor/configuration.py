@@ -1,0 +1,95 @@
+"""What a configuration can be wrong about although each key is right; no TensorFlow is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.machinery import PathFinder
+from pathlib import Path, PurePosixPath
+
+from components.tfjob.manifest import replicas
+from pipelines.doctor.finding import Finding
+from trainer import storage
+from trainer.config import Config
+from trainer.topology import topology_of
+
+_SERVER = re.compile(r"ps:(\d+)")
+
+
+def consistent(config: Config, path: list[str]) -> Finding:
+    """Check what the keys say together.
+
+    Args:
+        config: the configuration, each key of which is right.
+        path: where Python looks for the user's own modules.
+    """
+    for message, remedy in _contradictions(config, path):
+        return Finding("fail", message, remedy)
+    tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
+    return Finding("ok", f"{config.name}: {config.training.strategy} with {tasks}")
+
+
+def _contradictions(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
+    if config.cluster.launcher == "tfjob":
+        yield from _of_a_job(config)
+    yield from _of_placement(config)
+    yield from _of_modules(config, path)
+    folder = config.data.manual_dir
+    if folder and not Path(folder).is_dir():
+        yield f"data.manual_dir: there is no folder {folder}", _setting("data.manual_dir=FOLDER")
+
+
+def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
+    for key in ("in_process", "existing_servers"):
+        if getattr(config.cluster, key):
+            said = f"cluster.{key}: not with cluster.launcher tfjob"
+            yield said, _setting(f"cluster.{key}=false")
+    root = config.storage.root
+    here = storage.local_path(root) if root else None
+    if here:
+        place = PurePosixPath(here)
+        settings = config.cluster.kubernetes
+        without = [
+            role
+            for role in replicas(config)
+            if not any(
+                place.is_relative_to(volume.mount_path) for volume in settings.of(role).volumes
+            )
+        ]
+        if without:
+            said = (
+                f"storage.root: {root} is a folder, which the pods of {', '.join(without)} do not "
+                "share; name a bucket, or a volume of cluster.kubernetes.pod.volumes above it"
+            )
+            yield said, _setting("storage.root=gs://BUCKET")
+
+
+def _of_placement(config: Config) -> Iterator[tuple[str, str]]:
+    servers = config.cluster.parameter_servers
+    if not topology_of(config.training.strategy).servers:
+        return
+    for glob, name in config.cluster.placement.items():
+        found = _SERVER.fullmatch(name)
+        if not found or int(found[1]) >= servers:
+            said = (
+                f"cluster.placement: {glob!r} is on {name!r}; it has to be ps:0 to ps:{servers - 1}"
+            )
+            yield said, _setting(f"cluster.placement={{{glob}: ps:0}}")
+
+
+def _of_modules(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
+    named = {
+        "data.dataset": config.data.dataset,
+        "model.name": config.model.name,
+        "training.strategy": config.training.strategy,
+    }
+    for key, value in named.items():
+        module, colon, _ = value.partition(":")
+        top = module.partition(".")[0]
+        if colon and PathFinder.find_spec(top, path) is None:
+            said = f"{key}: {value} names the module {top}, which is nowhere on Python's path"
+            yield said, f"PYTHONPATH=FOLDER flotilla doctor --set {key}={value}"
+
+
+def _setting(assignment: str) -> str:
+    return f"flotilla doctor --set '{assignment}'"

@@ -1,0 +1,130 @@
+"""Run the checks: side by side, each with a deadline, so that none hides or holds up another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from pipelines.doctor.finding import Check, Finding, Trace
+from trainer.errors import RunInterruptedError, UserError
+from trainer.interrupts import on_interrupt
+
+# For what a check has left to be removed, when it was interrupted or did not come to its end.
+TIDY_SECONDS = 8.0
+# Of these, for the check to remove it by itself.
+ENDING_SECONDS = 2.0
+Tell = Callable[[Check, Finding], None]
+
+
+def examine(checks: Sequence[Check], tell: Tell) -> list[Finding]:
+    """Run all checks and return what they found, in their order.
+
+    Args:
+        checks: those that others need come first.
+        tell: is called with each check and its finding, in that order, as soon as they are known.
+
+    Raises:
+        RunInterruptedError: SIGINT or SIGTERM came; what checks had left is removed.
+    """
+    found: dict[str, Finding] = {}
+    told = 0
+    with on_interrupt(_interrupted):
+        while told < len(checks):
+            wave = [
+                each
+                for each in checks
+                if each.name not in found and all(need in found for need in each.needs)
+            ]
+            ready = [each for each in wave if not _lacking(each, found)]
+            found |= {each.name: _skipped(each, found) for each in wave if each not in ready}
+            found |= _side_by_side(ready)
+            while told < len(checks) and checks[told].name in found:
+                tell(checks[told], found[checks[told].name])
+                told += 1
+    return [found[each.name] for each in checks]
+
+
+def _interrupted() -> None:
+    raise RunInterruptedError("interrupted")
+
+
+def _lacking(check: Check, found: dict[str, Finding]) -> list[str]:
+    return [need for need in check.needs if found[need].state in ("fail", "skipped")]
+
+
+def _skipped(check: Check, found: dict[str, Finding]) -> Finding:
+    lacking = _lacking(check, found)
+    return Finding("skipped", f"it needs {', '.join(lacking)}")
+
+
+class _Look:
+    """One check in a thread of its own, which nobody waits for when it is late."""
+
+    def __init__(self, check: Check) -> None:
+        self.check = check
+        self._finding: Finding | None = None
+        self._until = time.monotonic() + check.seconds
+        self._thread = threading.Thread(target=self._work, name=check.name, daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._finding = self.check.look()
+        except UserError as error:
+            self._finding = Finding("fail", str(error), self.check.show)
+        except Exception as error:
+            words = " ".join(str(error).split())
+            said = f"the check itself failed: {type(error).__name__}: {words}"
+            self._finding = Finding("fail", said, self.check.show)
+
+    def finding(self) -> Finding:
+        self._thread.join(max(0.0, self._until - time.monotonic()))
+        late = f"no answer in {self.check.seconds:g} s"
+        return self._finding or Finding("fail", late, self.check.show)
+
+    def tidy(self, until: float) -> str:
+        """Have removed what the check has left; return what could not be."""
+        trace = self.check.trace
+        if trace is None:
+            return ""
+        trace.stop()
+        if self._thread.ident is None:
+            return ""
+        self._thread.join(min(ENDING_SECONDS, max(0.0, until - time.monotonic())))
+        if trace.is_left:
+            # The check itself hangs in another request; this one may get through.
+            second = threading.Thread(target=_removed, args=(trace,), daemon=True)
+            second.start()
+            second.join(max(0.0, until - time.monotonic()))
+        return trace.uri if trace.is_left else ""
+
+
+def _removed(trace: Trace) -> None:
+    with suppress(OSError, UserError):
+        trace.remove()
+
+
+def _side_by_side(checks: Sequence[Check]) -> dict[str, Finding]:
+    looks = [_Look(check) for check in checks]
+    try:
+        for look in looks:
+            look.start()
+        found = {look.check.name: look.finding() for look in looks}
+        left = _tidied(looks)
+    except RunInterruptedError:
+        words = "".join(f"; {uri} may be left, remove it" for uri in _tidied(looks).values())
+        raise RunInterruptedError(f"interrupted{words}") from None
+    for name, uri in left.items():
+        was = found[name]
+        found[name] = Finding("fail", f"{was.message}; {uri} may be left, remove it", was.remedy)
+    return found
+
+
+def _tidied(looks: Sequence[_Look]) -> dict[str, str]:
+    until = time.monotonic() + TIDY_SECONDS
+    left = {look.check.name: look.tidy(until) for look in looks}
+    return {name: uri for name, uri in left.items() if uri}

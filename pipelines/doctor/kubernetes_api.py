@@ -1,0 +1,172 @@
+"""The Kubernetes API, asked with short patience: what it answers is data, silence is an error."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import urllib3
+
+from components.tfjob.connection import Connection, connect
+from pipelines.doctor.finding import Finding
+from trainer.errors import UserError
+
+Tree = dict[str, Any]
+_TIMEOUT = urllib3.Timeout(connect=3, read=5)
+_MOST_WORDS = 200
+SHOW = "kubectl cluster-info"
+
+
+class NoAnswerError(UserError):
+    """The API is not there, or says nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What the API has answered."""
+
+    status: int
+    tree: Tree
+
+    @property
+    def is_good(self) -> bool:
+        """Whether it did what was asked."""
+        return self.status < HTTPStatus.MULTIPLE_CHOICES
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether there is no such thing."""
+        return self.status == HTTPStatus.NOT_FOUND
+
+    @property
+    def is_forbidden(self) -> bool:
+        """Whether a permission is missing."""
+        return self.status == HTTPStatus.FORBIDDEN
+
+    @property
+    def items(self) -> list[Tree]:
+        """Return the objects of a list."""
+        found: list[Tree] = self.tree.get("items") or []
+        return found
+
+    @property
+    def words(self) -> str:
+        """Return what the API says of it, in one line."""
+        said = " ".join(str(self.tree.get("message") or "").split())[:_MOST_WORDS]
+        return f"HTTP {self.status}" + (f", {said}" if said else "")
+
+
+class Kubernetes:
+    """The API to which the configuration of this machine, or of this pod, leads."""
+
+    def __init__(self, namespace: str) -> None:
+        """Ask nothing yet; an empty namespace is that of the context."""
+        self._namespace = namespace
+        self._connection: Connection | None = None
+        self._pool: urllib3.PoolManager | None = None
+
+    def open(self) -> None:
+        """Find out where the API is, and as whom to ask; raises `UserError`."""
+        connection = connect()
+        self._pool = connection.pool()
+        self._connection = connection
+
+    @property
+    def namespace(self) -> str:
+        """Return where the job is to run."""
+        assert self._connection
+        return self._namespace or self._connection.namespace
+
+    @property
+    def host(self) -> str:
+        """Return the address of the API."""
+        assert self._connection
+        return str(self._connection.configuration.host)
+
+    def get(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
+        """Return the answer to a GET; raises `NoAnswerError`."""
+        return self._ask("GET", f"{path}?{urlencode(query)}" if query else path, None)
+
+    def find(self, kind: str, name: str = "") -> Answer:
+        """Return an object of the namespace, or all of a kind; raises `NoAnswerError`."""
+        path = f"/api/v1/namespaces/{quote(self.namespace)}/{kind}"
+        return self.get(f"{path}/{quote(name)}" if name else path)
+
+    def post(self, path: str, body: Tree) -> Answer:
+        """Return the answer to a question that is asked by POST; raises `NoAnswerError`."""
+        return self._ask("POST", path, body)
+
+    def _ask(self, method: str, path: str, body: Tree | None) -> Answer:
+        assert self._connection
+        assert self._pool
+        try:
+            answer = self._pool.request(
+                method,
+                f"{self.host}{path}",
+                body=None if body is None else json.dumps(body),
+                headers={**self._connection.headers(), "Content-Type": "application/json"},
+                timeout=_TIMEOUT,
+                retries=False,
+            )
+        except urllib3.exceptions.HTTPError as error:
+            words = " ".join(str(error).split())[:_MOST_WORDS]
+            raise NoAnswerError(f"{self.host} does not answer {method} {path}: {words}") from None
+        try:
+            tree = json.loads(answer.data)
+        except ValueError:
+            tree = {"message": "not the answer of a Kubernetes API"}
+        return Answer(status=answer.status, tree=tree if isinstance(tree, dict) else {})
+
+
+def told(answer: Answer, what: str, command: str) -> Finding:
+    """Return the finding for an answer that is neither what was asked for nor its absence.
+
+    Args:
+        answer: the answer.
+        what: what was asked for.
+        command: shows, or mends, it.
+    """
+    if answer.is_forbidden:
+        return Finding("warn", f"may not look at {what} ({answer.words})", command)
+    return Finding("fail", f"cannot look at {what} ({answer.words})", command)
+
+
+def answers(kubernetes: Kubernetes) -> Finding:
+    """Check that the API answers, and knows who asks."""
+    try:
+        kubernetes.open()
+    except UserError as error:
+        return Finding("fail", str(error), "kubectl config get-contexts")
+    try:
+        answer = kubernetes.get("/version")
+    except NoAnswerError as error:
+        return Finding("fail", str(error), SHOW)
+    if answer.status == HTTPStatus.UNAUTHORIZED:
+        said = f"{kubernetes.host} does not know who asks, or no longer ({answer.words})"
+        return Finding("fail", f"{said}: renew the login", "kubectl auth whoami")
+    if answer.is_forbidden:
+        said = f"{kubernetes.host} answers, but does not tell its version ({answer.words})"
+        return Finding("warn", said, "kubectl auth whoami")
+    if not answer.is_good or "gitVersion" not in answer.tree:
+        said = f"{kubernetes.host} is no Kubernetes API ({answer.words})"
+        return Finding("fail", said, SHOW)
+    return Finding("ok", f"{answer.tree['gitVersion']} at {kubernetes.host}")
+
+
+def namespace(kubernetes: Kubernetes) -> Finding:
+    """Check that the namespace of the job is there."""
+    name = kubernetes.namespace
+    answer = kubernetes.get(f"/api/v1/namespaces/{quote(name)}")
+    if answer.is_missing:
+        return Finding("fail", f"there is no namespace {name}", f"kubectl create namespace {name}")
+    if not answer.is_good:
+        return told(answer, f"the namespace {name}", f"kubectl get namespace {name}")
+    phase = answer.tree.get("status", {}).get("phase", "Active")
+    if phase != "Active":
+        said = f"{name} is {phase}: nothing can be made there"
+        return Finding("fail", said, f"kubectl get namespace {name} --output yaml")
+    return Finding("ok", name)

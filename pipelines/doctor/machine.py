@@ -1,0 +1,87 @@
+"""What this machine has to have for runs on it; nothing heavy is imported to find out."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from glob import glob
+from importlib.util import find_spec
+from pathlib import Path
+
+from pipelines.doctor.finding import Finding, State
+from trainer.config import Config
+
+# Less than that and a run of the embedded dataset does not end; less than the second is soon full.
+LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
+# NCCL gives up in the 64 MiB that a container has by default.
+SHARED_MEMORY = Path("/dev/shm")
+LEAST_SHARED_BYTES = 256 << 20
+_PACKAGES = ("tensorflow", "keras", "tensorflow_datasets", "sklearn", "kfp", "google.cloud.storage")
+
+
+def packages(config: Config, names: tuple[str, ...] = _PACKAGES) -> Finding:
+    """Check that what a run imports is installed."""
+    wanted = [*names]
+    if config.storage.root.startswith(("s3://", "minio://")):
+        wanted.append("boto3")
+    if any(form.startswith("tflite") for form in config.export.formats):
+        wanted.append("ai_edge_litert")
+    missing = [name for name in wanted if not _is_there(name)]
+    if missing:
+        extra = "[s3]" if "boto3" in missing else ""
+        return Finding("fail", f"not installed: {', '.join(missing)}", f"pip install '.{extra}'")
+    return Finding("ok", ", ".join(wanted))
+
+
+def _is_there(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def disk(workdir: Path) -> Finding:
+    """Check that there is room below the workdir, or where it would be made."""
+    folder = next(
+        each for each in (workdir.absolute(), *workdir.absolute().parents) if each.exists()
+    )
+    free = shutil.disk_usage(folder).free
+    said = f"{free / 2**30:.1f} GiB free at {folder}"
+    if free < FEW_BYTES:
+        state: State = "fail" if free < LEAST_BYTES else "warn"
+        return Finding(state, f"{said}: free some, or choose another --workdir", "flotilla gc")
+    return Finding("ok", said)
+
+
+def loopback() -> Finding:
+    """Check that tasks can listen on, and reach, a port of 127.0.0.1."""
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname()[:2], timeout=5).close()
+    except OSError as error:
+        said = f"tasks cannot reach each other on 127.0.0.1: {error.strerror or error}"
+        return Finding("fail", said, "ip link set lo up")
+    return Finding("ok", "ports of 127.0.0.1 can be opened and reached")
+
+
+def gpus(config: Config) -> Finding:
+    """Check that this machine has the GPUs of which local workers are to be given some."""
+    asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
+    if not has:
+        said = f"cluster.gpus_per_worker is {asked} and there is no GPU: a run would do without"
+        return Finding("warn", said, "nvidia-smi")
+    if asked > has:
+        said = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
+        return Finding("fail", said, f"flotilla doctor --set cluster.gpus_per_worker={has}")
+    return Finding("ok", f"{has} GPUs")
+
+
+def shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
+    """Check the memory by which NCCL joins the GPUs of one machine."""
+    if not folder.is_dir():
+        return Finding("fail", f"there is no {folder}", f"mount -t tmpfs tmpfs {folder}")
+    total = shutil.disk_usage(folder).total
+    said = f"{folder} has {total >> 20} MiB"
+    if total < LEAST_SHARED_BYTES:
+        return Finding("warn", f"{said}, too little for NCCL", f"mount -o remount,size=2G {folder}")
+    return Finding("ok", said)

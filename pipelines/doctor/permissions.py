@@ -1,0 +1,157 @@
+"""Who may do what the launcher, and the guard beside the leading task, do.
+
+The Kubernetes API is asked itself, one permission at a time, for the user who asks and for the
+service accounts as whom steps and tasks speak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+from components.tfjob.names import GROUP, PLURAL
+from pipelines.doctor.finding import Finding
+from pipelines.doctor.kubernetes_api import Answer, Kubernetes, Tree
+
+_REVIEWS = "/apis/authorization.k8s.io/v1"
+_WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+FILE = "deploy/rbac.yaml"
+LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
+
+
+@dataclass(frozen=True)
+class Permission:
+    """One verb on one kind of object; without an optional one a run goes on."""
+
+    verb: str
+    resource: str
+    group: str = ""
+    is_optional: bool = False
+
+    def __str__(self) -> str:
+        """Write it as `kubectl auth can-i` takes it."""
+        resource, _, part = self.resource.partition("/")
+        named = f"{resource}.{self.group}" if self.group else resource
+        return f"{self.verb} {named}" + (f"/{part}" if part else "")
+
+    def attributes(self, namespace: str) -> Tree:
+        """Return it as the API takes it."""
+        resource, _, part = self.resource.partition("/")
+        named = {"verb": self.verb, "group": self.group, "resource": resource}
+        return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
+
+
+# What deploy/rbac.yaml grants, role by role.
+NEEDED = {
+    LAUNCHER: (
+        *(
+            Permission(verb, PLURAL, GROUP)
+            for verb in ("create", "delete", "get", "list", "patch", "watch")
+        ),
+        *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
+        Permission("get", "pods/log"),
+        # A report of a failure leaves the events out.
+        Permission("list", "events", is_optional=True),
+    ),
+    # An abandoned job ends by its deadline alone.
+    TRAINER: tuple(Permission(verb, PLURAL, GROUP, is_optional=True) for verb in ("delete", "get")),
+}
+
+
+@dataclass(frozen=True)
+class Account:
+    """A service account."""
+
+    namespace: str
+    name: str
+
+    @property
+    def user(self) -> str:
+        """Return the name as which it is known to the API."""
+        return f"system:serviceaccount:{self.namespace}:{self.name}"
+
+
+def of_this_user(kubernetes: Kubernetes) -> Finding:
+    """Check that whoever asks may launch a job."""
+    user = _name_of_this_user(kubernetes)
+    answers = _reviews(kubernetes, "selfsubjectaccessreviews", {}, NEEDED[LAUNCHER])
+    if isinstance(answers, Answer):
+        said = f"the API does not tell what {user or 'this user'} may do ({answers.words})"
+        return Finding(
+            "fail", said, f"kubectl auth can-i --list --namespace {kubernetes.namespace}"
+        )
+    return _judged(kubernetes, user, LAUNCHER, answers)
+
+
+def of_account(kubernetes: Kubernetes, account: Account, role: str) -> Finding:
+    """Check that a service account has what a role of deploy/rbac.yaml grants."""
+    groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
+    subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
+    answers = _reviews(kubernetes, "subjectaccessreviews", subject, NEEDED[role])
+    if isinstance(answers, Answer):
+        said = f"may not ask what {account.user} may do ({answers.words})"
+        return Finding("warn", f"{said}; ask for each", _can_i(kubernetes, account, role))
+    return _judged(kubernetes, account.user, role, answers)
+
+
+def _reviews(
+    kubernetes: Kubernetes, kind: str, subject: Tree, needed: Sequence[Permission]
+) -> dict[Permission, bool] | Answer:
+    """Return which permissions are there, or the answer of an API that does not say."""
+    found: dict[Permission, bool] = {}
+    for permission in needed:
+        attributes = permission.attributes(kubernetes.namespace)
+        body = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": {"selfsubjectaccessreviews": "SelfSubjectAccessReview"}.get(
+                kind, "SubjectAccessReview"
+            ),
+            "spec": {"resourceAttributes": attributes, **subject},
+        }
+        answer = kubernetes.post(f"{_REVIEWS}/{kind}", body)
+        if not answer.is_good:
+            return answer
+        found[permission] = bool(answer.tree.get("status", {}).get("allowed"))
+    return found
+
+
+def _judged(
+    kubernetes: Kubernetes, user: str, role: str, answers: dict[Permission, bool]
+) -> Finding:
+    who, where = user or "this user", kubernetes.namespace
+    missing = [permission for permission, allowed in answers.items() if not allowed]
+    if not missing:
+        return Finding("ok", f"{who} may do in {where} all that {role} of {FILE} grants")
+    words = ", ".join(map(str, missing))
+    fatal = any(not permission.is_optional for permission in missing)
+    said = f"{who} may not in {where}: {words}"
+    return Finding("fail" if fatal else "warn", said, _granting(where, user, role))
+
+
+def _granting(namespace: str, user: str, role: str) -> str:
+    """Return the commands that make the role and bind a user to it."""
+    if user.startswith("system:serviceaccount:"):
+        *_, its_namespace, name = user.split(":")
+        subject = f"--serviceaccount {its_namespace}:{name}"
+    else:
+        name = "user"
+        subject = f"--user '{user or 'USER'}'"
+    return (
+        f"kubectl apply --namespace {namespace} --filename {FILE} && kubectl create rolebinding "
+        f"{role}-{name} --namespace {namespace} --role {role} {subject}"
+    )
+
+
+def _can_i(kubernetes: Kubernetes, account: Account, role: str) -> str:
+    first = next(iter(NEEDED[role]))
+    return f"kubectl auth can-i {first} --namespace {kubernetes.namespace} --as {account.user}"
+
+
+def _name_of_this_user(kubernetes: Kubernetes) -> str:
+    """Return as whom we ask, and nothing where the API does not say (Kubernetes before 1.28)."""
+    body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
+    answer = kubernetes.post(_WHO, body)
+    if answer.status not in (HTTPStatus.OK, HTTPStatus.CREATED):
+        return ""
+    return str(answer.tree.get("status", {}).get("userInfo", {}).get("username") or "")

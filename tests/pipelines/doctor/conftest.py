@@ -1,0 +1,81 @@
+"""A scripted cluster, a folder to stand in, and the doctor as a person calls it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import access, app
+from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
+
+RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"
+IMAGE = "cluster.kubernetes.pod.image=registry.example.com/flotilla:1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What the doctor said."""
+
+    code: int
+    lines: list[str]
+    told: dict[str, Any]
+    err: str
+
+    def __getitem__(self, name: str) -> dict[str, str]:
+        [found] = [each for each in self.told["checks"] if each["name"] == name]
+        return found
+
+    def states(self) -> dict[str, str]:
+        return {each["name"]: each["state"] for each in self.told["checks"]}
+
+    def failed(self) -> list[str]:
+        return [name for name, state in self.states().items() if state == "fail"]
+
+
+Doctor = Callable[..., Report]
+
+
+@pytest.fixture
+def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
+    """Call `flotilla doctor --json`; `settings` are `--set` texts."""
+    home = tmp_path / "home"
+    home.mkdir()
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(access, "TOKEN_VOLUME", tmp_path / "no-volume")
+
+    def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
+        sets = [word for each in settings for word in ("--set", each)]
+        code = app.called(["doctor", "--json", *options, *sets])
+        out, err = capsys.readouterr()
+        *lines, last = out.splitlines()
+        return Report(code=code, lines=lines, told=json.loads(last), err=err)
+
+    return call
+
+
+@pytest.fixture
+def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
+    """A cluster where nothing is wrong."""
+    with cluster(tmp_path) as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
+        made.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "pipeline-runner"}})
+        yield made
+
+
+@pytest.fixture
+def of_job(doctor) -> Doctor:
+    """Call the doctor for a TFJob that stores nothing of its own."""
+
+    def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
+        return doctor("cluster.launcher=tfjob", IMAGE, *settings, options=options)
+
+    return call
+
+
+def content(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*")}

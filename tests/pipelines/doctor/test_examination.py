@@ -1,0 +1,192 @@
+"""Checks run side by side: none hides another, and none is waited for longer than its deadline."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+
+from pipelines.doctor import examination
+from pipelines.doctor.examination import examine
+from pipelines.doctor.finding import Check, Finding
+from trainer.errors import RunInterruptedError, UserError
+
+OK = Finding("ok", "fine")
+
+
+def looked(checks):
+    told = []
+    found = examine(checks, lambda check, finding: told.append((check.name, finding)))
+    assert told == [(check.name, each) for check, each in zip(checks, found, strict=True)]
+    return {name: (finding.state, finding.message) for name, finding in told}
+
+
+def failing(error):
+    def look():
+        raise error
+
+    return look
+
+
+@pytest.fixture
+def release():
+    """Lets the checks of a test go that hang."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+class Mark:
+    """What a check leaves; `stuck` keeps the check from removing it, `firm` everyone."""
+
+    uri = "gs://b/doctor-1"
+
+    def __init__(self, release, *, firm=False):
+        self.is_left = True
+        self.stopped = threading.Event()
+        self._release = release
+        self._firm = firm
+
+    def stop(self):
+        self.stopped.set()
+
+    def remove(self):
+        if self._firm:
+            raise PermissionError("no")
+        self.is_left = False
+
+    def hang(self):
+        self._release.wait(60)
+        return OK
+
+    def wait_for_stop(self):
+        self.stopped.wait(60)
+        self.is_left = False
+        return OK
+
+
+def test_what_a_check_raises_is_a_finding_and_hides_nothing():
+    found = looked(
+        [
+            Check(name="a", look=failing(UserError("mend it"))),
+            Check(name="b", look=failing(KeyError("bug\nhere"))),
+            Check(name="c", look=lambda: OK),
+        ]
+    )
+    assert found == {
+        "a": ("fail", "mend it"),
+        "b": ("fail", "the check itself failed: KeyError: 'bug\\nhere'"),
+        "c": ("ok", "fine"),
+    }
+
+
+def test_where_a_check_finds_nothing_the_command_shows_more(release):
+    looks = {
+        "a": failing(UserError("")),
+        "b": failing(KeyError()),
+        "c": lambda: release.wait(60) and OK,
+        "d": lambda: OK,
+    }
+    checks = [Check(name=n, look=look, seconds=1, show="ls") for n, look in looks.items()]
+    found = examine(checks, lambda *_: None)
+    assert [each.remedy for each in found] == ["ls", "ls", "ls", ""]
+
+
+def test_what_needs_a_check_that_failed_is_not_looked_at():
+    found = looked(
+        [
+            Check(name="a", look=lambda: Finding("fail", "")),
+            Check(name="b", look=failing(AssertionError()), needs=("a",)),
+            Check(name="c", look=failing(AssertionError()), needs=("b",)),
+            Check(name="d", look=lambda: Finding("warn", "")),
+            Check(name="e", look=lambda: OK, needs=("d",)),
+        ]
+    )
+    assert [state for state, _ in found.values()] == ["fail", "skipped", "skipped", "warn", "ok"]
+    assert found["c"][1] == "it needs b"
+
+
+def test_one_that_hangs_is_given_up(release):
+    found = looked(
+        [
+            Check(name="a", look=lambda: release.wait(60) and OK, seconds=0.2),
+            Check(name="b", look=lambda: OK),
+            Check(name="c", look=failing(AssertionError()), needs=("a",)),
+            Check(name="d", look=lambda: OK, needs=("b",)),
+        ]
+    )
+    assert found == {
+        "a": ("fail", "no answer in 0.2 s"),
+        "b": ("ok", "fine"),
+        "c": ("skipped", "it needs a"),
+        "d": ("ok", "fine"),
+    }
+
+
+def test_checks_look_at_the_same_time():
+    both = threading.Barrier(2)
+
+    def look():
+        both.wait(30)
+        return OK
+
+    found = looked([Check(name=name, look=look) for name in "ab"])
+    assert {state for state, _ in found.values()} == {"ok"}
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(examination, "TIDY_SECONDS", 1.0)
+    monkeypatch.setattr(examination, "ENDING_SECONDS", 0.1)
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("firm", [False, True])
+def test_what_a_check_that_hangs_has_left_is_removed_or_named(release, firm):
+    mark = Mark(release, firm=firm)
+    found = looked([Check(name="a", look=mark.hang, seconds=0.1, trace=mark)])
+    assert mark.is_left == firm
+    word = "; gs://b/doctor-1 may be left, remove it" if firm else ""
+    assert found["a"] == ("fail", f"no answer in 0.1 s{word}")
+
+
+def interrupted(check):
+    """Look, and interrupt as soon as the check has begun."""
+    begun = threading.Event()
+    look = check.look
+
+    def announced():
+        begun.set()
+        return look()
+
+    def interrupt():
+        begun.wait(60)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    announcing = Check(name=check.name, look=announced, seconds=60, trace=check.trace)
+    with pytest.raises(RunInterruptedError) as caught:
+        looked([announcing])
+    interrupting.join()
+    return str(caught.value)
+
+
+def test_an_interrupt_lets_a_check_tidy_up_by_itself(release):
+    mark = Mark(release)
+    assert interrupted(Check(name="a", look=mark.wait_for_stop, trace=mark)) == "interrupted"
+    assert not mark.is_left
+
+
+@pytest.mark.usefixtures("hasty")
+@pytest.mark.parametrize("firm", [False, True])
+def test_an_interrupt_does_not_wait_for_a_check_that_hangs(release, firm):
+    mark = Mark(release, firm=firm)
+    said = interrupted(Check(name="a", look=mark.hang, trace=mark))
+    assert said.startswith("interrupted")
+    assert (mark.is_left, mark.uri in said) == (firm, firm)
+
+
+def test_an_interrupt_without_traces_ends_at_once(release):
+    assert interrupted(Check(name="a", look=lambda: release.wait(60) and OK)) == "interrupted"

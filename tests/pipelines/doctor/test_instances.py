@@ -1,0 +1,113 @@
+"""The KFP instance, where one is named."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+
+class Instance(ThreadingHTTPServer):
+    """Answers every GET with one document."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.status, self.told = 200, {"tag_name": "2.17.0", "multi_user": False}
+        self.asked: list[str] = []
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Instance
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.headers.get("Authorization", ""))
+        text = json.dumps(self.server.told).encode()
+        self.send_response(self.server.status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def instance() -> Iterator[Instance]:
+    with Instance() as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def of(report):
+    return report["KFP instance"]
+
+
+def test_an_instance_tells_its_version(doctor, instance):
+    report = doctor(options=("--endpoint", instance.url))
+    assert (report.code, of(report)["state"]) == (0, "ok")
+    assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
+
+
+def test_a_token_is_sent_and_never_told(doctor, instance, tmp_path):
+    (tmp_path / "token").write_text("ey-secret", encoding="utf-8")
+    instance.status = 401
+    options = ("--endpoint", instance.url, "--token-file", str(tmp_path / "token"))
+    report = doctor(options=options)
+    assert set(instance.asked) == {"Bearer ey-secret"}
+    assert of(report)["state"] == "fail"
+    assert "ey-secret" not in str(report)
+
+
+def test_the_endpoint_of_the_environment(doctor, instance, monkeypatch):
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+    assert of(doctor())["state"] == "ok"
+
+
+def test_an_instance_that_keeps_its_version_for_itself(doctor, instance):
+    instance.told = {}
+    found = of(doctor(options=("--endpoint", instance.url)))
+    assert (found["state"], found["remedy"]) == (
+        "warn", f"curl --include {instance.url}/apis/v2beta1/healthz",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("status", [401, 403, 500])
+def test_an_instance_that_refuses(doctor, instance, status):
+    instance.status = status
+    report = doctor(options=("--endpoint", instance.url))
+    assert report.failed() == ["KFP instance"]
+    assert str(status) in of(report)["message"]
+    assert of(report)["remedy"].startswith("curl --include")
+
+
+def test_a_password_in_the_endpoint_is_not_repeated(doctor):
+    report = doctor(options=("--endpoint", "http://me:hush@127.0.0.1:1"))
+    assert report.failed() == ["KFP instance"]
+    assert "hush" not in str(report)
+
+
+def test_an_instance_that_is_not_there(doctor, instance):
+    instance.shutdown()
+    instance.server_close()
+    report = doctor(options=("--endpoint", instance.url))
+    assert (report.code, report.failed()) == (1, ["KFP instance"])
+
+
+def test_an_endpoint_that_is_none(doctor):
+    report = doctor(options=("--endpoint", "ftp://kfp"))
+    assert (report.code, report.failed()) == (1, ["KFP instance"])
+    assert "is not the URL of a KFP instance" in of(report)["message"]
+
+
+def test_without_an_instance_the_option_is_named(doctor):
+    assert of(doctor())["state"] == "skipped"
+    assert "give --endpoint" in of(doctor())["message"]

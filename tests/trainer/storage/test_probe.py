@@ -1,0 +1,173 @@
+"""A probe says what a place lacks, and leaves nothing."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+
+import pytest
+
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from trainer import storage
+from trainer.storage import patience
+from trainer.storage.probe import Probe, Unfit
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    monkeypatch.setattr("trainer.storage.probe.SECONDS", 0.3)
+
+
+def unfit(probe):
+    with pytest.raises(Unfit) as caught:
+        probe.examine()
+    return caught.value
+
+
+def test_a_place_that_is_fit_holds_nothing_afterwards(place):
+    probe = Probe(place.root)
+    probe.examine()
+    assert not probe.is_left
+    assert place.content(place.root) == {}
+
+
+def test_what_stands_there_stays(place):
+    other = storage.join(place.root, "other")
+    place.put(other, b"mine")
+    Probe(place.root).examine()
+    assert place.content(place.root) == {"other": b"mine"}
+
+
+def test_no_two_probes_share_a_name(place):
+    assert Probe(place.root).uri != Probe(place.root).uri
+
+
+def test_folders_that_were_made_go_again(tmp_path):
+    (tmp_path / "a").mkdir()
+    Probe(storage.uri_of(tmp_path / "a" / "b" / "c")).examine()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "a"]
+
+
+def test_a_folder_that_somebody_uses_meanwhile_stays(tmp_path):
+    probe = Probe(storage.uri_of(tmp_path / "a" / "b"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "other").touch()
+    probe.examine()
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / "other"]
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path):
+    (tmp_path / "a").write_text("x")
+    error = unfit(Probe(storage.uri_of(tmp_path / "a" / "b")))
+    assert (error.trouble, error.actions[0]) == ("FILES", "write")
+    assert (tmp_path / "a").read_text() == "x"
+
+
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_bucket_that_is_not_there(scheme, request):
+    request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    error = unfit(Probe(f"{scheme}://{bucket_name()}/k"))
+    assert (error.trouble, error.actions) == ("NO_BUCKET", ("write",))
+
+
+@pytest.mark.parametrize("method", ["POST|PUT", "GET", "DELETE"])
+def test_a_permission_that_is_missing(bucket, method):
+    for each in method.split("|"):
+        bucket.plan.add(Fault(403, method=each, times=99))
+    error = unfit(Probe(bucket.root))
+    expected = {"POST|PUT": ("write",), "GET": ("read", "list"), "DELETE": ("delete",)}
+    assert (error.trouble, error.actions) == ("DENIED", expected[method])
+    assert len(bucket.content(bucket.root)) == (method == "DELETE")
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_store_that_is_not_there_is_not_waited_for(bucket, caplog):
+    bucket.plan.add(Fault("drop", times=10**6))
+    probe = Probe(bucket.root)
+    error = unfit(probe)
+    assert (error.trouble, error.actions) == ("SILENT", ("write", "delete"))
+    # Nobody knows whether it was written.
+    assert probe.is_left
+    assert caplog.records == []
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_was_written_is_removed_when_the_answer_was_lost(bucket):
+    for method in ("POST", "PUT"):
+        bucket.plan.add(Fault("lose", method=method, times=10**6))
+    probe = Probe(bucket.root)
+    assert unfit(probe).actions == ("write",)
+    assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
+
+
+def test_a_short_trouble_is_passed_over(bucket):
+    bucket.plan.add(Fault(503, times=2))
+    Probe(bucket.root).examine()
+    assert bucket.content(bucket.root) == {}
+
+
+def test_a_probe_that_is_stopped_removes_what_it_wrote(bucket):
+    probe = Probe(bucket.root)
+    asked = []
+
+    def before(request):
+        asked.append(request.split()[0])
+        probe.stop()
+
+    bucket.plan.before = before
+    try:
+        probe.examine()
+    finally:
+        bucket.plan.before = None
+    assert "GET" not in asked
+    assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
+
+
+def test_another_thread_may_remove_it(bucket):
+    bucket.plan.add(Fault("silence", method="GET", times=1, seconds=1.5))
+    probe = Probe(bucket.root)
+
+    def examine():
+        # What it wrote has gone while it looked.
+        with suppress(Unfit):
+            probe.examine()
+
+    working = threading.Thread(target=examine)
+    waiting = threading.Event()
+    bucket.plan.before = lambda request: waiting.set() if request.startswith("GET") else None
+    working.start()
+    try:
+        assert waiting.wait(20)
+        probe.remove()
+        assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
+    finally:
+        bucket.plan.before = None
+        working.join()
+    assert bucket.content(bucket.root) == {}
+
+
+def test_what_arrives_after_it_was_removed_is_not_forgotten(bucket):
+    for method in ("POST", "PUT"):
+        bucket.plan.add(Fault("silence", method=method, times=1, seconds=1.5))
+    probe = Probe(bucket.root)
+    working = threading.Thread(target=probe.examine)
+    waiting = threading.Event()
+    bucket.plan.before = lambda _: waiting.set()
+    working.start()
+    try:
+        assert waiting.wait(20)
+        probe.stop()
+        probe.remove()
+        assert probe.is_left
+    finally:
+        bucket.plan.before = None
+        working.join()
+    assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
+
+
+def test_patience_comes_back():
+    before = patience.Patience()._seconds
+    with patience.impatient(1.0):
+        assert patience.Patience()._seconds == 1.0
+    assert patience.Patience()._seconds == before == patience.DEADLINE

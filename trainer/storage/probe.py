@@ -1,0 +1,131 @@
+"""A look whether a place can be used: one small file is written, read, found, and removed."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from trainer.errors import UserError
+from trainer.storage.errors import Refusal, Silence
+from trainer.storage.patience import impatient, words
+from trainer.storage.schemes import store_for
+from trainer.storage.uri import join, local_path, name_of
+
+SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
+# The requests of one action may fail for so long.
+SECONDS = 5.0
+
+Result = TypeVar("Result")
+
+
+class Unfit(UserError):  # noqa: N818
+    """A place cannot be used.
+
+    Attributes:
+        trouble: a name of `bucket.Trouble`, or `SILENT` (no answer in time), `FILES` (the file
+            system says what) or `ALTERED` (it does not give back what it was given).
+        actions: what failed: write, read, list, delete.
+        words: what the store said.
+    """
+
+    def __init__(self, trouble: str, actions: tuple[str, ...], words: str) -> None:
+        """Keep what is known."""
+        super().__init__(f"cannot {', '.join(actions)}: {words}")
+        self.trouble = trouble
+        self.actions = actions
+        self.words = words
+
+
+class Probe:
+    """One file of its own name directly below a URI; `remove` may be called at any time."""
+
+    def __init__(self, root: str) -> None:
+        """Think of a name; raises `UserError` for what is no URI."""
+        self.uri = join(root, f"doctor-{uuid.uuid4().hex[:12]}")
+        self._root = root
+        self._missing = _missing(local_path(root))
+        self._stopped = threading.Event()
+        self._failed: list[Unfit] = []
+        self._written = False
+        self._writing = False
+
+    def examine(self) -> None:
+        """Write, read, list and delete; raises `Unfit` with all that failed.
+
+        What was written, and every folder that was made for it, is gone at the end.
+        """
+        self._failed.clear()
+        data = f"flotilla doctor {self.uri}\n".encode()
+        with impatient(SECONDS):
+            store = store_for(self.uri)
+            try:
+                self._written = self._writing = True
+                self._do("write", lambda: store.write(self.uri, data))
+                self._writing = False
+                if self._failed:
+                    # It may be there all the same; a file system has folders that were made for it.
+                    self._written = self._failed[0].trouble in (SILENT, FILES)
+                    return
+                if self._do("read", lambda: store.read(self.uri)) not in (data, None):
+                    said = f"{self.uri} does not hold what was written to it"
+                    self._failed.append(Unfit(ALTERED, ("read",), said))
+                names = self._do("list", lambda: store.children(self._root))
+                if names is not None and name_of(self.uri) not in names:
+                    said = f"{self._root} does not list what stands there"
+                    self._failed.append(Unfit(ALTERED, ("list",), said))
+            finally:
+                self._do("delete", self.remove)
+                self._report()
+
+    def remove(self) -> None:
+        """Remove what was written; raises an `OSError` where that is not possible."""
+        if not self._written:
+            return
+        with impatient(SECONDS):
+            store_for(self.uri).discard(self.uri)
+        for folder in self._missing:
+            with suppress(OSError):
+                folder.rmdir()
+        # What is on its way may still arrive.
+        self._written = self._writing
+
+    def stop(self) -> None:
+        """Let `examine` go on to its end."""
+        self._stopped.set()
+
+    @property
+    def is_left(self) -> bool:
+        """Whether something was written, or may have been, and is not removed yet."""
+        return self._written
+
+    def _do(self, action: str, act: Callable[[], Result]) -> Result | None:
+        silent = any(each.trouble == SILENT for each in self._failed)
+        if action != "delete" and (silent or self._stopped.is_set()):
+            return None
+        try:
+            return act()
+        except Silence as error:
+            self._failed.append(Unfit(SILENT, (action,), words(error.__cause__ or error)))
+        except Refusal as error:
+            self._failed.append(Unfit(error.trouble, (action,), words(error.__cause__ or error)))
+        except OSError as error:
+            self._failed.append(Unfit(FILES, (action,), error.strerror or words(error)))
+        return None
+
+    def _report(self) -> None:
+        if self._failed:
+            first = self._failed[0]
+            same = [each for each in self._failed if each.trouble == first.trouble]
+            actions = tuple(action for each in same for action in each.actions)
+            raise Unfit(first.trouble, actions, first.words)
+
+
+def _missing(folder: Path | None) -> list[Path]:
+    """Return the folders that a write would make, the innermost first."""
+    if folder is None:
+        return []
+    return [each for each in (folder, *folder.parents) if not each.exists()]
