@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 
 import pytest
 
 from components.tfjob.ending import end_run
-from pipelines import outcome
 from tests.components.tfjob.attempts import step
 from tests.kubernetes.cluster import real_cluster
 from tests.pipelines.called import call, setting
-from trainer import checkpoint_listing, storage
+from trainer import checkpoint_listing, storage, validations
 from trainer.config import Config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
-KILLS = 3
+KILLS = int(os.environ.get("FLOTILLA_KILLS", "3"))
+PUBLISHED = ("dataset", "checkpoint", "evaluation", "decision", "model")
 
 
 @pytest.fixture
@@ -56,18 +57,25 @@ def wait_for_line(process, words):
 
 @pytest.mark.slow
 def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube, tmp_path):
-    options = setting(
-        training__steps=600,
-        training__checkpoint_every=300,
-        cluster__workers=1,
-        cluster__launcher="tfjob",
-    )
-    ours = call("run", tmp_path / "t", *options, cwd=tmp_path)
-    assert (ours.code, ours.told["status"]) == (0, "blessed"), ours.err + ours.log[-3000:]
-    assert set(ours.told["artifacts"]) == set(outcome._ARTIFACTS.values())
-    assert ours.told["global_step"] == 600
-    for artifact in ("dataset", "checkpoint", "evaluation", "decision", "model"):
-        storage.verify(ours.told["artifacts"][artifact])
+    def run(launcher):
+        options = setting(
+            training__steps=600,
+            training__checkpoint_every=300,
+            cluster__workers=1,
+            cluster__launcher=launcher,
+        )
+        ended = call("run", tmp_path / launcher, *options, cwd=tmp_path)
+        assert (ended.code, ended.told["status"]) == (0, "blessed"), ended.err + ended.log[-3000:]
+        assert ended.told["global_step"] == 600
+        return ended
+
+    ours, local = run("tfjob"), run("local")
+    assert set(ours.told["artifacts"]) == set(local.told["artifacts"])
+    for artifact in PUBLISHED:
+        there = storage.verify(ours.told["artifacts"][artifact])
+        here = storage.verify(local.told["artifacts"][artifact])
+        assert there.fields.keys() == here.fields.keys()
+        assert [file.path for file in there.files] == [file.path for file in here.files]
     assert "[chief-0]" in ours.log
     assert "[worker-0]" in ours.log
     assert [e["global_step"] for e in ours.happened("progress")][-1] == 600
@@ -93,6 +101,22 @@ def test_without_a_chief_worker_0_leads_and_works(attempt, kube, tmp_path):
         code, out, said = process.end()
     assert (code, newest(tmp_path)) == (0, 200), said
     assert "[worker-0]" in out
+    kube.wait_gone()
+
+
+@pytest.mark.slow
+def test_an_evaluator_beside_training_measures_its_checkpoints(attempt, kube, tmp_path):
+    tree = settings(600)
+    tree["cluster"] |= {"workers": 1, "evaluator": True}
+    with attempt(tree) as process:
+        wait_for_line(process, '"event": "validation"')
+        code, out, said = process.end()
+    assert (code, newest(tmp_path)) == (0, 600), said
+    assert "[evaluator-0]" in out
+    rows = validations.read(storage.uri_of(tmp_path / "run-1" / "checkpoints"))
+    assert rows
+    assert {row["global_step"] for row in rows} <= {0, 200, 400, 600}
+    assert all(0 < row[validations.LOSS] < 5 for row in rows)
     kube.wait_gone()
 
 
