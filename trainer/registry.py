@@ -6,9 +6,10 @@ Below `<root>/registry` stand published directories, written once and never chan
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
     models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
                                      promotion before
+    models/NAME/claims/...           notes by which a number gets one owner (`trainer.agreement`)
 
 The champion is what the newest promotion says. A promotion names its predecessor by its own number,
-and a number is published once: of two at the same time one finds it taken.
+and a number is given once: of two at the same time one finds it taken, whatever the store promises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import kserve, storage
+from trainer import agreement, kserve, storage
 from trainer.errors import UserError, nearest
 from trainer.storage import Manifest
 
@@ -154,6 +155,10 @@ def register(
         storage.fetch(model, copy)
         served = copy / there.fields["saved_model"]
         while True:
+            if _claim(root, name, "versions", number, source) != source:
+                # Another run has taken this number meanwhile.
+                number += 1
+                continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
             served = served.rename(served.with_name(str(number)))
             service = kserve.service(name, uri)
@@ -168,9 +173,11 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # Another run has taken this number meanwhile.
-                number += 1
-                continue
+                # What stands there may be this very model, by another process of this run.
+                manifest = storage.read_manifest(uri)
+                if manifest.fields.get("source") != source:
+                    number += 1
+                    continue
             return Version(number=number, uri=uri, manifest=manifest)
 
 
@@ -199,19 +206,36 @@ def promote(  # noqa: PLR0913
         "token": secrets.token_hex(8),
     }
     uri = storage.join(home(root, name), "promotions", f"{after + 1:06d}")
+    if _is_made(uri):
+        raise LostError(_lost(root, name, after))
+    # Whose it is is published by all: who was agreed on may be dead.
+    agreed = _claim(root, name, "promotions", after + 1, fields)
     with tempfile.TemporaryDirectory(prefix="promotion-") as folder:
-        Path(folder, "promotion.json").write_text(json.dumps(fields) + "\n", encoding="utf-8")
+        Path(folder, "promotion.json").write_text(json.dumps(agreed) + "\n", encoding="utf-8")
         try:
-            storage.publish(Path(folder), uri, kind=PROMOTION, fields=fields)
+            made = storage.publish(Path(folder), uri, kind=PROMOTION, fields=agreed)
         except storage.Conflict:
             raise LostError(_lost(root, name, after)) from None
-    # A store that does not keep its promise may have let two write: what it holds now has won.
-    kept = storage.read_manifest(uri)
-    if kept.fields["token"] != fields["token"]:
+    if agreed != fields:
         raise LostError(_lost(root, name, after))
     return Promotion(
-        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=kept.created
+        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=made.created
     )
+
+
+def _is_made(uri: str) -> bool:
+    """Say whether a promotion was published; one that cannot be read any more is damage."""
+    try:
+        storage.read_manifest(uri)
+    except storage.NotPublished:
+        return False
+    return True
+
+
+def _claim(
+    root: str, name: str, what: str, number: int, owner: Mapping[str, Any]
+) -> dict[str, Any]:
+    return agreement.agree(storage.join(home(root, name), "claims", what, f"{number:06d}"), owner)
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:
