@@ -8,10 +8,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import figures, storage
+from benchmarks import evaluation, figures, storage
 
 OUTPUT = Path("build/bench.json")
-MEASURES = {"files": storage.many_files, "checkpoints": storage.checkpoints}
+MEASURES = {
+    "files": storage.many_files,
+    "checkpoints": storage.checkpoints,
+    "evaluation": evaluation.evaluation,
+}
 
 
 def main() -> None:

@@ -26,6 +26,8 @@ from trainer.parameters import from_parameters
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
+# A matrix of more classes is more than KFP's store of metadata takes, and than anybody reads.
+_MOST_CLASSES = 100
 
 
 class Resolved(NamedTuple):
@@ -139,7 +141,8 @@ def evaluate_model(
             metrics.log_metric(name, value)
         metrics.metadata["uri"] = result.uri
         measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-        confusion.log_confusion_matrix(measured["labels"], measured["confusion_matrix"])
+        if len(measured["labels"]) <= _MOST_CLASSES:
+            confusion.log_confusion_matrix(measured["labels"], measured["confusion_matrix"])
         return result.uri
 
 

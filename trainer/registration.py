@@ -81,7 +81,11 @@ def register(request: Request, scratch: Path) -> Registration:
             # An earlier try may have come so far.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.LostError as lost:
-        return _publish(request, rules, reasons=[str(lost)], champion=champion)
+        # An earlier try may have died when the promotion was its own and was not published yet.
+        last = registry.promotions(root, name)[-1]
+        if (last.version, last.by) != (made.number, request.by):
+            return _publish(request, rules, reasons=[str(lost)], champion=champion)
+        after = last.number
     return _publish(
         request, rules, reasons=[], champion=champion, version=made.number, promotion=after
     )

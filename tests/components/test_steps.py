@@ -112,6 +112,13 @@ class TestJudging:
         assert names == [str(digit) for digit in range(10)]
         assert sum(sum(row["row"]) for row in matrix["rows"]) == TEST_EXAMPLES
 
+    def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(self, run, root, monkeypatch):
+        monkeypatch.setattr(steps, "_MOST_CLASSES", 9)
+        uri, metrics, confusion = self.evaluated(run, root)
+        assert confusion.metadata == {}
+        assert metrics.metadata["uri"] == uri
+        assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
+
     def test_a_second_evaluation_is_the_first(self, run, root):
         assert self.evaluated(run, root)[0] == self.evaluated(run, root)[0]
 
