@@ -105,9 +105,27 @@ def promotions(root: str, name: str) -> list[Promotion]:
 
 
 def champion(root: str, name: str) -> Version | None:
-    """Return the champion, or None before the first promotion."""
+    """Return the champion, or None before the first promotion.
+
+    Raises:
+        UserError: its version is gone, or cannot be read.
+    """
+    number = champion_number(root, name)
+    return _crowned(root, name, number) if number else None
+
+
+def champion_number(root: str, name: str) -> int:
+    """Return the version that is champion, there or not; 0 before the first promotion."""
     made = promotions(root, name)
-    return version(root, name, made[-1].version) if made else None
+    return made[-1].version if made else 0
+
+
+def _crowned(root: str, name: str, number: int) -> Version:
+    try:
+        return version(root, name, number)
+    except UserError as error:
+        remedy = "restore it, or make another version champion with `flotilla models promote`"
+        raise UserError(f"the champion is gone: {error}; {remedy}") from error
 
 
 def rival(root: str, name: str, checkpoint: str) -> Version | None:
@@ -124,7 +142,7 @@ def rival(root: str, name: str, checkpoint: str) -> Version | None:
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}
     for made in reversed(promotions(root, name)):
-        found = known.get(made.version) or version(root, name, made.version)
+        found = known.get(made.version) or _crowned(root, name, made.version)
         origin = found.manifest.fields.get("made_from", {})
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found

@@ -155,3 +155,13 @@ def test_a_thousand_classes_of_which_most_do_not_occur():
     low, high = found["weighted_recall"]
     assert (low, high) == (0, 1)
     assert headline["weighted_recall"] == pytest.approx(2 / 3)
+
+
+def test_one_class_alone_has_no_areas_and_no_warnings():
+    labels, logits = np.zeros(4, int), np.ones((4, 1), np.float32)
+    assert figures.confusion(labels, logits) == [[4]]
+    assert figures.headline(labels, logits)["accuracy"] == 1
+    [row] = figures.per_class(labels, logits, ["only"])
+    assert (row["roc_auc"], row["f1"]) == (None, 1)
+    assert figures.curves(labels, logits, ["only"]) == []
+    assert intervals(labels, logits)["accuracy"] == [1, 1]

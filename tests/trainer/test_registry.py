@@ -267,7 +267,7 @@ def test_a_rival_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> No
     crowned(root, tmp_path, 1)
     storage.delete(registry.version(root, NAME, 1).uri)
     checkpoint, _ = trained(tmp_path, 9)
-    with pytest.raises(UserError, match="digits has no version 1 below"):
+    with pytest.raises(UserError, match="champion is gone: digits has no version 1 below"):
         registry.rival(root, NAME, checkpoint)
 
 
