@@ -6,6 +6,7 @@ shows, and gives back URIs. An error of the user ends the step with one line and
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from trainer.parameters import from_parameters
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A matrix of more classes is more than KFP's store of metadata takes, and than anybody reads.
 _MOST_CLASSES = 100
 
@@ -277,5 +279,14 @@ def _folder() -> Path:
 
 @contextmanager
 def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-        yield Path(folder)
+    """Lend a folder; where it is full the step has failed, and not its code."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        where = tempfile.gettempdir()
+        raise UserError(
+            f"cannot write below {where}: {error.strerror}; free some space, or set TMPDIR"
+        ) from error

@@ -1,6 +1,8 @@
 """What a step does around its stage: URIs in, a URI out, artifacts filled, one line of an error."""
 
 import json
+import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from components import steps
 from tests.components.called_steps import RUN, refused, text_of
 from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
-from trainer import storage
+from trainer import events, storage
 from trainer.config import Config, DataConfig
 from trainer.parameters import run_parameters, to_parameters
 
@@ -118,6 +120,23 @@ class TestJudging:
         assert confusion.metadata == {}
         assert metrics.metadata["uri"] == uri
         assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
+
+    @pytest.mark.parametrize("size", [0, 6000])
+    def test_a_full_disk_is_one_line(self, run, root, capsys, monkeypatch, size):
+        monkeypatch.setenv(events.VARIABLE, os.devnull)
+        given = (text_of(run), root, "full", run.dataset, run.checkpoint)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            code, line = refused(
+                steps.evaluate_model, *given, dsl.Metrics(), dsl.ClassificationMetrics(),
+                capsys=capsys,
+            )  # fmt: skip
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert code == 1
+        assert "File too large" in line
+        assert not storage.children(storage.join(root, "full"))
 
     def test_a_second_evaluation_is_the_first(self, run, root):
         assert self.evaluated(run, root)[0] == self.evaluated(run, root)[0]

@@ -161,3 +161,13 @@ def raced(root: str, plan: Plan, at: int) -> bool:
     plan.before = None
     check(root, ends + mine)
     return bool(ends)
+
+
+def test_the_collection_of_garbage_leaves_what_was_agreed_on(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path)
+    promote(root, 1, after=0)
+    claims = storage.join(registry.home(root, NAME), "claims", "promotions", "000001")
+    before = storage.children(claims)
+    assert len(before) == 2
+    assert storage.collect_garbage(root) == []
+    assert storage.children(claims) == before
