@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.trainer.browser import Browser, browser, found
 from tests.trainer.test_report import EVIL, FACTS
+from tests.trainer.test_report_views import CHAMPION, pictures_of
 from trainer import report
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluate import summarized
@@ -51,19 +51,9 @@ def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
         labels=labels, logits=logits, champion=None, columns={"digit": labels}, worst=worst
     )
     evaluation = {**summarized(spec, found), "worst": worst.write(folder, names)}
-    evaluation["champion"] = {
-        "uri": f"file:///{LONG}", "incomparable": "", "metrics": {"accuracy": 0.5},
-        "paired": {
-            "both_right": 90, "only_challenger_right": 20, "only_champion_right": 10,
-            "both_wrong": 80, "p_worse": 0.99, "p_better": 0.049,
-        },
-    }  # fmt: skip
-    pictures = {
-        path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
-        for path in folder.rglob("*.png")
-    }
+    evaluation["champion"] = {**CHAMPION, "uri": f"file:///{LONG}"}
     return {
-        "evaluation": evaluation, "metrics": evaluation["metrics"], "pictures": pictures,
+        "evaluation": evaluation, "metrics": evaluation["metrics"], "pictures": pictures_of(folder),
         "curves": curves(labels, logits, names),
     }  # fmt: skip
 
