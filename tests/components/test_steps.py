@@ -3,7 +3,9 @@
 import json
 import os
 import resource
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from kfp import dsl
@@ -17,6 +19,18 @@ from trainer.config import Config, DataConfig
 from trainer.parameters import run_parameters, to_parameters
 
 pytestmark = pytest.mark.usefixtures("happened")
+
+
+@contextmanager
+def no_larger_files_than(size):
+    """Let no file grow beyond `size` bytes, as on a disk that is full; events go nowhere."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mock.patch.dict(os.environ, {events.VARIABLE: os.devnull}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class TestResolveConfig:
@@ -122,20 +136,23 @@ class TestJudging:
         assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
 
     @pytest.mark.parametrize("size", [0, 6000])
-    def test_a_full_disk_is_one_line(self, run, root, capsys, monkeypatch, size):
-        monkeypatch.setenv(events.VARIABLE, os.devnull)
+    def test_a_disk_that_is_full_for_an_evaluation_is_one_line(self, run, root, capsys, size):
         given = (text_of(run), root, "full", run.dataset, run.checkpoint)
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-        try:
+        with no_larger_files_than(size):
             code, line = refused(
                 steps.evaluate_model, *given, dsl.Metrics(), dsl.ClassificationMetrics(),
                 capsys=capsys,
             )  # fmt: skip
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        assert code == 1
-        assert "File too large" in line
+        assert (code, "File too large" in line) == (1, True)
+        assert not storage.children(storage.join(root, "full"))
+
+    @pytest.mark.parametrize("size", [0, 3000, 30_000])
+    def test_a_disk_that_is_full_for_an_export_is_one_line(self, run, root, tmp_path, capsys, size):
+        _, decision = self.gated(run, root, tmp_path, accuracy=0.1)
+        given = (text_of(run, accuracy=0.1), root, "full", run.dataset, run.checkpoint)
+        with no_larger_files_than(size):
+            code, line = refused(steps.export_model, *given, decision, dsl.Model(), capsys=capsys)
+        assert (code, "File too large" in line) == (1, True)
         assert not storage.children(storage.join(root, "full"))
 
     def test_a_second_evaluation_is_the_first(self, run, root):
