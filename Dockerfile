@@ -24,5 +24,9 @@ RUN case "$VARIANT" in \
     esac \
     && pip install --no-cache-dir --constraint requirements.lock ".[s3]" $extra
 
+# What the lineage of a model says of this code. Here, another commit alone makes no layer anew.
+ARG COMMIT=""
+ENV FLOTILLA_COMMIT=$COMMIT
+
 # By number: Kubernetes can check that it is not root.
 USER 1000

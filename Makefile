@@ -10,6 +10,8 @@ PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
 VARIANT ?= cpu
 RUNS ?= 3
+# What is built into the image, `-dirty` behind it where files were changed; empty without git.
+COMMIT ?= $(shell git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null)
 IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
 
 help: ## list the targets
@@ -60,7 +62,7 @@ experiments: $(SETUP) ## the published experiments, measured, as docs/experiment
 	$(PYTHON) -m benchmarks.experiments
 
 image: ## the container image: make image VARIANT=gpu IMAGE=name:tag
-	docker build --build-arg VARIANT=$(VARIANT) --tag $(IMAGE) .
+	docker build --build-arg VARIANT=$(VARIANT) --build-arg COMMIT=$(COMMIT) --tag $(IMAGE) .
 
 clean: ## remove caches and build output; .venv and runs/ stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

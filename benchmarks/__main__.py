@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import figures, storage, training
+from benchmarks import evaluation, figures, storage, training
 
 OUTPUT = Path("build/bench.json")
 MEASURES = {
@@ -18,6 +18,7 @@ MEASURES = {
     "single": training.one_process,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
+    "evaluation": evaluation.evaluation,
 }
 
 

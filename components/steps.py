@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from components import launching, shown
 from components.places import RUN_ID, folder_of_run, output_of, root_of, run_id_of
 from components.pod_defaults import PodDefaults
+from components.scratch import scratch_folder
 from components.step_record import recorded
 from trainer import checkpoint_listing, keeping, lineage, registry, storage
 from trainer.config import Config, DataConfig
@@ -69,7 +69,7 @@ def prepare_data(data: str, root: str, _seal: str, artifact: Any) -> str:
     The seal is there for KFP's cache alone: it is another one in every run until the dataset is
     published, and again when it is gone or damaged, so that the cache never gives its URI then.
     """
-    with recorded("prepare_data") as record, _scratch() as scratch:
+    with recorded("prepare_data") as record, scratch_folder() as scratch:
         from trainer.data import prepare
 
         prepared = prepare.prepare(DataConfig.model_validate_json(data), root, scratch)
@@ -127,7 +127,7 @@ def evaluate_model(
     roc: Any,
 ) -> str:
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
-    with recorded("evaluate_model") as record, _scratch() as scratch:
+    with recorded("evaluate_model") as record, scratch_folder() as scratch:
         from trainer import evaluate
 
         settings = _config(config)
@@ -168,7 +168,7 @@ def export_model(
     artifact: Any,
 ) -> str:
     """Export; `artifact` is a KFP Model."""
-    with recorded("export_model") as record, _scratch() as scratch:
+    with recorded("export_model") as record, scratch_folder() as scratch:
         from trainer import export
 
         settings = _config(config)
@@ -187,7 +187,7 @@ def register_model(
     config: str, root: str, run_id: str, model: str, image: str, artifact: Any
 ) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
-    with recorded("register_model") as record, _scratch() as scratch:
+    with recorded("register_model") as record, scratch_folder() as scratch:
         from trainer import registration
 
         settings = _config(config)
@@ -265,9 +265,3 @@ def _config(text: str) -> Config:
 
 def _created(uri: str) -> str:
     return storage.read_manifest(uri).created
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-        yield Path(folder)

@@ -52,7 +52,7 @@ def show(root: str, name: str, number: int, *, as_json: bool) -> int:
     found = registry.version(root, name, number) if number else registry.champion(root, name)
     if found is None:
         raise ConfigError(f"{name} has no champion below {root}; name a version")
-    row = _row(name, found, registry.champion(root, name))
+    row = _row(name, found, registry.champion_number(root, name))
     lineage = found.manifest.fields["lineage"]
     made = [
         {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
@@ -104,16 +104,16 @@ def _known(root: str, name: str) -> str:
 
 
 def _rows(root: str, name: str) -> list[dict[str, Any]]:
-    champion = registry.champion(root, name)
+    champion = registry.champion_number(root, name)
     return [_row(name, each, champion) for each in registry.versions(root, name)]
 
 
-def _row(name: str, version: registry.Version, champion: registry.Version | None) -> dict[str, Any]:
+def _row(name: str, version: registry.Version, champion: int) -> dict[str, Any]:
     lineage = version.manifest.fields["lineage"]
     return {
         "name": name,
         "version": version.number,
-        "champion": champion is not None and champion.number == version.number,
+        "champion": champion == version.number,
         "metrics": lineage["metrics"],
         "global_step": version.manifest.fields["global_step"],
         "created": version.manifest.created,

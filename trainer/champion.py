@@ -6,11 +6,13 @@ configuration and the code have become since.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from scipy.stats import binomtest
 
@@ -18,8 +20,9 @@ from trainer import storage
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.figures import Floats, Labels, headline
+from trainer.models.registry import first_line
 from trainer.predict import Answer, Predictions
-from trainer.signature import SERVING, described
+from trainer.signature import LABELS, SERVING, class_names, described
 
 KIND = "model"
 
@@ -44,26 +47,45 @@ def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
-    if difference := _difference(manifest.fields, spec):
+    if difference := _difference(manifest, uri, spec):
         return Champion(uri=uri, answer=None, incomparable=difference)
     place = manifest.fields["saved_model"]
     folder = scratch / "champion"
     storage.fetch(uri, folder, only=lambda path: path.startswith(f"{place}/"))
-    loaded = tf.saved_model.load(folder / place)
     names = {each["feature"]: each["name"] for each in manifest.fields["inputs"]}
+    with _told(uri):
+        loaded = tf.saved_model.load(folder / place)
+        signature = loaded.signatures[SERVING]
 
     def answer(inputs: Mapping[str, tf.Tensor]) -> Floats:
         given = {names[feature]: values for feature, values in inputs.items()}
-        logits: Floats = loaded.signatures[SERVING](**given)["logits"].numpy()
+        with _told(uri):
+            logits: Floats = signature(**given)["logits"].numpy()
         return logits
 
     return Champion(uri=uri, answer=answer, incomparable="")
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    try:
+        yield
+    # What a foreign SavedModel does, nobody knows.
+    except Exception as error:
+        raise UserError(
+            f"the champion {uri} cannot be asked: {first_line(error)}; make another version "
+            "champion with `flotilla models promote`"
+        ) from error
 
 
 def compared(champion: Champion, found: Predictions) -> dict[str, Any]:
     """Return what the evaluation says of the champion: figures, and the paired test."""
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
+    bad = int((~np.isfinite(found.champion).all(axis=1)).sum())
+    if bad:
+        why = f"it gives no finite numbers for {bad} of {len(found.labels)} examples"
+        return {"uri": champion.uri, "incomparable": why}
     return {
         "uri": champion.uri,
         "incomparable": "",
@@ -96,14 +118,19 @@ def _at_least(wins: int, losses: int) -> float:
     return float(binomtest(wins, wins + losses, alternative="greater").pvalue)
 
 
-def _difference(fields: Mapping[str, Any], spec: DatasetSpec) -> str:
+def _difference(manifest: storage.Manifest, uri: str, spec: DatasetSpec) -> str:
+    fields = manifest.fields
     mine = [described(spec, feature) for feature in spec.inputs]
     if fields["inputs"] != mine:
-        return f"it takes {_told(fields['inputs'])}, and this model {_told(mine)}"
+        return f"it takes {_named(fields['inputs'])}, and this model {_named(mine)}"
     if fields["num_classes"] != spec.num_classes:
         return f"it knows {fields['num_classes']} classes, and this model {spec.num_classes}"
+    theirs = storage.read_file(uri, LABELS).decode().splitlines()
+    for number, (their, own) in enumerate(zip(theirs, class_names(spec), strict=False)):
+        if their != own:
+            return f"its class {number} is {their!r}, and that of this model {own!r}"
     return ""
 
 
-def _told(inputs: list[dict[str, Any]]) -> str:
+def _named(inputs: list[dict[str, Any]]) -> str:
     return ", ".join(f"{each['name']} {each['dtype']} {each['shape']}" for each in inputs)

@@ -32,6 +32,7 @@ from trainer.intervals import intervals
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.predict import Predictions, predict
+from trainer.signature import class_names
 from trainer.slices import slice_features, sliced
 
 KIND = "evaluation"
@@ -159,11 +160,6 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     return DatasetSpec.from_manifest(data), made_from
-
-
-def class_names(spec: DatasetSpec) -> list[str]:
-    """Return the name of each class; its number where the dataset names none."""
-    return list(spec.labels) or [str(index) for index in range(spec.num_classes)]
 
 
 def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:

@@ -26,10 +26,10 @@ from trainer.config import Config
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
-from trainer.evaluate import SPLIT, class_names, made_before, read_inputs, restored
+from trainer.evaluate import SPLIT, made_before, read_inputs, restored
 from trainer.forms import FORMS, form_path
 from trainer.parity import Batch, Subject, prove
-from trainer.signature import described
+from trainer.signature import LABELS, class_names, described
 
 KIND = "model"
 PARITY_EXAMPLES = 512
@@ -98,7 +98,7 @@ def _written(
     config = facts.config
     paths = {str(form): form_path(form, config.name, facts.step) for form in config.export.formats}
     parity = prove(subject, paths, folder)
-    _write_text(folder / "labels.txt", "\n".join(class_names(subject.spec)))
+    _write_text(folder / LABELS, "\n".join(class_names(subject.spec)))
     parity["smoke"] = smoke.answered(subject, folder, fields["saved_model"])
     _write_json(folder / "parity.json", parity)
     _write_json(folder / "config.json", config.model_dump(mode="json"))

@@ -6,6 +6,7 @@ None. Curves are thinned to what a picture can show; the areas are those of the 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -149,7 +150,10 @@ def calibration(labels: Labels, logits: Floats) -> dict[str, Any]:
 def confusion(labels: Labels, logits: Floats) -> list[list[int]]:
     """Return the confusion matrix; a row is a true class."""
     classes = list(range(logits.shape[1]))
-    matrix = scores.confusion_matrix(labels, logits.argmax(axis=1), labels=classes)
+    with warnings.catch_warnings():
+        # Of a single class it warns that all classes should be named, as they are.
+        warnings.filterwarnings("ignore", "A single label was found", UserWarning)
+        matrix = scores.confusion_matrix(labels, logits.argmax(axis=1), labels=classes)
     rows: list[list[int]] = matrix.tolist()
     return rows
 

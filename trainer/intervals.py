@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,60 +14,79 @@ RESAMPLES = 1000
 CONFIDENCE = 0.95
 # Figures that are means over the examples.
 MEANS = ("loss", "accuracy", "top_3_accuracy")
+AVERAGES = tuple(
+    f"{average}_{name}"
+    for average in ("macro", "weighted")
+    for name in ("precision", "recall", "f1")
+)
+# Numbers that are drawn at once: a few megabytes.
+_MOST_DRAWN = 1_000_000
 # The same predictions give the same intervals.
 _SEED = 0
 
 Interval = list[float]
-Counts = npt.NDArray[np.integer[Any]]
+Counts = npt.NDArray[Any]
 
 
 def intervals(labels: Labels, logits: Floats) -> dict[str, Interval]:
     """Return the 95 % interval [low, high] of every figure of `figures.headline`, by name."""
-    classes = logits.shape[1]
-    cells = labels * classes + logits.argmax(axis=1)
-    table = _means(labels, logits)
-    drawn = []
-    for rows in _resamples(len(labels)):
-        matrix = np.bincount(cells[rows], minlength=classes**2).reshape(classes, classes)
-        drawn.append([*table[rows].mean(axis=0), *averages(matrix).values()])
-    return _percentiles((*MEANS, *averages(matrix)), drawn)
+    classes, count = logits.shape[1], len(labels)
+    # Who draws examples draws cells of the confusion matrix; there are far fewer of them.
+    cells, filled = np.unique(labels * classes + logits.argmax(axis=1), return_counts=True)
+    true, guess = np.divmod(cells, classes)
+    generator, drawn = np.random.default_rng(_SEED), []
+    for some in _parts(len(cells)):
+        for each in generator.multinomial(count, filled / count, some):
+            hits = np.where(true == guess, each, 0)
+            sums = ((true, hits), (true, each), (guess, each))
+            counts = (np.bincount(own, weights, classes) for own, weights in sums)
+            drawn.append([*averages(*counts).values()])
+    return {**intervals_of_means(labels, logits), **_percentiles(AVERAGES, drawn)}
 
 
 def intervals_of_means(labels: Labels, logits: Floats) -> dict[str, Interval]:
     """Return the intervals of `MEANS` alone: fast enough for many small parts."""
-    table = _means(labels, logits)
-    return _percentiles(MEANS, [table[rows].mean(axis=0) for rows in _resamples(len(labels))])
+    generator, count, each = np.random.default_rng(_SEED), len(labels), losses(labels, logits)
+    loss = [
+        each[generator.integers(0, count, (some, count))].mean(axis=1) for some in _parts(count)
+    ]
+    shares = [(logits.argmax(axis=1) == labels).mean(), in_top(labels, logits).mean()]
+    drawn = [
+        np.concatenate(loss),
+        *(generator.binomial(count, p, RESAMPLES) / count for p in shares),
+    ]
+    return _percentiles(MEANS, np.transpose(drawn))
 
 
-def averages(matrix: Counts) -> dict[str, float]:
-    """Return macro and weighted precision, recall and F1 of a confusion matrix [true, predicted].
+def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
+    """Return macro and weighted precision, recall and F1 from the counts of each class.
 
-    As `figures.headline` does, but fast enough for a thousand matrices.
+    As `figures.headline` does, but fast enough for a thousand resamples of a thousand classes.
+
+    Args:
+        hits: how often the class was predicted rightly.
+        support: how often it is the label.
+        predicted: how often it was predicted.
     """
-    hits, support, predicted = np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0)
     occurs = (support + predicted) > 0
-    by_name = {
-        "precision": hits / np.maximum(predicted, 1),
-        "recall": hits / np.maximum(support, 1),
-        "f1": 2 * hits / np.maximum(support + predicted, 1),
-    }
-    found = {f"macro_{name}": float(values[occurs].mean()) for name, values in by_name.items()}
-    for name, values in by_name.items():
-        found[f"weighted_{name}"] = float(np.average(values, weights=support))
-    return found
+    each = (
+        hits / np.maximum(predicted, 1),
+        hits / np.maximum(support, 1),
+        2 * hits / np.maximum(support + predicted, 1),
+    )
+    found = [float(values[occurs].mean()) for values in each]
+    found += [float(np.average(values, weights=support)) for values in each]
+    return dict(zip(AVERAGES, found, strict=True))
 
 
-def _means(labels: Labels, logits: Floats) -> Floats:
-    right = logits.argmax(axis=1) == labels
-    return np.stack([losses(labels, logits), right, in_top(labels, logits)], axis=1)
+def _parts(width: int) -> Iterator[int]:
+    """Yield how many resamples to draw at once: few of many examples."""
+    most = max(_MOST_DRAWN // width, 1)
+    for begin in range(0, RESAMPLES, most):
+        yield min(most, RESAMPLES - begin)
 
 
-def _resamples(count: int) -> Any:
-    generator = np.random.default_rng(_SEED)
-    return (generator.integers(0, count, count) for _ in range(RESAMPLES))
-
-
-def _percentiles(names: tuple[str, ...], drawn: Sequence[Any]) -> dict[str, Interval]:
+def _percentiles(names: tuple[str, ...], drawn: Any) -> dict[str, Interval]:
     outside = 100 * (1 - CONFIDENCE) / 2
     low, high = np.percentile(drawn, [outside, 100 - outside], axis=0)
     return {name: [float(low[at]), float(high[at])] for at, name in enumerate(names)}

@@ -81,7 +81,11 @@ def register(request: Request, scratch: Path) -> Registration:
             # An earlier try may have come so far.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.LostError as lost:
-        return _publish(request, rules, reasons=[str(lost)], champion=champion)
+        # An earlier try may have died when the promotion was its own and was not published yet.
+        last = registry.promotions(root, name)[-1]
+        if (last.version, last.by) != (made.number, request.by):
+            return _publish(request, rules, reasons=[str(lost)], champion=champion)
+        after = last.number
     return _publish(
         request, rules, reasons=[], champion=champion, version=made.number, promotion=after
     )
@@ -110,23 +114,31 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     note = "" if judged_beside == now else f"the champion is {now}, the gate saw {judged_beside}"
     yield _yes("same_champion", judged_beside == now, "the gate's", note and f"{note}; run again")
     if champion:
-        changed = _changes(champion.manifest.fields, manifest.fields)
+        changed = _changes(champion, request.model, manifest.fields)
         note = f"{changed} changed since {champion.uri}; give this model another name"
         yield _yes("same_signature", not changed, "the champion's", note if changed else "")
 
 
 def _labelled(model: str, manifest: storage.Manifest) -> Rule:
-    try:
-        count = len(storage.read_file(model, "labels.txt").decode().splitlines())
-    except storage.Missing:
-        count = 0
+    count = len(_labels(model))
     wanted = manifest.fields["num_classes"]
     note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} classes"
     return _yes("labelled", count == wanted, "the model's", note)
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    return ", ".join(key for key in ("inputs", "num_classes") if before[key] != now[key])
+def _labels(model: str) -> list[str]:
+    try:
+        return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
+    except storage.Missing:
+        return []
+
+
+def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
+    before = champion.manifest.fields
+    changed = [key for key in ("inputs", "num_classes") if before[key] != now[key]]
+    if not changed and _labels(champion.uri) != _labels(model):
+        changed = ["labels"]
+    return ", ".join(changed)
 
 
 def _at_most(metric: str, value: float, limit: float, key: str) -> Rule:

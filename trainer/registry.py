@@ -6,9 +6,10 @@ Below `<root>/registry` stand published directories, written once and never chan
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
     models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
                                      promotion before
+    models/NAME/claims/...           notes by which a number gets one owner (`trainer.agreement`)
 
 The champion is what the newest promotion says. A promotion names its predecessor by its own number,
-and a number is published once: of two at the same time one finds it taken.
+and a number is given once: of two at the same time one finds it taken, whatever the store promises.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer import kserve, storage
+from trainer import agreement, kserve, storage
 from trainer.errors import UserError, nearest
 from trainer.storage import Manifest
 
@@ -104,9 +105,27 @@ def promotions(root: str, name: str) -> list[Promotion]:
 
 
 def champion(root: str, name: str) -> Version | None:
-    """Return the champion, or None before the first promotion."""
+    """Return the champion, or None before the first promotion.
+
+    Raises:
+        UserError: its version is gone, or cannot be read.
+    """
+    number = champion_number(root, name)
+    return _crowned(root, name, number) if number else None
+
+
+def champion_number(root: str, name: str) -> int:
+    """Return the version that is champion, there or not; 0 before the first promotion."""
     made = promotions(root, name)
-    return version(root, name, made[-1].version) if made else None
+    return made[-1].version if made else 0
+
+
+def _crowned(root: str, name: str, number: int) -> Version:
+    try:
+        return version(root, name, number)
+    except UserError as error:
+        remedy = "restore it, or make another version champion with `flotilla models promote`"
+        raise UserError(f"the champion is gone: {error}; {remedy}") from error
 
 
 def rival(root: str, name: str, checkpoint: str) -> Version | None:
@@ -123,7 +142,7 @@ def rival(root: str, name: str, checkpoint: str) -> Version | None:
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}
     for made in reversed(promotions(root, name)):
-        found = known.get(made.version) or version(root, name, made.version)
+        found = known.get(made.version) or _crowned(root, name, made.version)
         origin = found.manifest.fields.get("made_from", {})
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found
@@ -154,6 +173,10 @@ def register(
         storage.fetch(model, copy)
         served = copy / there.fields["saved_model"]
         while True:
+            if _claim(root, name, "versions", number, source) != source:
+                # Another run has taken this number meanwhile.
+                number += 1
+                continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
             served = served.rename(served.with_name(str(number)))
             service = kserve.service(name, uri)
@@ -168,9 +191,11 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # Another run has taken this number meanwhile.
-                number += 1
-                continue
+                # What stands there may be this very model, by another process of this run.
+                manifest = storage.read_manifest(uri)
+                if manifest.fields.get("source") != source:
+                    number += 1
+                    continue
             return Version(number=number, uri=uri, manifest=manifest)
 
 
@@ -199,19 +224,36 @@ def promote(  # noqa: PLR0913
         "token": secrets.token_hex(8),
     }
     uri = storage.join(home(root, name), "promotions", f"{after + 1:06d}")
+    if _is_made(uri):
+        raise LostError(_lost(root, name, after))
+    # Whose it is is published by all: who was agreed on may be dead.
+    agreed = _claim(root, name, "promotions", after + 1, fields)
     with tempfile.TemporaryDirectory(prefix="promotion-") as folder:
-        Path(folder, "promotion.json").write_text(json.dumps(fields) + "\n", encoding="utf-8")
+        Path(folder, "promotion.json").write_text(json.dumps(agreed) + "\n", encoding="utf-8")
         try:
-            storage.publish(Path(folder), uri, kind=PROMOTION, fields=fields)
+            made = storage.publish(Path(folder), uri, kind=PROMOTION, fields=agreed)
         except storage.Conflict:
             raise LostError(_lost(root, name, after)) from None
-    # A store that does not keep its promise may have let two write: what it holds now has won.
-    kept = storage.read_manifest(uri)
-    if kept.fields["token"] != fields["token"]:
+    if agreed != fields:
         raise LostError(_lost(root, name, after))
     return Promotion(
-        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=kept.created
+        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=made.created
     )
+
+
+def _is_made(uri: str) -> bool:
+    """Say whether a promotion was published; one that cannot be read any more is damage."""
+    try:
+        storage.read_manifest(uri)
+    except storage.NotPublished:
+        return False
+    return True
+
+
+def _claim(
+    root: str, name: str, what: str, number: int, owner: Mapping[str, Any]
+) -> dict[str, Any]:
+    return agreement.agree(storage.join(home(root, name), "claims", what, f"{number:06d}"), owner)
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:

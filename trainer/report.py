@@ -104,6 +104,7 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
         "examples": evaluation.get("examples"),
         "labels": evaluation.get("labels") or [],
         "matrix": views.matrix(evaluation),
+        "classes": views.weak_classes(evaluation),
         "confusions": views.confusions(evaluation),
         "curves": views.curves(evaluation, facts.get("curves") or ()),
         "calibration": [calibration] if calibration else [],
@@ -140,6 +141,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters["figure"] = figure
+    environment.filters["short"] = lambda value: NOTHING if value is None else f"{value:.4g}"
     environment.filters["interval"] = lambda pair: " to ".join(f"{end:.4g}" for end in pair)
     environment.filters["words"] = lambda name: str(name).replace("_", " ")
     return environment.get_template(_TEMPLATE.name)

@@ -79,6 +79,12 @@ def confusions(evaluation: Facts) -> list[dict[str, Any]]:
     return sorted(found, key=lambda each: -each["count"])[:_MOST_CONFUSIONS]
 
 
+def weak_classes(evaluation: Facts) -> list[Facts]:
+    """Return the figures of each class, the lowest F1 first; of many classes the weakest."""
+    rows = evaluation.get("per_class") or ()
+    return sorted(rows, key=lambda row: row["f1"])[:MOST_CLASSES]
+
+
 def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
     """Return ROC and precision over recall of the weakest classes."""
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}

@@ -78,6 +78,8 @@ def _parts(values: Values, names: tuple[str, ...]) -> Iterator[tuple[str, Rows]]
 
 
 def _quarters(values: Values) -> Iterator[tuple[str, Rows]]:
+    # Differences of the largest single floats have no place in a single float.
+    values = values.astype(np.float64)
     edges = np.unique(np.quantile(values[np.isfinite(values)], [0, 0.25, 0.5, 0.75, 1]))
     for low, high in pairwise(edges):
         last = high == edges[-1]

@@ -15,6 +15,8 @@ from trainer.figures import Floats, Labels, losses, softmax
 from trainer.slices import text
 
 MOST = 25
+# Pixels of the longer side: larger than this a page does not show it.
+LARGEST = 256
 _SHOWN_VALUES = 12
 _CHANNELS = (1, 3, 4)
 
@@ -52,11 +54,15 @@ class Worst:
                 "loss": float(each[index]),
                 "probability": float(probabilities[index, labels[index]]),
             }
-            values = {name: np.array(values[index]) for name, values in inputs.items()}
+            values = {name: self._copied(name, each[index]) for name, each in inputs.items()}
             self._kept.append(_Example(loss=row["loss"], row=row, inputs=values))
             self._kept.sort(key=lambda example: -example.loss)
             del self._kept[MOST:]
         self._seen += len(labels)
+
+    def _copied(self, name: str, value: Any) -> Any:
+        copy = np.array(value)
+        return _shrunk(copy) if _is_image(self._spec.features[name]) else copy
 
     def write(self, folder: Path, names: list[str]) -> list[dict[str, Any]]:
         """Write the pictures to `folder` and return a row for each example, the worst first.
@@ -88,6 +94,18 @@ def _is_image(feature: FeatureSpec) -> bool:
         case (height, width):
             return feature.dtype == "uint8" and min(height, width) > 1
     return False
+
+
+def _shrunk(image: Any) -> Any:
+    height, width = image.shape[:2]
+    scale = LARGEST / max(height, width)
+    if scale >= 1:
+        return image
+    size = (max(round(height * scale), 1), max(round(width * scale), 1))
+    plain = image.reshape(height, width, -1).astype(np.float32)
+    finite = np.nan_to_num(plain, posinf=0.0, neginf=0.0)
+    small = tf.image.resize(finite, size, method="area").numpy()
+    return np.round(small).astype(np.uint8) if image.dtype == np.uint8 else small
 
 
 def _png(values: Any) -> bytes:

@@ -1,7 +1,11 @@
 """What a step does around its stage: URIs in, a URI out, artifacts filled, one line of an error."""
 
 import json
+import os
+import resource
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from kfp import dsl
@@ -10,12 +14,24 @@ from components import places, steps
 from tests.components.called_steps import RUN, refused, text_of
 from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
-from trainer import storage
+from trainer import events, storage
 from trainer.config import Config, DataConfig
 from trainer.data.key import dataset_key
 from trainer.parameters import run_parameters, to_parameters
 
 pytestmark = pytest.mark.usefixtures("happened")
+
+
+@contextmanager
+def no_larger_files_than(size):
+    """Let no file grow beyond `size` bytes, as on a disk that is full; events go nowhere."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mock.patch.dict(os.environ, {events.VARIABLE: os.devnull}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 class TestResolveConfig:
@@ -142,6 +158,33 @@ class TestJudging:
             for each in points
         ] == written["roc"]
         assert (points[0]["recall"], points[-1]["recall"]) == (0, 1)
+
+    def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(self, run, root, monkeypatch):
+        monkeypatch.setattr(steps, "_MOST_CLASSES", 9)
+        uri, metrics, confusion = self.evaluated(run, root)
+        assert confusion.metadata == {}
+        assert metrics.metadata["uri"] == uri
+        assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
+
+    @pytest.mark.parametrize("size", [0, 6000])
+    def test_a_disk_that_is_full_for_an_evaluation_is_one_line(self, run, root, capsys, size):
+        given = (text_of(run), root, "full", run.dataset, run.checkpoint)
+        with no_larger_files_than(size):
+            code, line = refused(
+                steps.evaluate_model, *given, dsl.Metrics(), dsl.ClassificationMetrics(),
+                capsys=capsys,
+            )  # fmt: skip
+        assert (code, "File too large" in line) == (1, True)
+        assert not storage.children(storage.join(root, "full"))
+
+    @pytest.mark.parametrize("size", [0, 3000, 30_000])
+    def test_a_disk_that_is_full_for_an_export_is_one_line(self, run, root, tmp_path, capsys, size):
+        _, decision = self.gated(run, root, tmp_path, accuracy=0.1)
+        given = (text_of(run, accuracy=0.1), root, "full", run.dataset, run.checkpoint)
+        with no_larger_files_than(size):
+            code, line = refused(steps.export_model, *given, decision, dsl.Model(), capsys=capsys)
+        assert (code, "File too large" in line) == (1, True)
+        assert not storage.children(storage.join(root, "full"))
 
     def test_a_second_evaluation_is_the_first(self, run, root):
         assert self.evaluated(run, root)[0] == self.evaluated(run, root)[0]

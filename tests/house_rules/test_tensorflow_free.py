@@ -18,6 +18,7 @@ from tests.house_rules.source import (
 
 HEAVY = {"tensorflow", "keras", "tensorflow_datasets", "sklearn", "matplotlib"}
 FREE = (
+    "trainer.agreement",
     "trainer.checkpoint_listing",
     "trainer.chiefless",
     "trainer.cluster",

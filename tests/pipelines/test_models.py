@@ -110,3 +110,16 @@ def test_what_is_wrong_is_one_line(flotilla, words, code, message):
     found, out, err = flotilla(*words)
     assert (found, out, err.count("\n")) == (code, "", 1)
     assert message in err
+
+
+def test_a_champion_that_is_gone_is_shown_as_far_as_it_is_there(flotilla, workdir):
+    root = storage.uri_of(workdir)
+    storage.delete(registry.version(root, "digits", 2).uri)
+    code, out, _ = flotilla("list", "--json")
+    assert (code, [row["version"] for row in told(out)["models"]]) == (0, [1, 3])
+    code, _, err = flotilla("show", "digits")
+    assert (code, err.count("\n")) == (1, 1)
+    assert "the champion is gone: digits has no version 2 below" in err
+    assert flotilla("show", "digits", "3")[0] == 0
+    assert flotilla("promote", "digits", "3")[0] == 0
+    assert registry.champion(root, "digits").number == 3

@@ -55,10 +55,14 @@ class Fault:
 
 
 class Plan:
-    """The faults, the latency and the log of one server."""
+    """The faults, the latency and the log of one server.
+
+    `unconditional`: conditions of writes are passed over, as by stores that do not know them.
+    """
 
     def __init__(self) -> None:
         self.latency = 0.0
+        self.unconditional = False
         self.faults: list[Fault] = []
         self.requests: list[str] = []
         self.before: Callable[[str], None] | None = None
@@ -100,6 +104,9 @@ class Faulty(BaseHTTPRequestHandler):
         """Let a request through, or answer it badly."""
         if not super().parse_request():
             return False
+        if self.plan.unconditional:
+            del self.headers["If-None-Match"]
+            self.path = re.sub(r"ifGenerationMatch=\d+&?", "", self.path)
         if self.plan.before:
             self.plan.before(f"{self.command} {self.path}")
         fault = self.plan.next_fault(self)

@@ -7,6 +7,7 @@ import json
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.trainer import small_run
 from trainer import gate, storage
@@ -89,11 +90,60 @@ def test_what_is_no_model_can_be_no_champion(run, tmp_path):
 
 
 def test_a_damaged_champion_is_not_asked(run, champion, tmp_path):
-    copy = storage.uri_of(tmp_path / "copy")
-    storage.fetch(champion, tmp_path / "fetched")
-    fields = storage.read_manifest(champion).fields
-    storage.publish(tmp_path / "fetched", copy, kind="model", fields=fields)
+    copy = changed(champion, tmp_path, lambda *_: None)
     path = next(storage.local_path(copy).rglob("saved_model.pb"))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(storage.Corrupt, match=r"saved_model\.pb has"):
         measured(run, copy, tmp_path)
+
+
+def changed(champion, folder, change):
+    """Publish a copy of the champion whose files were changed."""
+    storage.fetch(champion, folder / "fetched")
+    fields = storage.read_manifest(champion).fields
+    change(folder / "fetched", fields["saved_model"])
+    copy = storage.uri_of(folder / "copy")
+    storage.publish(folder / "fetched", copy, kind="model", fields=fields)
+    return copy
+
+
+def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_path):
+    text = "\n".join("1023456789")
+    copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
+    output, text, decision = measured(run, copy, tmp_path)
+    assert text["champion"]["incomparable"] == "its class 0 is '1', and that of this model '0'"
+    assert not decision.blessed
+    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
+        assert "champion_logits" not in arrays
+
+
+@pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])
+def test_a_champion_with_a_wrong_signature_is_named(run, champion, tmp_path, wrong):
+    copy = served(champion, tmp_path, **wrong)
+    with pytest.raises(UserError) as error:
+        measured(run, copy, tmp_path)
+    assert str(error.value).startswith(f"the champion {copy} cannot be asked: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_champion_without_finite_answers_is_not_compared(run, champion, tmp_path):
+    copy = served(champion, tmp_path, value=float("nan"))
+    _, text, decision = measured(run, copy, tmp_path)
+    assert text["champion"]["incomparable"] == "it gives no finite numbers for 97 of 97 examples"
+    assert not decision.blessed
+
+
+def served(champion, folder, *, name="serving_default", key="logits", value=0.0):
+    """Publish the champion with another SavedModel: one that answers one value for all."""
+
+    class Constant(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 1), tf.uint8, name="image")])
+        def answer(self, image):
+            return {key: tf.fill([tf.shape(image)[0], 10], value)}
+
+    own = Constant()
+    return changed(
+        champion,
+        folder,
+        lambda at, place: tf.saved_model.save(own, str(at / place), signatures={name: own.answer}),
+    )

@@ -143,9 +143,10 @@ def test_a_model_that_is_always_sure_and_right_is_calibrated():
     assert figures.calibration(np.ones(4, int), logits)["error"] == 0
 
 
-def test_averages_of_a_matrix_are_those_of_its_examples(predicted):
+def test_averages_of_counts_are_those_of_its_examples(predicted):
     for labels, logits in (predicted, (np.array([0, 0, 3]), np.eye(3, 6, dtype=np.float32))):
-        found = averages(np.array(figures.confusion(labels, logits)))
+        matrix = np.array(figures.confusion(labels, logits))
+        found = averages(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
         headline = figures.headline(labels, logits)
         assert found == pytest.approx({name: headline[name] for name in found})
 
@@ -174,3 +175,28 @@ def test_more_examples_make_an_interval_narrower():
         intervals_of_means(*predictions(count=count))["loss"] for count in (100, 10_000)
     )
     assert (higher - lower) * 5 < high - low
+
+
+def test_many_resamples_of_many_examples_are_drawn_in_parts(predicted, monkeypatch):
+    whole = intervals_of_means(*predicted)
+    monkeypatch.setattr("trainer.intervals._MOST_DRAWN", 10)
+    assert intervals_of_means(*predicted)["accuracy"] == pytest.approx(whole["accuracy"], abs=0.02)
+
+
+def test_a_thousand_classes_of_which_most_do_not_occur():
+    labels, logits = np.array([7, 7, 999]), np.zeros((3, 1000), np.float32)
+    logits[:, 7] = 1
+    found, headline = intervals(labels, logits), figures.headline(labels, logits)
+    low, high = found["weighted_recall"]
+    assert (low, high) == (0, 1)
+    assert headline["weighted_recall"] == pytest.approx(2 / 3)
+
+
+def test_one_class_alone_has_no_areas_and_no_warnings():
+    labels, logits = np.zeros(4, int), np.ones((4, 1), np.float32)
+    assert figures.confusion(labels, logits) == [[4]]
+    assert figures.headline(labels, logits)["accuracy"] == 1
+    [row] = figures.per_class(labels, logits, ["only"])
+    assert (row["roc_auc"], row["f1"]) == (None, 1)
+    assert figures.curves(labels, logits, ["only"]) == []
+    assert intervals(labels, logits)["accuracy"] == [1, 1]

@@ -180,7 +180,12 @@ def test_eight_bits_that_lose_accuracy_are_refused(run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed", [{"inputs": []}, {"num_classes": 9, "labels": list("012345678")}]
+    "changed",
+    [
+        {"inputs": []},
+        {"num_classes": 9, "labels": list("012345678")},
+        {"labels": list("9876543210")},
+    ],
 )
 def test_another_signature_is_refused(run: Run, changed: dict[str, Any]) -> None:
     run.register(run.exported(1))
@@ -214,3 +219,36 @@ def test_something_else_at_its_place_is_named(run: Run) -> None:
     storage.publish(run.folder / "empty-1", f"{model}-registration-0", kind="other")
     with pytest.raises(UserError, match="is a other and not a registration"):
         run.register(model)
+
+
+def test_a_champion_that_is_gone_is_named_with_the_remedy(run: Run) -> None:
+    run.register(run.exported(1))
+    champion = run.champion()
+    assert champion
+    second = run.exported(2, champion=champion.uri)
+    storage.delete(champion.uri)
+    with pytest.raises(UserError) as error:
+        run.register(second)
+    assert str(error.value).startswith("the champion is gone: digits has no version 1 below ")
+    assert str(error.value).endswith("with `flotilla models promote`")
+
+
+def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = run.exported(1)
+    genuine = storage.publish
+
+    def dying(folder: Path, uri: str, **rest: Any) -> storage.Manifest:
+        if "/promotions/" in uri:
+            raise KeyboardInterrupt
+        return genuine(folder, uri, **rest)
+
+    monkeypatch.setattr(storage, "publish", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run.register(model)
+    assert run.champion() is None
+    monkeypatch.undo()
+    made = run.register(model)
+    assert (made.promoted, made.version, made.promotion) == (True, 1, 1)
+    assert registry.newest(run.root, "digits") == 1

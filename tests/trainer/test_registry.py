@@ -200,3 +200,93 @@ def test_numbers_above_nine_are_in_order(root: str, tmp_path: Path) -> None:
     for after in range(11):
         promote(root, 1, after=after)
     assert registry.newest(root, NAME) == 11
+
+
+def trained(folder: Path, step: int) -> tuple[str, str]:
+    """Publish what looks like a checkpoint; return its URI, and when it was made."""
+    (folder / "empty").mkdir(parents=True, exist_ok=True)
+    uri = storage.uri_of(folder / f"step-{step}")
+    made = storage.publish(folder / "empty", uri, kind="checkpoint", fields={"global_step": step})
+    return uri, made.created
+
+
+def crowned(root: str, folder: Path, number: int) -> str:
+    """Register and promote the model of a checkpoint; return the checkpoint."""
+    checkpoint, created = trained(folder, number)
+    source = folder / f"crowned-{number}"
+    (source / "serving" / NAME / "7").mkdir(parents=True)
+    (source / "serving" / NAME / "7" / "saved_model.pb").write_text(str(number))
+    uri = storage.uri_of(folder / f"model-of-{number}")
+    origin = {"checkpoint": checkpoint, "checkpoint_created": created}
+    fields = {"saved_model": f"serving/{NAME}/7", "made_from": origin}
+    storage.publish(source, uri, kind="model", fields=fields)
+    made = registry.register(root, NAME, uri, lineage=LINEAGE, scratch=folder)
+    promote(root, made.number, after=registry.newest(root, NAME))
+    return checkpoint
+
+
+def rival_of(root: str, checkpoint: str) -> int:
+    found = registry.rival(root, NAME, checkpoint)
+    return found.number if found else 0
+
+
+def test_the_rival_is_the_champion(root: str, tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path, 9)
+    assert rival_of(root, checkpoint) == 0
+    crowned(root, tmp_path, 1)
+    crowned(root, tmp_path, 2)
+    assert rival_of(root, checkpoint) == 2
+
+
+def test_nobody_is_its_own_rival(root: str, tmp_path: Path) -> None:
+    first = crowned(root, tmp_path, 1)
+    assert rival_of(root, first) == 0
+    second = crowned(root, tmp_path, 2)
+    # A run that is resumed after its promotion meets the champion of then.
+    assert rival_of(root, second) == 1
+    # One that was followed meanwhile meets who followed.
+    assert rival_of(root, first) == 2
+
+
+def test_the_rival_after_a_rollback_is_who_is_champion_again(root: str, tmp_path: Path) -> None:
+    for number in (1, 2):
+        crowned(root, tmp_path, number)
+    registry.rollback(root, NAME, by="me")
+    checkpoint, _ = trained(tmp_path, 9)
+    assert rival_of(root, checkpoint) == 1
+
+
+def test_a_checkpoint_that_was_made_again_is_another_one(root: str, tmp_path: Path) -> None:
+    first = crowned(root, tmp_path, 1)
+    storage.delete(first)
+    storage.publish(tmp_path / "empty", first, kind="checkpoint", fields={"global_step": 1})
+    assert rival_of(root, first) == 1
+
+
+def test_a_rival_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> None:
+    crowned(root, tmp_path, 1)
+    storage.delete(registry.version(root, NAME, 1).uri)
+    checkpoint, _ = trained(tmp_path, 9)
+    with pytest.raises(UserError, match="champion is gone: digits has no version 1 below"):
+        registry.rival(root, NAME, checkpoint)
+
+
+def damage(uri: str) -> None:
+    folder = storage.local_path(uri)
+    assert folder
+    (folder / storage.MANIFEST).write_text('{"schema": 1, "ki')
+
+
+def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path: Path) -> None:
+    for text in "ab":
+        register(root, tmp_path, text)
+    promote(root, 1, after=0)
+    made = promote(root, 2, after=1)
+    damage(made.uri)
+    with pytest.raises(storage.Corrupt, match=r"promotions/000002: MANIFEST\.json is damaged"):
+        promote(root, 1, after=1)
+    storage.delete(made.uri)
+    # Whatever is asked for now: what was agreed on then is restored.
+    with pytest.raises(registry.LostError, match=r"promotion 2 was made by me \(version 2\)"):
+        promote(root, 1, after=1)
+    assert champion(root) == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,21 @@ STEPS = [
     {"step": "prepare_data", "status": "done", "seconds": 10.0, "time": 110.0, "figures": {}},
     {"step": "train_model", "status": "failed", "seconds": 30.0, "time": 150.0, "figures": {}},
 ]
+CHAMPION = {
+    "uri": "file:///c", "incomparable": "", "metrics": {"accuracy": 0.5},
+    "paired": {
+        "both_right": 90, "only_challenger_right": 20, "only_champion_right": 10,
+        "both_wrong": 80, "p_worse": 0.99, "p_better": 0.049,
+    },
+}  # fmt: skip
+
+
+def pictures_of(folder: Path) -> dict[str, str]:
+    """Return the pictures of the worst examples as a report takes them."""
+    return {
+        path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
+        for path in folder.rglob("*.png")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +65,11 @@ def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) 
     )
     folder = tmp_path_factory.mktemp("evaluation")
     evaluation = {**summarized(spec, found), "worst": worst.write(folder, list(NAMES))}
-    evaluation["champion"] = {
-        "uri": "file:///c", "incomparable": "", "metrics": {"accuracy": 0.5},
-        "paired": {
-            "both_right": 90, "only_challenger_right": 20, "only_champion_right": 10,
-            "both_wrong": 80, "p_worse": 0.99, "p_better": 0.049,
-        },
-    }  # fmt: skip
-    pictures = {
-        path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
-        for path in folder.rglob("*.png")
-    }
+    evaluation["champion"] = CHAMPION
     return {
         "run_id": "r", "verdict": "blessed", "steps": STEPS, "evaluation": evaluation,
         "metrics": evaluation["metrics"], "curves": curves(labels, logits, list(NAMES)),
-        "pictures": pictures, "lineage": {"commit": "abc"}, "cost": {"task_hours": 0.5},
+        "pictures": pictures_of(folder), "lineage": {"commit": "abc"}, "cost": {"task_hours": 0.5},
         "registered": {"decision": "promoted", "version": 4, "promotion": 5, "rules": []},
         "checkpoints": [{"event": "checkpoint", "time": 125.0}],
         "incidents": [{"event": "restart", "time": 140.0, "task": "worker-1"}],
@@ -165,3 +171,25 @@ def test_a_race_that_was_lost_is_the_reason() -> None:
     registered = {"decision": "refused", "reasons": ["promotion 3 was made by run x"]}
     page = Page(report.render({"verdict": "refused", "registered": registered}))
     assert "promotion 3 was made by run x" in page.words
+
+
+def test_every_class_has_its_figures_the_weakest_first(facts: dict[str, Any]) -> None:
+    rows = report_views.weak_classes(facts["evaluation"])
+    assert [row["f1"] for row in rows] == sorted(row["f1"] for row in rows)
+    words = Page(report.render(facts)).words
+    begin = words.index("By class")
+    assert words[begin + 1].startswith("3 of 3, the lowest F1 first")
+    first = [NAMES.index(rows[0]["label"]), f"{rows[0]['precision']:.4g}", str(rows[0]["support"])]
+    cells = words[begin + 9 : begin + 16]
+    assert [NAMES.index(cells[0]), cells[1], cells[6]] == first
+
+
+def test_of_many_classes_the_weakest_have_their_figures() -> None:
+    each = {"precision": 0.5, "recall": 0.5, "roc_auc": None, "pr_auc": None, "support": 0}
+    rows = [{"label": f"c{n}", "f1": n / 1000, **each} for n in range(1000)]
+    evaluation = {"per_class": rows[::-1], "labels": [row["label"] for row in rows]}
+    found = report_views.weak_classes(evaluation)
+    assert [row["label"] for row in found] == [f"c{n}" for n in range(report_views.MOST_CLASSES)]
+    page = Page(report.render({"evaluation": evaluation}))
+    assert "20 of 1000, the lowest F1 first" in page.text
+    assert "c20" not in page.words

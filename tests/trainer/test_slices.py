@@ -93,3 +93,9 @@ def test_of_many_texts_the_most_frequent_are_kept():
     assert len(found) == MOST_VALUES
     assert found["w0"] == 40
     assert found[OTHER] == sum(range(1, 22))
+
+
+def test_the_largest_numbers_are_cut_into_quarters_too():
+    values = np.float32(3e38) * np.linspace(-1, 1, 100, dtype=np.float32)
+    rows = sliced(values, np.zeros(100, int), np.zeros((100, 2), np.float32), ())
+    assert [row["examples"] for row in rows] == [25, 25, 25, 25]

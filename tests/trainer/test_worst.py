@@ -83,3 +83,24 @@ def test_what_is_no_picture_is_told_in_words(tmp_path):
     [row] = looked(tmp_path, spec, inputs, np.zeros((1, 3), np.float32))
     assert row["inputs"] == "user 7, name <b>ö, row " + "0.5 " * 12 + "..."
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "size"),
+    [
+        ((3000, 2000, 3), "uint8", (256, 171, 3)),
+        ((1000, 300), "uint8", (256, 77, 1)),
+        ((2, 2000, 1), "float32", (1, 256, 1)),
+        ((256, 256, 1), "uint8", (256, 256, 1)),
+    ],
+)
+def test_a_huge_image_becomes_a_small_picture(tmp_path, shape, dtype, size):
+    values = np.zeros((1, *shape), dtype)
+    values[:, :, shape[1] // 2 :] = 200
+    logits = np.zeros((1, 3), np.float32)
+    [row] = looked(tmp_path, spec_of(x=(shape, dtype)), {"x": values}, logits)
+    picture = tf.io.decode_png((tmp_path / row["picture"]).read_bytes()).numpy()
+    assert picture.shape == size
+    left, right = picture[:, : size[1] // 2 - 1], picture[:, size[1] // 2 + 1 :]
+    assert (left == 0).all()
+    assert (right == (200 if dtype == "uint8" else 255)).all()

@@ -19,6 +19,7 @@ from trainer.storage.errors import (
 from trainer.storage.fetching import fetch
 from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
 from trainer.storage.publishing import (
+    children,
     collect_garbage,
     delete,
     exists,
@@ -44,6 +45,7 @@ __all__ = [
     "NotPublished",
     "Unavailable",
     "UnknownSchema",
+    "children",
     "collect_garbage",
     "delete",
     "exists",

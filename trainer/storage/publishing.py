@@ -153,17 +153,20 @@ def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
 
     One whose manifest cannot be read is passed over, with a warning in the log.
     """
-    store = store_for(uri)
+    found = [join(uri, name) for name in children(uri)]
+    manifests = zip(found, in_parallel(_readable, found), strict=True)
+    return [(child, m) for child, m in manifests if m is not None and kind in (None, m.kind)]
+
+
+def children(uri: str) -> list[str]:
+    """Return the names of all files and directories directly below `uri`, in order."""
     try:
         with reported(f"list {uri}"):
-            names = store.children(uri)
+            return store_for(uri).children(uri)
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return []
         raise
-    children = [join(uri, name) for name in names]
-    found = zip(children, in_parallel(_readable, children), strict=True)
-    return [(child, m) for child, m in found if m is not None and kind in (None, m.kind)]
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:

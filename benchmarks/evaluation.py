@@ -1,0 +1,146 @@
+"""What an evaluation takes beside the shortest program that gives figures of a test split."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from sklearn import metrics as scores
+from sklearn.calibration import calibration_curve
+
+from benchmarks.figures import Figure, alternating
+from trainer import storage
+from trainer.checkpoints import Checkpoints
+from trainer.config_file import parse
+from trainer.data.records import encode
+from trainer.data.shards import ShardWriter
+from trainer.data.spec import SCHEMA, FeatureSpec
+from trainer.evaluate import evaluate
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+
+EXAMPLES, CLASSES, SHAPE = 20_000, 10, (28, 28, 1)
+ROUNDS = 5
+RESAMPLES = 1000
+# Of the labels; figures of chance alone would be quick to have.
+KNOWN = 0.5
+FEATURES = {
+    "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
+    "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+}
+CONFIG = parse({"model": {"name": "mlp", "args": {"hidden_units": [100]}}})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The same model and examples, published, and in memory."""
+
+    dataset: str
+    checkpoint: str
+    model: keras.Model
+    images: Any
+    labels: Any
+
+
+def evaluation() -> Figure:
+    """Evaluate a published checkpoint, and predict and measure arrays in memory."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subject = subject_of(folder)
+        count = iter(range(1000))
+
+        def ours() -> float:
+            home = folder / f"{next(count)}"
+            (home / "scratch").mkdir(parents=True)
+            output = storage.uri_of(home / "evaluation")
+            began = time.perf_counter()
+            evaluate(CONFIG, subject.dataset, subject.checkpoint, output, home / "scratch")
+            return EXAMPLES / (time.perf_counter() - began)
+
+        def bare() -> float:
+            began = time.perf_counter()
+            figures_of(subject)
+            return EXAMPLES / (time.perf_counter() - began)
+
+        # Both trace and load what they need once.
+        ours(), bare()
+        pairs = alternating(ROUNDS, ours, bare)
+    return Figure(
+        figure="examples/s evaluated and published, against predict and scikit-learn in memory",
+        rounds=tuple(own / other for own, other in pairs),
+        at_least=0.25,
+        more={"examples_per_second": [[round(each) for each in pair] for pair in pairs]},
+    )
+
+
+def figures_of(subject: Subject) -> dict[str, Any]:
+    """Return what a person writes down who has the examples in memory, and nothing to publish."""
+    labels = subject.labels
+    logits = subject.model.predict(subject.images, batch_size=1000, verbose=0)
+    probabilities = keras.ops.convert_to_numpy(keras.ops.softmax(logits))
+    predicted = logits.argmax(axis=1)
+    right = predicted == labels
+    drawn = np.random.default_rng(0).integers(0, len(labels), (RESAMPLES, len(labels)))
+    return {
+        "loss": scores.log_loss(labels, probabilities, labels=range(CLASSES)),
+        "accuracy": scores.accuracy_score(labels, predicted),
+        "interval": np.percentile(right[drawn].mean(axis=1), [2.5, 97.5]),
+        "top_3": scores.top_k_accuracy_score(labels, logits, k=3, labels=range(CLASSES)),
+        "per_class": scores.classification_report(
+            labels, predicted, output_dict=True, zero_division=0
+        ),
+        "confusion": scores.confusion_matrix(labels, predicted),
+        "calibration": calibration_curve(right, probabilities.max(axis=1).clip(0, 1), n_bins=15),
+        "areas": [
+            (
+                scores.roc_auc_score(labels == each, probabilities[:, each]),
+                scores.average_precision_score(labels == each, probabilities[:, each]),
+            )
+            for each in range(CLASSES)
+        ],
+    }
+
+
+def subject_of(folder: Path) -> Subject:
+    """Make examples and a model, and publish them below a folder."""
+    generator = np.random.default_rng(0)
+    images = generator.integers(0, 256, (EXAMPLES, *SHAPE)).astype(np.uint8)
+    spec = InputSpec(shape=SHAPE, dtype="uint8", num_classes=CLASSES)
+    model = registry.build(CONFIG.model, spec, 0)
+    guesses = model.predict(images, batch_size=1000, verbose=0).argmax(axis=1)
+    chance = generator.integers(0, CLASSES, EXAMPLES)
+    labels = np.where(generator.random(EXAMPLES) < KNOWN, guesses, chance).astype(np.int64)
+    variables = {f"model/{variable.path}": variable.value for variable in model.variables}
+    variables["global_step"] = tf.Variable(0, dtype=tf.int64)
+    saved = Checkpoints(storage.uri_of(folder / "checkpoints"), keep=1, scratch=folder / "saving")
+    return Subject(
+        dataset=_published(folder, images, labels),
+        checkpoint=saved.save(variables, io_device=None, fields={"metrics": {}}),
+        model=model,
+        images=images,
+        labels=labels,
+    )
+
+
+def _published(folder: Path, images: Any, labels: Any) -> str:
+    source = folder / "source"
+    source.mkdir()
+    writer = ShardWriter(source, "test", 8)
+    for record in encode(FEATURES, {"image": images, "label": labels}):
+        writer.add(record)
+    writer.flush()
+    uri = storage.uri_of(folder / "dataset")
+    fields = {
+        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "label": "label",
+        "labels": [], "num_classes": CLASSES,
+        "features": {name: feature.to_json() for name, feature in FEATURES.items()},
+        "splits": {"test": {"examples": EXAMPLES, "shards": writer.examples}},
+    }  # fmt: skip
+    storage.publish(source, uri, kind="dataset", fields=fields)
+    return uri
