@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components import launching
+from components import launching, settled
 from components.image import IMAGE
 from components.step_record import recorded
 from trainer import checkpoint_listing, keeping, lineage, registry, storage
@@ -25,7 +25,7 @@ from trainer.launcher import Job
 from trainer.parameters import from_parameters
 
 RUN_ID = "FLOTILLA_RUN_ID"
-RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
+RUN_FOLDER = settled.RUN_FOLDER
 
 
 class Resolved(NamedTuple):
@@ -71,11 +71,15 @@ def resolve_config(values: Mapping[str, Any]) -> Resolved:
     """
     with recorded("resolve_config") as record:
         config = from_parameters(values)
-        record.figures = {"name": config.name}
+        root = root_of(config.storage.root, values["place"].uri, values["kfp_run_id"])
+        config = settled.with_champion(config, root)
+        # On this machine nothing is reused by KFP, and preparing finds the version itself.
+        data = config.data if os.environ.get(RUN_ID) else settled.with_version(config.data)
+        record.figures = {"name": config.name, "data_version": data.version}
         return Resolved(
             config=config.model_dump_json(),
-            data=config.data.model_dump_json(),
-            root=root_of(config.storage.root, values["place"].uri, values["kfp_run_id"]),
+            data=data.model_dump_json(),
+            root=root,
             run_id=run_id_of(values["kfp_run_id"]),
         )
 
@@ -85,11 +89,16 @@ def prepare_data(data: str, root: str, artifact: Any) -> str:
     with recorded("prepare_data") as record, _scratch() as scratch:
         from trainer.data import prepare
 
-        prepared = prepare.prepare(DataConfig.model_validate_json(data), root, scratch)
+        section = DataConfig.model_validate_json(data)
+        key = f"version of {section.dataset}"
+        chosen = section.version or settled.known(key)
+        prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
         fields = prepared.manifest.fields
+        settled.keep(key, fields["version"])
         examples = {split: each["examples"] for split, each in fields["splits"].items()}
-        record.done(prepared.uri, {**examples, "reused": prepared.reused})
-        artifact.metadata = {"uri": prepared.uri, "fingerprint": fields["fingerprint"], **examples}
+        figures = {"version": fields["version"], **examples}
+        record.done(prepared.uri, {**figures, "reused": prepared.reused})
+        artifact.metadata = {"uri": prepared.uri, "fingerprint": fields["fingerprint"], **figures}
         return prepared.uri
 
 
@@ -105,9 +114,11 @@ def train_model(config: str, root: str, run_id: str, dataset: str, artifact: Any
         launching.launch(job)
         uri, step = checkpoint_listing.newest(job.checkpoints)
         # What is handed on may have been damaged since it was published.
-        metrics = storage.verify(uri).fields["metrics"]
+        fields = storage.verify(uri).fields
         best = keeping.best(keeping.kept(job.checkpoints))
-        figures = {"global_step": step, **metrics}
+        figures = {"global_step": step, **fields["metrics"]}
+        if fields.get("warmed_from"):
+            figures["warmed_from"] = fields["warmed_from"]
         if best:
             figures |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
         record.done(uri, figures)
@@ -216,10 +227,15 @@ def _lineage(config: Config, run_id: str, model: str) -> dict[str, Any]:
         # On a machine of one's own the code runs as it stands there.
         "image": "" if os.environ.get(RUN_ID) else IMAGE,
         "checkpoint": fields["made_from"]["checkpoint"],
+        "warmed_from": _warmed_from(fields["made_from"]["checkpoint"]),
         "evaluation": fields["evaluation"],
         "decision": fields["decision"],
         "metrics": measured["metrics"],
     }
+
+
+def _warmed_from(checkpoint: str) -> str:
+    return str(storage.read_manifest(checkpoint).fields.get("warmed_from", ""))
 
 
 def finish(

@@ -109,6 +109,25 @@ def champion(root: str, name: str) -> Version | None:
     return version(root, name, made[-1].version) if made else None
 
 
+def champion_checkpoint(root: str, name: str) -> str:
+    """Return the URI of the checkpoint that became the champion; empty where there is none yet.
+
+    Raises:
+        UserError: the champion's checkpoint is gone, as it is when its run was deleted.
+    """
+    found = champion(root, name)
+    if found is None:
+        return ""
+    uri = str(found.manifest.fields.get("lineage", {}).get("checkpoint", ""))
+    if not uri or not storage.is_published(uri):
+        raise UserError(
+            f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, is "
+            f"not there any more ({uri or 'it names none'}): name another checkpoint, or leave it "
+            "empty"
+        )
+    return uri
+
+
 def rival(root: str, name: str, checkpoint: str) -> Version | None:
     """Return the champion that the model of a checkpoint has to stand up to.
 

@@ -60,7 +60,7 @@ class RemoteCheckpoints(Checkpoints):
 
     def write(self, uri: str, data: bytes) -> None:
         """Write a small file in the background; only the newest content counts."""
-        self._outbox.put(uri, partial(storage.write_bytes, uri, data))
+        self._outbox.put(uri, partial(super().write, uri, data))
 
     @contextmanager
     def settled(self) -> Iterator[None]:
@@ -111,6 +111,7 @@ class RemoteCheckpoints(Checkpoints):
         folder = storage.local_path(here)
         if folder is None or not storage.is_published(here):
             return
+        self.lock.check()
         manifest = storage.read_manifest(here)
         there = storage.join(self.uri, name)
         try:
@@ -125,5 +126,6 @@ class RemoteCheckpoints(Checkpoints):
         storage.delete(here)
 
     def _carry_logs(self) -> None:
+        self.lock.require()
         for path in sorted(self._logs.glob("*")):
             storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())

@@ -39,6 +39,8 @@ FREE = (
     "trainer.lineage",
     "trainer.local_cluster",
     "trainer.local_ports",
+    "trainer.lock",
+    "trainer.lock_holder",
     "trainer.parameters",
     "trainer.parent",
     "trainer.peers",

@@ -20,9 +20,11 @@ from trainer.storage.fetching import fetch
 from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
 from trainer.storage.publishing import (
     collect_garbage,
+    create_bytes,
     delete,
     exists,
     is_published,
+    names,
     newest,
     publish,
     published,
@@ -45,6 +47,7 @@ __all__ = [
     "Unavailable",
     "UnknownSchema",
     "collect_garbage",
+    "create_bytes",
     "delete",
     "exists",
     "fetch",
@@ -52,6 +55,7 @@ __all__ = [
     "join",
     "local_path",
     "name_of",
+    "names",
     "newest",
     "publish",
     "published",
