@@ -87,7 +87,7 @@ class Lock(Unlocked):
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
-            self._refuse_newcomers(number, found, after)
+            self._refuse_newcomers(number, after)
             self._number = number
             for old in found:
                 storage.delete(place(self._uri, old))
@@ -139,24 +139,24 @@ class Lock(Unlocked):
             elif not self._is_free(holder):
                 raise HeldError(_held(self._uri, holder))
         newest = found.get(max(found, default=0))
-        if newest and newest.job != self._own.job:
+        if newest and not self._is_same_job(newest):
             why = "has ended" if newest.is_gone else f"was silent since {clock(newest.renewed)}"
             log.warning("the lock of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit("lock_taken_over", uri=self._uri, holder=str(newest), reason=why)
 
-    def _refuse_newcomers(
-        self, number: int, before: dict[int, Holder | None], after: dict[int, Holder | None]
-    ) -> None:
-        """Give way to one that came in between and counts from another number."""
+    def _refuse_newcomers(self, number: int, after: dict[int, Holder | None]) -> None:
+        """Give way to one that came in between, and counts from another number."""
         for other, holder in after.items():
-            if other != number and other not in before and holder and not self._is_free(holder):
+            if other != number and holder and not self._is_free(holder):
                 storage.delete(place(self._uri, number))
                 raise HeldError(_held(self._uri, holder))
 
     def _is_free(self, holder: Holder) -> bool:
-        same_job = bool(holder.job) and holder.job == self._own.job
         over = self._now() >= holder.until
-        return same_job or over or holder.is_gone or self._is_own(holder)
+        return over or holder.is_gone or self._is_same_job(holder) or self._is_own(holder)
+
+    def _is_same_job(self, holder: Holder) -> bool:
+        return bool(holder.job) and holder.job == self._own.job
 
     def _is_own(self, holder: Holder | None) -> bool:
         return holder is not None and holder.token == self._own.token

@@ -10,7 +10,7 @@ import pytest
 
 from components.steps import RUN_ID
 from trainer import events
-from trainer.config import NOT_YET, Config, DataConfig
+from trainer.config import Config, DataConfig
 from trainer.config_file import parse
 from trainer.parameters import run_parameters, to_parameters
 
@@ -119,7 +119,7 @@ def test_no_value_of_these_is_the_default(config):
     default = to_parameters(Config())
     same = {name for name, value in to_parameters(config).items() if value == default[name]}
     # Servers are either joined or started in one process.
-    assert same == {key.replace(".", "_") for key in NOT_YET} | {"cluster_existing_servers"}
+    assert same == {"cluster_existing_servers"}
 
 
 def test_every_run_parameter_arrives(kept, config):
