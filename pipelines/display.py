@@ -197,7 +197,7 @@ def shown_place(uri: str) -> str:
 
 def _figures(figures: dict[str, Any]) -> str:
     shown = [(name, value) for name, value in figures.items() if not isinstance(value, list | dict)]
-    return " ".join(f"{name}={_short(value)}" for name, value in shown[:5])
+    return " ".join(f"{name}={_short(value)}" for name, value in shown[:4])
 
 
 def _short(value: object) -> str:
