@@ -46,6 +46,7 @@ def with_version(data: DataConfig) -> DataConfig:
 
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         newest = prepare.newest_version(data, Path(scratch))
+    events.emit("newest_version", dataset=data.dataset, version=newest)
     return data.model_copy(update={"version": newest})
 
 

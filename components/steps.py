@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from components import launching, settled
 from components.image import IMAGE
 from components.step_record import recorded
-from trainer import checkpoint_listing, keeping, lineage, registry, storage
+from trainer import checkpoint_listing, events, keeping, lineage, registry, storage
 from trainer.config import Config, DataConfig
 from trainer.errors import UserError
 from trainer.launcher import Job
@@ -94,11 +94,14 @@ def prepare_data(data: str, root: str, artifact: Any) -> str:
         chosen = section.version or settled.known(key)
         prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
         fields = prepared.manifest.fields
-        settled.keep(key, fields["version"])
+        version = fields["version"]
+        settled.keep(key, version)
+        if not chosen:
+            events.emit("newest_version", dataset=section.dataset, version=version)
         examples = {split: each["examples"] for split, each in fields["splits"].items()}
-        figures = {"version": fields["version"], **examples}
-        record.done(prepared.uri, {**figures, "reused": prepared.reused})
-        artifact.metadata = {"uri": prepared.uri, "fingerprint": fields["fingerprint"], **figures}
+        record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
+        origin = {"fingerprint": fields["fingerprint"], "version": version}
+        artifact.metadata = {"uri": prepared.uri, **origin, **examples}
         return prepared.uri
 
 

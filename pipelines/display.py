@@ -97,6 +97,11 @@ class Display:
         if event["resumed"]:
             self._say(f"training goes on from global step {event['global_step']}")
 
+    def newest_version(self, event: dict[str, Any]) -> None:
+        """No version of the dataset was named."""
+        text = f"{event['dataset']} {event['version']} is its newest version"
+        self._console.print(text, markup=False, soft_wrap=True)
+
     def warm_start(self, event: dict[str, Any]) -> None:
         """A fresh run begins with the weights of another checkpoint."""
         text = f"training begins with the weights of {event['uri']}"
@@ -158,6 +163,7 @@ _SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
     "step_begin": Display.step_begin,
     "step_end": Display.step_end,
     "life": Display.life,
+    "newest_version": Display.newest_version,
     "warm_start": Display.warm_start,
     "from_scratch": Display.from_scratch,
     "lock_taken_over": Display.lock_taken_over,

@@ -129,9 +129,11 @@ def test_a_container_looks_each_time_and_leaves_nothing(root, tmp_path):
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_newest_version_is_what_the_builder_offers():
+def test_the_newest_version_is_what_the_builder_offers(tmp_path):
     assert settled.with_version(DataConfig()).version == "1.0.0"
     assert settled.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
+    said = [(event["dataset"], event["version"]) for event in told(tmp_path)]
+    assert said == [("digits", "1.0.0"), ("mnist", "3.0.1")]
 
 
 @pytest.mark.usefixtures("folder")
