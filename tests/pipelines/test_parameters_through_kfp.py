@@ -53,6 +53,7 @@ TREE = {
         "stall_timeout": 60.5,
         "mixed_precision": True,
         "jit_compile": True,
+        "warm_start": "gs://bucket/a run/checkpoints/step-00000005",
         "seed": 5,
     },
     "cluster": {
