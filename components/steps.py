@@ -13,12 +13,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components import launching, shown
+from components import launching, settled, shown
 from components.places import RUN_ID, folder_of_run, output_of, root_of, run_id_of
 from components.pod_defaults import PodDefaults
 from components.scratch import scratch_folder
 from components.step_record import recorded
-from trainer import checkpoint_listing, keeping, lineage, registry, storage
+from trainer import checkpoint_listing, events, keeping, lineage, rival, storage
 from trainer.config import Config, DataConfig
 from trainer.errors import UserError
 from trainer.launcher import Job
@@ -42,15 +42,18 @@ def resolve_config(values: Mapping[str, Any]) -> Resolved:
     """
     with recorded("resolve_config") as record:
         config = from_parameters(values)
-        record.figures = {"name": config.name}
         root = root_of(config.storage.root, values["place"].uri, values["kfp_run_id"])
         run_id = run_id_of(values["kfp_run_id"])
+        config = settled.with_champion(config, root)
+        # On this machine nothing is reused by KFP, and preparing finds the version itself.
+        data = config.data if os.environ.get(RUN_ID) else settled.with_version(config.data)
+        record.figures = {"name": config.name, "data_version": data.version}
         return Resolved(
             config=config.model_dump_json(),
-            data=config.data.model_dump_json(),
+            data=data.model_dump_json(),
             root=root,
             run_id=run_id,
-            seal=_seal(config.data, root) or run_id,
+            seal=_seal(data, root) or run_id,
         )
 
 
@@ -72,11 +75,19 @@ def prepare_data(data: str, root: str, _seal: str, artifact: Any) -> str:
     with recorded("prepare_data") as record, scratch_folder() as scratch:
         from trainer.data import prepare
 
-        prepared = prepare.prepare(DataConfig.model_validate_json(data), root, scratch)
+        section = DataConfig.model_validate_json(data)
+        key = f"version of {section.dataset}"
+        chosen = section.version or settled.known(key)
+        prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
         fields = prepared.manifest.fields
+        version = fields["version"]
+        settled.keep(key, version)
+        if not chosen:
+            events.emit("newest_version", dataset=section.dataset, version=version)
         examples = {split: each["examples"] for split, each in fields["splits"].items()}
-        record.done(prepared.uri, {**examples, "reused": prepared.reused})
-        artifact.metadata = {"uri": prepared.uri, "fingerprint": fields["fingerprint"], **examples}
+        record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
+        origin = {"fingerprint": fields["fingerprint"], "version": version}
+        artifact.metadata = {"uri": prepared.uri, **origin, **examples}
         return prepared.uri
 
 
@@ -106,9 +117,11 @@ def train_model(
         launching.launch(job, PodDefaults(image=image, store_secret=store_secret))
         uri, step = checkpoint_listing.newest(job.checkpoints)
         # What is handed on may have been damaged since it was published.
-        metrics = storage.verify(uri).fields["metrics"]
+        fields = storage.verify(uri).fields
         best = keeping.best(keeping.kept(job.checkpoints))
-        figures = {"global_step": step, **metrics}
+        figures = {"global_step": step, **fields["metrics"]}
+        if fields.get("warmed_from"):
+            figures["warmed_from"] = fields["warmed_from"]
         if best:
             figures |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
         record.done(uri, figures)
@@ -131,7 +144,7 @@ def evaluate_model(
         from trainer import evaluate
 
         settings = _config(config)
-        found = registry.rival(root, settings.name, checkpoint)
+        found = rival.rival(root, settings.name, checkpoint)
         champion = found.uri if found else ""
         origin = (dataset, _created(checkpoint), champion, *settings.evaluation.slices)
         output = output_of(root, run_id, "evaluation", checkpoint, *origin)
@@ -219,10 +232,15 @@ def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, A
         # On a machine of one's own the code runs as it stands there.
         "image": "" if os.environ.get(RUN_ID) else image,
         "checkpoint": fields["made_from"]["checkpoint"],
+        "warmed_from": _warmed_from(fields["made_from"]["checkpoint"]),
         "evaluation": fields["evaluation"],
         "decision": fields["decision"],
         "metrics": measured["metrics"],
     }
+
+
+def _warmed_from(checkpoint: str) -> str:
+    return str(storage.read_manifest(checkpoint).fields.get("warmed_from", ""))
 
 
 def finish(

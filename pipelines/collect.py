@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipelines import commands, local_run
-from trainer import storage
+from trainer import lock_holder, storage
 from trainer.errors import DONE
+from trainer.storage.parallel import in_parallel
 
 
 def collect(
@@ -16,9 +17,14 @@ def collect(
 ) -> int:
     """Remove garbage below the storage root, name it, and return the exit code."""
     root = local_run.root_of(commands.load_file(config, assignments), workdir)
-    removed = storage.collect_garbage(root)
+    removed = [*_expired_locks(root), *storage.collect_garbage(root)]
     sys.stderr.writelines(f"removed {uri}\n" for uri in removed)
     sys.stderr.write(f"{len(removed)} left-overs removed below {root}\n")
     if as_json:
         commands.print_json({"status": "done", "removed": removed})
     return DONE
+
+
+def _expired_locks(root: str) -> list[str]:
+    folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
+    return [uri for found in in_parallel(lock_holder.remove_expired, folders) for uri in found]

@@ -97,6 +97,26 @@ class Display:
         if event["resumed"]:
             self._say(f"training goes on from global step {event['global_step']}")
 
+    def newest_version(self, event: dict[str, Any]) -> None:
+        """No version of the dataset was named."""
+        text = f"{event['dataset']} {event['version']} is its newest version"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def warm_start(self, event: dict[str, Any]) -> None:
+        """A fresh run begins with the weights of another checkpoint."""
+        text = f"training begins with the weights of {event['uri']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def from_scratch(self, event: dict[str, Any]) -> None:
+        """There was nothing to begin with."""
+        text = f"training begins from scratch: {event['reason']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def lock_taken_over(self, event: dict[str, Any]) -> None:
+        """Another run has left its checkpoints locked."""
+        text = f"took over the lock of {event['uri']} from {event['holder']}, which "
+        self._console.print(text + event["reason"], markup=False, soft_wrap=True)
+
     def stalled(self, event: dict[str, Any]) -> None:
         """Tasks do not answer."""
         self._say(f"no progress for {event['seconds']:g} s: {', '.join(event['tasks'])} silent")
@@ -143,6 +163,10 @@ _SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
     "step_begin": Display.step_begin,
     "step_end": Display.step_end,
     "life": Display.life,
+    "newest_version": Display.newest_version,
+    "warm_start": Display.warm_start,
+    "from_scratch": Display.from_scratch,
+    "lock_taken_over": Display.lock_taken_over,
     "restart": Display.restart,
     "stalled": Display.stalled,
     "evaluator_left": Display.evaluator_left,

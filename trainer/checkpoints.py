@@ -21,9 +21,10 @@ import tensorflow as tf
 from trainer import events, keeping, storage, validations
 from trainer.checkpoint_listing import KIND, listed
 from trainer.errors import UserError
+from trainer.lock import Unlocked
 from trainer.storage.errors import reported
 
-_PREFIX = "variables"
+PREFIX = "variables"
 # A full disk, a folder that may not be written, a file over the limit of its size.
 UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
@@ -40,10 +41,16 @@ class Found:
     uri: str
     global_step: int
     folder: Path
+    fields: Mapping[str, Any]
 
 
 class Checkpoints:
-    """The checkpoints of one run below one URI: saved, kept, and found again."""
+    """The checkpoints of one run below one URI: saved, kept, and found again.
+
+    Nothing is written to the URI without `lock`.
+    """
+
+    lock = Unlocked()
 
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
@@ -58,7 +65,7 @@ class Checkpoints:
         self._fingerprint = fingerprint
         self._keep = keep
         self._awaited = awaited
-        self._scratch = scratch
+        self.scratch = scratch
         self.last: str = ""
         self.passed_over: set[str] = set()
 
@@ -70,7 +77,7 @@ class Checkpoints:
                 disk: beginning anew would then throw away a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
-            folder = self._scratch / "restored"
+            folder = self.scratch / "restored"
             try:
                 fields = storage.fetch(uri, folder).fields
             except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
@@ -84,7 +91,7 @@ class Checkpoints:
                     "data section and the dataset as they were, or begin a new run"
                 )
             self.last = uri
-            return Found(uri=uri, global_step=step, folder=folder)
+            return Found(uri=uri, global_step=step, folder=folder, fields=fields)
         return None
 
     def measured(self) -> list[dict[str, Any]]:
@@ -111,7 +118,7 @@ class Checkpoints:
         began = time.monotonic()
         _require_finite(variables, step, self.last)
         with reported(f"save {uri}"), self._folder() as folder:
-            _write(variables, folder / _PREFIX, io_device)
+            _write(variables, folder / PREFIX, io_device)
             own = {"global_step": step, "fingerprint": self._fingerprint}
             self._publish(folder, uri, {**own, **fields})
         self.last = uri
@@ -135,6 +142,7 @@ class Checkpoints:
 
     def write(self, uri: str, data: bytes) -> None:
         """Write a small file beside the checkpoints."""
+        self.lock.require()
         storage.write_bytes(uri, data)
 
     @contextmanager
@@ -146,6 +154,7 @@ class Checkpoints:
         return listed(self.uri)
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+        self.lock.check()
         publish_anew(folder, uri, fields)
         self.published(uri, fields["global_step"])
 
@@ -155,8 +164,8 @@ class Checkpoints:
 
     @contextmanager
     def _folder(self) -> Iterator[Path]:
-        self._scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self._scratch, prefix="saving-") as name:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as name:
             yield Path(name)
 
 
@@ -207,7 +216,7 @@ def _read(
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     try:
         # What is left over, such as the optimizer's part, is no news to anybody.
-        status = checkpoint.read(str(folder / _PREFIX), options).expect_partial()
+        status = checkpoint.read(str(folder / PREFIX), options).expect_partial()
         status.assert_existing_objects_matched()
     except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
         reason = str(error).splitlines()[0]

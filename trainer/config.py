@@ -7,7 +7,7 @@ name. `trainer.config_file` reads files and `--set` assignments into it.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -28,10 +28,9 @@ OPTIMIZERS = (
 # The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53
 
-# A key whose other values need a part that is not built yet: refused by name, never ignored.
-NOT_YET: dict[str, Any] = {
-    "training.warm_start": "",
-}
+# The word for the checkpoint of the registry's champion, in `training.warm_start`.
+CHAMPION = "champion"
+_URI = r"(file:///|(gs|s3|minio)://)[^/]"
 
 
 def _known(kind: str, value: str, allowed: tuple[str, ...]) -> str:
@@ -122,8 +121,19 @@ class TrainingConfig(Section):
     )
     mixed_precision: bool = Field(False, description="compute in 16 bits")
     jit_compile: bool = Field(False, description="compile the step with XLA")
-    warm_start: str = Field("", description="a checkpoint URI, or champion")
+    warm_start: str = Field("", description="begin with a checkpoint: its URI, or champion")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and of the order of examples")
+
+    @field_validator("warm_start")
+    @classmethod
+    def _checkpoint(cls, value: str) -> str:
+        if value and value != CHAMPION and not re.match(_URI, value):
+            hint = nearest(value, [CHAMPION])
+            raise ValueError(
+                f"neither {CHAMPION} nor the URI of a checkpoint (file:///path, gs://, s3:// or "
+                f"minio://){hint}"
+            )
+        return value.rstrip("/")
 
     @field_validator("strategy")
     @classmethod
@@ -194,7 +204,7 @@ class StorageConfig(Section):
     @field_validator("root")
     @classmethod
     def _uri(cls, value: str) -> str:
-        if value and not re.match(r"(file:///|(gs|s3|minio)://)[^/]", value):
+        if value and not re.match(_URI, value):
             raise ValueError("not a URI: write it as file:///path, gs://, s3:// or minio://bucket")
         return value.rstrip("/")
 
@@ -214,18 +224,6 @@ class Config(Section):
     export: ExportConfig = Field(ExportConfig())
     registry: RegistryConfig = Field(RegistryConfig())
     storage: StorageConfig = Field(StorageConfig())
-
-    @model_validator(mode="after")
-    def _built_parts_only(self) -> Config:
-        for key, only in NOT_YET.items():
-            value: Any = self
-            for part in key.split("."):
-                value = getattr(value, part)
-            if value != only:
-                raise ValueError(
-                    f"{key}: {value!r} is not available yet; the only value is {only!r}"
-                )
-        return self
 
     @model_validator(mode="after")
     def _validation_where_it_is_needed(self) -> Config:

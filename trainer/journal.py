@@ -48,8 +48,9 @@ class Journal:
         """Return the URI of the newest checkpoint, or an empty text."""
         return self._checkpoints.last
 
-    def begin(self, start: int) -> None:
-        """Say that a life begins."""
+    def begin(self, start: int, warmed_from: str) -> None:
+        """Say that a life begins, of a run that began with a checkpoint of another run, or not."""
+        self._fields["warmed_from"] = warmed_from
         events.emit("life", global_step=start, steps=self._steps, resumed=start > 0)
 
     def progress(self, row: Mapping[str, Any]) -> None:
@@ -83,7 +84,7 @@ class Journal:
 class Bystander(Journal):
     """The journal of a task beside the one that publishes: nothing leaves it."""
 
-    def begin(self, start: int) -> None:
+    def begin(self, start: int, warmed_from: str) -> None:
         """Say nothing."""
 
     def progress(self, row: Mapping[str, Any]) -> None:

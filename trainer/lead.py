@@ -22,6 +22,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import ClusterLostError
 from trainer.input import NUMBER_FILE, PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.launcher import Job
+from trainer.lock import Unlocked
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
 from trainer.optimizers import build_optimizer
@@ -44,10 +45,13 @@ _LOST = (
 )
 
 
-def lead(job: Job, cluster: Cluster, task: Task) -> None:
-    """Train from the newest valid checkpoint to the end; see `trainer.train.train`."""
+def lead(job: Job, cluster: Cluster, task: Task, lock: Unlocked) -> None:
+    """Train from the newest valid checkpoint to the end; see `trainer.train.train`.
+
+    `lock` is that of the checkpoints.
+    """
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    stopping = _stop_on_sigterm()
+    stopping = _stop_on_sigterm(lock)
     config = job.config
     data = storage.read_manifest(job.dataset)
     spec = DatasetSpec.from_manifest(data)
@@ -72,6 +76,7 @@ def lead(job: Job, cluster: Cluster, task: Task) -> None:
         awaited=config.cluster.evaluator,
         alone=task.role == "chief",
     )
+    kept.lock = lock
     around = Surroundings(
         problem=problem,
         validate=partial(_validate, problem(0)) if validates else None,
@@ -151,12 +156,16 @@ def _has_stopped_to_gain(config: Config, kept: Checkpoints) -> bool:
     return any(patience.exhausted(row[validations.LOSS]) for row in rows)
 
 
-def _stop_on_sigterm() -> Callable[[], bool]:
+def _stop_on_sigterm(lock: Unlocked) -> Callable[[], bool]:
     asked: list[int] = []
+
+    def stopping() -> bool:
+        lock.require()
+        return bool(asked)
 
     def remember(number: int, _frame: FrameType | None) -> None:
         asked.append(number)
 
     signal.signal(signal.SIGTERM, remember)
     signal.signal(signal.SIGINT, remember)
-    return lambda: bool(asked)
+    return stopping

@@ -111,7 +111,7 @@ def champion(root: str, name: str) -> Version | None:
         UserError: its version is gone, or cannot be read.
     """
     number = champion_number(root, name)
-    return _crowned(root, name, number) if number else None
+    return crowned(root, name, number) if number else None
 
 
 def champion_number(root: str, name: str) -> int:
@@ -120,33 +120,13 @@ def champion_number(root: str, name: str) -> int:
     return made[-1].version if made else 0
 
 
-def _crowned(root: str, name: str, number: int) -> Version:
+def crowned(root: str, name: str, number: int) -> Version:
+    """Return a version that became champion; raises `UserError`, with the remedy, if it is gone."""
     try:
         return version(root, name, number)
     except UserError as error:
         remedy = "restore it, or make another version champion with `flotilla models promote`"
         raise UserError(f"the champion is gone: {error}; {remedy}") from error
-
-
-def rival(root: str, name: str, checkpoint: str) -> Version | None:
-    """Return the champion that the model of a checkpoint has to stand up to.
-
-    A run that is resumed after its promotion is not held against itself, but against the champion
-    of then, so that it ends as it did.
-
-    Args:
-        root: URI below which the registry stands.
-        name: of the model.
-        checkpoint: URI of a published checkpoint.
-    """
-    created = storage.read_manifest(checkpoint).created
-    known = {each.number: each for each in versions(root, name)}
-    for made in reversed(promotions(root, name)):
-        found = known.get(made.version) or _crowned(root, name, made.version)
-        origin = found.manifest.fields.get("made_from", {})
-        if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
-            return found
-    return None
 
 
 def register(

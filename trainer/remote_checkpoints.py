@@ -61,7 +61,7 @@ class RemoteCheckpoints(Checkpoints):
 
     def write(self, uri: str, data: bytes) -> None:
         """Write a small file in the background; only the newest content counts."""
-        self._outbox.put(uri, partial(storage.write_bytes, uri, data))
+        self._outbox.put(uri, partial(super().write, uri, data))
 
     def measured(self) -> list[dict[str, Any]]:
         """Return what the evaluator had measured when the store was last asked, and ask it anew."""
@@ -117,6 +117,7 @@ class RemoteCheckpoints(Checkpoints):
         folder = storage.local_path(here)
         if folder is None or not storage.is_published(here):
             return
+        self.lock.check()
         manifest = storage.read_manifest(here)
         there = storage.join(self.uri, name)
         try:
@@ -138,5 +139,6 @@ class RemoteCheckpoints(Checkpoints):
             log.warning("%s", error)
 
     def _carry_logs(self) -> None:
+        self.lock.require()
         for path in sorted(self._logs.glob("*")):
             storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())

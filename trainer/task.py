@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from trainer import chiefless, cluster, config_file, heartbeat
+from trainer import chiefless, cluster, config_file, heartbeat, lock
 from trainer.cluster import Cluster, Task
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.launcher import Job, task_command
-from trainer.topology import topology_of
+from trainer.topology import leader, topology_of
 
 _HOSTS = ("ps", "worker", "chief")
 
@@ -64,12 +65,20 @@ def run(options: argparse.Namespace) -> None:
         from trainer.lead import lead
 
         heartbeat.begin()
-        lead(job, tasks, this)
+        with _lock(job, tasks, this) as held:
+            lead(job, tasks, this, held)
     else:
         from trainer.serve import serve
 
         heartbeat.begin()
         serve(job, tasks, this)
+
+
+def _lock(job: Job, tasks: Cluster, this: Task) -> AbstractContextManager[lock.Unlocked]:
+    """Hold the lock of the checkpoints, where this task is the one that publishes."""
+    if this != leader(tasks):
+        return nullcontext(lock.Unlocked())
+    return lock.held(job.checkpoints, job.run_id)
 
 
 def _evaluate(job: Job) -> None:

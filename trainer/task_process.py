@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import events, gpus, heartbeat, last_words, parent
+from trainer import events, gpus, heartbeat, last_words, lock, parent
 from trainer.cluster import Cluster, Task
 from trainer.errors import UserError
 from trainer.launcher import Job, task_command
@@ -184,6 +184,7 @@ class TaskProcess:
             **(_SERVER if self._serves else {}),
             **gpus.environment(self._job.config, self.task),
             **parent.environment(),
+            **lock.environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
             # A dead peer is an error at once and not after gRPC's own patience.
             "GRPC_FAIL_FAST": "use_caller",

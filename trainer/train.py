@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import checkpoints as checkpointing
-from trainer.checkpoints import Checkpoints
+from trainer import warm_start
+from trainer.checkpoints import Checkpoints, Found
 from trainer.config import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.journal import Bystander, Journal
@@ -80,6 +81,8 @@ def train(
 ) -> int:
     """Train to `training.steps` from the newest valid checkpoint; return the global step reached.
 
+    Where there is none yet, `training.warm_start` may name another model's weights to begin with.
+
     The final checkpoint is published when this returns.
 
     Raises:
@@ -89,14 +92,18 @@ def train(
             the loop side by side found different checkpoints.
     """
     found = checkpoints.newest()
+    # A run that goes on has its own weights.
+    warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
     problem = around.problem(found.global_step if found else 0)
     strategy.build(problem)
     _require_same_beginning(strategy, found.global_step if found else -1)
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
+    elif warm:
+        warm_start.take(warm, strategy.variables(), io_device=strategy.io_device)
     keeper = Journal if strategy.publishes else Bystander
     journal = keeper(config, checkpoints, strategy.global_step())
-    journal.begin(strategy.global_step())
+    journal.begin(strategy.global_step(), _origin(found, warm))
     loop = _Loop(config.training, strategy, journal, around, DIVERGED * problem.chance_loss)
     if not found:
         loop.save()
@@ -206,6 +213,13 @@ class _Loop:
     def _checkpoint_late(self) -> bool:
         every = self._training.checkpoint_seconds
         return bool(every) and time.monotonic() - self._saved_at >= every
+
+
+def _origin(found: Found | None, warm: Found | None) -> str:
+    """Return the checkpoint with which the first life of a run began, or an empty text."""
+    if found:
+        return str(found.fields.get("warmed_from", ""))
+    return warm.uri if warm else ""
 
 
 def _require_same_beginning(strategy: Strategy, start: int) -> None:

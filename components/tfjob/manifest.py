@@ -15,6 +15,7 @@ from typing import Any
 from components.pod_defaults import DEFAULTS, PodDefaults
 from components.tfjob import names, pods
 from components.tfjob.pods import Tree, said
+from trainer import lock
 from trainer.cluster import Cluster, Task
 from trainer.config import Config
 from trainer.kubernetes_config import JobConfig
@@ -119,7 +120,9 @@ def _replica(job: Job, role: str, count: int, place: Place, own: Mapping[str, st
 def _heartbeat(config: Config, namespace: str, name: str) -> dict[str, str]:
     seconds = config.cluster.kubernetes.deadlines.heartbeat
     place = {"namespace": namespace, "job": name, "seconds": str(seconds)}
-    return {pods.LAUNCHER_VARIABLE: json.dumps(place)}
+    # A chief that begins again, as another pod perhaps, is a life of the same job.
+    life = {lock.VARIABLE: f"TFJob {namespace}/{name}"}
+    return {pods.LAUNCHER_VARIABLE: json.dumps(place), **life}
 
 
 def _alone(config: Config, role: str) -> dict[str, str]:

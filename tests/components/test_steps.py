@@ -8,6 +8,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import tensorflow_datasets as tfds
 from kfp import dsl
 
 from components import places, steps
@@ -16,6 +17,7 @@ from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
 from trainer import events, storage
 from trainer.config import Config, DataConfig
+from trainer.data.digits import Digits
 from trainer.data.key import dataset_key
 from trainer.parameters import run_parameters, to_parameters
 
@@ -48,7 +50,9 @@ class TestResolveConfig:
         assert config.model_copy(update={"storage": Config().storage, "data": DataConfig()}) == (
             Config()
         )
-        assert DataConfig.model_validate_json(resolved.data) == config.data
+        # What preparing depends on names the version: KFP reuses by it.
+        data = DataConfig.model_validate_json(resolved.data)
+        assert data == DataConfig(seed=5, version="1.0.0")
         assert (resolved.root, resolved.run_id) == ("file:///r", "123")
 
     def test_what_another_section_says_does_not_change_the_data(self, values):
@@ -74,6 +78,26 @@ class TestResolveConfig:
         assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == first
         storage.delete(uri)
         assert steps.resolve_config({**given, "kfp_run_id": "125"}).seal == "125"
+
+    def test_a_newer_version_is_other_data_for_the_cache(self, values, monkeypatch, happened):
+        before = steps.resolve_config(values).data
+        assert happened()[-1]["figures"]["data_version"] == "1.0.0"
+        monkeypatch.setattr(Digits, "VERSION", tfds.core.Version("1.1.0"))
+        after = steps.resolve_config(values).data
+        assert after == before.replace("1.0.0", "1.1.0") != before
+
+    def test_on_this_machine_preparing_finds_the_version(self, values, monkeypatch):
+        monkeypatch.setenv(places.RUN_ID, RUN)
+        unknown = {**values, "data_dataset": "no.such:Builder"}
+        data = steps.resolve_config(unknown).data
+        assert DataConfig.model_validate_json(data) == DataConfig(dataset="no.such:Builder")
+
+    def test_a_dataset_that_does_not_exist_is_told_at_once_on_a_cluster(self, values, capsys):
+        code, line = refused(
+            steps.resolve_config, {**values, "data_dataset": "mnits"}, capsys=capsys
+        )
+        assert code == 2
+        assert line.startswith("data.dataset: there is no dataset 'mnits' in TFDS")
 
     def test_the_command_line_names_the_run(self, values, monkeypatch):
         monkeypatch.setenv(places.RUN_ID, RUN)

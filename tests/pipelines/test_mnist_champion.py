@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kfp import dsl
 
-from components import steps
+from components import places, steps
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.trainer.small_run import publish_checkpoint
 from trainer import events, registry, storage
@@ -78,7 +78,7 @@ def test_one_that_was_made_worse_on_purpose_is_refused(first, workdir, words, ro
 
 
 def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, monkeypatch):
-    monkeypatch.setenv(steps.RUN_FOLDER, str(tmp_path))
+    monkeypatch.setenv(places.RUN_FOLDER, str(tmp_path))
     config = load(first.folder / "config.json")
     config = config.model_copy(
         update={"gate": config.gate.model_copy(update={"champion": "better"})}

@@ -10,17 +10,13 @@ import pytest
 from pydantic import ValidationError
 
 from trainer import config as module
-from trainer.config import NOT_YET, Config
+from trainer.config import Config
 from trainer.config_file import load, parse
 from trainer.errors import ConfigError
 from trainer.parameters import run_parameters
 
 ROOT = Path(module.__file__).parents[1]
 KEYS = [".".join(parameter.key) for parameter in run_parameters()]
-# A value that is not the only one there is yet, of the right type.
-OTHER = {
-    "training.warm_start": "champion",
-}
 GOOD = [
     "name=a", "name=fashion-mnist_2.1", "name='7'", f"name={'a' * 50}",
     "data.dataset=mnist", "data.dataset=my.builders:Birds", "data.version=3.0.1",
@@ -32,6 +28,7 @@ GOOD = [
     "training.optimizer.args={beta_1: 0.8}", "training.checkpoint_every=1",
     "training.checkpoint_seconds=0.5", "training.keep=1", "training.validate_every=0",
     "training.patience=3", "training.pull_every=5",
+    "training.warm_start=champion", "training.warm_start=gs://b/run/checkpoints/step-00000500",
     "training.mixed_precision=true", "training.jit_compile=true", "training.schedule.name=cosine",
     "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
     "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
@@ -89,6 +86,11 @@ BAD = [
     ("training.checkpoint_seconds=-1", "training.checkpoint_seconds: -1 is not allowed"),
     ("training.keep=0", "training.keep: 0 is not allowed"),
     ("training.mixed_precision=1", "input should be a valid boolean"),
+    ("training.warm_start=champ", "a checkpoint (file:///path, gs://, s3:// or minio://); did you"),
+    (
+        "training.warm_start=runs/a",
+        "training.warm_start: 'runs/a' is not allowed: neither champion",
+    ),
     ("cluster.launcher=slurm", "cluster.launcher: 'slurm' is not allowed: input should be 'local'"),
     ("cluster.workers=0", "cluster.workers: 0 is not allowed"),
     ("cluster.communication=gloo", "cluster.communication: 'gloo' is not allowed"),
@@ -142,18 +144,6 @@ def test_a_value_is_what_was_written():
     assert config.training == Config().training
 
 
-@pytest.mark.parametrize("key", NOT_YET)
-def test_what_is_not_built_yet_is_refused_by_name(key):
-    message = refused(f"{key}={OTHER[key]}")
-    assert message.startswith(f"{key}: ")
-    assert message.endswith(f"is not available yet; the only value is {NOT_YET[key]!r}")
-
-
-def test_what_is_not_built_yet_has_its_default_as_the_only_value():
-    assert set(OTHER) == set(NOT_YET) <= set(KEYS)
-    assert load(None) == Config()
-
-
 @cache
 def attributes_in_use():
     sources = [
@@ -167,7 +157,7 @@ def attributes_in_use():
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if key not in NOT_YET])
+@pytest.mark.parametrize("key", KEYS)
 def test_no_key_is_accepted_and_then_ignored(key):
     assert key.rpartition(".")[2] in attributes_in_use()
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer import registry, storage
+from trainer import registry, rival, storage
 from trainer.errors import UserError
 
 NAME = "digits"
@@ -226,7 +226,7 @@ def crowned(root: str, folder: Path, number: int) -> str:
 
 
 def rival_of(root: str, checkpoint: str) -> int:
-    found = registry.rival(root, NAME, checkpoint)
+    found = rival.rival(root, NAME, checkpoint)
     return found.number if found else 0
 
 
@@ -268,7 +268,7 @@ def test_a_rival_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> No
     storage.delete(registry.version(root, NAME, 1).uri)
     checkpoint, _ = trained(tmp_path, 9)
     with pytest.raises(UserError, match="champion is gone: digits has no version 1 below"):
-        registry.rival(root, NAME, checkpoint)
+        rival.rival(root, NAME, checkpoint)
 
 
 def damage(uri: str) -> None:

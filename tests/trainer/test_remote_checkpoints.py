@@ -11,9 +11,10 @@ import pytest
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.test_checkpoints import restored, save, variables
-from trainer import checkpoint_listing, events, storage
+from trainer import checkpoint_listing, events, lock_holder, storage
 from trainer.checkpoints import Checkpoints
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.lock import Lock, LostError
 from trainer.remote_checkpoints import RemoteCheckpoints, checkpoints_of
 
 
@@ -279,3 +280,23 @@ def test_training_goes_on_where_the_evaluator_cannot_be_asked(of, server, monkey
     finally:
         server.plan.clear()
     assert "has not been available" in caplog.text
+
+
+def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
+    held = Lock(uri, "digits-1")
+    held.acquire()
+    kept = of()
+    kept.lock = held
+    with kept.settled():
+        save(kept, 100)
+    assert steps(uri) == [100]
+    for number in lock_holder.holders(uri):
+        storage.delete(lock_holder.place(uri, number))
+    before = server.plan.requests[:]
+    with pytest.raises(LostError, match="run digits-1 stops writing"):
+        save_and_end(kept, 200)
+    assert steps(uri) == [100]
+    after = server.plan.requests[len(before) :]
+    assert not [each for each in after if each.startswith(("PUT", "POST", "DELETE"))]
+    with pytest.raises(LostError):
+        kept.write(storage.join(uri, "history.jsonl"), b"{}")

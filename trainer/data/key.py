@@ -36,8 +36,8 @@ def seal(config: DataConfig, root: str) -> str:
     """
     found = []
     for uri, manifest in storage.published(storage.join(root, "datasets"), KIND):
-        name = storage.name_of(uri)
-        if name != dataset_key(config, str(manifest.fields.get("version", ""))):
+        name, version = storage.name_of(uri), str(manifest.fields.get("version", ""))
+        if config.version not in ("", version) or name != dataset_key(config, version):
             continue
         try:
             storage.verify(uri)

@@ -60,12 +60,16 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         ConfigError: no such dataset, version or folder.
         UserError: the dataset cannot be downloaded, or is of no use here.
     """
+    # A run that goes on needs no builder, which may offer newer versions only.
+    known = _reusable(config, config.version, root) if config.version else None
+    if known:
+        return known
     with _folder(scratch) as folder:
         source = datasets.builder(config, _tfds_dir(folder))
-        uri = storage.join(root, "datasets", dataset_key(config, str(source.version)))
-        found = _whole(uri)
+        found = _reusable(config, str(source.version), root)
         if found:
-            return PreparedDataset(uri, found, reused=True)
+            return found
+        uri = _place(config, str(source.version), root)
         selection = select(config.dataset, source.info)
         quicken(selection.connectors.values())
         download(config.dataset, source, config.manual_dir)
@@ -75,6 +79,26 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         _remove_damaged(uri)
         fields = _fields(config, source, selection, written)
         return PreparedDataset(uri, storage.publish(shards, uri, kind=KIND, fields=fields), False)
+
+
+def newest_version(config: DataConfig, scratch: Path) -> str:
+    """Return the version that the builder of `config.dataset` offers; nothing is downloaded.
+
+    Raises:
+        ConfigError: no such dataset.
+    """
+    with _folder(scratch) as folder:
+        return str(datasets.builder(config, _tfds_dir(folder)).version)
+
+
+def _place(config: DataConfig, version: str, root: str) -> str:
+    return storage.join(root, "datasets", dataset_key(config, version))
+
+
+def _reusable(config: DataConfig, version: str, root: str) -> PreparedDataset | None:
+    uri = _place(config, version, root)
+    found = _whole(uri)
+    return PreparedDataset(uri, found, reused=True) if found else None
 
 
 @contextmanager

@@ -30,6 +30,18 @@ class FileStore:
             os.replace(stage / "content", path)
             sync(path.parent)
 
+    def create(self, uri: str, data: bytes) -> bool:
+        """Create one file by a link, which never replaces another."""
+        path = _path(uri)
+        with staging(path.parent, path.name) as stage:
+            _write(stage / "content", data)
+            try:
+                os.link(stage / "content", path)
+            except FileExistsError:
+                return False
+            sync(path.parent)
+        return True
+
     def exists(self, uri: str) -> bool:
         """Say whether there is a file."""
         return _path(uri).is_file()

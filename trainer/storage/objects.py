@@ -56,6 +56,10 @@ class ObjectStore:
         with self._told(uri):
             self._bucket.put(_key(uri), data)
 
+    def create(self, uri: str, data: bytes) -> bool:
+        """Create one object; stores that do not know of conditions are asked before."""
+        return not self.exists(uri) and self._create(uri, data)
+
     def exists(self, uri: str) -> bool:
         """Say whether there is an object."""
         try:
@@ -97,8 +101,7 @@ class ObjectStore:
         files = tuple(in_parallel(bring, manifest.files))
         placed = replace(manifest, files=files)
         last = join(uri, MANIFEST)
-        # Stores that do not know of conditions would replace another one's.
-        won = not self.exists(last) and self._create(last, placed.to_json())
+        won = self.create(last, placed.to_json())
         winner = placed if won else Manifest.from_json(self.read(last), where=last)
         named = {entry.stored_at for entry in winner.files}
         self._tidy(uri, {*there, *created} - named)

@@ -227,6 +227,24 @@ def write_bytes(uri: str, data: bytes) -> None:
         store_for(uri).write(uri, data)
 
 
+def create_bytes(uri: str, data: bytes) -> bool:
+    """Create the file at `uri` and say whether there was none; what is there stays as it is.
+
+    Not every store keeps this promise for two at the same time: who relies on it reads again.
+    """
+    with reported(f"create {uri}"):
+        return store_for(uri).create(uri, data)
+
+
+def names(uri: str) -> list[str]:
+    """Return the plain names directly below `uri`, in order; none where there is nothing."""
+    with reported(f"list {uri}"):
+        try:
+            return store_for(uri).children(uri)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+
 def _scan(directory: Path) -> tuple[FileEntry, ...]:
     def fail(error: OSError) -> None:
         raise error

@@ -22,6 +22,9 @@ class Store(Protocol):
     def write(self, uri: str, data: bytes) -> None:
         """Create or replace one file: readers see the old content or the new."""
 
+    def create(self, uri: str, data: bytes) -> bool:
+        """Create one file, whole, and say whether there was none before; nothing is replaced."""
+
     def exists(self, uri: str) -> bool:
         """Say whether there is a file at a URI."""
 

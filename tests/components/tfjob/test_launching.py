@@ -14,8 +14,7 @@ from trainer.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize("key", ["in_process", "existing_servers"])
-def test_servers_that_are_no_pods_are_refused(key, monkeypatch):
-    monkeypatch.setattr("trainer.config.NOT_YET", {})
+def test_servers_that_are_no_pods_are_refused(key):
     with pytest.raises(ConfigError, match=f"cluster.{key}: not with cluster.launcher tfjob"):
         launching.launch(job_of({"cluster": {key: True}}))
 

@@ -13,6 +13,7 @@ from trainer import storage
 from trainer.storage import publishing
 
 from .conftest import Make, content, left_over, path_of, start
+from .places import Place
 
 PUBLISH_WHEN_TOLD = """
 import sys
@@ -136,3 +137,20 @@ def try_to_publish(source: Path, uri: str) -> None:
     except storage.NotPublished:
         # The winner's directory was deleted before it could be compared.
         return
+
+
+def test_of_many_that_create_one_file_one_does(place: Place, tmp_path: Path) -> None:
+    uri = storage.join(place.root, "a", "file")
+    barrier = threading.Barrier(6)
+
+    def create(number: int) -> bool:
+        barrier.wait()
+        return storage.create_bytes(uri, b"%d" % number)
+
+    with ThreadPoolExecutor(6) as pool:
+        made = list(pool.map(create, range(6)))
+    assert made.count(True) == 1
+    assert place.get(uri) == b"%d" % made.index(True)
+    assert storage.names(storage.join(place.root, "a")) == ["file"]
+    assert storage.names(storage.join(place.root, "b")) == []
+    assert left_over(tmp_path) == []

@@ -1,0 +1,131 @@
+"""One folder of checkpoints, and who may write there: real launchers side by side and in turn."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.cluster.launched import SECONDS, launched
+from trainer import events, lock_holder, storage
+
+pytestmark = pytest.mark.cluster
+
+EVERY = 200
+STEPS = 2000
+SETTINGS = {
+    "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
+    "cluster": {"parameter_servers": 1, "workers": 1, "max_restarts": 3},
+}
+ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
+
+
+def beside(run, config, dataset, folder):
+    """Start another launcher for the checkpoints of `run`, let it end, and return how."""
+    folder.mkdir()
+    job = {
+        "config": config,
+        "dataset": dataset,
+        "checkpoints": run.checkpoints,
+        "workdir": str(folder / "cluster"),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    (folder / "events").touch()
+    return subprocess.run(
+        [sys.executable, "-m", "tests.cluster.launch", str(folder / "job.json")],
+        env={**os.environ, events.VARIABLE: str(folder / "events")},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=SECONDS,
+    )
+
+
+def holders(run):
+    return list(lock_holder.holders(run.checkpoints).values())
+
+
+def content(run):
+    """Return the files of all checkpoints, and what else a run writes, with their times."""
+    folder = storage.local_path(run.checkpoints)
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
+
+
+def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_path):
+    with launched(ENDLESS, dataset, tmp_path / "first") as run:
+        run.wait_for_step(50)
+        (holder,) = holders(run)
+        assert holder.process == run.task("chief-0").pid
+        second = beside(run, SETTINGS, dataset, tmp_path / "second")
+        assert second.returncode == 1
+        words, _, where = second.stderr.rstrip("\n").rpartition(" (chief-0, log ")
+        assert where.startswith(str(tmp_path / "second"))
+        assert words.startswith(f"run first (process {holder.process} on {holder.host}) writes to ")
+        assert words.endswith("try again after that time")
+        assert not list(events.read(tmp_path / "second" / "events"))[1:]
+        run.process.send_signal(signal.SIGINT)
+        code, said = run.end()
+    assert code == 130, said
+    assert len(run.happened("life")) == 1
+    assert holders(run) == []
+    third = beside(run, SETTINGS, dataset, tmp_path / "third")
+    assert third.returncode == 0, third.stderr
+
+
+def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
+    with launched(ENDLESS, dataset, tmp_path / "run") as run:
+        run.wait_for_step(EVERY + 50)
+        run.process.kill()
+        run.process.wait()
+    assert len(holders(run)) == 1
+    reached = run.newest()
+    steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
+    with launched(steps, dataset, tmp_path / "run") as again:
+        life = again.wait_for(lambda event: event["event"] == "life")
+        code, said = again.end()
+    assert code == 0, said
+    assert life["global_step"] == reached
+    (taken,) = again.happened("lock_taken_over")
+    assert taken["reason"] == "has ended"
+    assert holders(again) == []
+
+
+def test_a_chief_that_begins_a_new_life_takes_its_lock_along(dataset, tmp_path):
+    with launched(SETTINGS, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 50)
+        (before,) = holders(run)
+        run.kill("chief-0")
+        run.wait_for(lambda event: event["event"] == "life")
+        (now,) = holders(run)
+        code, said = run.end()
+    assert code == 0, said
+    assert before.process != now.process
+    assert before.job == now.job
+    assert run.happened("lock_taken_over") == []
+    assert holders(run) == []
+
+
+def test_who_loses_the_lock_stops_writing_with_one_line(dataset, tmp_path):
+    with launched(ENDLESS, dataset, tmp_path) as run:
+        run.wait_for_step(EVERY + 50)
+        (holder,) = holders(run)
+        (number,) = lock_holder.holders(run.checkpoints)
+        place = lock_holder.place(run.checkpoints, number)
+        later = json.loads(storage.read_bytes(place)) | {"run": "later", "token": "1", "job": ""}
+        storage.write_bytes(
+            lock_holder.place(run.checkpoints, number + 1), json.dumps(later).encode()
+        )
+        before = content(run)
+        code, said = run.end()
+    assert code == 1
+    assert f"was taken over by run later (process {holder.process}" in said
+    assert f"; run {tmp_path.name} stops writing: " in said
+    assert run.happened("restart") == []
+    # Of checkpoints only what was under way at that moment may have come.
+    assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
+    # What another one holds is left to that one.
+    assert [each.run for each in holders(run) if each.token == "1"] == ["later"]

@@ -1,0 +1,50 @@
+"""`flotilla gc`: expired locks go, and those that are held stay."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from pipelines.cli import main
+from tests.stores.fixtures import bucket_name
+from trainer import lock_holder, storage
+from trainer.lock import Lock
+from trainer.lock_holder import LASTS
+
+
+@pytest.fixture(params=["file", "gs", "s3"])
+def root(request, tmp_path):
+    """A storage root, for every client."""
+    if request.param == "file":
+        return storage.uri_of(tmp_path / "root")
+    server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    return f"{request.param}://{bucket}/root"
+
+
+def locked(root, run, ago=0.0):
+    uri = storage.join(root, run, "checkpoints")
+    held = Lock(uri, run)
+    if ago:
+        held = Lock(uri, run, lambda: lock_holder.time.time() - ago)
+    held.acquire()
+    return uri
+
+
+def test_expired_locks_are_removed_and_named(root, monkeypatch, capsys, tmp_path):
+    expired, held = locked(root, "digits-1", ago=2 * LASTS), locked(root, "digits-2")
+    storage.write_bytes(storage.join(root, "digits-1", "report.html"), b"kept")
+    words = ["flotilla", "gc", "--workdir", str(tmp_path / "runs"), "--json"]
+    monkeypatch.setattr("sys.argv", [*words, "--set", f"storage.root={root}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    place = lock_holder.place(expired, 1)
+    out, err = capsys.readouterr()
+    assert json.loads(out.splitlines()[-1])["removed"] == [place]
+    assert err.splitlines() == [f"removed {place}", f"1 left-overs removed below {root}"]
+    assert lock_holder.holders(expired) == {}
+    assert [each.run for each in lock_holder.holders(held).values()] == ["digits-2"]
+    assert storage.exists(storage.join(root, "digits-1", "report.html"))

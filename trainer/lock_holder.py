@@ -1,0 +1,100 @@
+"""Who holds the lock of a checkpoint folder, as it stands in the store. Free of TensorFlow."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from trainer import storage
+from trainer.storage.writer import is_gone
+
+FOLDER = ".lock"
+LASTS = 120.0
+_SUFFIX = ".json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holder:
+    """Who holds a lock.
+
+    Attributes:
+        token: of this holder alone.
+        job: the job whose lives share the lock, or empty.
+        run: the id of the run.
+        host: the machine, for people.
+        process: its number there.
+        writer: the process, machine and beginning included; empty where the system does not tell.
+        started: when the lock was taken, in seconds since 1970.
+        renewed: when it was renewed last.
+    """
+
+    token: str
+    job: str
+    run: str
+    host: str
+    process: int
+    writer: str
+    started: float
+    renewed: float
+
+    @property
+    def until(self) -> float:
+        """When the lock expires, unless it is renewed."""
+        return self.renewed + LASTS
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether it is known to have ended: a process of this machine."""
+        with suppress(OSError):
+            return bool(self.writer) and is_gone(self.writer)
+        return False
+
+    def __str__(self) -> str:
+        """Say who it is."""
+        return f"run {self.run} (process {self.process} on {self.host})"
+
+
+def holders(uri: str) -> dict[int, Holder | None]:
+    """Return the holders below the folder `uri` by number; None for one that cannot be read."""
+    found = {}
+    for name in storage.names(storage.join(uri, FOLDER)):
+        if name.removesuffix(_SUFFIX).isdigit():
+            with suppress(storage.Missing):
+                data = storage.read_bytes(storage.join(uri, FOLDER, name))
+                found[int(name.removesuffix(_SUFFIX))] = _holder(data)
+    return found
+
+
+def remove_expired(uri: str) -> list[str]:
+    """Remove what expired, dead or unreadable holders left below a folder; return the URIs."""
+    now = time.time()
+    over = [
+        place(uri, number)
+        for number, holder in holders(uri).items()
+        if holder is None or holder.is_gone or now >= holder.until
+    ]
+    for each in over:
+        storage.delete(each)
+    return over
+
+
+def place(uri: str, number: int) -> str:
+    """Return the URI of the lock with a number, of the folder `uri`."""
+    return storage.join(uri, FOLDER, f"{number:06d}{_SUFFIX}")
+
+
+def _holder(data: bytes) -> Holder | None:
+    try:
+        found = Holder(**json.loads(data))
+        times = float(found.started), float(found.renewed)
+        return replace(found, started=times[0], renewed=times[1])
+    except (ValueError, TypeError):
+        return None
+
+
+def clock(seconds: float) -> str:
+    """Return a time, in seconds since 1970, as people read it."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
