@@ -1,0 +1,154 @@
+"""A KFP instance: how it is reached, with whose credentials, and every failure in one line.
+
+The SDK's own client is used, without what it does unasked: it reads and writes files of the home
+folder, looks for clusters, opens a browser for a login, prints links, waits for ever, and takes a
+login page for an empty list.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from typing import Any
+from urllib.parse import urlsplit
+
+import kfp_server_api
+import urllib3
+from kfp import client as sdk
+from kfp_server_api.exceptions import ApiException
+from kfp_server_api.rest import RESTClientObject
+
+from pipelines.access import Access, found_access
+from pipelines.instance_errors import InstanceError, no_answer, no_json, refused, strange_answer
+
+__all__ = ["Access", "Client", "ask", "connect", "found_access", "version"]
+
+CONNECT_SECONDS = 4.0
+# Of silence, not of the whole answer.
+READ_SECONDS = 10.0
+BUSY = (429, 502, 503, 504)
+_HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
+_VERSION_KEYS = ("tag_name", "apiServerTagName")
+
+
+class Client(sdk.Client):  # type: ignore[misc]
+    """The SDK's client on one instance: bounded, quiet, with no memory in the home folder."""
+
+    def __init__(self, access: Access) -> None:
+        """Be ready to ask; nothing is sent yet."""
+        self.access = access
+        with warnings.catch_warnings():
+            # It says with which versions it works.
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(host=access.endpoint)
+        self.set_user_namespace(access.namespace)
+        api = self._healthz_api.api_client
+        api.cookie = access.cookies or None
+        api.rest_client = _Requests(access, api.configuration)
+
+    def _load_config(self, *_ignored: object) -> kfp_server_api.Configuration:
+        config = kfp_server_api.Configuration()
+        config.host = self.access.endpoint
+        config.ssl_ca_cert = self.access.ca_file or None
+        # A hung server is not asked twice, and what writes is sent once.
+        config.retries = urllib3.Retry(
+            total=2,
+            read=0,
+            # A login page is no answer, and a POST would be sent on as a GET.
+            redirect=False,
+            status_forcelist=BUSY,
+            allowed_methods=("GET",),
+            backoff_factor=0.5,
+            respect_retry_after_header=False,
+            raise_on_status=False,
+        )
+        if self.access.has_token():
+            config.api_key["authorization"] = ""
+            config.api_key_prefix["authorization"] = "Bearer"
+            config.refresh_api_key_hook = self._fresh_token
+        return config
+
+    def _fresh_token(self, config: kfp_server_api.Configuration) -> None:
+        # At every request: the kubelet renews the file.
+        config.api_key["authorization"] = self.access.read_token()
+
+    def _load_context_setting_or_default(self) -> None:
+        # Not empty, or the constructor would ask the instance, unbounded.
+        self._context_setting = {"namespace": "-"}
+
+    def set_user_namespace(self, namespace: str) -> None:
+        """Set the namespace of this client alone."""
+        self._context_setting["namespace"] = namespace
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        """Return what the instance answers to a GET of `path`; raises `InstanceError`."""
+        api = self._healthz_api.api_client
+        headers: dict[str, str] = {**api.default_headers, "Accept": "application/json"}
+        if api.cookie:
+            headers["Cookie"] = api.cookie
+        api.update_params_for_auth(headers, [], ["Bearer"])
+        tree: dict[str, Any] = json.loads(
+            api.rest_client.request("GET", self.access.endpoint + path, headers=headers).data
+        )
+        return tree
+
+
+class _Requests(RESTClientObject):  # type: ignore[misc]
+    """Sends the requests of the generated client: bounded, and an error is an `InstanceError`."""
+
+    def __init__(self, access: Access, config: kfp_server_api.Configuration) -> None:
+        self._access = access
+        super().__init__(config)
+
+    def request(self, method: str, url: str, **named: Any) -> Any:
+        named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
+        where = f"{method} {urlsplit(url).path}"
+        try:
+            answer = super().request(method, url, **named)
+        except ApiException as error:
+            raise refused(self._access, where, error) from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise no_answer(self._access, where, error) from None
+        try:
+            tree = json.loads(answer.data)
+        except ValueError:
+            raise no_json(self._access, where, answer) from None
+        if not isinstance(tree, dict):
+            raise strange_answer(self._access, where)
+        return answer
+
+
+def connect(access: Access) -> Client:
+    """Return a client of the instance, which is not asked yet; raises `UserError`."""
+    access.check()
+    return Client(access)
+
+
+def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return what a method of the client returns, quietly; every failure is an `InstanceError`."""
+    try:
+        # Links to pages, which are ours to print.
+        with redirect_stdout(io.StringIO()):
+            return call(*arguments, **named)
+    except (ApiException, kfp_server_api.ApiTypeError, kfp_server_api.ApiValueError) as error:
+        raise InstanceError(
+            f"the instance answered what the KFP client cannot read: {error}"
+        ) from None
+
+
+def version(access: Access) -> str:
+    """Return the version that the instance says of itself, empty where it keeps it for itself.
+
+    Raises:
+        UserError: the instance cannot be reached, or does not let us in.
+    """
+    client = connect(access)
+    for path in _HEALTH:
+        told = ask(client.get_json, path)
+        for key in _VERSION_KEYS:
+            if found := told.get(key):
+                return str(found)
+    return ""
