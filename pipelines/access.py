@@ -83,6 +83,11 @@ class Access:
         return text
 
 
+def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an instance is named, by an option or by the environment."""
+    return bool(endpoint or any(environment.get(name) for name in ENDPOINT))
+
+
 def found_access(
     endpoint: str = "",
     namespace: str = "",

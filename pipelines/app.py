@@ -10,6 +10,7 @@ import typer
 from pipelines.endings import ended, told
 from pipelines.models_app import models
 from pipelines.options import AsJson, Assignments, Config, Dataset, Resume, Workdir
+from pipelines.remote_app import remote
 from trainer.errors import DONE, FAILED, USAGE
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 
 app.add_typer(models, name="models")
+app.add_typer(remote)
 
 
 @app.command()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import json
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,13 +24,14 @@ from kfp_server_api.rest import RESTClientObject
 from pipelines.access import Access, found_access
 from pipelines.instance_errors import InstanceError, no_answer, no_json, refused, strange_answer
 
-__all__ = ["Access", "Client", "ask", "connect", "found_access", "version"]
+__all__ = ["Access", "Client", "ask", "connect", "found_access", "pages", "version"]
 
 CONNECT_SECONDS = 4.0
 # Of silence, not of the whole answer.
 READ_SECONDS = 10.0
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
+_PAGE = 100
 _VERSION_KEYS = ("tag_name", "apiServerTagName")
 
 
@@ -85,15 +86,21 @@ class Client(sdk.Client):  # type: ignore[misc]
 
     def get_json(self, path: str) -> dict[str, Any]:
         """Return what the instance answers to a GET of `path`; raises `InstanceError`."""
+        tree: dict[str, Any] = json.loads(self._get(path).data)
+        return tree
+
+    def get_text(self, path: str) -> str:
+        """Return the plain text at `path`, which may be none; raises `InstanceError`."""
+        return str(self._get(path, plain=True).data.decode("utf-8", "replace"))
+
+    def _get(self, path: str, *, plain: bool = False) -> Any:
         api = self._healthz_api.api_client
-        headers: dict[str, str] = {**api.default_headers, "Accept": "application/json"}
+        headers: dict[str, str] = {**api.default_headers, "Accept": "text/plain, application/json"}
         if api.cookie:
             headers["Cookie"] = api.cookie
         api.update_params_for_auth(headers, [], ["Bearer"])
-        tree: dict[str, Any] = json.loads(
-            api.rest_client.request("GET", self.access.endpoint + path, headers=headers).data
-        )
-        return tree
+        url = self.access.endpoint + path
+        return api.rest_client.request("GET", url, headers=headers, plain=plain)
 
 
 class _Requests(RESTClientObject):  # type: ignore[misc]
@@ -103,7 +110,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         self._access = access
         super().__init__(config)
 
-    def request(self, method: str, url: str, **named: Any) -> Any:
+    def request(self, method: str, url: str, *, plain: bool = False, **named: Any) -> Any:
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
         try:
@@ -112,6 +119,10 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
             raise refused(self._access, where, error) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise no_answer(self._access, where, error) from None
+        if plain:
+            if "html" in (answer.getheader("content-type") or ""):
+                raise no_json(self._access, where, answer)
+            return answer
         try:
             tree = json.loads(answer.data)
         except ValueError:
@@ -133,10 +144,21 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         # Links to pages, which are ours to print.
         with redirect_stdout(io.StringIO()):
             return call(*arguments, **named)
-    except (ApiException, kfp_server_api.ApiTypeError, kfp_server_api.ApiValueError) as error:
-        raise InstanceError(
-            f"the instance answered what the KFP client cannot read: {error}"
-        ) from None
+    except (ApiException, TypeError, ValueError) as error:
+        words = " ".join(str(error).split())
+        raise InstanceError(f"the KFP client cannot read what was answered: {words}") from None
+
+
+def pages(call: Callable[..., Any], items: str, **named: Any) -> Iterator[Any]:
+    """Yield what a list call of the client holds in its attribute `items`, page after page."""
+    token, seen = "", set[str]()
+    while token not in seen:
+        seen.add(token)
+        page = ask(call, page_token=token, page_size=_PAGE, **named)
+        yield from getattr(page, items) or ()
+        token = page.next_page_token or ""
+        if not token:
+            return
 
 
 def version(access: Access) -> str:

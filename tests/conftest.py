@@ -24,8 +24,8 @@ MNIST_FILES = (
 )
 KEPT = {"FLOTILLA_MNIST_DIR", "FLOTILLA_GOLDEN"}
 FOREIGN = (
-    "FLOTILLA_", "KFP_", "KF_PIPELINES_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES", "STORAGE_EMULATOR_HOST", "AWS_",
-    "GOOGLE_", "accesskey", "secretkey",
+    "FLOTILLA_", "KFP_", "KF_PIPELINES_", "TF_", "TFDS_", "CUDA_VISIBLE_DEVICES",
+    "STORAGE_EMULATOR_HOST", "AWS_", "GOOGLE_", "accesskey", "secretkey",
 )  # fmt: skip
 TERMINAL = ("FORCE_COLOR", "CLICOLOR_FORCE", "GITHUB_ACTIONS", "PY_COLORS")
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")

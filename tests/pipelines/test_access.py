@@ -109,7 +109,7 @@ def test_a_token_file_that_cannot_be_used(tmp_path, content, message):
 
 
 def test_a_ca_file_has_to_be_there(tmp_path):
-    with pytest.raises(ConfigError, match="--ca-file .*: there is no such file"):
+    with pytest.raises(ConfigError, match=r"--ca-file .*: there is no such file"):
         found(endpoint="https://kfp", ca_file=str(tmp_path / "ca.pem"))
 
 
