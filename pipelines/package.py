@@ -17,6 +17,8 @@ from trainer.errors import ConfigError, UserError
 
 # Of a digest and of a commit, in the name of a version: enough to tell two of them apart.
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
+# Seven times as fast where it is there.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 ENDINGS = (".yaml", ".yml")
 
 
@@ -82,7 +84,7 @@ def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
 def _parsed(path: Path) -> Package:
     try:
         text = path.read_text(encoding="utf-8")
-        spec = next(iter(yaml.safe_load_all(text)), None)
+        spec = next(iter(yaml.load_all(text, _LOADER)), None)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, yaml.YAMLError):

@@ -10,14 +10,20 @@ import typer
 from pipelines.endings import ended
 from pipelines.options import AsJson, Assignments, Config
 from pipelines.remote_options import (
+    AtOnce,
+    CatchUp,
+    Cron,
+    Every,
     Experiment,
     Given,
     Image,
+    Latest,
     Pipeline,
     PipelineRoot,
     Run,
     RunsDir,
     ServiceAccount,
+    Timezone,
     Version,
     of_instance,
 )
@@ -102,25 +108,15 @@ def schedule(
     given: Given,
     config: Config = None,
     assignments: Assignments = None,
-    cron: Annotated[
-        str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")
-    ] = "",
-    every: Annotated[
-        str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")
-    ] = "",
-    timezone: Annotated[
-        str, typer.Option(metavar="ZONE", help="In which the instance reads --cron.")
-    ] = "UTC",
+    cron: Cron = "",
+    every: Every = "",
+    timezone: Timezone = "UTC",
     name: Annotated[str, typer.Option(help="Of the schedule; the model's when left out.")] = "",
     pipeline: Pipeline = PIPELINE,
     version: Version = "",
-    latest: Annotated[
-        bool, typer.Option("--latest", help="Each run takes the newest version then.")
-    ] = False,
-    catch_up: Annotated[
-        bool, typer.Option("--catch-up", help="Make up for runs that were missed.")
-    ] = False,
-    at_once: Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)] = 1,
+    latest: Latest = False,
+    catch_up: CatchUp = False,
+    at_once: AtOnce = 1,
     experiment: Experiment = EXPERIMENT,
     pipeline_root: PipelineRoot = "",
     service_account: ServiceAccount = "",

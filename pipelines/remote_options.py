@@ -51,6 +51,14 @@ PipelineRoot = Annotated[
 ServiceAccount = Annotated[
     str, typer.Option(metavar="NAME", help="Of the pods; the instance's default when empty.")
 ]
+Cron = Annotated[str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")]
+Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")]
+Timezone = Annotated[
+    str, typer.Option(metavar="ZONE", help="The one in which the instance reads --cron.")
+]
+Latest = Annotated[bool, typer.Option("--latest", help="Each run takes the newest version then.")]
+CatchUp = Annotated[bool, typer.Option("--catch-up", help="Make up for runs that were missed.")]
+AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
 RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]
 

@@ -16,6 +16,7 @@ from tests.kfp_instance.workflow import Workflow, moment
 Tree = dict[str, Any]
 NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 TYPES = {"STRING": str, "NUMBER_INTEGER": int, "NUMBER_DOUBLE": (int, float), "BOOLEAN": bool}
 
 
@@ -59,16 +60,19 @@ class Store:
         return made
 
     def upload_version(self, pipeline_id: str, name: str, description: str, text: str) -> Tree:
-        found(self.pipelines, pipeline_id, "pipeline")
-        mine = [each for each in self.versions.values() if each["pipeline_id"] == pipeline_id]
-        same = [each for each in mine if each["display_name"] == name]
-        _require(not same, CONFLICT, f"Pipeline version {name} already exists")
-        documents = [tree for tree in yaml.safe_load_all(text) if tree]
+        documents = [tree for tree in yaml.load_all(text, _LOADER) if tree]
         valid = bool(documents) and "pipelineInfo" in documents[0]
         _require(valid, INVALID, "invalid pipeline spec")
         spec = documents[0]
         if len(documents) > 1:
             spec = {"pipeline_spec": documents[0], "platform_spec": documents[1]}
+        return self.add_version(pipeline_id, name, description, spec)
+
+    def add_version(self, pipeline_id: str, name: str, description: str, spec: Tree) -> Tree:
+        found(self.pipelines, pipeline_id, "pipeline")
+        mine = [each for each in self.versions.values() if each["pipeline_id"] == pipeline_id]
+        same = [each for each in mine if each["display_name"] == name]
+        _require(not same, CONFLICT, f"Pipeline version {name} already exists")
         made = {
             "pipeline_id": pipeline_id,
             "pipeline_version_id": _id(),
