@@ -7,7 +7,7 @@ from typing import NoReturn
 
 import typer
 
-from trainer.errors import UserError
+from trainer.errors import INTERRUPTED, UserError
 
 
 def ended(command: Callable[[], int], as_json: bool) -> NoReturn:
@@ -15,11 +15,12 @@ def ended(command: Callable[[], int], as_json: bool) -> NoReturn:
     try:
         code = command()
     except UserError as error:
-        code = told(str(error), error.exit_code, as_json=as_json)
+        run_id = getattr(error, "run_id", "")
+        code = told(str(error), error.exit_code, as_json=as_json, run_id=run_id)
     raise typer.Exit(code)
 
 
-def told(message: str, code: int, *, as_json: bool) -> int:
+def told(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     """Say `message` on standard error, and as JSON where that was asked for; return `code`."""
     from pipelines import commands
 
@@ -29,5 +30,6 @@ def told(message: str, code: int, *, as_json: bool) -> int:
         sys.stderr.flush()
     if as_json:
         with suppress(UserError):
-            commands.print_json({"status": "failed", "message": message})
+            status = "interrupted" if code == INTERRUPTED else "failed"
+            commands.print_json({"status": status, "run_id": run_id, "message": message})
     return code

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -58,6 +59,7 @@ class Client(sdk.Client):  # type: ignore[misc]
         config.retries = urllib3.Retry(
             total=2,
             read=0,
+            other=0,
             # A login page is no answer, and a POST would be sent on as a GET.
             redirect=False,
             status_forcelist=BUSY,
@@ -135,6 +137,8 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 def connect(access: Access) -> Client:
     """Return a client of the instance, which is not asked yet; raises `UserError`."""
     access.check()
+    # The SDK sets up logging, and then each new try would be told with its URL.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
     return Client(access)
 
 
@@ -168,9 +172,9 @@ def version(access: Access) -> str:
         UserError: the instance cannot be reached, or does not let us in.
     """
     client = connect(access)
-    for path in _HEALTH:
-        told = ask(client.get_json, path)
-        for key in _VERSION_KEYS:
-            if found := told.get(key):
-                return str(found)
-    return ""
+    told = ask(client.get_json, _HEALTH[0])
+    if not any(told.get(key) for key in _VERSION_KEYS):
+        # An older path, which says more where it is still there.
+        with suppress(InstanceError):
+            told = ask(client.get_json, _HEALTH[1])
+    return next((str(told[key]) for key in _VERSION_KEYS if told.get(key)), "")

@@ -71,7 +71,7 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
         cause = error.reason
     host = urlsplit(access.endpoint).netloc
     if isinstance(cause, urllib3.exceptions.SSLError | ssl.SSLError):
-        return InstanceError(_tls(host, cause))
+        return InstanceError(_tls(access, host, cause))
     if isinstance(cause, NameResolutionError):
         return InstanceError(f"the host of {access.endpoint} is not known: check --endpoint")
     if isinstance(cause, NewConnectionError):
@@ -106,8 +106,10 @@ def strange_answer(access: Access, where: str) -> InstanceError:
     )
 
 
-def _tls(host: str, cause: BaseException) -> str:
+def _tls(access: Access, host: str, cause: BaseException) -> str:
     words = " ".join(str(cause).split())
+    if "NO_CERTIFICATE" in words or "PEM" in words:
+        return f"{access.ca_file} holds no certificate in PEM: name another by --ca-file"
     if "certificate" in words.lower():
         reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
         return f"the certificate of {host} is not trusted ({reason}): name its CA by --ca-file"

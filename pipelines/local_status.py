@@ -20,7 +20,9 @@ from trainer.errors import DONE, UserError
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
-_CHILD = "pipelines.local_child"
+# How its child is started, and how a process that starts one is called.
+_CHILD = " -m pipelines.local_child "
+_STARTERS = ("flotilla", "pipelines.cli")
 _PROCESSES = Path("/proc")
 _COLUMNS = 3
 
@@ -31,12 +33,12 @@ class Standing:
 
     Attributes:
         folder: of the run.
-        starter: process that started its steps and follows them, or 0 when the run has ended.
+        child: process in which its steps run, or 0 when the run has ended.
         outcome: how it ended, or what there is so far.
     """
 
     folder: Path
-    starter: int
+    child: int
     outcome: Outcome
 
 
@@ -55,17 +57,25 @@ def run_ids(workdir: Path) -> list[str]:
 def standing(workdir: Path, run_id: str) -> Standing:
     """Return how a run stands."""
     folder = (workdir / run_id).absolute()
-    starter = _starter(folder)
+    child = child_of(folder)
     happened = list(events.read(folder / local_run.EVENTS))
-    if starter:
-        return Standing(folder=folder, starter=starter, outcome=_so_far(happened))
+    if child:
+        return Standing(folder=folder, child=child, outcome=_so_far(happened))
     ended = any(each["event"] == "step_end" and each["step"] == "finish" for each in happened)
     steps = step_records(happened)
     if not ended and all(step["status"] == "done" for step in steps):
         # `prepare` and `train` have no exit step; a run that was killed has none either.
         alone = bool(steps) and steps[-1]["step"] in ("prepare_data", "train_model")
-        return Standing(folder=folder, starter=0, outcome=_without_end(steps, alone))
-    return Standing(folder=folder, starter=0, outcome=outcome_of(happened, 0, interrupted=False))
+        return Standing(folder=folder, child=0, outcome=_without_end(steps, alone))
+    return Standing(folder=folder, child=0, outcome=outcome_of(happened, 0, interrupted=False))
+
+
+def child_of(folder: Path) -> int:
+    """Return the process in which a run's steps run, or 0: it names the run's folder."""
+    for pid, _, words in _processes():
+        if _CHILD in words and words.rstrip().endswith(f" {folder}"):
+            return pid
+    return 0
 
 
 def lines(folder: Path, follow: bool) -> Iterator[str]:
@@ -77,7 +87,7 @@ def lines(folder: Path, follow: bool) -> Iterator[str]:
     with log:
         while True:
             # Asked before reading: what was written before the end is read after it.
-            going = follow and _starter(folder)
+            going = follow and child_of(folder)
             while piece := log.read(1 << 16):
                 yield piece
             if not going:
@@ -87,13 +97,20 @@ def lines(folder: Path, follow: bool) -> Iterator[str]:
 
 def interrupt(found: Standing) -> None:
     """Ask a run to end as Ctrl-C does: it publishes a last checkpoint; raises `UserError`."""
+    processes = {pid: (parent, words) for pid, parent, words in _processes()}
+    parent, _ = processes.get(found.child, (0, ""))
+    _, words = processes.get(parent, (0, ""))
     try:
-        os.kill(found.starter, signal.SIGINT)
+        if any(name in words for name in _STARTERS):
+            os.kill(parent, signal.SIGINT)
+        else:
+            # Nobody follows it any more: what its starter would have done.
+            os.killpg(found.child, signal.SIGTERM)
     except ProcessLookupError:
         return
     except PermissionError:
         raise UserError(
-            f"process {found.starter} of the run is another user's: ask them to end it"
+            f"process {found.child} of the run is another user's: ask them to end it"
         ) from None
 
 
@@ -126,15 +143,6 @@ def _without_end(steps: tuple[dict[str, Any], ...], alone: bool) -> Outcome:
         return Outcome(status="done", exit_code=DONE, message="", steps=steps)
     message = "the run ended without a word: its process was killed, or the machine stopped"
     return Outcome(status="failed", exit_code=1, message=message, steps=steps)
-
-
-def _starter(folder: Path) -> int:
-    """Return the process that follows a run's steps, or 0: its child names the run's folder."""
-    for pid, parent, words in _processes():
-        if _CHILD in words and words.rstrip().endswith(f" {folder}"):
-            # An orphan ends by itself.
-            return parent if parent > 1 else pid
-    return 0
 
 
 def _processes() -> Iterator[tuple[int, int, str]]:

@@ -113,12 +113,12 @@ def cancel(run: str, workdir: Path, find: Find, *, as_json: bool) -> int:
     if local_status.is_local(workdir, run):
         run_id = run
         standing = local_status.standing(workdir, run)
-        if standing.starter:
+        if standing.child:
             local_status.interrupt(standing)
             told = f"run {run} was asked to end; it publishes a last checkpoint, as at Ctrl-C"
         else:
             told = f"run {run} has ended already: {standing.outcome.status}"
-        going = bool(standing.starter)
+        going = bool(standing.child)
     else:
         client = _client(run, workdir, find)
         remote = run_of(client, run)
@@ -152,8 +152,8 @@ def _shown(run_id: str, outcome: Outcome, *, as_json: bool) -> int:
     return DONE
 
 
-def _local_goes_on(run: str, workdir: Path) -> str:
-    if not local_status.standing(workdir, run).starter:
-        return "interrupted"
+def _local_goes_on(run: str, workdir: Path) -> tuple[str, str]:
+    if not local_status.standing(workdir, run).child:
+        return "interrupted", run
     cancel_it = f"flotilla cancel {run} --workdir {workdir}"
-    return f"interrupted; the run {run} goes on; cancel it with: {cancel_it}"
+    return f"interrupted; the run {run} goes on; cancel it with: {cancel_it}", run

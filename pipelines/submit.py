@@ -57,10 +57,10 @@ def submit(access: Access, request: Request, *, wait: bool, as_json: bool) -> in
     client = connect(access)
     started: list[str] = []
 
-    def left() -> str:
+    def left() -> tuple[str, str]:
         if started:
             return watching.goes_on(client, started[0])
-        return "interrupted; whether the run was started is not known: see `flotilla runs`"
+        return "interrupted; whether the run was started is not known: see `flotilla runs`", ""
 
     with watching.leaving(left):
         run_id = _started(client, request)

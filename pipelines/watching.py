@@ -19,6 +19,19 @@ LOOK_SECONDS = 3.0
 PATIENCE_SECONDS = 120.0
 
 
+class LeftError(RunInterruptedError):
+    """The person has gone away from a run that goes on.
+
+    Attributes:
+        run_id: the run, empty where it is not known yet.
+    """
+
+    def __init__(self, message: str, run_id: str) -> None:
+        """Keep the line and the run."""
+        super().__init__(message)
+        self.run_id = run_id
+
+
 def watch(
     client: Client,
     run_id: str,
@@ -50,27 +63,27 @@ def watch(
 
 
 @contextmanager
-def leaving(words: Callable[[], str]) -> Iterator[None]:
+def leaving(left: Callable[[], tuple[str, str]]) -> Iterator[None]:
     """End this block at once at SIGINT or SIGTERM.
 
     Raises:
-        RunInterruptedError: with what `words` returns then.
+        LeftError: with the line and the run that `left` returns then.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     except KeyboardInterrupt:
-        raise RunInterruptedError(words()) from None
+        raise LeftError(*left()) from None
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def goes_on(client: Client, run_id: str) -> str:
-    """Return what a person who stops looking has to know."""
+def goes_on(client: Client, run_id: str) -> tuple[str, str]:
+    """Return what a person who stops looking has to know, and the run."""
     cancel = command(client, "cancel", run_id)
-    return f"interrupted; the run {run_id} goes on; cancel it with: {cancel}"
+    return f"interrupted; the run {run_id} goes on; cancel it with: {cancel}", run_id
 
 
 def command(client: Client, verb: str, run_id: str) -> str:

@@ -48,7 +48,7 @@ def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
 @pytest.fixture
 def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     """Call `flotilla` on the instance, in an empty folder."""
-    (tmp_path / "here").mkdir()
+    (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
 
