@@ -110,6 +110,29 @@ def _upload_version(instance: Instance, asked: Asked) -> Tree:
     return instance.store.upload_version(query["pipelineid"], name, description, asked.sent)
 
 
+def _upload(instance: Instance, asked: Asked) -> Tree:
+    name = asked.query["name"]
+    body = {"display_name": name, "namespace": asked.query.get("namespace", "")}
+    made = instance.store.create_pipeline({key: value for key, value in body.items() if value})
+    # Its first version has the name of the pipeline.
+    instance.store.upload_version(made["pipeline_id"], name, "", asked.sent)
+    return made
+
+
+def _version(instance: Instance, pipeline: str, key: str, _asked: Asked) -> Tree:
+    version = found(instance.store.versions, key, "pipeline version")
+    if version["pipeline_id"] != pipeline:
+        raise RefusedError(404, f"pipeline version {key} not found")
+    return version
+
+
+def _one_of(attribute: str) -> Handle:
+    def one(instance: Instance, key: str, _asked: Asked) -> Tree:
+        return found(getattr(instance.store, attribute), key, attribute)
+
+    return one
+
+
 def _create_experiment(instance: Instance, asked: Asked) -> Tree:
     if instance.multi_user and not asked.sent.get("namespace"):
         raise RefusedError(400, "Invalid input error: Experiment namespace cannot be empty")
@@ -163,6 +186,11 @@ class Route:
 ROUTES = tuple(Route(*each) for each in (
     (f"{V2}/pipelines", "GET", _pipelines, "", "V2beta1ListPipelinesResponse"),
     (f"{V2}/pipelines", "POST", _creates("create_pipeline"), "V2beta1Pipeline", "V2beta1Pipeline"),
+    (f"{V2}/pipelines/upload", "POST", _upload, "file", "V2beta1Pipeline"),
+    (f"{V2}/pipelines/([^/]+)", "GET", _one_of("pipelines"), "", "V2beta1Pipeline"),
+    (f"{V2}/pipelines/([^/]+)/versions/([^/]+)", "GET", _version, "", "V2beta1PipelineVersion"),
+    (f"{V2}/experiments/([^/]+)", "GET", _one_of("experiments"), "", "V2beta1Experiment"),
+    (f"{V2}/recurringruns/([^/:]+)", "GET", _one_of("recurring"), "", "V2beta1RecurringRun"),
     (f"{V2}/pipelines/upload_version", "POST", _upload_version, "file", "V2beta1PipelineVersion"),
     (f"{V2}/pipelines/([^/]+)/versions", "GET", _versions, "",
      "V2beta1ListPipelineVersionsResponse"),

@@ -13,7 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.kfp_instance import api
 from tests.kfp_instance.faults import Fault, Faults
-from tests.kfp_instance.shapes import ShapeError, check
+from tests.kfp_instance.shapes import ShapeError, check, with_text
 from tests.kfp_instance.store import RefusedError, Store
 
 GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}
@@ -130,7 +130,7 @@ class Handler(BaseHTTPRequestHandler):
                 return self._refusal(400, "uploadfile is missing")
             sent = found[1].decode()
         elif route.takes:
-            sent = json.loads(body or b"{}")
+            sent = with_text(json.loads(body or b"{}"))
             try:
                 check(sent, route.takes)
             except ShapeError as error:

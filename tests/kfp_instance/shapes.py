@@ -14,6 +14,20 @@ from kfp_server_api import models
 SCALARS = {"str": str, "bool": bool, "int": int, "float": (int, float), "datetime": str}
 
 
+# Numbers of 64 bits are told as text; what is sent may be a number.
+INT64 = ("max_concurrency", "interval_second")
+
+
+def with_text(tree: Any) -> Any:
+    """Return what was sent, with numbers of 64 bits as an instance tells them."""
+    if isinstance(tree, dict):
+        return {
+            key: str(value) if key in INT64 and isinstance(value, int) else with_text(value)
+            for key, value in tree.items()
+        }
+    return [with_text(each) for each in tree] if isinstance(tree, list) else tree
+
+
 class ShapeError(ValueError):
     """A tree is not what the model says."""
 
