@@ -24,6 +24,7 @@ CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 # Where pods have the token that is made out to KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 HIDDEN = "***"
+_LEAST_SECRET = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +79,8 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            if secret.strip():
+            # What is shorter is no secret, and would take letters out of words.
+            if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
 

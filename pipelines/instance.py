@@ -7,9 +7,11 @@ login page for an empty list.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
@@ -23,13 +25,23 @@ from kfp_server_api.exceptions import ApiException
 from kfp_server_api.rest import RESTClientObject
 
 from pipelines.access import Access, found_access
-from pipelines.instance_errors import InstanceError, no_answer, no_json, refused, strange_answer
+from pipelines.instance_errors import (
+    InstanceError,
+    no_answer,
+    no_end,
+    no_json,
+    refused,
+    strange_answer,
+)
 
 __all__ = ["Access", "Client", "ask", "connect", "found_access", "pages", "version"]
 
 CONNECT_SECONDS = 4.0
 # Of silence, not of the whole answer.
 READ_SECONDS = 10.0
+# Of a request with all its tries, names of hosts included. A log may be long.
+WHOLE_SECONDS = 27.0
+LOG_SECONDS = 300.0
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
 _PAGE = 100
@@ -115,8 +127,11 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
     def request(self, method: str, url: str, *, plain: bool = False, **named: Any) -> Any:
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
+        send = functools.partial(super().request, method, url, **named)
         try:
-            answer = super().request(method, url, **named)
+            answer = _in_time(send, LOG_SECONDS if plain else WHOLE_SECONDS)
+        except TimeoutError:
+            raise no_end(self._access, where) from None
         except ApiException as error:
             raise refused(self._access, where, error) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
@@ -132,6 +147,30 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         if not isinstance(tree, dict):
             raise strange_answer(self._access, where)
         return answer
+
+
+def _in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """Return what `call` returns; raises `TimeoutError` when it takes longer.
+
+    Sockets bound silence alone, and the look-up of a host's name nothing.
+    """
+    ended: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            ended.append((call(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError
+    result, error = ended[0]
+    if error is not None:
+        raise error
+    return result
 
 
 def connect(access: Access) -> Client:

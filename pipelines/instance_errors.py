@@ -90,6 +90,12 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
     )
 
 
+def no_end(access: Access, where: str) -> InstanceError:
+    """Return what an answer that does not come to its end means."""
+    host = urlsplit(access.endpoint).netloc
+    return InstanceError(f"{host} does not come to an end with {where}: try again, ask its owner")
+
+
 def no_json(access: Access, where: str, answer: Any) -> InstanceError:
     """Return what an answer that is not JSON means; it is a login page, as a rule."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
@@ -113,7 +119,7 @@ def _tls(access: Access, host: str, cause: BaseException) -> str:
     if "certificate" in words.lower():
         reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
         return f"the certificate of {host} is not trusted ({reason}): name its CA by --ca-file"
-    return f"{host} speaks no TLS that can be understood: check https:// and the port"
+    return f"{host} speaks no TLS: check the port, or give --endpoint with http://"
 
 
 def _redirected(access: Access, error: Any) -> str:

@@ -186,7 +186,7 @@ def runs(
         from pipelines import run_commands
         from pipelines.access import is_named
 
-        if is_named(given.endpoint):
+        if experiment or is_named(given.endpoint):
             return run_commands.list_remote(given.access(), experiment, limit, as_json=as_json)
         return run_commands.list_local(workdir, limit, as_json=as_json)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from pipelines import display, local_status, watching
 from pipelines.commands import output, print_json
@@ -16,8 +17,8 @@ from pipelines.remote_display import runs_table, steps_table, word
 from pipelines.remote_outcome import outcome_of
 from pipelines.remote_run import run_of, view
 from pipelines.submit import summary
-from pipelines.upload import NEWEST, page_of
-from trainer.errors import DONE, ConfigError
+from pipelines.upload import NEWEST, equals, page_of
+from trainer.errors import DONE, ConfigError, UserError, nearest
 
 Find = Callable[[], Access]
 
@@ -27,7 +28,11 @@ def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -
     client = connect(access)
     named = {}
     if experiment:
-        found = ask(client.get_experiment, experiment_name=experiment)
+        found = next(experiments(client, equals("display_name", experiment)), None)
+        if found is None:
+            known = [str(each.display_name) for each in experiments(client)]
+            hint = nearest(experiment, known)
+            raise UserError(f"{access.endpoint} has no experiment {experiment!r}{hint}")
         named = {"experiment_id": str(found.experiment_id)}
     runs = [
         view(each)
@@ -48,6 +53,11 @@ def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -
         ]
         print_json({"status": "done", "runs": rows})
     return DONE
+
+
+def experiments(client: Client, only: str = "") -> Iterator[Any]:
+    """Yield the experiments of the instance that a filter lets through."""
+    return pages(client.list_experiments, "experiments", **({"filter": only} if only else {}))
 
 
 def list_local(workdir: Path, limit: int, *, as_json: bool) -> int:

@@ -12,7 +12,8 @@ class Fault:
     """An answer in place of the right one: `times` times, to requests that match `pattern`.
 
     The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a word,
-    -1 says nothing until the server ends. A `late` fault does what was asked before it.
+    -1 says nothing until the server ends, -2 a byte now and then. A `late` fault does what was
+    asked before it.
     """
 
     pattern: str

@@ -17,6 +17,7 @@ from tests.kfp_instance.shapes import ShapeError, check, with_text
 from tests.kfp_instance.store import RefusedError, Store
 
 GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}
+TRICKLE = -2
 UPLOADED = re.compile(rb'name="uploadfile".*?\r\n\r\n(.*)\r\n--', re.DOTALL)
 
 
@@ -154,6 +155,10 @@ class Handler(BaseHTTPRequestHandler):
         return status, "application/json", json.dumps({**tree, "details": []}).encode()
 
     def _fail(self, fault: Fault) -> None:
+        if fault.status == TRICKLE:
+            self._send(200, "application/json", b"", {"Transfer-Encoding": "chunked"})
+            while not self.server.closing.wait(0.05):
+                self.wfile.write(b"1\r\n \r\n")
         if fault.status < 0:
             self.server.closing.wait()
         if fault.status <= 0:
@@ -174,6 +179,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Type", kind)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
-        self.send_header("Content-Length", str(len(content)))
+        if "Transfer-Encoding" not in (headers or {}):
+            self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         self.wfile.write(content)

@@ -154,7 +154,15 @@ def test_all_tries_together_stay_below_thirty_seconds():
     assert retries.read == 0
     tries = 1 + retries.total
     pauses = sum(retries.backoff_factor * 2**number for number in range(tries))
-    assert tries * instances.CONNECT_SECONDS + instances.READ_SECONDS + pauses < 30
+    known = tries * instances.CONNECT_SECONDS + instances.READ_SECONDS + pauses
+    assert known < instances.WHOLE_SECONDS < 30
+
+
+@pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
+def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkeypatch, words):
+    monkeypatch.setattr(instances, "WHOLE_SECONDS", 0.3)
+    instance.faults.add(".", -2)
+    told_in_one_line(remote(*words), "does not come to an end")
 
 
 def certificate(folder):
@@ -175,7 +183,7 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
     other, _ = certificate(tmp_path / "other")
     told_in_one_line(
         remote("runs", "--endpoint", instance.url.replace("http:", "https:")),
-        "speaks no TLS that can be understood",
+        "speaks no TLS: check the port",
     )
     instance.speak_tls(made, key)
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)

@@ -162,6 +162,18 @@ def test_a_blessed_run_is_0_with_its_figures(instance, remote):
                for line in told.out.splitlines())  # fmt: skip
 
 
+def test_on_a_terminal_a_table_lives(instance, remote, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    instance.store.play = [*PROMOTED]
+    told = remote("submit", "--wait")
+    assert told.code == 0
+    # It is drawn anew: the cursor goes up over what was there.
+    assert "\x1b[1A" in told.err
+    assert told.err.count("train_model") > 2
+    assert "running" in told.err
+
+
 def test_a_gate_that_refuses_is_3_with_its_reasons(instance, remote):
     gate = done("check_gate", decision="refused", reasons=["accuracy 0.5 is below 0.95"])
     instance.store.play = [*gate, skip, *done("finish"), over()]
