@@ -36,11 +36,11 @@ from pipelines.instance_errors import (
 
 __all__ = ["Access", "Client", "ask", "connect", "found_access", "pages", "version"]
 
-CONNECT_SECONDS = 4.0
+CONNECT_SECONDS = 3.0
 # Of silence, not of the whole answer.
-READ_SECONDS = 10.0
+READ_SECONDS = 8.0
 # Of a request with all its tries, names of hosts included. A log may be long.
-WHOLE_SECONDS = 27.0
+WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")

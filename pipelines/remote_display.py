@@ -14,6 +14,7 @@ from pipelines.remote_run import RemoteRun, Step
 
 _WORDS = {
     "PENDING": "waiting",
+    "RUNTIME_STATE_UNSPECIFIED": "waiting",
     "RUNNING": "[cyan]running[/]",
     "SUCCEEDED": "[green]done[/]",
     "SKIPPED": "skipped",
@@ -72,13 +73,11 @@ def steps_table(steps: Iterable[Step]) -> Table:
 def runs_table(runs: Iterable[RemoteRun]) -> Table:
     """Return the table of runs."""
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "name", "status", "created", "ended"):
+    for title in ("run", "name", "status", "created (UTC)"):
         # What is to be copied stays whole.
         table.add_column(title, overflow="fold", no_wrap=title == "run")
     for run in runs:
-        table.add_row(
-            run.run_id, escape(run.name), word(run.state), stamp(run.created), stamp(run.finished)
-        )
+        table.add_row(run.run_id, escape(run.name), word(run.state), stamp(run.created))
     return table
 
 
@@ -89,7 +88,7 @@ def word(state: str) -> str:
 
 def stamp(moment: datetime | None) -> str:
     """Return a moment for a table."""
-    return f"{moment:%Y-%m-%d %H:%M:%S} UTC" if moment else ""
+    return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
 def _line(step: Step) -> str:

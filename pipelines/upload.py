@@ -16,7 +16,7 @@ from pipelines.commands import print_json
 from pipelines.instance import Access, Client, ask, connect, pages
 from pipelines.instance_errors import InstanceError
 from pipelines.package import Package
-from trainer.errors import DONE, UserError, nearest
+from trainer.errors import DONE, ConfigError, UserError, nearest
 
 _CONFLICT = 409
 NEWEST = "created_at desc"
@@ -39,6 +39,8 @@ def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int
     Raises:
         UserError: the instance refuses, or cannot be reached.
     """
+    if name and not name.strip():
+        raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
     version, made = uploaded(client, package, name or package.name)
     told = "uploaded" if made else "the same content is there already"

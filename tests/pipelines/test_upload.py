@@ -143,3 +143,9 @@ def test_an_image_for_what_is_compiled(remote, tmp_path):
 def test_no_image(remote):
     told = remote("upload", "--image", "A B")
     assert (told.code, "is not the name of an image" in told.err) == (2, True)
+
+
+def test_a_blank_name(instance, remote):
+    told = remote("upload", "--name", "  ")
+    assert (told.code, "--name is blank" in told.err) == (2, True)
+    assert not instance.requests
