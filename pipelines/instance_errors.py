@@ -144,4 +144,6 @@ def _words(access: Access, error: Any) -> str:
         return ""
     said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
     line = access.masked(" ".join(str(said).split()))
+    # What would move the cursor, or change colours, is no word.
+    line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."

@@ -53,11 +53,11 @@ class Steps:
         for step in run.steps:
             if self._seen.get(step.name) != step.state:
                 self._seen[step.name] = step.state
-                self.say(_line(step))
+                self._console.print(_line(step), soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Show a line that stays."""
-        self._console.print(text, soft_wrap=True)
+        """Show a line that stays, as it is."""
+        self._console.print(text, markup=False, soft_wrap=True)
 
 
 def steps_table(steps: Iterable[Step]) -> Table:

@@ -281,3 +281,13 @@ def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     # What writes is sent once.
     assert len(instance.asked("POST .*/runs$")) == 1
     assert len(instance.store.runs) == 1
+
+
+def test_words_of_the_instance_are_shown_as_they_are(instance, remote):
+    body = b'{"message": "[/red] is no [bold]step\\u001b[31m"}'
+    instance.faults.add("GET .*/runs/[^/]+$", 503, times=3, body=body)
+    instance.store.play = [*PROMOTED]
+    told = remote("submit", "--wait", "--name", "[/x]")
+    assert told.code == 0
+    assert "([/red] is no [bold]step[31m)" in told.err
+    assert "[/x]" in remote("runs").out
