@@ -24,6 +24,7 @@ CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 # Where pods have the token that is made out to KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 HIDDEN = "***"
+_LEAST_SECRET = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,9 +79,15 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            if secret.strip():
+            # What is shorter is no secret, and would take letters out of words.
+            if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
+
+
+def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an instance is named, by an option or by the environment."""
+    return bool(endpoint or any(environment.get(name) for name in ENDPOINT))
 
 
 def found_access(

@@ -11,6 +11,7 @@ from pipelines.doctor_app import doctor
 from pipelines.endings import ended, told
 from pipelines.models_app import models
 from pipelines.options import AsJson, Assignments, Config, Dataset, Resume, Workdir
+from pipelines.remote_app import remote
 from trainer.errors import DONE, FAILED, USAGE
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 
 app.add_typer(models, name="models")
 app.command()(doctor)
+app.add_typer(remote)
 
 
 @app.command()

@@ -21,6 +21,8 @@ _MARKS = {
     "done": "[green]done[/]",
     "failed": "[red]failed[/]",
     "interrupted": "[yellow]interrupted[/]",
+    "running": "[cyan]running[/]",
+    "skipped": "skipped",
 }
 
 

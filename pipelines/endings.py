@@ -15,11 +15,12 @@ def ended(command: Callable[[], int], as_json: bool) -> NoReturn:
     try:
         code = command()
     except UserError as error:
-        code = told(str(error), error.exit_code, as_json=as_json)
+        run_id = getattr(error, "run_id", "")
+        code = told(str(error), error.exit_code, as_json=as_json, run_id=run_id)
     raise typer.Exit(code)
 
 
-def told(message: str, code: int, *, as_json: bool) -> int:
+def told(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     """Say `message` on standard error, and as JSON where that was asked for; return `code`."""
     from pipelines import commands
 
@@ -30,5 +31,5 @@ def told(message: str, code: int, *, as_json: bool) -> int:
     if as_json:
         with suppress(UserError):
             status = "interrupted" if code == INTERRUPTED else "failed"
-            commands.print_json({"status": status, "message": message})
+            commands.print_json({"status": status, "run_id": run_id, "message": message})
     return code

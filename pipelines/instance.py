@@ -7,11 +7,14 @@ login page for an empty list.
 
 from __future__ import annotations
 
+import functools
 import io
 import json
+import logging
+import threading
 import warnings
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,15 +25,26 @@ from kfp_server_api.exceptions import ApiException
 from kfp_server_api.rest import RESTClientObject
 
 from pipelines.access import Access, found_access
-from pipelines.instance_errors import InstanceError, no_answer, no_json, refused, strange_answer
+from pipelines.instance_errors import (
+    InstanceError,
+    no_answer,
+    no_end,
+    no_json,
+    refused,
+    strange_answer,
+)
 
-__all__ = ["Access", "Client", "ask", "connect", "found_access", "version"]
+__all__ = ["Access", "Client", "ask", "connect", "found_access", "pages", "version"]
 
-CONNECT_SECONDS = 4.0
+CONNECT_SECONDS = 3.0
 # Of silence, not of the whole answer.
-READ_SECONDS = 10.0
+READ_SECONDS = 8.0
+# Of a request with all its tries, names of hosts included. A log may be long.
+WHOLE_SECONDS = 22.0
+LOG_SECONDS = 300.0
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
+_PAGE = 100
 _VERSION_KEYS = ("tag_name", "apiServerTagName")
 
 
@@ -57,6 +71,7 @@ class Client(sdk.Client):  # type: ignore[misc]
         config.retries = urllib3.Retry(
             total=2,
             read=0,
+            other=0,
             # A login page is no answer, and a POST would be sent on as a GET.
             redirect=False,
             status_forcelist=BUSY,
@@ -85,15 +100,21 @@ class Client(sdk.Client):  # type: ignore[misc]
 
     def get_json(self, path: str) -> dict[str, Any]:
         """Return what the instance answers to a GET of `path`; raises `InstanceError`."""
+        tree: dict[str, Any] = json.loads(self._get(path).data)
+        return tree
+
+    def get_text(self, path: str) -> str:
+        """Return the plain text at `path`, which may be none; raises `InstanceError`."""
+        return str(self._get(path, plain=True).data.decode("utf-8", "replace"))
+
+    def _get(self, path: str, *, plain: bool = False) -> Any:
         api = self._healthz_api.api_client
-        headers: dict[str, str] = {**api.default_headers, "Accept": "application/json"}
+        headers: dict[str, str] = {**api.default_headers, "Accept": "text/plain, application/json"}
         if api.cookie:
             headers["Cookie"] = api.cookie
         api.update_params_for_auth(headers, [], ["Bearer"])
-        tree: dict[str, Any] = json.loads(
-            api.rest_client.request("GET", self.access.endpoint + path, headers=headers).data
-        )
-        return tree
+        url = self.access.endpoint + path
+        return api.rest_client.request("GET", url, headers=headers, plain=plain)
 
 
 class _Requests(RESTClientObject):  # type: ignore[misc]
@@ -103,15 +124,22 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         self._access = access
         super().__init__(config)
 
-    def request(self, method: str, url: str, **named: Any) -> Any:
+    def request(self, method: str, url: str, *, plain: bool = False, **named: Any) -> Any:
         named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
         where = f"{method} {urlsplit(url).path}"
+        send = functools.partial(super().request, method, url, **named)
         try:
-            answer = super().request(method, url, **named)
+            answer = _in_time(send, LOG_SECONDS if plain else WHOLE_SECONDS)
+        except TimeoutError:
+            raise no_end(self._access, where) from None
         except ApiException as error:
             raise refused(self._access, where, error) from None
         except (urllib3.exceptions.HTTPError, OSError) as error:
             raise no_answer(self._access, where, error) from None
+        if plain:
+            if "html" in (answer.getheader("content-type") or ""):
+                raise no_json(self._access, where, answer)
+            return answer
         try:
             tree = json.loads(answer.data)
         except ValueError:
@@ -121,9 +149,35 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         return answer
 
 
+def _in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """Return what `call` returns; raises `TimeoutError` when it takes longer.
+
+    Sockets bound silence alone, and the look-up of a host's name nothing.
+    """
+    ended: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            ended.append((call(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError
+    result, error = ended[0]
+    if error is not None:
+        raise error
+    return result
+
+
 def connect(access: Access) -> Client:
     """Return a client of the instance, which is not asked yet; raises `UserError`."""
     access.check()
+    # The SDK sets up logging, and then each new try would be told with its URL.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
     return Client(access)
 
 
@@ -133,10 +187,21 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         # Links to pages, which are ours to print.
         with redirect_stdout(io.StringIO()):
             return call(*arguments, **named)
-    except (ApiException, kfp_server_api.ApiTypeError, kfp_server_api.ApiValueError) as error:
-        raise InstanceError(
-            f"the instance answered what the KFP client cannot read: {error}"
-        ) from None
+    except (ApiException, TypeError, ValueError) as error:
+        words = " ".join(str(error).split())
+        raise InstanceError(f"the KFP client cannot read what was answered: {words}") from None
+
+
+def pages(call: Callable[..., Any], items: str, **named: Any) -> Iterator[Any]:
+    """Yield what a list call of the client holds in its attribute `items`, page after page."""
+    token, seen = "", set[str]()
+    while token not in seen:
+        seen.add(token)
+        page = ask(call, page_token=token, page_size=_PAGE, **named)
+        yield from getattr(page, items) or ()
+        token = page.next_page_token or ""
+        if not token:
+            return
 
 
 def version(access: Access) -> str:
@@ -146,9 +211,9 @@ def version(access: Access) -> str:
         UserError: the instance cannot be reached, or does not let us in.
     """
     client = connect(access)
-    for path in _HEALTH:
-        told = ask(client.get_json, path)
-        for key in _VERSION_KEYS:
-            if found := told.get(key):
-                return str(found)
-    return ""
+    told = ask(client.get_json, _HEALTH[0])
+    if not any(told.get(key) for key in _VERSION_KEYS):
+        # An older path, which says more where it is still there.
+        with suppress(InstanceError):
+            told = ask(client.get_json, _HEALTH[1])
+    return next((str(told[key]) for key in _VERSION_KEYS if told.get(key)), "")

@@ -71,7 +71,7 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
         cause = error.reason
     host = urlsplit(access.endpoint).netloc
     if isinstance(cause, urllib3.exceptions.SSLError | ssl.SSLError):
-        return InstanceError(_tls(host, cause))
+        return InstanceError(_tls(access, host, cause))
     if isinstance(cause, NameResolutionError):
         return InstanceError(f"the host of {access.endpoint} is not known: check --endpoint")
     if isinstance(cause, NewConnectionError):
@@ -90,6 +90,12 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
     )
 
 
+def no_end(access: Access, where: str) -> InstanceError:
+    """Return what an answer that does not come to its end means."""
+    host = urlsplit(access.endpoint).netloc
+    return InstanceError(f"{host} does not come to an end with {where}: try again, ask its owner")
+
+
 def no_json(access: Access, where: str, answer: Any) -> InstanceError:
     """Return what an answer that is not JSON means; it is a login page, as a rule."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
@@ -106,12 +112,14 @@ def strange_answer(access: Access, where: str) -> InstanceError:
     )
 
 
-def _tls(host: str, cause: BaseException) -> str:
+def _tls(access: Access, host: str, cause: BaseException) -> str:
     words = " ".join(str(cause).split())
+    if "NO_CERTIFICATE" in words or "PEM" in words:
+        return f"{access.ca_file} holds no certificate in PEM: name another by --ca-file"
     if "certificate" in words.lower():
         reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
         return f"the certificate of {host} is not trusted ({reason}): name its CA by --ca-file"
-    return f"{host} speaks no TLS that can be understood: check https:// and the port"
+    return f"{host} speaks no TLS: check the port, or give --endpoint with http://"
 
 
 def _redirected(access: Access, error: Any) -> str:
@@ -136,4 +144,6 @@ def _words(access: Access, error: Any) -> str:
         return ""
     said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
     line = access.masked(" ".join(str(said).split()))
+    # What would move the cursor, or change colours, is no word.
+    line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."

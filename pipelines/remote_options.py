@@ -1,8 +1,17 @@
 """Arguments and options of the commands that talk to a KFP instance."""
 
-from typing import Annotated
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
 
 import typer
+
+from pipelines.access import Access, found_access
 
 Endpoint = Annotated[
     str,
@@ -26,3 +35,78 @@ CaFile = Annotated[
     str,
     typer.Option(metavar="FILE", help="PEM of the authority behind its TLS; or KFP_CA_FILE."),
 ]
+Image = Annotated[
+    str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
+]
+Pipeline = Annotated[str, typer.Option(metavar="NAME", help="The uploaded pipeline.")]
+Version = Annotated[
+    str, typer.Option(help="Name or id of the uploaded version; the newest when left out.")
+]
+Experiment = Annotated[
+    str, typer.Option(metavar="NAME", help="Group of runs; made where it is not there.")
+]
+PipelineRoot = Annotated[
+    str, typer.Option(metavar="URI", help="Where KFP keeps artifacts; its default when empty.")
+]
+ServiceAccount = Annotated[
+    str, typer.Option(metavar="NAME", help="Of the pods; the instance's default when empty.")
+]
+Cron = Annotated[str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")]
+Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")]
+Timezone = Annotated[
+    str, typer.Option(metavar="ZONE", help="The one in which the instance reads --cron.")
+]
+Latest = Annotated[bool, typer.Option("--latest", help="Each run takes the newest version then.")]
+CatchUp = Annotated[bool, typer.Option("--catch-up", help="Make up for runs that were missed.")]
+AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
+RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line says of the instance; what it leaves out is in the environment."""
+
+    endpoint: str = ""
+    namespace: str = ""
+    token_file: str = ""
+    cookies_file: str = ""
+    ca_file: str = ""
+
+    def access(self) -> Access:
+        """Return the access; raises `UserError`."""
+        return found_access(**vars(self))
+
+
+_OPTIONS = {
+    "endpoint": Endpoint,
+    "namespace": Namespace,
+    "token_file": TokenFile,
+    "cookies_file": CookiesFile,
+    "ca_file": CaFile,
+}
+
+
+def of_instance(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in place of its parameter `given`, the options of an instance."""
+    own = inspect.signature(command).parameters
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [
+        each.replace(annotation=hints[name]) for name, each in own.items() if name != "given"
+    ]
+    parameters += [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=option
+        )
+        for name, option in _OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def called(**named: Any) -> None:
+        given = Given(**{name: named.pop(name) for name in _OPTIONS})
+        command(given=given, **named)
+
+    del called.__wrapped__
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called

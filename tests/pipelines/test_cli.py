@@ -147,7 +147,7 @@ def test_a_run_whose_configuration_is_damaged(refused, here):
         (["run", "--jsn"], "No such option: --jsn (Possible options: --json, --set); see `"),
         (["run", "--dataset", "x"], "No such option: --dataset"),
         (["run", "a.yaml", "b.yaml"], "Got unexpected extra argument(s) (b.yaml); see `"),
-        (["runn"], "No such command 'runn'. Did you mean 'run'?; see `"),
+        (["runn"], "No such command 'runn'. Did you mean 'run', 'runs'?; see `"),
         (["--no-such"], "No such option: --no-such"),
         (["compile", "--image"], "Option '--image' requires an argument"),
     ],

@@ -1,0 +1,94 @@
+"""How a run on a KFP instance ended: by the states of its steps, and by what they say themselves.
+
+States tell a gate that refused: nothing behind it was done. Whether the registry promoted the model
+stands in the log of its step alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from components.step_record import step_records
+from pipelines.instance import Client
+from pipelines.instance_errors import InstanceError
+from pipelines.outcome import Outcome
+from pipelines.remote_logs import events_in, log_of
+from pipelines.remote_run import RemoteRun, Step
+from trainer.errors import DONE, FAILED, REFUSED
+
+GATE, REGISTRY, EXPORT = "check_gate", "register_model", "export_model"
+# Of these steps the record says more than the state.
+_TELLING = ("prepare_data", "train_model", "evaluate_model", GATE, EXPORT, REGISTRY, "finish")
+_STATUS = {"SUCCEEDED": "done", "CANCELED": "interrupted"}
+
+
+def outcome_of(client: Client, run: RemoteRun) -> Outcome:
+    """Return how a run that has ended did end."""
+    records = {step.name: _record(client, run, step) for step in run.steps}
+    status, code, message = _ended(run, records)
+    return Outcome(status=status, exit_code=code, message=message, steps=tuple(records.values()))
+
+
+def _ended(run: RemoteRun, records: dict[str, dict[str, Any]]) -> tuple[str, int, str]:
+    if run.state == "CANCELED":
+        return "canceled", FAILED, "the run was cancelled"
+    if run.state != "SUCCEEDED":
+        return "failed", FAILED, _failure(run, records)
+    gate, registry = records.get(GATE), records.get(REGISTRY)
+    if gate is None:
+        return "done", DONE, ""
+    if registry and registry["state"] == "SUCCEEDED":
+        return _judged(registry)
+    if gate["figures"].get("decision") == "blessed":
+        return "failed", FAILED, f"the model was blessed, but {REGISTRY} was not run"
+    return "refused", REFUSED, _reasons(gate) or "the gate refused the model"
+
+
+def _judged(registry: dict[str, Any]) -> tuple[str, int, str]:
+    decision = registry["figures"].get("decision")
+    if decision == "promoted":
+        return "blessed", DONE, ""
+    if decision == "refused":
+        return "refused", REFUSED, _reasons(registry) or "the registry refused the model"
+    message = f"the run is done, but what the registry decided cannot be read: {registry['error']}"
+    return "unknown", FAILED, message
+
+
+def _reasons(record: dict[str, Any]) -> str:
+    return "; ".join(record["figures"].get("reasons") or ())
+
+
+def _record(client: Client, run: RemoteRun, step: Step) -> dict[str, Any]:
+    """Return the record of a step, from its log where that is to be had."""
+    record = {
+        "step": step.name,
+        "status": _STATUS.get(step.state, "failed" if step.state == "FAILED" else "skipped"),
+        "state": step.state,
+        "seconds": step.seconds,
+        "figures": {},
+        "uri": "",
+        "error": "",
+    }
+    if step.state not in ("SUCCEEDED", "FAILED"):
+        return record
+    if step.state == "SUCCEEDED" and step.name not in _TELLING:
+        return record
+    if not step.pods:
+        return {**record, "error": "the instance names no pod of it"}
+    try:
+        told = step_records(events_in(log_of(client, run, step)))
+    except InstanceError as error:
+        return {**record, "error": str(error)}
+    mine = [each for each in told if each["step"] == step.name and "event" in each]
+    if not mine:
+        return {**record, "error": f"the log of {step.name} says nothing of its end"}
+    return {**mine[-1], "status": record["status"], "state": step.state}
+
+
+def _failure(run: RemoteRun, records: dict[str, dict[str, Any]]) -> str:
+    failed = [each for each in records.values() if each["state"] == "FAILED"]
+    if failed:
+        # The exit step runs after the failure and may fail of it.
+        first = failed[0]
+        return f"{first['step']}: {first['error'] or run.error or 'failed'}"
+    return run.error or f"the run ended as {run.state}"

@@ -1,0 +1,211 @@
+"""The paths of an instance: what each takes and gives, by the models of the client."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tests.kfp_instance.store import RefusedError, Tree, found
+
+if TYPE_CHECKING:
+    from tests.kfp_instance.server import Instance
+
+V2 = "/apis/v2beta1"
+HEALTH = {"commit_sha": "0123abc", "tag_name": "2.17.0"}
+Handle = Callable[..., Tree]
+# The namespace of pods, where the instance is for one user.
+NAMESPACE = "kubeflow"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """What came with a request: its query, and what was sent."""
+
+    query: dict[str, str]
+    sent: Any
+
+
+def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
+    """Return what is served beside the API: versions, and logs."""
+    if path in (f"{V2}/healthz", "/apis/v1beta1/healthz"):
+        told = {**HEALTH, "multi_user": instance.multi_user}
+        if path.startswith(V2):
+            told["pipeline_store"] = "database"
+        return 200, "application/json", json.dumps(told).encode()
+    if log := re.fullmatch(r"/apis/v1alpha1/runs/([^/]+)/nodes/([^/]+)/log", path):
+        if instance.has_logs == "page":
+            return 200, "text/html", b"<html>the start page</html>"
+        return _log(instance, log[1], log[2], instance.has_logs == "api")
+    if path == "/k8s/pod/logs":
+        if instance.has_logs != "page":
+            return 404, "text/plain", b"404 page not found"
+        right = query["podnamespace"] == NAMESPACE
+        return _log(instance, query["runid"], query["podname"], right)
+    return None
+
+
+def _log(instance: Instance, run: str, pod: str, served: bool) -> tuple[int, str, bytes]:
+    with instance.store.lock:
+        workflow = instance.store.workflows.get(run)
+        if not served or workflow is None or pod not in workflow.logs:
+            told = {"error_message": f"Failed to read logs for run {run}: pods {pod!r} not found"}
+            return 500, "application/json", json.dumps(told).encode()
+        return 200, "text/plain", workflow.logs[pod].encode()
+
+
+def _listed(things: Iterable[Tree], name: str, query: dict[str, str]) -> Tree:
+    """Return a page of what the filter lets through, in the order that is asked for."""
+    rows = list(things)
+    for predicate in json.loads(query.get("filter") or "{}").get("predicates", ()):
+        # The SDK sends the number of the operation.
+        if predicate["operation"] not in ("EQUALS", 1):
+            raise RefusedError(400, f"unknown operation {predicate['operation']}")
+        rows = [row for row in rows if row.get(predicate["key"]) == predicate["stringValue"]]
+    if sort := query.get("sort_by"):
+        key, _, order = sort.partition(" ")
+        rows.sort(key=lambda row: row[key], reverse=order == "desc")
+    first = int(query.get("page_token") or 0)
+    size = int(query.get("page_size") or 20)
+    page: Tree = {name: rows[first : first + size], "total_size": len(rows)}
+    if first + size < len(rows):
+        page["next_page_token"] = str(first + size)
+    return page if rows else {}
+
+
+def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:
+    """Return what belongs to the namespace that is asked for, or to the experiment."""
+    if experiment := query.get("experiment_id"):
+        return [row for row in rows if row.get("experiment_id") == experiment]
+    if not instance.multi_user:
+        return list(rows)
+    place = query.get("namespace")
+    if not place:
+        raise RefusedError(400, "Invalid input error: namespace cannot be empty in multi-user mode")
+    store = instance.store
+    return [
+        row
+        for row in rows
+        if row.get("namespace", "")
+        or store.experiments.get(row.get("experiment_id", ""), {}).get("namespace") == place
+    ]
+
+
+def _pipelines(instance: Instance, asked: Asked) -> Tree:
+    place = asked.query.get("namespace", "")
+    rows = [p for p in instance.store.pipelines.values() if p.get("namespace", "") == place]
+    return _listed(rows, "pipelines", asked.query)
+
+
+def _versions(instance: Instance, pipeline: str, asked: Asked) -> Tree:
+    rows = [v for v in instance.store.versions.values() if v["pipeline_id"] == pipeline]
+    return _listed(rows, "pipeline_versions", asked.query)
+
+
+def _upload_version(instance: Instance, asked: Asked) -> Tree:
+    query = asked.query
+    name, description = query.get("name", ""), query.get("description", "")
+    return instance.store.upload_version(query["pipelineid"], name, description, asked.sent)
+
+
+def _upload(instance: Instance, asked: Asked) -> Tree:
+    name = asked.query["name"]
+    body = {"display_name": name, "namespace": asked.query.get("namespace", "")}
+    made = instance.store.create_pipeline({key: value for key, value in body.items() if value})
+    # Its first version has the name of the pipeline.
+    instance.store.upload_version(made["pipeline_id"], name, "", asked.sent)
+    return made
+
+
+def _version(instance: Instance, pipeline: str, key: str, _asked: Asked) -> Tree:
+    version = found(instance.store.versions, key, "pipeline version")
+    if version["pipeline_id"] != pipeline:
+        raise RefusedError(404, f"pipeline version {key} not found")
+    return version
+
+
+def _one_of(attribute: str) -> Handle:
+    def one(instance: Instance, key: str, _asked: Asked) -> Tree:
+        return found(getattr(instance.store, attribute), key, attribute)
+
+    return one
+
+
+def _create_experiment(instance: Instance, asked: Asked) -> Tree:
+    if instance.multi_user and not asked.sent.get("namespace"):
+        raise RefusedError(400, "Invalid input error: Experiment namespace cannot be empty")
+    return instance.store.create_experiment(asked.sent)
+
+
+def _delete(instance: Instance, key: str, _asked: Asked) -> Tree:
+    found(instance.store.recurring, key, "recurring run")
+    del instance.store.recurring[key]
+    return {}
+
+
+def _list_of(name: str, attribute: str) -> Handle:
+    def listed(instance: Instance, asked: Asked) -> Tree:
+        rows = _owned(instance, getattr(instance.store, attribute).values(), asked.query)
+        return _listed(rows, name, asked.query)
+
+    return listed
+
+
+def _creates(method: str) -> Handle:
+    def create(instance: Instance, asked: Asked) -> Tree:
+        made: Tree = getattr(instance.store, method)(asked.sent)
+        return made
+
+    return create
+
+
+def _by_id(method: str, *more: Any) -> Handle:
+    def act(instance: Instance, key: str, _asked: Asked) -> Tree:
+        tree: Tree = getattr(instance.store, method)(key, *more)
+        return tree
+
+    return act
+
+
+_RECURRING = f"{V2}/recurringruns"
+
+
+@dataclass(frozen=True)
+class Route:
+    """A path and method, what does it, the model that it takes, the model that it gives."""
+
+    path: str
+    method: str
+    handle: Handle
+    takes: str
+    gives: str
+
+
+ROUTES = tuple(Route(*each) for each in (
+    (f"{V2}/pipelines", "GET", _pipelines, "", "V2beta1ListPipelinesResponse"),
+    (f"{V2}/pipelines", "POST", _creates("create_pipeline"), "V2beta1Pipeline", "V2beta1Pipeline"),
+    (f"{V2}/pipelines/upload", "POST", _upload, "file", "V2beta1Pipeline"),
+    (f"{V2}/pipelines/([^/]+)", "GET", _one_of("pipelines"), "", "V2beta1Pipeline"),
+    (f"{V2}/pipelines/([^/]+)/versions/([^/]+)", "GET", _version, "", "V2beta1PipelineVersion"),
+    (f"{V2}/experiments/([^/]+)", "GET", _one_of("experiments"), "", "V2beta1Experiment"),
+    (f"{V2}/recurringruns/([^/:]+)", "GET", _one_of("recurring"), "", "V2beta1RecurringRun"),
+    (f"{V2}/pipelines/upload_version", "POST", _upload_version, "file", "V2beta1PipelineVersion"),
+    (f"{V2}/pipelines/([^/]+)/versions", "GET", _versions, "",
+     "V2beta1ListPipelineVersionsResponse"),
+    (f"{V2}/experiments", "GET", _list_of("experiments", "experiments"), "",
+     "V2beta1ListExperimentsResponse"),
+    (f"{V2}/experiments", "POST", _create_experiment, "V2beta1Experiment", "V2beta1Experiment"),
+    (f"{V2}/runs", "GET", _list_of("runs", "runs"), "", "V2beta1ListRunsResponse"),
+    (f"{V2}/runs", "POST", _creates("create_run"), "V2beta1Run", "V2beta1Run"),
+    (f"{V2}/runs/([^/:]+)", "GET", _by_id("get_run"), "", "V2beta1Run"),
+    (f"{V2}/runs/([^/:]+):terminate", "POST", _by_id("terminate"), "", "object"),
+    (_RECURRING, "GET", _list_of("recurringRuns", "recurring"), "",
+     "V2beta1ListRecurringRunsResponse"),
+    (_RECURRING, "POST", _creates("create_recurring"), "V2beta1RecurringRun",
+     "V2beta1RecurringRun"),
+    (f"{_RECURRING}/([^/:]+)", "DELETE", _delete, "", "object"),
+    (f"{_RECURRING}/([^/:]+):enable", "POST", _by_id("enable", True), "", "object"),
+    (f"{_RECURRING}/([^/:]+):disable", "POST", _by_id("enable", False), "", "object"),
+))  # fmt: skip

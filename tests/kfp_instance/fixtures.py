@@ -1,0 +1,78 @@
+"""An instance on loopback, and the command line on it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from kfp import client as sdk
+
+from pipelines import app, watching
+from pipelines.package import Package, package_of
+from tests.kfp_instance.server import Instance
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """How a call ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        """The JSON object on the last line of standard output."""
+        tree: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return tree
+
+
+Flotilla = Callable[..., Told]
+
+
+@pytest.fixture
+def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
+    """A KFP instance; a home folder of its own, and looks that do not wait."""
+    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
+    for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
+        monkeypatch.delenv(name, raising=False)
+    with Instance() as served:
+        yield served
+
+
+@pytest.fixture
+def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
+    """Call `flotilla` on the instance, in an empty folder."""
+    (tmp_path / "here").mkdir(exist_ok=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+
+    def call(*words: object) -> Told:
+        capsys.readouterr()
+        code = app.called([str(word) for word in words])
+        out, err = capsys.readouterr()
+        return Told(code=code, out=out, err=err)
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def compiled() -> Package:
+    """Our pipeline."""
+    return package_of(None, "")
+
+
+@pytest.fixture
+def uploaded(instance, compiled) -> str:
+    """Name of the one version of our pipeline on the instance."""
+    store = instance.store
+    made = store.create_pipeline({"display_name": compiled.name})
+    version = store.add_version(
+        made["pipeline_id"], compiled.version(), "", copy.deepcopy(compiled.spec)
+    )
+    return str(version["display_name"])

@@ -1,0 +1,185 @@
+"""A KFP instance over HTTP: the API of 2.17 as far as the client calls it, from a `Store`."""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs, unquote, urlsplit
+
+from tests.kfp_instance import api
+from tests.kfp_instance.faults import Fault, Faults
+from tests.kfp_instance.shapes import ShapeError, check, with_text
+from tests.kfp_instance.store import RefusedError, Store
+
+GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}
+TRICKLE = -2
+UPLOADED = re.compile(rb'name="uploadfile".*?\r\n\r\n(.*)\r\n--', re.DOTALL)
+
+
+class Instance(ThreadingHTTPServer):
+    """The API on a port of loopback; as a context manager it serves until the block ends.
+
+    Attributes:
+        token: what has to stand behind `Bearer`, or empty for no need.
+        cookies: what the Cookie header has to be, or empty.
+        multi_user: whether what belongs to a namespace has to name it.
+        has_logs: where logs are served: `api`, `page` (of the user interface), or neither.
+        requests: `METHOD /path?query` of each.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.store = Store()
+        self.faults = Faults()
+        self.token = ""
+        self.cookies = ""
+        self.multi_user = False
+        self.has_logs = "api"
+        self.requests: list[str] = []
+        self.closing = threading.Event()
+        self.scheme = "http"
+
+    def speak_tls(self, certificate: Path, key: Path) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+        self.socket = context.wrap_socket(self.socket, server_side=True)
+        self.scheme = "https"
+
+    @property
+    def url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.server_address[1]}"
+
+    def asked(self, pattern: str) -> list[str]:
+        """Return the requests that match."""
+        return [request for request in self.requests if re.search(pattern, request)]
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing: clients that go away are what tests are about."""
+
+    def __enter__(self) -> Instance:
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.closing.set()
+        self.shutdown()
+        self.server_close()
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: Instance
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._answer()
+
+    def do_POST(self) -> None:
+        self._answer()
+
+    def do_DELETE(self) -> None:
+        self._answer()
+
+    def _answer(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        request = f"{self.command} {self.path}"
+        self.server.requests.append(request)
+        fault = self.server.faults.of(request)
+        if fault is not None and not fault.late:
+            self._fail(fault)
+            return
+        status, kind, content = self._done(body)
+        if fault is not None:
+            self._fail(fault)
+            return
+        self._send(status, kind, content)
+
+    def _done(self, body: bytes) -> tuple[int, str, bytes]:
+        try:
+            self._authenticate()
+            parts = urlsplit(self.path)
+            query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+            path = unquote(parts.path)
+            if text := api.plain(self.server, path, query):
+                return text
+            for route in api.ROUTES:
+                found = re.fullmatch(route.path, path)
+                if found and route.method == self.command:
+                    return self._handled(route, found.groups(), query, body)
+            return self._refusal(404, "Not Found")
+        except RefusedError as error:
+            return self._refusal(error.status, str(error))
+
+    def _handled(
+        self, route: api.Route, words: tuple[str, ...], query: dict[str, str], body: bytes
+    ) -> tuple[int, str, bytes]:
+        sent: Any = None
+        if route.takes == "file":
+            found = UPLOADED.search(body)
+            if found is None:
+                return self._refusal(400, "uploadfile is missing")
+            sent = found[1].decode()
+        elif route.takes:
+            sent = with_text(json.loads(body or b"{}"))
+            try:
+                check(sent, route.takes)
+            except ShapeError as error:
+                return self._refusal(400, str(error))
+        with self.server.store.lock:
+            tree = route.handle(self.server, *words, api.Asked(query=query, sent=sent))
+        # A stand-in that is wrong has to fail the test, and the client would not notice.
+        check(tree, route.gives)
+        return 200, "application/json", json.dumps(tree).encode()
+
+    def _authenticate(self) -> None:
+        token, cookies = self.server.token, self.server.cookies
+        if token and self.headers.get("authorization") != f"Bearer {token}":
+            got = self.headers.get("authorization", "")
+            raise RefusedError(401, f"Request header error: token {got} is not valid")
+        if cookies and self.headers.get("cookie") != cookies:
+            raise RefusedError(401, "there is no user identity header")
+
+    def _refusal(self, status: int, message: str) -> tuple[int, str, bytes]:
+        tree = {"error": message, "code": GRPC_CODES.get(status, 2), "message": message}
+        return status, "application/json", json.dumps({**tree, "details": []}).encode()
+
+    def _fail(self, fault: Fault) -> None:
+        if fault.status == TRICKLE:
+            self._send(200, "application/json", b"", {"Transfer-Encoding": "chunked"})
+            while not self.server.closing.wait(0.05):
+                self.wfile.write(b"1\r\n \r\n")
+        if fault.status < 0:
+            self.server.closing.wait()
+        if fault.status <= 0:
+            self.close_connection = True
+            return
+        if fault.body:
+            headers = {"Content-Type": "text/html", **fault.headers}
+            self._send(fault.status, "", fault.body, headers)
+        else:
+            status, kind, content = self._refusal(fault.status, "a fault")
+            self._send(status, kind, content, fault.headers)
+
+    def _send(
+        self, status: int, kind: str, content: bytes, headers: dict[str, str] | None = None
+    ) -> None:
+        self.send_response(status)
+        if kind:
+            self.send_header("Content-Type", kind)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        if "Transfer-Encoding" not in (headers or {}):
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)

@@ -1,0 +1,187 @@
+"""What an instance holds: pipelines, experiments, runs, recurring runs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import yaml
+
+from tests.kfp_instance.workflow import Workflow, moment
+
+Tree = dict[str, Any]
+NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+TYPES = {"STRING": str, "NUMBER_INTEGER": int, "NUMBER_DOUBLE": (int, float), "BOOLEAN": bool}
+
+
+class RefusedError(Exception):
+    """A request that is answered with a status and a message."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Store:
+    """All state; methods are called under `lock`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.pipelines: dict[str, Tree] = {}
+        self.versions: dict[str, Tree] = {}
+        self.experiments: dict[str, Tree] = {}
+        self.runs: dict[str, Tree] = {}
+        self.recurring: dict[str, Tree] = {}
+        self.workflows: dict[str, Workflow] = {}
+        self.names_pods = True
+        # What happens to a run: one of these at each look at it.
+        self.play: list[Callable[[Workflow, Tree], None]] = []
+        self._seconds = itertools.count()
+
+    def create_pipeline(self, body: Tree) -> Tree:
+        name = body.get("display_name") or body.get("name")
+        _require(bool(name), INVALID, "pipeline name cannot be empty")
+        place = body.get("namespace", "")
+        same = [
+            each
+            for each in self.pipelines.values()
+            if each["display_name"] == name and each.get("namespace", "") == place
+        ]
+        _require(not same, CONFLICT, f"Pipeline {name} already exists")
+        made = {**body, "pipeline_id": _id(), "created_at": self._now()}
+        made |= {"display_name": name, "name": body.get("name") or name}
+        self.pipelines[made["pipeline_id"]] = made
+        return made
+
+    def upload_version(self, pipeline_id: str, name: str, description: str, text: str) -> Tree:
+        documents = [tree for tree in yaml.load_all(text, _LOADER) if tree]
+        valid = bool(documents) and "pipelineInfo" in documents[0]
+        _require(valid, INVALID, "invalid pipeline spec")
+        spec = documents[0]
+        if len(documents) > 1:
+            spec = {"pipeline_spec": documents[0], "platform_spec": documents[1]}
+        return self.add_version(pipeline_id, name, description, spec)
+
+    def add_version(self, pipeline_id: str, name: str, description: str, spec: Tree) -> Tree:
+        found(self.pipelines, pipeline_id, "pipeline")
+        mine = [each for each in self.versions.values() if each["pipeline_id"] == pipeline_id]
+        same = [each for each in mine if each["display_name"] == name]
+        _require(not same, CONFLICT, f"Pipeline version {name} already exists")
+        made = {
+            "pipeline_id": pipeline_id,
+            "pipeline_version_id": _id(),
+            "display_name": name,
+            "name": name,
+            "description": description,
+            "created_at": self._now(),
+            "pipeline_spec": spec,
+        }
+        self.versions[made["pipeline_version_id"]] = made
+        return made
+
+    def create_experiment(self, body: Tree) -> Tree:
+        made = {**body, "experiment_id": _id(), "created_at": self._now()}
+        made["storage_state"] = "AVAILABLE"
+        self.experiments[made["experiment_id"]] = made
+        return made
+
+    def create_run(self, body: Tree) -> Tree:
+        spec = self._spec(body)
+        parameters = (body.get("runtime_config") or {}).get("parameters") or {}
+        check_parameters(spec, parameters)
+        found(self.experiments, body["experiment_id"], "experiment")
+        made = {**body, "run_id": _id(), "created_at": self._now(), "state": "PENDING"}
+        made["service_account"] = body.get("service_account") or "pipeline-runner"
+        made["finished_at"] = "1970-01-01T00:00:00Z"
+        self.runs[made["run_id"]] = made
+        workflow = Workflow(made["run_id"], names_pods=self.names_pods)
+        self.workflows[made["run_id"]] = workflow
+        return made
+
+    def get_run(self, run_id: str) -> Tree:
+        """Return a run with its nodes, after the next thing in it has happened."""
+        run = found(self.runs, run_id, "run")
+        if self.play:
+            self.play.pop(0)(self.workflows[run_id], run)
+        return {**run, "run_details": {"task_details": self.workflows[run_id].told()}}
+
+    def end_run(self, run_id: str, state: str, error: str = "") -> None:
+        run = self.runs[run_id]
+        run["state"], run["finished_at"] = state, self._now()
+        if error:
+            run["error"] = {"code": 13, "message": error}
+
+    def terminate(self, run_id: str) -> Tree:
+        run = found(self.runs, run_id, "run")
+        _require(run["state"] not in ENDED, INVALID, "Failed to terminate a run that has ended")
+        run["state"] = "CANCELING"
+        return {}
+
+    def create_recurring(self, body: Tree) -> Tree:
+        most = int(body.get("max_concurrency", 0))
+        _require(1 <= most <= 10, INVALID, "Max concurrency must be at least 1 and at most 10")
+        reference = body["pipeline_version_reference"]
+        spec = self._spec(body) if reference.get("pipeline_version_id") else self._latest(reference)
+        check_parameters(spec, body["runtime_config"].get("parameters") or {})
+        cron = body["trigger"].get("cron_schedule", {}).get("cron")
+        _require(cron is None or len(cron.split()) in (5, 6), INVALID, "cron is not supported")
+        made = {**body, "recurring_run_id": _id(), "created_at": self._now()}
+        made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
+        made["service_account"] = body.get("service_account") or "pipeline-runner"
+        self.recurring[made["recurring_run_id"]] = made
+        return made
+
+    def enable(self, recurring_run_id: str, on: bool) -> Tree:
+        each = found(self.recurring, recurring_run_id, "recurring run")
+        each["mode"] = "ENABLE" if on else "DISABLE"
+        each["status"] = f"{each['mode']}D"
+        return {}
+
+    def _spec(self, body: Tree) -> Tree:
+        if given := body.get("pipeline_spec"):
+            return given
+        reference = body["pipeline_version_reference"]
+        version = found(self.versions, reference["pipeline_version_id"], "pipeline version")
+        same = version["pipeline_id"] == reference["pipeline_id"]
+        _require(same, INVALID, "Pipeline version belongs to another pipeline")
+        return version["pipeline_spec"]
+
+    def _latest(self, reference: Tree) -> Tree:
+        mine = [v for v in self.versions.values() if v["pipeline_id"] == reference["pipeline_id"]]
+        _require(bool(mine), NOT_FOUND, "the pipeline has no version")
+        return max(mine, key=lambda version: version["created_at"])["pipeline_spec"]
+
+    def _now(self) -> str:
+        return moment(next(self._seconds))
+
+
+def found(things: dict[str, Tree], key: str, what: str) -> Tree:
+    _require(key in things, NOT_FOUND, f"{what} {key} not found")
+    return things[key]
+
+
+def check_parameters(spec: Tree, values: Tree) -> None:
+    """Refuse parameters that the pipeline does not have, or of another type, as KFP does."""
+    pipeline = spec.get("pipeline_spec") or spec
+    known = pipeline["root"].get("inputDefinitions", {}).get("parameters", {})
+    for name, value in values.items():
+        _require(name in known, INVALID, f"unknown parameter {name}")
+        kind = known[name]["parameterType"]
+        right = isinstance(value, TYPES[kind])
+        right = right and (kind == "BOOLEAN" or not isinstance(value, bool))
+        _require(right, INVALID, f"parameter {name} = {json.dumps(value)} is no {kind}")
+
+
+def _id() -> str:
+    return str(uuid.uuid4())
+
+
+def _require(holds: bool, status: int, message: str) -> None:
+    if not holds:
+        raise RefusedError(status, message)

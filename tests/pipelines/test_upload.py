@@ -1,0 +1,151 @@
+"""`flotilla upload`: one version for each content, whoever comes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelines.package import package_of
+from trainer import lineage
+
+OTHER = """\
+pipelineInfo: {name: other}
+root: {dag: {tasks: {}}}
+schemaVersion: 2.1.0
+"""
+
+
+@pytest.fixture(autouse=True)
+def _commit(monkeypatch):
+    monkeypatch.setenv(lineage.COMMIT, "0123456789abcdef-dirty")
+
+
+def names(instance):
+    return [version["display_name"] for version in instance.store.versions.values()]
+
+
+def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_commit(
+    instance, remote
+):
+    told = remote("upload", "--json")
+    assert told.code == 0
+    digest = package_of(None, "").digest
+    assert names(instance) == [f"{digest}-0123456-dirty"]
+    [pipeline] = instance.store.pipelines.values()
+    assert pipeline["display_name"] == "flotilla-training"
+    assert told.json["version"]["created"] is True
+    assert told.json["version"]["name"] == names(instance)[0]
+    assert told.json["artifacts"]["pipeline"].startswith(f"{instance.url}/#/pipelines/details/")
+    assert "uploaded: flotilla-training version" in told.err
+
+
+def test_the_same_content_is_there_once_whatever_the_commit(instance, remote, monkeypatch):
+    remote("upload")
+    monkeypatch.setenv(lineage.COMMIT, "fedcba9876543210")
+    told = remote("upload", "--json")
+    assert (told.code, told.json["version"]["created"]) == (0, False)
+    assert "the same content is there already" in told.err
+    assert len(names(instance)) == 1
+    assert len(instance.asked("POST .*upload_version")) == 1
+
+
+def test_another_image_is_another_version(instance, remote):
+    remote("upload")
+    told = remote("upload", "--image", "registry.example.com/flotilla:9", "--json")
+    assert told.json["version"]["created"] is True
+    assert len(names(instance)) == 2
+    assert len(instance.store.pipelines) == 1
+    newest = list(instance.store.versions.values())[-1]
+    images = {
+        each["container"]["image"]
+        for each in newest["pipeline_spec"]["deploymentSpec"]["executors"].values()
+    }
+    assert images == {"registry.example.com/flotilla:9"}
+
+
+def test_a_file_under_another_name(instance, remote, tmp_path):
+    file = tmp_path / "other.yaml"
+    file.write_text(OTHER)
+    assert remote("upload", file).code == 0
+    assert remote("upload", file, "--name", "mine").code == 0
+    found = {each["display_name"] for each in instance.store.pipelines.values()}
+    assert found == {"other", "mine"}
+
+
+def test_a_pipeline_left_without_a_version_gets_one(instance, remote):
+    instance.faults.add("POST .*upload_version", 503, times=1)
+    assert remote("upload").code == 1
+    assert len(instance.store.pipelines) == 1
+    assert remote("upload").code == 0
+    assert len(names(instance)) == 1
+    assert len(instance.store.pipelines) == 1
+
+
+@pytest.mark.parametrize("path", ["POST .*/pipelines$", "POST .*upload_version"])
+def test_somebody_who_was_faster_has_done_our_work(instance, remote, path):
+    # What was asked is done, and answered as what another one has done.
+    instance.faults.add(path, 409, times=1, late=True)
+    told = remote("upload")
+    assert told.code == 0
+    assert len(names(instance)) == 1
+
+
+def test_a_conflict_without_a_cause_is_told(instance, remote):
+    instance.faults.add("POST .*upload_version", 409)
+    told = remote("upload")
+    assert told.code == 1
+    assert "answered 409" in told.err
+    assert told.err.count("\n") == 1
+
+
+def test_versions_are_found_over_many_pages(instance, remote, uploaded):
+    [version] = instance.store.versions.values()
+    for number in range(250):
+        more = {**version, "pipeline_version_id": f"id-{number}", "display_name": f"v{number}"}
+        instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
+    told = remote("upload", "--json")
+    assert told.json["version"]["name"] == uploaded
+    assert len(instance.asked("GET .*/versions")) == 3
+
+
+def test_in_a_namespace(instance, remote):
+    instance.multi_user = True
+    assert remote("upload", "--namespace", "me").code == 0
+    [pipeline] = instance.store.pipelines.values()
+    assert pipeline["namespace"] == "me"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [
+        ("none.yaml", None, (1, "cannot read")),
+        ("p.zip", b"PK", (2, "does not end with .yaml")),
+        ("p.yaml", b"a: [", (2, "holds no compiled pipeline")),
+        ("p.yaml", b"", (2, "holds no compiled pipeline")),
+        ("p.yaml", b"\xff\xfe", (2, "holds no compiled pipeline")),
+        ("p.yaml", b"- 1", (2, "holds no compiled pipeline")),
+        ("p.yaml", b"pipelineInfo: {name: 5}\nroot: {}", (2, "holds no compiled pipeline")),
+    ],
+)
+def test_what_is_no_pipeline(remote, tmp_path, name, content, told):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    found = remote("upload", tmp_path / name)
+    assert (found.code, found.err.count("\n")) == (told[0], 1)
+    assert told[1] in found.err
+
+
+def test_an_image_for_what_is_compiled(remote, tmp_path):
+    (tmp_path / "p.yaml").write_text(OTHER)
+    told = remote("upload", tmp_path / "p.yaml", "--image", "a:b")
+    assert (told.code, "leave one out" in told.err) == (2, True)
+
+
+def test_no_image(remote):
+    told = remote("upload", "--image", "A B")
+    assert (told.code, "is not the name of an image" in told.err) == (2, True)
+
+
+def test_a_blank_name(instance, remote):
+    told = remote("upload", "--name", "  ")
+    assert (told.code, "--name is blank" in told.err) == (2, True)
+    assert not instance.requests
