@@ -26,12 +26,16 @@ class GateConfig(Section):
     (`accuracy@label`), or of one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = Field({"accuracy": 0.95}, description="lowest value by metric")
-    max: dict[str, float] = Field({}, description="highest value by metric")
+    min: dict[str, float] = Field(
+        {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
+    )
+    max: dict[str, float] = Field({}, description="highest value by metric, likewise")
     champion: Literal["not_worse", "better"] = Field(
         "not_worse", description="what a model has to be beside the champion"
     )
-    min_gain: float = Field(0.0, ge=0, le=1, description="of accuracy, where better is asked for")
+    min_gain: float = Field(
+        0.0, ge=0, le=1, description="gain in accuracy, where better is asked for"
+    )
     significance: float = Field(
         0.05, gt=0, lt=1, description="probability at which a difference is taken to be real"
     )
