@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainer.cluster_config import ClusterConfig
 from trainer.errors import nearest
 from trainer.gate_config import GateConfig
-from trainer.kubernetes_config import KubernetesConfig
 from trainer.schedule_config import ScheduleConfig
-from trainer.section import Free, Section
+from trainer.section import MOST, Free, Section
 from trainer.topology import TOPOLOGIES, topology_of
 
 MODELS = ("softmax", "mlp", "cnn", "two_tower")
@@ -25,8 +25,6 @@ OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
-# The largest whole number that a run parameter may be: KFP passes numbers as doubles.
-MOST = 2**53
 
 # A key whose other values need a part that is not built yet: refused by name, never ignored.
 NOT_YET: dict[str, Any] = {
@@ -135,33 +133,6 @@ class TrainingConfig(Section):
     @classmethod
     def _known_strategy(cls, value: str) -> str:
         return _known("strategy", value, STRATEGIES)
-
-
-class ClusterConfig(Section):
-    """What runs where."""
-
-    launcher: Literal["local", "tfjob"] = Field(
-        "local", description="local: one process a task on one machine; tfjob: on Kubernetes"
-    )
-    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
-    workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")
-    evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
-    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
-    gpu_memory_mb: int = Field(
-        0, ge=0, le=MOST, description="fixed share of each GPU; 0: grow on demand"
-    )
-    communication: Literal["auto", "ring", "nccl"] = Field(
-        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
-    )
-    placement: dict[str, str] = Field(
-        {}, description='parameter server by variable glob, {"hidden_0/*": "ps:0"}'
-    )
-    existing_servers: bool = Field(False, description="join servers that run, by TF_CONFIG")
-    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
-    max_restarts: int = Field(
-        3, ge=0, le=MOST, description="restarts of all tasks together, but the evaluator"
-    )
-    kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="settings of the TFJob")
 
 
 class EvaluationConfig(Section):
