@@ -11,7 +11,7 @@ from trainer.errors import EXIT_CODES
 _HEAD = f"""{NOTICE}
 # Command line
 
-`flotilla COMMAND --help` says the same as this page. Logs and progress go to standard error, tables
+`--help` behind a command says the same as this page. Logs and progress go to standard error, tables
 and documents to standard output. Every error of the user is one line that names what is wrong,
 where, and what to do.
 """
@@ -53,7 +53,8 @@ def _command(name: str, command: Any) -> str:
     usage = " ".join([f"flotilla {name}", *map(_called, arguments), "[OPTIONS]"])
     rows = table(("argument, option", "default", "meaning"), map(_row, command.params))
     more = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
-    return f"## `flotilla {name}`\n\n    {usage}\n\n{paragraph(command.help)}\n\n{more}{rows}\n"
+    usage = f"```text\n{usage}\n```"
+    return f"## `flotilla {name}`\n\n{usage}\n\n{paragraph(command.help)}\n\n{more}{rows}\n"
 
 
 def _called(argument: Any) -> str:

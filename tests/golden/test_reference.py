@@ -4,13 +4,14 @@ from typing import Annotated
 
 import pytest
 import typer
+import yaml
 from pydantic import BaseModel
 
 from pipelines.app import app
+from pipelines.compile import compile_pipeline
 from pipelines.reference.command_line import command_line, flat
 from pipelines.reference.configuration import configuration
 from pipelines.reference.parameters import parameters
-from pipelines.training import SIGNATURE
 from tests.conftest import ROOT
 from trainer.config import Config
 from trainer.kubernetes_config import PodConfig
@@ -35,9 +36,17 @@ def leaves(model, path=""):
             yield f"{path}{name}"
 
 
-def test_the_pages_are_the_golden_files(golden):
+@pytest.fixture
+def declared(tmp_path):
+    """The run parameters that the compiled pipeline declares."""
+    compile_pipeline(tmp_path / "pipeline.yaml")
+    documents = yaml.safe_load_all((tmp_path / "pipeline.yaml").read_text(encoding="utf-8"))
+    return next(documents)["root"]["inputDefinitions"]["parameters"]
+
+
+def test_the_pages_are_the_golden_files(golden, declared):
     golden("configuration.md", configuration(), REFERENCE)
-    golden("parameters.md", parameters(SIGNATURE), REFERENCE)
+    golden("parameters.md", parameters(declared), REFERENCE)
     golden("command-line.md", command_line(GROUP), REFERENCE)
 
 
@@ -85,11 +94,17 @@ def test_every_relation_between_keys_is_told():
     assert "`cluster.workers` is at most `data.shards`" in told
 
 
-def test_every_run_parameter_is_named_with_its_key():
-    found = {row[0].strip("`"): row for row in rows(parameters(SIGNATURE))}
-    assert list(found) == list(SIGNATURE.parameters)
+def test_every_run_parameter_is_named_with_its_key(declared):
+    found = {row[0].strip("`"): row for row in rows(parameters(declared))}
+    assert set(found) == set(declared)
     assert found["training_steps"][1:4] == ["NUMBER_INTEGER", "`1500`", "`training.steps`"]
     assert found["gate_min"][1] == "STRING, JSON"
+
+
+def test_a_parameter_of_the_pipeline_alone_is_told_as_the_pipeline_tells_it(declared):
+    more = {"parameterType": "STRING", "defaultValue": "a", "description": "Of all steps."}
+    page = parameters({**declared, "extra": more})
+    assert page.endswith("| `extra` | STRING | `a` |  | Of all steps. |\n")
 
 
 def test_every_command_has_a_part_with_all_of_its_options():
@@ -116,7 +131,7 @@ def test_an_option_names_the_variable_that_stands_in_for_it():
         """Tell."""
 
     part = command_line(typer.main.get_command(small)).partition("## `flotilla ask`")[2]
-    assert "    flotilla ask WHOM [OPTIONS]" in part
+    assert "```text\nflotilla ask WHOM [OPTIONS]\n```" in part
     assert "More of it." in part
     assert "| `--loudly LOUDLY` | `so` | How loud. Else the variable `HOW`. |" in part
     assert "| `WHOM` | has to be said | Whom. |" in part
