@@ -22,7 +22,8 @@ fails. These keys are always there; what a command adds is said with it.
 
 """
 _KEYS = {
-    "status": "`done`, `blessed`, `refused`, `failed` or `interrupted`",
+    "status": "`done`, `blessed`, `refused`, `failed` or `interrupted`; of a run elsewhere also "
+    "`submitted`, `running`, `canceling` or `ended`",
     "run_id": "the run, or an empty text",
     "metrics": "figures of the test split by name, where a model was evaluated",
     "artifacts": "URI by name: `dataset`, `checkpoint`, `evaluation`, `decision`, `model`, "

@@ -10,11 +10,14 @@ from pydantic import BaseModel
 from pipelines.app import app
 from pipelines.compile import compile_pipeline
 from pipelines.reference.command_line import command_line, flat
+from pipelines.reference.components import components
 from pipelines.reference.configuration import configuration
 from pipelines.reference.parameters import parameters
+from pipelines.training import COMPONENTS
 from tests.conftest import ROOT
 from trainer.config import Config
 from trainer.kubernetes_config import PodConfig
+from trainer.parameters import run_parameters
 
 GROUP = typer.main.get_command(app)
 REFERENCE = ROOT / "docs" / "reference"
@@ -48,6 +51,7 @@ def test_the_pages_are_the_golden_files(golden, declared):
     golden("configuration.md", configuration(), REFERENCE)
     golden("parameters.md", parameters(declared), REFERENCE)
     golden("command-line.md", command_line(GROUP), REFERENCE)
+    golden("components.md", components(COMPONENTS), REFERENCE)
 
 
 def test_every_key_of_the_configuration_stands_in_one_row():
@@ -105,6 +109,20 @@ def test_a_parameter_of_the_pipeline_alone_is_told_as_the_pipeline_tells_it(decl
     more = {"parameterType": "STRING", "defaultValue": "a", "description": "Of all steps."}
     page = parameters({**declared, "extra": more})
     assert page.endswith("| `extra` | STRING | `a` |  | Of all steps. |\n")
+
+
+def test_every_component_has_a_part_with_its_inputs_and_outputs():
+    page = components(COMPONENTS)
+    for each in COMPONENTS:
+        part = page.partition(f"\n## `{each.name}`\n")[2].partition("\n## ")[0]
+        assert each.description.split()[0] in part
+        named = {*each.component_spec.inputs, *(each.component_spec.outputs or {})}
+        lacking = {name for name in named if f"`{name}`" not in part}
+        assert lacking == (set(declared_names()) if "every run parameter" in part else set())
+
+
+def declared_names():
+    return [each.name for each in run_parameters()]
 
 
 def test_every_command_has_a_part_with_all_of_its_options():
