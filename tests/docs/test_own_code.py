@@ -67,6 +67,6 @@ def test_a_pipeline_of_ones_own_is_compiled_from_a_component(tmp_path, monkeypat
     compile_components(tmp_path / "build" / "components")
     (block,) = guide("reuse-components").of("python")
     exec(compile(block.text, "guide", "exec", dont_inherit=True), {"__name__": "guide"})
-    compiled = (tmp_path / "only-data.yaml").read_text(encoding="utf-8")
-    assert "prepare-data" in compiled
+    compiled = (tmp_path / "measure-again.yaml").read_text(encoding="utf-8")
+    assert "evaluate-model" in compiled
     assert os.listdir(tmp_path / "build" / "components")
