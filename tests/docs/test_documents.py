@@ -11,6 +11,8 @@ import typer
 import yaml
 
 from pipelines.app import app
+from pipelines.compile import compile_pipeline
+from pipelines.manifest import document as manifest
 from tests.conftest import ROOT
 from tests.docs.markdown import page, read, simple_commands
 from tests.house_rules.source import files, python_files, text
@@ -157,7 +159,8 @@ def test_every_snippet_of_a_configuration_is_valid(document):
     for block in document.of("yaml"):
         tree = yaml.safe_load(block.text)
         if "apiVersion" not in tree:
-            parse(tree)
+            # As far as what its TFJob would be.
+            assert manifest(parse(tree))["kind"] == "TFJob"
 
 
 @NAMED
@@ -171,6 +174,20 @@ def is_module(word):
     """Say whether a word such as `storage.newest` names a part of the trainer."""
     package, _, name = word.partition(".")
     return (ROOT / "trainer" / package / f"{name}.py").exists()
+
+
+@pytest.fixture(scope="module")
+def run_parameters(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
+    compile_pipeline(path)
+    pipeline = next(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    return set(pipeline["root"]["inputDefinitions"]["parameters"])
+
+
+@NAMED
+def test_every_run_parameter_is_one(document, run_parameters):
+    prose = " ".join(document.prose.split())
+    assert not set(re.findall(r"run parameter `(\w+)`", prose)) - run_parameters
 
 
 @NAMED
