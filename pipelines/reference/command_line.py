@@ -23,7 +23,7 @@ fails. These keys are always there; what a command adds is said with it.
 """
 _KEYS = {
     "status": "`done`, `blessed`, `refused`, `failed` or `interrupted`; of a run elsewhere also "
-    "`submitted`, `running`, `canceling` or `ended`",
+    "`submitted`, `running`, `canceling`, `ended` or `unknown`",
     "run_id": "the run, or an empty text",
     "metrics": "figures of the test split by name, where a model was evaluated",
     "artifacts": "URI by name: `dataset`, `checkpoint`, `evaluation`, `decision`, `model`, "
@@ -68,10 +68,14 @@ def _row(parameter: Any) -> tuple[str, str, str]:
         name = code(_called(parameter))
     else:
         word = "" if parameter.is_flag else f" {parameter.metavar or _word(parameter)}"
-        name = ", ".join(code(f"{option}{word}") for option in parameter.opts)
+        name = ", ".join(code(f"{option}{word}") for option in _options(parameter))
     default = "" if parameter.default in (None, "", False) else code(str(parameter.default))
     meaning = f"{parameter.help} {_variables(parameter)}".strip()
     return name, "has to be said" if parameter.required else default, meaning
+
+
+def _options(parameter: Any) -> list[str]:
+    return [*parameter.opts, *parameter.secondary_opts]
 
 
 def _variables(parameter: Any) -> str:

@@ -130,7 +130,8 @@ def test_every_command_has_a_part_with_all_of_its_options():
     for name, command in flat(GROUP.commands):
         part = rows(page, f"`flotilla {name}`")
         assert len(part) == len(command.params), name
-        options = {option for each in command.params for option in each.opts if "-" in option}
+        every = [option for each in command.params for option in each.opts + each.secondary_opts]
+        options = {option for option in every if "-" in option}
         assert not {option for option in options if option not in str(part)}, name
 
 
@@ -141,6 +142,7 @@ def test_an_option_names_the_variable_that_stands_in_for_it():
     def ask(
         whom: Annotated[str, typer.Argument(help="Whom.")],
         loudly: Annotated[str, typer.Option(envvar="HOW", help="How loud.")] = "so",
+        wait: Annotated[bool, typer.Option("--wait/--no-wait", help="For how long.")] = True,
     ) -> None:
         """Ask."""
 
@@ -153,3 +155,4 @@ def test_an_option_names_the_variable_that_stands_in_for_it():
     assert "More of it." in part
     assert "| `--loudly LOUDLY` | `so` | How loud. Else the variable `HOW`. |" in part
     assert "| `WHOM` | has to be said | Whom. |" in part
+    assert "| `--wait`, `--no-wait` | `True` | For how long. |" in part
