@@ -34,4 +34,6 @@ class ClusterConfig(Section):
     max_restarts: int = Field(
         3, ge=0, le=MOST, description="restarts of all tasks together, but the evaluator"
     )
-    kubernetes: KubernetesConfig = Field(KubernetesConfig(), description="settings of the TFJob")
+    kubernetes: KubernetesConfig = Field(
+        KubernetesConfig(), description="settings of the TFJob and its pods"
+    )

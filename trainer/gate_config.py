@@ -34,7 +34,7 @@ class GateConfig(Section):
         "not_worse", description="what a model has to be beside the champion"
     )
     min_gain: float = Field(
-        0.0, ge=0, le=1, description="gain in accuracy, where better is asked for"
+        0.0, ge=0, le=1, description="gain of accuracy, where better is asked for"
     )
     significance: float = Field(
         0.05, gt=0, lt=1, description="probability at which a difference is taken to be real"
