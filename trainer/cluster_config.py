@@ -14,7 +14,7 @@ class ClusterConfig(Section):
     """What runs where."""
 
     launcher: Literal["local", "tfjob"] = Field(
-        "local", description="local: one process a task on one machine; tfjob: on Kubernetes"
+        "local", description="who starts the tasks: on one machine, or as a TFJob on Kubernetes"
     )
     parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
     workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")

@@ -171,7 +171,7 @@ class StorageConfig(Section):
     """Where published directories stand."""
 
     root: str = Field(
-        "", description="URI; below the workdir, or the run's pipeline root, when empty"
+        "", description="URI below which all is published; empty: the workdir, or the pipeline root"
     )
 
     @field_validator("root")

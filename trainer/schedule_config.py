@@ -63,7 +63,7 @@ class ScheduleConfig(Section):
         "constant", description="learning rate schedule"
     )
     warmup_steps: int = Field(0, ge=0, description="global steps of linear warm-up")
-    args: Free = Field({}, description="further arguments of the schedule, see below")
+    args: Free = Field({}, description="further arguments of the schedule")
 
     @model_validator(mode="after")
     def _known_args(self) -> ScheduleConfig:
