@@ -10,7 +10,7 @@ import typer
 from pipelines.doctor_app import doctor
 from pipelines.endings import ended, told
 from pipelines.models_app import models
-from pipelines.options import AsJson, Assignments, Config, Dataset, Resume, Workdir
+from pipelines.options import TRAINED, AsJson, Assignments, Config, Dataset, Resume, Workdir
 from pipelines.remote_app import remote
 from trainer.errors import DONE, FAILED, USAGE
 
@@ -26,7 +26,7 @@ app.command()(doctor)
 app.add_typer(remote)
 
 
-@app.command()
+@app.command(epilog=TRAINED)
 def run(
     config: Config = None,
     assignments: Assignments = None,
@@ -49,7 +49,7 @@ def prepare(
     _run("prepare", config, assignments, workdir, "", "", as_json)
 
 
-@app.command()
+@app.command(epilog=TRAINED)
 def train(
     config: Config = None,
     assignments: Assignments = None,
@@ -87,7 +87,7 @@ def compile_(
     ended(compiled, as_json)
 
 
-@app.command()
+@app.command(epilog="--json adds `runs`, and `comparison`: by group and name a value of each run.")
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of the runs.")],
     workdir: Workdir = Path("runs"),
@@ -99,7 +99,7 @@ def compare(
     ended(lambda: comparing.compare(runs, workdir, as_json=as_json), as_json)
 
 
-@app.command()
+@app.command(epilog="--json adds `removed`, the URIs of what was removed.")
 def gc(
     config: Config = None,
     assignments: Assignments = None,
@@ -113,7 +113,7 @@ def gc(
     ended(lambda: collect.collect(config, assigned, workdir, as_json=as_json), as_json)
 
 
-@app.command()
+@app.command(epilog="--json adds `manifest`, the TFJob itself.")
 def manifest(
     config: Config = None, assignments: Assignments = None, as_json: AsJson = False
 ) -> None:

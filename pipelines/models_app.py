@@ -10,10 +10,11 @@ from pipelines.options import AsJson, Root, Workdir
 
 models = typer.Typer(help="The registry: which models there are, and who is champion.")
 
+PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
 
 
-@models.command("list")
+@models.command("list", epilog="--json adds `models`, an object each.")
 def list_models(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; all without.")] = "",
     workdir: Workdir = Path("runs"),
@@ -27,7 +28,7 @@ def list_models(
     ended(lambda: registered.list_(place, name, as_json=as_json), as_json)
 
 
-@models.command("show")
+@models.command("show", epilog="--json adds `model`, with its lineage and promotions.")
 def show_model(
     name: Name,
     version: Annotated[int, typer.Argument(metavar="[VERSION]", min=0, help="Its number.")] = 0,
@@ -42,7 +43,7 @@ def show_model(
     ended(lambda: registered.show(place, name, version, as_json=as_json), as_json)
 
 
-@models.command("promote")
+@models.command("promote", epilog=PROMOTED)
 def promote_model(
     name: Name,
     version: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Its number.")],
@@ -57,7 +58,7 @@ def promote_model(
     ended(lambda: registered.promote(place, name, version, as_json=as_json), as_json)
 
 
-@models.command("rollback")
+@models.command("rollback", epilog=PROMOTED)
 def roll_back(
     name: Name,
     workdir: Workdir = Path("runs"),

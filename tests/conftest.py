@@ -62,11 +62,11 @@ def mnist_dir() -> Path:
 
 
 @pytest.fixture
-def golden() -> Callable[[str, str], None]:
+def golden() -> Callable[..., None]:
     """Compare a text with a file of `tests/golden`; `make golden` writes it instead."""
 
-    def check(name: str, text: str) -> None:
-        path = GOLDEN / name
+    def check(name: str, text: str, folder: Path = GOLDEN) -> None:
+        path = folder / name
         if os.environ.get("FLOTILLA_GOLDEN") == "write":
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from trainer.cluster_config import ClusterConfig
 from trainer.errors import nearest
 from trainer.gate_config import GateConfig
-from trainer.kubernetes_config import KubernetesConfig
 from trainer.schedule_config import ScheduleConfig
-from trainer.section import Free, Section
+from trainer.section import MOST, Free, Section
 from trainer.topology import TOPOLOGIES, topology_of
 
 MODELS = ("softmax", "mlp", "cnn", "two_tower")
@@ -25,8 +25,6 @@ OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
-# The largest whole number that a run parameter may be: KFP passes numbers as doubles.
-MOST = 2**53
 
 # The word for the checkpoint of the registry's champion, in `training.warm_start`.
 CHAMPION = "champion"
@@ -47,8 +45,10 @@ class DataConfig(Section):
 
     dataset: str = Field("digits", min_length=1, description="TFDS name, or package.module:Builder")
     version: str = Field("", description="dataset version; the newest when empty")
-    manual_dir: str = Field("", description="folder with the official files, for use offline")
-    shards: int = Field(8, ge=1, le=100_000, description="shards of the training split")
+    manual_dir: str = Field(
+        "", description="folder with the official files, where there is no network"
+    )
+    shards: int = Field(8, ge=1, le=100_000, description="files of the training split")
     validation: float = Field(
         0.1, ge=0, description="taken from training: a share below 1, a count from 1, 0 for none"
     )
@@ -68,8 +68,8 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The Keras model."""
 
-    name: str = Field("mlp", description="softmax, mlp, cnn, two_tower, or package.module:function")
-    args: Free = Field({}, description="arguments of the model")
+    name: str = Field("mlp", description=f"{', '.join(MODELS)}, or package.module:function")
+    args: Free = Field({}, description="arguments of the model's function")
 
     @field_validator("name")
     @classmethod
@@ -80,9 +80,9 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """A Keras optimizer by name; `args` are its further arguments."""
 
-    name: str = Field("adam", description="name of a Keras optimizer, such as adam or sgd")
-    learning_rate: float = Field(0.003, gt=0, description="learning rate")
-    args: Free = Field({}, description="further arguments of the optimizer")
+    name: str = Field("adam", description=f"a Keras optimizer: {', '.join(OPTIMIZERS)}")
+    learning_rate: float = Field(0.003, gt=0, description="the rate that the schedule starts from")
+    args: Free = Field({}, description="further arguments of the optimizer, such as beta_1")
 
     @field_validator("name")
     @classmethod
@@ -103,13 +103,17 @@ class TrainingConfig(Section):
     batch_size: int = Field(64, ge=1, lt=2**31, description="examples of one replica in one step")
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
-    pull_every: int = Field(1, ge=1, lt=2**31, description="local steps between pull and push")
-    replicas_to_aggregate: int = Field(0, ge=0, description="gradients of one update; 0: all")
+    pull_every: int = Field(
+        1, ge=1, lt=2**31, description="local steps between pull and push: async_parameter_server"
+    )
+    replicas_to_aggregate: int = Field(
+        0, ge=0, description="gradients of one update, 0: of all workers: sync_parameter_server"
+    )
     checkpoint_every: int = Field(
         500, ge=1, le=MOST, description="global steps between checkpoints"
     )
     checkpoint_seconds: float = Field(0, ge=0, description="seconds between checkpoints; 0: none")
-    keep: int = Field(3, ge=1, le=MOST, description="checkpoints that are kept")
+    keep: int = Field(3, ge=1, le=MOST, description="newest checkpoints kept, beside the best")
     validate_every: int = Field(
         500, ge=0, le=MOST, description="global steps between validations; 0: none"
     )
@@ -119,7 +123,7 @@ class TrainingConfig(Section):
     stall_timeout: float = Field(
         120, ge=1, le=MOST, description="seconds without progress, until a task is started again"
     )
-    mixed_precision: bool = Field(False, description="compute in 16 bits")
+    mixed_precision: bool = Field(False, description="compute in 16 bits (bfloat16)")
     jit_compile: bool = Field(False, description="compile the step with XLA")
     warm_start: str = Field("", description="begin with a checkpoint: its URI, or champion")
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and of the order of examples")
@@ -141,41 +145,18 @@ class TrainingConfig(Section):
         return _known("strategy", value, STRATEGIES)
 
 
-class ClusterConfig(Section):
-    """What runs where."""
-
-    launcher: Literal["local", "tfjob"] = Field("local", description="who starts the tasks")
-    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
-    workers: int = Field(2, ge=1, le=10_000, description="workers")
-    evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
-    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
-    gpu_memory_mb: int = Field(
-        0, ge=0, le=MOST, description="fixed share of a GPU; 0: grow on demand"
-    )
-    communication: Literal["auto", "ring", "nccl"] = Field(
-        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
-    )
-    placement: dict[str, str] = Field({}, description="variable glob to parameter server")
-    existing_servers: bool = Field(False, description="join servers that already run")
-    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
-    max_restarts: int = Field(3, ge=0, le=MOST, description="restarts of all tasks together")
-    kubernetes: KubernetesConfig = Field(
-        KubernetesConfig(), description="settings of the TFJob and its pods"
-    )
-
-
 class EvaluationConfig(Section):
     """How a trained model is measured."""
 
     batch_size: int = Field(1000, ge=1, lt=2**31, description="examples of one evaluation batch")
-    slices: tuple[str, ...] = Field((), description="features to report on apart")
+    slices: tuple[str, ...] = Field((), description="features to report on apart, beside the label")
 
 
 class ExportConfig(Section):
     """In which forms a blessed model leaves."""
 
     formats: tuple[Literal["saved_model", "keras", "tflite", "tflite_int8"], ...] = Field(
-        ("saved_model", "keras"), description="forms of the exported model"
+        ("saved_model", "keras"), description="forms of the exported model; saved_model always"
     )
 
     @field_validator("formats")
@@ -190,15 +171,17 @@ class ExportConfig(Section):
 class RegistryConfig(Section):
     """What an exported model may cost, before it becomes the champion."""
 
-    max_megabytes: float = Field(0, ge=0, description="size of the exported model; 0: no limit")
-    max_milliseconds: float = Field(0, ge=0, description="time for one example; 0: no limit")
+    max_megabytes: float = Field(0, ge=0, description="megabytes of all files; 0: no limit")
+    max_milliseconds: float = Field(
+        0, ge=0, description="milliseconds of one example, in a fresh process; 0: no limit"
+    )
 
 
 class StorageConfig(Section):
     """Where published directories stand."""
 
     root: str = Field(
-        "", description="URI below which all is published; the pipeline root when empty"
+        "", description="URI below which all is published; empty: the workdir, or the pipeline root"
     )
 
     @field_validator("root")
@@ -227,6 +210,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _validation_where_it_is_needed(self) -> Config:
+        """`cluster.evaluator` needs `data.validation`.
+
+        So does `training.patience`, and `training.validate_every` or the evaluator beside it.
+        """
         if self.cluster.evaluator and not self.data.validation:
             raise ValueError("cluster.evaluator: it needs examples; set data.validation")
         validates = self.cluster.evaluator or (
@@ -241,6 +228,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _servers_to_be_joined(self) -> Config:
+        """`cluster.existing_servers` is for strategies with servers, without `in_process`."""
         if not self.cluster.existing_servers:
             return self
         strategy = self.training.strategy
@@ -255,6 +243,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _nccl_needs_gpus(self) -> Config:
+        """`cluster.communication: nccl` needs `cluster.gpus_per_worker` of 1 or more."""
         if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
             raise ValueError(
                 "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or "
@@ -264,6 +253,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_shard_for_each_worker(self) -> Config:
+        """`cluster.workers` is at most `data.shards`, where `data.partition` is `disjoint`."""
         shared = topology_of(self.training.strategy).workers and self.data.partition == "disjoint"
         if shared and self.cluster.workers > self.data.shards:
             raise ValueError(
@@ -274,6 +264,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _a_worker_for_each_gradient(self) -> Config:
+        """`training.replicas_to_aggregate` of `sync_parameter_server` is at most the workers."""
         wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
         if self.training.strategy == "sync_parameter_server" and wanted > workers:
             raise ValueError(

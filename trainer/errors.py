@@ -15,6 +15,13 @@ USAGE = 2
 REFUSED = 3
 INTERRUPTED = 130
 BEGIN_AGAIN = 138
+EXIT_CODES = {
+    DONE: "done, and blessed where there is a gate",
+    FAILED: "failed",
+    USAGE: "wrong usage or configuration; nothing was started",
+    REFUSED: "done, but the gate or the registry refused the model",
+    INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
+}
 
 
 class UserError(Exception):

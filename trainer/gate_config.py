@@ -26,8 +26,10 @@ class GateConfig(Section):
     (`accuracy@label`), or of one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = Field({"accuracy": 0.95}, description="lowest value by metric")
-    max: dict[str, float] = Field({}, description="highest value by metric")
+    min: dict[str, float] = Field(
+        {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
+    )
+    max: dict[str, float] = Field({}, description="highest value by metric, likewise")
     champion: Literal["not_worse", "better"] = Field(
         "not_worse", description="what a model has to be beside the champion"
     )

@@ -2,6 +2,8 @@
 
 A value of a role is laid over that of `pod`, which holds for all roles: a mapping key by key, a
 list and anything else as a whole where it is not empty.
+
+A word in `Annotated` says in the reference what a type is.
 """
 
 from __future__ import annotations
@@ -23,28 +25,40 @@ def _text_of_number(value: object) -> object:
     return f"{value}" if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
-Name = Annotated[str, StringConstraints(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")]
-Named = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-Label = Annotated[str, StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
-LabelOrNone = Annotated[str, StringConstraints(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")]
+Name = Annotated[
+    str, "name", StringConstraints(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")
+]
+Named = Annotated[str, "name", StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+Label = Annotated[str, "name", StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+LabelOrNone = Annotated[
+    str, "name", StringConstraints(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
+]
 Key = Annotated[
     str,
+    "key",
     StringConstraints(
         pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?"
         r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
     ),
 ]
 LabelText = Annotated[
-    str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
+    str, "value", StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
 ]
-Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+Variable = Annotated[str, "variable", StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 QUANTITY = r"[0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i|m)?"
 Quantity = Annotated[
-    str, BeforeValidator(_text_of_number), StringConstraints(pattern=rf"^{QUANTITY}$")
+    str,
+    "quantity, such as `4`, `500m` or `8Gi`",
+    BeforeValidator(_text_of_number),
+    StringConstraints(pattern=rf"^{QUANTITY}$"),
 ]
-Size = Annotated[str, StringConstraints(pattern=rf"^({QUANTITY})?$")]
-Folder = Annotated[str, StringConstraints(pattern=r"^/[^:\s]+$")]
-SecretKey = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")]
+Size = Annotated[str, "quantity, such as `2Gi`", StringConstraints(pattern=rf"^({QUANTITY})?$")]
+Folder = Annotated[str, "path, such as `/data`", StringConstraints(pattern=r"^/[^:\s]+$")]
+SecretKey = Annotated[
+    str,
+    "`secret/key`",
+    StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$"),
+]
 Seconds = Annotated[int, Field(ge=0, le=MOST_SECONDS)]
 _OPERATORS_OWN = ("TF_CONFIG", "FLOTILLA_")
 _OWN_KEYS = ("training.kubeflow.org/", "flotilla/")
@@ -69,8 +83,12 @@ class VolumeConfig(Section):
 class PodConfig(Section):
     """The pods of one role, or of all."""
 
-    image: str = Field("", pattern=r"^\S*$", description="container image")
-    image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = Field("")
+    image: str = Field(
+        "", pattern=r"^\S*$", description="container image; that of the pipeline when empty"
+    )
+    image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = Field(
+        "", description="when the image is pulled; Kubernetes decides when empty"
+    )
     image_pull_secrets: tuple[Named, ...] = Field((), description="secrets of the image's registry")
     command: tuple[str, ...] = Field((), description="in place of `python -m trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
@@ -81,17 +99,25 @@ class PodConfig(Section):
     scheduler: Name = Field("", description="scheduler of the pods")
     labels: dict[Key, LabelText] = Field({}, description="labels of the pods")
     annotations: dict[Key, str] = Field({}, description="annotations of the pods")
-    service_account: Name = Field("", description="the step's own when empty")
+    service_account: Name = Field(
+        "", description="as whom the pods speak; as the step when empty, in its namespace"
+    )
     volumes: tuple[VolumeConfig, ...] = Field((), description="further volumes")
     shared_memory: Size = Field("", description="size of /dev/shm; the runtime's own when empty")
-    scratch: Size = Field("", description="most that the working folder may hold")
-    working_folder: str = Field("", pattern=r"^(/[^:\s]+)?$", description="where a task works")
+    scratch: Size = Field("", description="most that the working folder may hold; empty: no limit")
+    working_folder: str = Field(
+        "", pattern=r"^(/[^:\s]+)?$", description=f"where a task works; {WORKING_FOLDER} when empty"
+    )
     env: dict[Variable, str] = Field({}, description="variables; no secrets: they stand in the job")
     env_from_secrets: tuple[Named, ...] = Field((), description="secrets, every key a variable")
     env_from_config_maps: tuple[Named, ...] = Field((), description="config maps, likewise")
     secret_env: dict[Variable, SecretKey] = Field({}, description="variable to secret/key")
-    restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = Field("")
-    grace_seconds: Seconds = Field(0, description="from SIGTERM to SIGKILL, for a last checkpoint")
+    restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = Field(
+        "", description="ExitCode when empty, of the evaluator OnFailure"
+    )
+    grace_seconds: Seconds = Field(
+        0, description="from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
+    )
 
     @field_validator("env", "secret_env")
     @classmethod
@@ -171,16 +197,16 @@ class DeadlinesConfig(Section):
 class KubernetesConfig(Whole):
     """Settings of the TFJob launcher; as a run parameter one JSON text."""
 
-    namespace: LabelOrNone = Field("", description="the step's own when empty")
+    namespace: LabelOrNone = Field("", description="where the job runs; as the step when empty")
     gpu_resource: Key = Field("nvidia.com/gpu", description="what a GPU is called here")
     chiefless: bool = Field(False, description="no chief: worker 0 leads and works")
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
-    pod: PodConfig = Field(PodConfig(), description="of all roles")
-    chief: PodConfig = Field(PodConfig(), description="laid over pod")
-    ps: PodConfig = Field(PodConfig(), description="laid over pod")
-    worker: PodConfig = Field(PodConfig(), description="laid over pod")
-    evaluator: PodConfig = Field(PodConfig(), description="laid over pod")
+    pod: PodConfig = Field(PodConfig(), description="what holds for the pods of all roles")
+    chief: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    ps: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    worker: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    evaluator: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:

@@ -18,22 +18,24 @@ class ConstantArgs(Section):
 class CosineArgs(Section):
     """Half a cosine from the learning rate to `alpha` of it, at the end of training."""
 
-    alpha: float = Field(0.0, ge=0, le=1)
+    alpha: float = Field(0.0, ge=0, le=1, description="share of the rate that is left")
 
 
 class ExponentialArgs(Section):
     """The learning rate times `decay_rate` in every `decay_steps`."""
 
-    decay_steps: int = Field(ge=1)
-    decay_rate: float = Field(gt=0, le=1)
-    staircase: bool = False
+    decay_steps: int = Field(ge=1, description="global steps of one decay")
+    decay_rate: float = Field(gt=0, le=1, description="share that one decay leaves")
+    staircase: bool = Field(False, description="in steps, and not smoothly")
 
 
 class PiecewiseArgs(Section):
     """The learning rate times one of `factors`: the next one after each of `boundaries`."""
 
-    boundaries: tuple[int, ...] = Field(min_length=1)
-    factors: tuple[float, ...] = Field(min_length=2)
+    boundaries: tuple[int, ...] = Field(min_length=1, description="global steps, rising")
+    factors: tuple[float, ...] = Field(
+        min_length=2, description="one more than boundaries, of the learning rate"
+    )
 
     @model_validator(mode="after")
     def _fit(self) -> PiecewiseArgs:

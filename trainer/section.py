@@ -8,6 +8,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
+#: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
+MOST = 2**53
+
 
 class Section(BaseModel):
     """A frozen part of the configuration that refuses what it does not know."""

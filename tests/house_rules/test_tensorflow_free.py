@@ -22,6 +22,7 @@ FREE = (
     "trainer.checkpoint_listing",
     "trainer.chiefless",
     "trainer.cluster",
+    "trainer.cluster_config",
     "trainer.config",
     "trainer.config_file",
     "trainer.data.key",

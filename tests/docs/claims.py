@@ -1,0 +1,120 @@
+"""What a document claims: that a command, a setting or a path is one. Each check says why not."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+from pipelines.app import app
+from tests.conftest import ROOT
+from tests.house_rules.source import files, text
+from trainer.__main__ import _parser
+from trainer.config import Config
+from trainer.config_file import load
+from trainer.errors import ConfigError
+
+GROUP = typer.main.get_command(app)
+TOP = {path.parts[0] for path in files()}
+TARGETS = set(re.findall(r"^([a-z-]+):", text("Makefile"), re.MULTILINE))
+VARIABLES = set(re.findall(r"\$\(([A-Z]+)\)", text("Makefile")))
+FLOTILLA = {"flotilla", ".venv/bin/flotilla"}
+
+
+def refusal(words, *, whole=True):
+    """Return why the command line would refuse these words, or nothing.
+
+    Where a page only speaks of a command it need not be `whole`: arguments may be left out.
+    """
+    command, path, rest = GROUP, "flotilla", list(words[1:])
+    while below := getattr(command, "commands", None):
+        if not rest:
+            return "" if not whole else f"{path}: no command"
+        name = rest.pop(0)
+        if name not in below:
+            return f"{path}: no command {name!r}"
+        command, path = below[name], f"{path} {name}"
+    try:
+        context = command.make_context(path, rest)
+    except typer.Exit:
+        return ""
+    except typer.TyperException as error:
+        is_lacking = type(error).__name__ == "MissingParameter"
+        return "" if is_lacking and not whole else error.format_message()
+    return wrong_settings(context.params)
+
+
+def wrong_settings(params):
+    """Return why a run would refuse its configuration, or nothing."""
+    path = params.get("config")
+    if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
+        return f"there is no {path}"
+    # A file of the reader's own stands on the page, and is checked there.
+    there = ROOT / path if path and (ROOT / path).is_file() else ROOT / "configs/digits.yaml"
+    try:
+        load(there, params.get("assignments") or ())
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def wrong_make(words):
+    """Return which target, or variable, `make` would not know, or nothing."""
+    for word in words[1:]:
+        name, is_variable, value = word.partition("=")
+        if name not in (VARIABLES if is_variable else TARGETS):
+            return f"make knows no {name}"
+        given = refusal(["flotilla", "run", *value.split()]) if name == "ARGS" else ""
+        if "run" in words and given:
+            return given
+    return ""
+
+
+def wrong_task(words):
+    """Return why `python -m trainer` would refuse these words, or nothing."""
+    try:
+        _parser().parse_args(words[words.index("trainer") + 1 :])
+    except SystemExit as end:
+        return "" if not end.code else "python -m trainer refuses it"
+    return ""
+
+
+def wrong_command(words, *, whole=True):
+    """Return why a command is none, or nothing; those of other programs are not looked at."""
+    if words[0] in FLOTILLA:
+        return refusal(words, whole=whole)
+    if words[0] == "make":
+        return wrong_make(words)
+    # Under a debugger too.
+    if words[0] == "python" and "trainer" in words and whole:
+        return wrong_task(words)
+    return ""
+
+
+def wrong_key(word):
+    """Return why a key of the configuration, with a value or not, is none, or nothing."""
+    key, _, value = word.partition(": ")
+    if value:
+        try:
+            load(None, [f"{key}={value}"])
+        except ConfigError as error:
+            # What it needs beside it does not stand in one line of prose.
+            is_wrong = any(words in str(error) for words in ("no such key", " is not allowed"))
+            return str(error) if is_wrong else ""
+        return ""
+    model = Config
+    for part in key.split("."):
+        fields = getattr(model, "model_fields", None)
+        if fields is None:
+            return ""
+        if part not in fields:
+            return f"no key {key}"
+        model = fields[part].annotation
+    return ""
+
+
+def missing_path(word):
+    """Say whether a word looks like a path of this repository and is none."""
+    if not re.fullmatch(r"[\w.*-]+(/[\w.*-]+)*/?", word) or word.split("/")[0] not in TOP:
+        return False
+    return not any(ROOT.glob(word.rstrip("/")))

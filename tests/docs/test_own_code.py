@@ -1,0 +1,72 @@
+"""The how-to guides' own code runs as it stands there."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+
+import pytest
+from sklearn.datasets import load_iris
+
+from pipelines.compile import compile_components
+from tests.conftest import ROOT
+from tests.docs.markdown import read
+from tests.pipelines.called import call
+
+GUIDES = ROOT / "docs" / "how-to"
+MODULES = {"own-dataset": "flowers", "own-model": "blocks", "custom-strategy": "turns"}
+
+
+def guide(name):
+    return read(GUIDES / f"{name}.md", ROOT)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A user's folder: the files that three guides ask for, and the table of the first."""
+    for name, module in MODULES.items():
+        (block,) = guide(name).of("python")
+        assert f"`{module}.py`" in guide(name).prose
+        (tmp_path / f"{module}.py").write_text(block.text)
+    (configuration,) = guide("own-dataset").of("yaml")
+    (tmp_path / "flowers.yaml").write_text(configuration.text)
+    (tmp_path / "data").mkdir()
+    source = load_iris()
+    with (tmp_path / "data" / "flowers.csv").open("w") as lines:
+        rows = zip(source.data.tolist(), source.target, strict=True)
+        names = source.target_names
+        csv.writer(lines).writerows([*row, names[species]] for row, species in rows)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
+    chosen = ["model.name=blocks:residual", "training.strategy=turns:TakingTurns"]
+    settings = [word for each in chosen for word in ("--set", each)]
+    ended = call("run", folder / "runs", "flowers.yaml", *settings, cwd=folder)
+    assert ended.code == 0, ended.err
+    assert ended.told["status"] == "blessed"
+    assert ended.told["global_step"] == 400
+    assert ended.told["metrics"]["accuracy"] >= 0.9
+    published = ended.happened("step_end")[1]["figures"]
+    told = re.search(r"(\d+) for training, (\d+) to validate, (\d+) to test", text("own-dataset"))
+    assert [published[split] for split in ("train", "validation", "test")] == [
+        int(number) for number in told.groups()
+    ]
+
+
+def text(name):
+    return (GUIDES / f"{name}.md").read_text(encoding="utf-8")
+
+
+def test_a_pipeline_of_ones_own_is_compiled_from_a_component(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    compile_components(tmp_path / "build" / "components")
+    (block,) = guide("reuse-components").of("python")
+    exec(compile(block.text, "guide", "exec", dont_inherit=True), {"__name__": "guide"})
+    compiled = (tmp_path / "measure-again.yaml").read_text(encoding="utf-8")
+    assert "evaluate-model" in compiled
+    assert os.listdir(tmp_path / "build" / "components")

@@ -1,0 +1,158 @@
+"""The reference is what the code says: who changes a key or an option changes its page."""
+
+from typing import Annotated
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+
+from pipelines.app import app
+from pipelines.compile import compile_pipeline
+from pipelines.reference.command_line import command_line, flat
+from pipelines.reference.components import components
+from pipelines.reference.configuration import configuration
+from pipelines.reference.parameters import parameters
+from pipelines.training import COMPONENTS
+from tests.conftest import ROOT
+from trainer.config import Config
+from trainer.kubernetes_config import PodConfig
+from trainer.parameters import run_parameters
+
+GROUP = typer.main.get_command(app)
+REFERENCE = ROOT / "docs" / "reference"
+
+
+def rows(text, heading=""):
+    """Return the cells of every row of a table, of one part of a page when it is named."""
+    part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0] if heading else text
+    lines = [line for line in part.splitlines() if line.startswith("| `")]
+    return [line.strip("| ").split(" | ") for line in lines]
+
+
+def leaves(model, path=""):
+    for name, field in model.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from leaves(kind, f"{path}{name}.")
+        else:
+            yield f"{path}{name}"
+
+
+@pytest.fixture
+def declared(tmp_path):
+    """The run parameters that the compiled pipeline declares."""
+    compile_pipeline(tmp_path / "pipeline.yaml")
+    documents = yaml.safe_load_all((tmp_path / "pipeline.yaml").read_text(encoding="utf-8"))
+    return next(documents)["root"]["inputDefinitions"]["parameters"]
+
+
+def test_the_pages_are_the_golden_files(golden, declared):
+    golden("configuration.md", configuration(), REFERENCE)
+    golden("parameters.md", parameters(declared), REFERENCE)
+    golden("command-line.md", command_line(GROUP), REFERENCE)
+    golden("components.md", components(COMPONENTS), REFERENCE)
+
+
+def test_every_key_of_the_configuration_stands_in_one_row():
+    found = [row[0].strip("`") for row in rows(configuration())]
+    again = {f"cluster.kubernetes.{role}" for role in ("chief", "ps", "worker", "evaluator")}
+    wanted = [key for key in leaves(Config) if not key.startswith(tuple(f"{r}." for r in again))]
+    assert not [key for key in wanted if found.count(key) != 1]
+    assert again < set(found)
+
+
+def test_every_key_has_a_type_and_a_meaning():
+    assert not [row for row in rows(configuration()) if not row[1] or len(row[-1].split()) < 2]
+
+
+@pytest.mark.parametrize(
+    ("key", "cells"),
+    [
+        ("training.steps", ["whole number", "`1500`", "at least 1, at most 2^53"]),
+        ("gate.significance", ["number", "`0.05`", "above 0, below 1"]),
+        ("data.partition", ["text", "`disjoint`", "`disjoint`, `reshuffle`"]),
+        ("export.formats", ["list of text", '`["saved_model", "keras"]`']),
+        ("cluster.kubernetes.job.backoff_limit", ["whole number or `null`", "`null`"]),
+        ("cluster.kubernetes.pod.volumes[].name", ["name", "none: it has to be said"]),
+        ("training.schedule.args.decay_rate", ["number", "none: it has to be said"]),
+        ("model.args", ["mapping", "`{}`"]),
+    ],
+)
+def test_a_row_says_type_default_and_bounds(key, cells):
+    row = next(row for row in rows(configuration()) if row[0] == f"`{key}`")
+    assert row[1 : 1 + len(cells)] == cells
+
+
+def test_pods_are_described_once():
+    page = configuration()
+    assert page.count("cluster.kubernetes.pod.image_pull_secrets") == 1
+    assert "cluster.kubernetes.worker.image" not in page
+    assert len(rows(page, "`cluster.kubernetes.pod`")) == len(PodConfig.model_fields)
+
+
+def test_every_relation_between_keys_is_told():
+    told = configuration().partition("## What keys have to be to each other\n\n")[2]
+    checks = set(Config.__pydantic_decorators__.model_validators) - {"_built_parts_only"}
+    assert len(told.splitlines()) == len(checks)
+    assert "`cluster.workers` is at most `data.shards`" in told
+
+
+def test_every_run_parameter_is_named_with_its_key(declared):
+    found = {row[0].strip("`"): row for row in rows(parameters(declared))}
+    assert set(found) == set(declared)
+    assert found["training_steps"][1:4] == ["NUMBER_INTEGER", "`1500`", "`training.steps`"]
+    assert found["gate_min"][1] == "STRING, JSON"
+
+
+def test_a_parameter_of_the_pipeline_alone_is_told_as_the_pipeline_tells_it(declared):
+    more = {"parameterType": "STRING", "defaultValue": "a", "description": "Of all steps."}
+    page = parameters({**declared, "extra": more})
+    assert "| `extra` | STRING | `a` |  | Of all steps. |\n" in page
+
+
+def test_every_component_has_a_part_with_its_inputs_and_outputs():
+    page = components(COMPONENTS)
+    for each in COMPONENTS:
+        part = page.partition(f"\n## `{each.name}`\n")[2].partition("\n## ")[0]
+        assert each.description.split()[0] in part
+        named = {*each.component_spec.inputs, *(each.component_spec.outputs or {})}
+        lacking = {name for name in named if f"`{name}`" not in part}
+        assert lacking == (set(declared_names()) if "every run parameter" in part else set())
+
+
+def declared_names():
+    return [each.name for each in run_parameters()]
+
+
+def test_every_command_has_a_part_with_all_of_its_options():
+    page = command_line(GROUP)
+    for name, command in flat(GROUP.commands):
+        part = rows(page, f"`flotilla {name}`")
+        assert len(part) == len(command.params), name
+        every = [option for each in command.params for option in each.opts + each.secondary_opts]
+        options = {option for option in every if "-" in option}
+        assert not {option for option in options if option not in str(part)}, name
+
+
+def test_an_option_names_the_variable_that_stands_in_for_it():
+    small = typer.Typer()
+
+    @small.command("ask", epilog="More of it.")
+    def ask(
+        whom: Annotated[str, typer.Argument(help="Whom.")],
+        loudly: Annotated[str, typer.Option(envvar="HOW", help="How loud.")] = "so",
+        wait: Annotated[bool, typer.Option("--wait/--no-wait", help="For how long.")] = True,
+    ) -> None:
+        """Ask."""
+
+    @small.command("tell")
+    def tell() -> None:
+        """Tell."""
+
+    part = command_line(typer.main.get_command(small)).partition("## `flotilla ask`")[2]
+    assert "```text\nflotilla ask WHOM [OPTIONS]\n```" in part
+    assert "More of it." in part
+    assert "| `--loudly LOUDLY` | `so` | How loud. Else the variable `HOW`. |" in part
+    assert "| `WHOM` | has to be said | Whom. |" in part
+    assert "| `--wait`, `--no-wait` | `True` | For how long. |" in part
