@@ -22,7 +22,7 @@ app = typer.Typer(
 )
 
 app.add_typer(models, name="models")
-app.command()(doctor)
+app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.add_typer(remote)
 
 

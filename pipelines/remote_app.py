@@ -36,7 +36,7 @@ remote = typer.Typer()
 PIPELINE, EXPERIMENT, RUNS = "flotilla-training", "flotilla", Path("runs")
 
 
-@remote.command()
+@remote.command(epilog="--json adds `version`.")
 @of_instance
 def upload(
     given: Given,
@@ -59,7 +59,7 @@ def upload(
     ended(done, as_json)
 
 
-@remote.command()
+@remote.command(epilog="--json adds `global_step` when the run was waited for.")
 @of_instance
 def submit(
     given: Given,
@@ -102,7 +102,7 @@ def submit(
     ended(done, as_json)
 
 
-@remote.command()
+@remote.command(epilog="--json adds `schedule`.")
 @of_instance
 def schedule(
     given: Given,
@@ -154,7 +154,7 @@ def schedule(
     ended(done, as_json)
 
 
-@remote.command()
+@remote.command(epilog="--json adds `schedule`.")
 @of_instance
 def unschedule(
     given: Given,
@@ -171,7 +171,7 @@ def unschedule(
     ended(done, as_json)
 
 
-@remote.command()
+@remote.command(epilog="--json adds `runs`, an object each.")
 @of_instance
 def runs(
     given: Given,
@@ -193,7 +193,9 @@ def runs(
     ended(done, as_json)
 
 
-@remote.command()
+@remote.command(
+    epilog="--json adds `steps` while the run goes on, and `global_step` when it has ended."
+)
 @of_instance
 def status(given: Given, run: Run, workdir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """Show how a run stands, on a KFP instance or on this machine."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from contextlib import suppress
 
@@ -244,42 +243,6 @@ def test_a_bug_in_the_background_ends_training(of, monkeypatch):
     monkeypatch.setattr(RemoteCheckpoints, "published", bug)
     with pytest.raises(ZeroDivisionError), kept.settled():
         kept.save(variables(1), io_device=None, fields={})
-
-
-def test_what_the_evaluator_measured_is_asked_for_in_the_background(of, uri, server):
-    row = {"global_step": 5, "created": "x", "validation_loss": 0.5}
-    storage.write_bytes(storage.join(uri, "validation.jsonl"), f"{json.dumps(row)}\n".encode())
-    kept = of()
-    asked, answered = threading.Event(), threading.Event()
-
-    def before(request):
-        if "validation.jsonl" in request:
-            asked.set()
-            assert answered.wait(60)
-
-    server.plan.before = before
-    try:
-        assert kept.measured() == []
-        assert asked.wait(60)
-        assert kept.measured() == []
-    finally:
-        answered.set()
-        server.plan.before = None
-    with kept.settled():
-        pass
-    assert kept.measured() == [row]
-
-
-def test_training_goes_on_where_the_evaluator_cannot_be_asked(of, server, monkeypatch, caplog):
-    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
-    server.plan.add(Fault(503, path="validation.jsonl", times=-1))
-    kept = of()
-    try:
-        with kept.settled():
-            assert kept.measured() == []
-    finally:
-        server.plan.clear()
-    assert "has not been available" in caplog.text
 
 
 def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
