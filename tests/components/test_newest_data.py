@@ -31,7 +31,7 @@ def prepared(root, happened, monkeypatch, tmp_path):
     def prepare(run, **section):
         monkeypatch.setenv(places.RUN_FOLDER, str(tmp_path / run))
         artifact = dsl.Dataset()
-        uri = steps.prepare_data(DataConfig(**section).model_dump_json(), root, artifact)
+        uri = steps.prepare_data(DataConfig(**section).model_dump_json(), root, "", artifact)
         version = storage.read_manifest(uri).fields["version"]
         *_, told, step = happened()
         figures = step["figures"]

@@ -68,8 +68,8 @@ class TestJudging:
 
     def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(self, run, root, monkeypatch):
         monkeypatch.setattr(shown, "MOST_CLASSES", 9)
-        uri, metrics, confusion = self.evaluated(run, root)
-        assert confusion.metadata == {}
+        uri, metrics, confusion, _ = self.evaluated(run, root)
+        assert confusion.metadata == {"left_out": "10 classes are more than 9"}
         assert metrics.metadata["uri"] == uri
         assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
 
@@ -79,7 +79,7 @@ class TestJudging:
         with no_larger_files_than(size):
             code, line = refused(
                 steps.evaluate_model, *given, dsl.Metrics(), dsl.ClassificationMetrics(),
-                capsys=capsys,
+                dsl.ClassificationMetrics(), capsys=capsys,
             )  # fmt: skip
         assert (code, "File too large" in line) == (1, True)
         assert not storage.children(storage.join(root, "full"))

@@ -42,6 +42,7 @@ def test_its_course_is_told(prepared):
         "resolve_config ...",
         "resolve_config done",
         "prepare_data ...",
+        "digits 1.0.0 is its newest version",
         "prepare_data done",
     ]
 

@@ -85,8 +85,10 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
     file = tmp_path / "p.yaml"
     assert remote("compile", "-o", file).code == 0
     assert remote("submit", "--file", file).code == 0
-    spec = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert the_run(instance)["pipeline_spec"]["pipelineInfo"] == spec["pipelineInfo"]
+    spec, platform = yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    sent = the_run(instance)["pipeline_spec"]
+    assert sent["pipeline_spec"]["pipelineInfo"] == spec["pipelineInfo"]
+    assert sent["platform_spec"] == platform
     assert "pipeline_version_reference" not in the_run(instance)
 
 

@@ -55,11 +55,8 @@ def test_another_image_is_another_version(instance, remote):
     assert len(names(instance)) == 2
     assert len(instance.store.pipelines) == 1
     newest = list(instance.store.versions.values())[-1]
-    images = {
-        each["container"]["image"]
-        for each in newest["pipeline_spec"]["deploymentSpec"]["executors"].values()
-    }
-    assert images == {"registry.example.com/flotilla:9"}
+    parameters = newest["pipeline_spec"]["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]
+    assert parameters["image"]["defaultValue"] == "registry.example.com/flotilla:9"
 
 
 def test_a_file_under_another_name(instance, remote, tmp_path):
