@@ -1,7 +1,7 @@
 # `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow lint chaos compile golden bench experiments image clean lock
+.PHONY: help setup run test test-slow test-long lint chaos compile golden bench experiments image clean lock
 
 BIN := .venv/bin
 PYTHON := $(BIN)/python
@@ -31,12 +31,15 @@ run: $(SETUP) ## the whole pipeline on this machine
 	@$(BIN)/flotilla run $(ARGS)
 
 # Tests that start clusters want both cores to themselves: a second pass. 5: nothing was collected.
-test: $(SETUP) ## every test but the slow ones
-	$(PYTEST) -m "not slow and not cluster" --numprocesses 2 --dist loadfile $(ARGS)
-	$(PYTEST) -m "cluster and not slow" $(ARGS) || test $$? -eq 5
+test: $(SETUP) ## every test but the slow and the long ones
+	$(PYTEST) -m "not slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests
-	$(PYTEST) -m slow $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long" $(ARGS) || test $$? -eq 5
+
+test-long: $(SETUP) ## what takes longest, beside both others; before a release
+	$(PYTEST) -m long $(ARGS) || test $$? -eq 5
 
 lint: $(SETUP) ## style, types, import contracts, house rules
 	$(BIN)/ruff check

@@ -88,10 +88,20 @@ def lead(job: Job, cluster: Cluster, task: Task, lock: Unlocked) -> None:
     try:
         with refused_input(), kept.settled():
             train(config, strategy, kept, around)
-    except _LOST as error:
+    except tf.errors.OpError as error:
+        if not is_lost(error):
+            raise
         raise ClusterLostError(f"a task of the cluster is gone: {_cause(error)}") from error
     finally:
         strategy.close()
+
+
+def is_lost(error: tf.errors.OpError) -> bool:
+    """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
+    if isinstance(error, tf.errors.InternalError):
+        # Now and then a message is mangled on its way, and the server cannot read it.
+        return "Unable to parse request" in str(error)
+    return isinstance(error, _LOST)
 
 
 def _cause(error: tf.errors.OpError) -> str:

@@ -42,7 +42,7 @@ def test_a_figure_holds_when_the_median_of_its_rounds_does():
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sync", [False, True])
 def test_both_workers_of_the_program_work(tmp_path, mnist_dir, monkeypatch, sync):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))

@@ -69,7 +69,7 @@ def test_the_page_has_a_row_for_each_finding():
 
 
 @pytest.mark.cluster
-@pytest.mark.slow
+@pytest.mark.long
 def test_figures_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = ("training.strategy=sync_parameter_server", "training.steps=200", "gate.min={}")

@@ -17,7 +17,7 @@ from trainer.evaluate import evaluate
 from trainer.export import export
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.cluster,
     pytest.mark.timeout(300),
     # Keras's `save` hands TensorFlow's tensors to NumPy 2 in the old way.

@@ -55,6 +55,7 @@ def content(run):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
 
 
+@pytest.mark.slow
 def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "first") as run:
         run.wait_for_step(50)
@@ -94,6 +95,7 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
     assert holders(again) == []
 
 
+@pytest.mark.slow
 def test_a_chief_that_begins_a_new_life_takes_its_lock_along(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)

@@ -17,7 +17,7 @@ from trainer import parent
 from trainer.cluster import Cluster, Task
 from trainer.local_ports import held_cluster
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 SERVING = [Task(role=role, index=index) for role in ("ps", "worker") for index in (0, 1)]
 SMALL, LARGE = 1000, 1_000_000

@@ -7,7 +7,7 @@ import pytest
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 from trainer.cluster import Task
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 RUNS = [3]
 EXAMPLES = 23

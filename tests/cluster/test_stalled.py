@@ -13,7 +13,7 @@ from trainer.cluster import Task
 from trainer.errors import BEGIN_AGAIN
 from trainer.local_ports import held_cluster
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 EVERY = 200
 STEPS = 1500
@@ -54,13 +54,11 @@ def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_pat
     assert len(run.happened("life")) == 1
 
 
-@pytest.mark.slow
 def test_updates_from_all_workers_wait_for_a_stopped_one_no_longer(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("sync_parameter_server"), "worker-1")
     assert len(run.happened("life")) == 1
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("task", ["ps-0", "chief-0"])
 def test_a_stopped_server_or_chief_costs_a_life(dataset, tmp_path, task):
@@ -68,7 +66,6 @@ def test_a_stopped_server_or_chief_costs_a_life(dataset, tmp_path, task):
     assert len(run.happened("life")) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("task", ["worker-0", "worker-1"])
 def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
@@ -78,14 +75,12 @@ def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
     assert {event["task"] for event in run.happened("restart")} == {"worker-0", "worker-1"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("in_graph"), "worker-0")
     assert len(run.happened("life")) == 2
 
 
-@pytest.mark.slow
 def test_who_waits_says_for_whom_where_nobody_watches_from_outside(dataset, tmp_path):
     waits, stops = (Task(role="worker", index=index) for index in range(2))
     config = settings("multi_worker_mirrored", communication="ring")

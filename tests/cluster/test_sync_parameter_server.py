@@ -87,6 +87,7 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers):
     assert_adds_up(outcome, runs, needed=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["stateful:clipped", "stateful:embedded"])
 def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_workers, problem):
     runs = [7, 13]

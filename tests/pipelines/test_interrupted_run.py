@@ -9,7 +9,7 @@ from tests.pipelines.called import Called, call, calling, processes_of, setting
 from tests.trainer.page import Page
 from trainer import storage
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
 # More than any machine does before the interrupt comes.
 ENDLESS = 10_000_000

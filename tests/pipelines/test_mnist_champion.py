@@ -20,7 +20,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.evaluate import restored
 from trainer.storage.staging import locked
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 SOFTMAX = setting(model__name="softmax", model__args="{}")

@@ -14,7 +14,7 @@ from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from trainer import storage
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
 FEW = setting(training__steps=200, training__checkpoint_every=50, gate__min__accuracy=0.5)
 # Another machine: nothing but the store and the URIs.
@@ -78,7 +78,6 @@ def logs(server, root):
     return [key.rpartition("/")[2] for key in server.keys(bucket) if "/logs/" in key]
 
 
-@pytest.mark.slow
 def test_a_run_is_resumed_from_the_store(root, tmp_path):
     first = call("train", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
     assert first.code == 0, first.err + first.log

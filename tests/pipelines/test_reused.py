@@ -84,7 +84,7 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     assert (told["root"], told["run_id"], told["seal"]) == (config.storage.root, RUN, RUN)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(500)
 def test_all_of_them_run(folder, tmp_path):

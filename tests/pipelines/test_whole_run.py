@@ -143,6 +143,7 @@ class TestBlessed:
         assert not processes_of(blessed.workdir)
 
 
+@pytest.mark.slow
 class TestRefused:
     def test_it_is_refused(self, refused):
         assert refused.code == 3, refused.err
