@@ -47,6 +47,7 @@ def fill(folder):
     return filler
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
     dataset, tmp_path, small_disk
 ):

@@ -69,6 +69,7 @@ def assert_same(outcome: Outcome, other: Outcome) -> None:
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:

@@ -146,6 +146,7 @@ def test_updates_go_on_without_a_worker_that_died(tmp_path):
         assert_adds_up(leading.outcome(), runs, needed=1)
 
 
+@pytest.mark.slow
 def test_updates_wait_for_a_worker_that_they_cannot_do_without(tmp_path):
     runs = [20, 400, 20]
     worker = Task(role="worker", index=1)
@@ -174,6 +175,7 @@ def test_a_worker_that_fails_for_good_ends_the_run_with_its_error(two_workers):
     assert FAILURE in failure(leading, two_workers)
 
 
+@pytest.mark.slow
 def test_a_dead_parameter_server_ends_the_run(tmp_path):
     with serving(tmp_path, ps=2, workers=2) as servers:
         leading = servers.start_lead(trial("problems:equal", [20, 100_000]))
