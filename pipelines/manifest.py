@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from components.pod_defaults import DEFAULTS, PodDefaults
 from components.tfjob.manifest import Place, manifest
 from pipelines.commands import output, print_json
 from trainer import storage
@@ -18,8 +19,11 @@ from trainer.launcher import Job
 RUN_ID, DATASET, ROOT, NAMESPACE = "RUN-ID", "DATASET", "gs://BUCKET", "NAMESPACE"
 
 
-def document(config: Config) -> dict[str, Any]:
-    """Return the TFJob of `config`, with placeholders for what only a run knows."""
+def document(config: Config, defaults: PodDefaults = DEFAULTS) -> dict[str, Any]:
+    """Return the TFJob of `config`, with placeholders for what only a run knows.
+
+    `defaults` is what a run gives to pods of which the configuration says nothing.
+    """
     root = config.storage.root or ROOT
     job = Job(
         config=config,
@@ -27,7 +31,7 @@ def document(config: Config) -> dict[str, Any]:
         checkpoints=storage.join(root, RUN_ID, "checkpoints"),
         workdir=Path(),
     )
-    return manifest(job, Place(namespace=NAMESPACE))
+    return manifest(job, Place(namespace=NAMESPACE, defaults=defaults))
 
 
 def print_manifest(config: Config, *, as_json: bool) -> None:

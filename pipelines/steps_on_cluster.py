@@ -45,7 +45,7 @@ STEPS = {
     # A TFJob has a deadline of its own, which is shorter by default.
     "train-model": Step(seconds=28 * _DAY, retries=2),
     "evaluate-model": Step(seconds=_DAY, retries=2, may_use_gpus=True),
-    "check-gate": Step(seconds=_HOUR),
+    "check-gate": Step(seconds=_HOUR, retries=2),
     "export-model": Step(seconds=_DAY, retries=2, may_use_gpus=True),
     "register-model": Step(seconds=_DAY // 4, retries=2),
     "finish": Step(seconds=_HOUR, retries=2, light=True),

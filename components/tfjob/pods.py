@@ -74,9 +74,9 @@ def template(
 def _with_defaults(pod: PodConfig, task: list[str], defaults: PodDefaults) -> PodConfig:
     """Return the settings with the run's image, and with its secret where its store needs one."""
     update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
-    said_otherwise = pod.secret_env or pod.env_from_secrets or set(SECRET_KEYS) & set(pod.env)
+    said_otherwise = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
     if not said_otherwise and any(word.startswith(_BEHIND_A_SECRET) for word in task):
-        update["secret_env"] = defaults.secret_env()
+        update["secret_env"] = {**defaults.secret_env(), **pod.secret_env}
     return pod.model_copy(update=update)
 
 

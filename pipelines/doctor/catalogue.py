@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from components.pod_defaults import PodDefaults
 from components.tfjob.manifest import leading
 from pipelines.doctor import (
     accounts,
@@ -22,6 +23,7 @@ from pipelines.doctor import (
     permissions,
     place,
     quota,
+    store_secret,
     tfjobs,
 )
 from pipelines.doctor.finding import Check, Finding
@@ -155,7 +157,12 @@ def _of_cluster(config: Config, text: str) -> Iterator[Check]:
     for resource in gpus.devices(tree):
         title = GPUS if resource == settings.gpu_resource else resource
         yield check(title, partial(gpus.present, kubernetes, tree, resource))
-    objects = named.named(tree)
+    # The secret of the store may lack any key, or be absent: only what the configuration itself
+    # names has to be there.
+    own = document(config, PodDefaults(store_secret=""))
+    objects = named.named(own)
+    if named.named(tree) - objects:
+        yield check("secret of the store", partial(store_secret.opens, kubernetes, config))
     for kind, title in named.KINDS.items():
         some = frozenset(each for each in objects if each.kind == kind)
         if some:

@@ -105,7 +105,7 @@ def test_gpus_are_for_what_computes_with_a_model(containers):
 
 def test_what_finds_the_same_a_second_time_is_not_tried_again(tasks):
     tried_again = {step for step, task in tasks.items() if "retryPolicy" in task}
-    assert tried_again == set(STEPS) - {"resolve-config", "check-gate"}
+    assert tried_again == set(STEPS) - {"resolve-config"}
 
 
 def test_a_step_of_hours_is_tried_again_too(tasks, pods):

@@ -30,6 +30,8 @@ def test_a_store_behind_a_secret_brings_that_of_the_run_unless_another_is_named(
     assert secrets_of(root, place) == {("ours", key) for key in SECRET_KEYS}
     assert secrets_of(root, place, secret_env={"AWS_ACCESS_KEY_ID": "own/k"}) == {("own", "k")}
     assert secrets_of(root, place, env_from_secrets=["own"]) == set()
+    ours = {("ours", key) for key in SECRET_KEYS}
+    assert secrets_of(root, place, secret_env={"TRACKER_KEY": "other/k"}) == {*ours, ("other", "k")}
     assert secrets_of(root, place, env={"AWS_ACCESS_KEY_ID": "public"}) == set()
     nothing = replace(PLACE, defaults=PodDefaults(store_secret=""))
     assert secrets_of(root, nothing) == set()

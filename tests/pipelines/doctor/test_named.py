@@ -54,10 +54,39 @@ def test_a_secret_without_its_key(of_job, there):
     assert SECRET not in str(report)
 
 
+KFP_SECRET = "mlpipeline-minio-artifact"
+KFP_ROOT = "storage.root=minio://mlpipeline/flotilla?endpoint=127.0.0.1:1&disableSSL=true"
+STORE = "secret of the store"
+KFP_PAIR = {"accesskey": SECRET, "secretkey": SECRET}
+BOTO_PAIR = {"AWS_ACCESS_KEY_ID": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
+
+
+@pytest.mark.parametrize(
+    ("root", "data", "expected"),
+    [
+        (KFP_ROOT, KFP_PAIR, "ok"),
+        (KFP_ROOT, BOTO_PAIR, "ok"),
+        (KFP_ROOT, {"accesskey": SECRET}, "warn"),
+        ("storage.root=s3://bucket/k", BOTO_PAIR, "ok"),
+        # Those keys are for KFP's own store alone.
+        ("storage.root=s3://bucket/k", KFP_PAIR, "warn"),
+    ],
+)
+def test_the_secret_of_the_store_needs_one_whole_pair(of_job, there, root, data, expected):
+    there("secrets", KFP_SECRET, data=data)
+    report = of_job(root)
+    assert report[STORE]["state"] == expected
+    assert "secrets" not in report.failed()
+    assert "patch" not in str(report[STORE])
+    assert SECRET not in json.dumps(report.told)
+
+
 @pytest.mark.usefixtures("kube")
-def test_the_secret_of_kfps_own_store_is_asked_for(of_job):
-    report = of_job("storage.root=minio://mlpipeline/flotilla?endpoint=127.0.0.1:1&disableSSL=true")
-    assert "mlpipeline-minio-artifact" in report["secrets"]["message"]
+def test_without_the_secret_of_the_store_a_role_has_to_open_it(of_job):
+    report = of_job(KFP_ROOT)
+    assert report[STORE]["state"] == "warn"
+    assert report[STORE]["message"].startswith(f"{KFP_SECRET} is not there: a role")
+    assert STORE not in report.failed()
 
 
 VOLUME = "volumes=[{name: v, mount_path: /v, source: "
