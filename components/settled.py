@@ -61,7 +61,10 @@ def keep(key: str, value: str) -> None:
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        Path(folder, FILE).write_text(json.dumps({**_read(), key: value}), encoding="utf-8")
+        # In one piece: what was settled before has to outlive a full disk.
+        part = Path(folder, f"{FILE}.part")
+        part.write_text(json.dumps({**_read(), key: value}), encoding="utf-8")
+        part.replace(Path(folder, FILE))
     except OSError as error:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
 

@@ -18,6 +18,7 @@ from pipelines.remote_options import (
     Given,
     Image,
     Latest,
+    Parameters,
     Pipeline,
     PipelineRoot,
     Run,
@@ -75,6 +76,7 @@ def submit(
     name: Annotated[str, typer.Option(help="Of the run; made up when left out.")] = "",
     pipeline_root: PipelineRoot = "",
     service_account: ServiceAccount = "",
+    parameters: Parameters = None,
     as_json: AsJson = False,
 ) -> None:
     """Start a run on a KFP instance."""
@@ -82,6 +84,7 @@ def submit(
     def done() -> int:
         from pipelines import submit as submitting
         from pipelines.package import package_of
+        from pipelines.step_parameters import assigned
         from trainer.errors import ConfigError
 
         if file and version:
@@ -96,6 +99,7 @@ def submit(
             name=name,
             pipeline_root=pipeline_root,
             service_account=service_account,
+            parameters=assigned(parameters or ()),
         )
         return submitting.submit(access, request, wait=wait, as_json=as_json)
 
@@ -120,12 +124,14 @@ def schedule(
     experiment: Experiment = EXPERIMENT,
     pipeline_root: PipelineRoot = "",
     service_account: ServiceAccount = "",
+    parameters: Parameters = None,
     as_json: AsJson = False,
 ) -> None:
     """Start runs on a KFP instance again and again: one schedule of each name."""
 
     def done() -> int:
         from pipelines import schedule as scheduling
+        from pipelines.step_parameters import assigned
         from pipelines.submit import Request
 
         timing = scheduling.timing(
@@ -148,6 +154,7 @@ def schedule(
             name=name or loaded.name,
             pipeline_root=pipeline_root,
             service_account=service_account,
+            parameters=assigned(parameters or ()),
         )
         return scheduling.schedule(access, request, timing, as_json=as_json)
 

@@ -51,6 +51,14 @@ PipelineRoot = Annotated[
 ServiceAccount = Annotated[
     str, typer.Option(metavar="NAME", help="Of the pods; the instance's default when empty.")
 ]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--parameter",
+        metavar="NAME=VALUE",
+        help="A run parameter of the steps, such as step_memory=16Gi; may be repeated.",
+    ),
+]
 Cron = Annotated[str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")]
 Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")]
 Timezone = Annotated[

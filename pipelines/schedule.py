@@ -146,7 +146,7 @@ def _wanted(client: Client, request: Request, timing: Timing) -> V2beta1Recurrin
     version = version_of(client, request.pipeline, request.version)
     what = f"version {version.name} of {version.pipeline}"
     # Parameters first: a refusal leaves no empty experiment.
-    parameters = run_parameters(request.config, version.spec, what)
+    parameters = run_parameters(request.config, request.parameters, version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
     else:

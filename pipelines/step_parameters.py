@@ -6,9 +6,13 @@ number would arrive as nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import yaml
+
 from components.image import IMAGE
+from trainer.errors import ConfigError, nearest
 from trainer.storage.endpoint import KFP_SECRET
 
 Kind = type[str] | type[list[object]] | type[dict[str, object]]
@@ -67,3 +71,34 @@ def step_parameters(image: str = IMAGE) -> tuple[StepParameter, ...]:
             description="taints that do not keep the steps away, as Kubernetes writes them (JSON)",
         ),
     )
+
+
+def assigned(texts: Sequence[str]) -> dict[str, Default]:
+    """Return run parameters of the steps from `NAME=VALUE`; a list or a mapping is YAML or JSON.
+
+    Raises:
+        ConfigError: there is no such parameter, or its value is of another form.
+    """
+    known = {each.name: each for each in step_parameters()}
+    found: dict[str, Default] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            hint = nearest(name, known) or f" (there is {', '.join(known)})"
+            raise ConfigError(
+                f"--parameter {text!r} is no run parameter of the steps as NAME=VALUE{hint}; what "
+                "the configuration holds is given by --set"
+            )
+        found[name] = value if known[name].type is str else _parsed(known[name], value)
+    return found
+
+
+def _parsed(parameter: StepParameter, value: str) -> Default:
+    form = "a list" if isinstance(parameter.default, list) else "a mapping"
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError:
+        parsed = None
+    if not isinstance(parsed, type(parameter.default)):
+        raise ConfigError(f"--parameter {parameter.name}: {value!r} is not {form} of YAML or JSON")
+    return parsed

@@ -6,7 +6,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ class Request:
         name: of the run; from the configuration and the time when empty.
         pipeline_root: where KFP keeps artifacts; the instance's default when empty.
         service_account: of the pods; the instance's default when empty.
+        parameters: run parameters of the steps, by name; their defaults when left out.
     """
 
     config: Config
@@ -50,6 +51,7 @@ class Request:
     name: str = ""
     pipeline_root: str = ""
     service_account: str = ""
+    parameters: Mapping[str, Any] = field(default_factory=dict)
 
 
 def submit(access: Access, request: Request, *, wait: bool, as_json: bool) -> int:
@@ -104,18 +106,20 @@ def summary(run_id: str, outcome: Outcome) -> dict[str, object]:
     return whole
 
 
-def run_parameters(config: Config, spec: Mapping[str, Any] | None, what: str) -> dict[str, Any]:
-    """Return the typed run parameters of `config` that a pipeline knows.
+def run_parameters(
+    config: Config, given: Mapping[str, Any], spec: Mapping[str, Any] | None, what: str
+) -> dict[str, Any]:
+    """Return the typed run parameters of `config`, and those of the steps, that a pipeline knows.
 
     Raises:
         ConfigError: the configuration asks for something that the pipeline does not know.
     """
-    values, known = to_parameters(config), parameters_of(spec)
+    values, known = {**to_parameters(config), **given}, parameters_of(spec)
     if known is None:
         return values
     default = to_parameters(Config())
     unknown = [name for name in values if name not in known]
-    asked = [name for name in unknown if values[name] != default[name]]
+    asked = [name for name in unknown if name in given or values[name] != default[name]]
     if asked:
         raise ConfigError(
             f"{what} does not know {', '.join(asked)}: upload this pipeline with `flotilla upload`"
@@ -137,7 +141,7 @@ def _started(client: Client, request: Request) -> str:
     else:
         what, spec = f"the pipeline {request.package.name}", dict(request.package.spec)
     named: dict[str, Any] = {
-        "params": run_parameters(request.config, spec, what),
+        "params": run_parameters(request.config, request.parameters, spec, what),
         "job_name": request.name or _run_name(request.config),
         "experiment_id": experiment_id(client, request.experiment),
         "pipeline_root": request.pipeline_root or None,

@@ -206,7 +206,8 @@ def _keep(lock: Lock, over: threading.Event) -> None:
             if not over.is_set():
                 log.warning("%s", error)
             return
-        except UserError as error:
+        # As long as this process trains it has to say so, whatever a client may raise.
+        except Exception as error:
             log.warning("the lock is not renewed: %s", error)
 
 

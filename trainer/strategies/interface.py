@@ -7,7 +7,7 @@ it. It never saves and never logs: `trainer.train` does.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
@@ -128,6 +128,11 @@ class Strategy(ABC):
 Batch = tuple[Any, tf.Tensor]
 
 
+def sum_of(losses: Sequence[Any]) -> tf.Tensor:
+    """Return the sum of the losses of layers, of any shape and precision, as a scalar float32."""
+    return sum((tf.reduce_sum(tf.cast(each, tf.float32)) for each in losses), tf.constant(0.0))
+
+
 def gradient_of(
     model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool = False
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
@@ -141,8 +146,7 @@ def gradient_of(
         inputs, labels = batch
         with tf.GradientTape() as tape:
             value = tf.cast(loss(labels, model(inputs, training=True)), tf.float32)
-            if model.losses:
-                value += tf.add_n(model.losses)
+            value += sum_of(model.losses)
         weights = [variable.value for variable in model.trainable_variables]
         # A variable that the loss does not know stays where it is; the others are still averaged.
         unknown = tf.UnconnectedGradients.ZERO

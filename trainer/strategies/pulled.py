@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.strategies.interface import Batch
+from trainer.strategies.interface import Batch, sum_of
 from trainer.strategies.messages import Messages
 
 Tensors = list[tf.Tensor]
@@ -41,20 +41,22 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
 
 
 def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
-    """Add what the state has moved by to the variables.
+    """Bring the state that has moved to the variables.
 
-    Adding keeps what other workers have added since the pull (moving averages, seeds); assigning
-    would lose it.
+    Whole numbers (seeds, counts) are added, which keeps what other workers have added since the
+    pull. All else is assigned: moving averages go a part of the way to what they see, and the parts
+    of several workers together would go beyond it, a variance below zero.
     """
     moved = [
-        (variable.value, new - old)
+        (variable.value, new - old if variable.value.dtype.is_integer else new)
         for variable, old, new in zip(model.non_trainable_variables, before, after, strict=True)
         # What is frozen comes back as it went in.
         if new is not old
     ]
-    changes = Messages([value for value, _ in moved]).pushed([change for _, change in moved])
-    for (value, _), change in zip(moved, changes, strict=True):
-        value.assign_add(change)
+    arrived = Messages([value for value, _ in moved]).pushed([each for _, each in moved])
+    for (value, _), each in zip(moved, arrived, strict=True):
+        bring = value.assign_add if value.dtype.is_integer else value.assign
+        bring(each)
 
 
 def pure_gradient_of(
@@ -69,12 +71,19 @@ def pure_gradient_of(
         inputs, labels = batch
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            logits, moved, losses = model.stateless_call(
-                weights, state, inputs, training=True, return_losses=True
-            )
-            value = tf.cast(loss(labels, logits), tf.float32)
-            if losses:
-                value += tf.add_n(losses)
+            # Unlike `stateless_call` this goes through `__call__`, which hands `training` on to
+            # the layers of a model that is a class of its own.
+            with keras.StatelessScope(
+                state_mapping=[
+                    *zip(model.trainable_variables, weights, strict=True),
+                    *zip(model.non_trainable_variables, state, strict=True),
+                ],
+                collect_losses=True,
+            ) as scope:
+                logits = model(inputs, training=True)
+                losses = model.losses
+            value = tf.cast(loss(labels, logits), tf.float32) + sum_of(losses)
+        moved = [scope.get_current_value(each) for each in model.non_trainable_variables]
         found = tape.gradient(value, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         return value, [tf.convert_to_tensor(each) for each in found], moved
 

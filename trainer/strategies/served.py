@@ -21,11 +21,15 @@ from trainer.strategies.pulled import pulled_gradient_of
 
 
 def looks_up(model: keras.Model) -> bool:
-    """Say whether a layer takes rows of a table: Keras's embedding, or one with `looks_up`."""
-    layers = model._flatten_layers()
+    """Say whether a layer needs its variables where they stand.
+
+    That is one that takes rows of a table (Keras's embedding, or a layer with `looks_up`), and one
+    that changes what is trained in its forward pass.
+    """
+    kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
     return any(
-        isinstance(layer, keras.layers.Embedding) or getattr(layer, "looks_up", False)
-        for layer in layers
+        isinstance(layer, kinds) or getattr(layer, "looks_up", False)
+        for layer in model._flatten_layers()
     )
 
 

@@ -96,13 +96,80 @@ def test_a_gradient_of_looked_up_rows_is_dense():
     close(found, [tf.convert_to_tensor(expected[0])])
 
 
-def test_the_state_that_others_have_moved_is_kept():
-    model, _ = built()
-    mean = next(v for v in model.non_trainable_variables if v.path.endswith("moving_mean"))
-    values = pull(model)
-    mean.assign_add(tf.ones_like(mean.value))
+def state_of(model, ending):
+    return next(v for v in model.non_trainable_variables if v.path.endswith(ending))
+
+
+def test_what_others_have_counted_is_kept():
+    model, _ = built(dropping)
+    seed = state_of(model, "seed_generator_state")
+    before, values = seed.numpy(), pull(model)
+    seed.assign_add(tf.ones_like(seed.value))
     push_state(model, values.state, [each + tf.cast(2, each.dtype) for each in values.state])
-    close([mean.value], [tf.fill(mean.shape, 3.0)])
+    np.testing.assert_array_equal(seed.numpy(), before + 3)
+
+
+def test_parts_of_several_workers_do_not_take_an_average_beyond_what_they_saw():
+    model, _ = built()
+    variance = state_of(model, "moving_variance")
+    every = [pull(model) for _ in range(16)]
+    for values in every:
+        push_state(model, values.state, [each * tf.cast(0.8, each.dtype) for each in values.state])
+    close([variance.value], [tf.fill(variance.shape, 0.8)])
+
+
+def dropping():
+    keras.utils.set_random_seed(0)
+    layers = [keras.Input((2,)), keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+    return keras.Sequential(layers)
+
+
+class Own(keras.Model):
+    """A model as people write it: `training` is not handed on, since Keras does that."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = keras.layers.BatchNormalization(momentum=0.5)
+        self.out = keras.layers.Dense(3)
+
+    def call(self, inputs):
+        return self.out(self.norm(inputs))
+
+
+@pytest.mark.parametrize("jit", [False, True])
+def test_a_model_that_is_a_class_of_its_own_trains_as_in_place(jit):
+    def own():
+        keras.utils.set_random_seed(0)
+        model = Own()
+        model(examples()[0])
+        return model
+
+    plain, pulled = own(), own()
+    before = [each.numpy() for each in plain.non_trainable_variables]
+    loss, expected = gradient_of(plain, CROSS_ENTROPY)(examples())
+    value, found = pulled_gradient_of(pulled, CROSS_ENTROPY, jit=jit)(examples())
+    assert float(value) == pytest.approx(float(loss), rel=1e-5)
+    close(found, expected, 1e-5)
+    close(pulled.get_weights(), plain.get_weights(), 1e-5)
+    # It is the statistics of the batch that were taken, and kept.
+    after = pulled.non_trainable_variables
+    assert any(not np.allclose(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_losses_of_layers_may_have_any_shape_and_precision():
+    class Loud(keras.layers.Layer):
+        def call(self, inputs):
+            self.add_loss(tf.cast(tf.reduce_mean(inputs, 0), tf.bfloat16))
+            return inputs
+
+    def loud():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((2,)), Loud(), keras.layers.Dense(3)])
+
+    loss, expected = gradient_of(loud(), CROSS_ENTROPY)(examples())
+    value, found = pulled_gradient_of(loud(), CROSS_ENTROPY, jit=False)(examples())
+    assert float(value) == pytest.approx(float(loss), rel=1e-5)
+    close(found, expected, 1e-5)
 
 
 def run_local(model, optimizer, steps, *, jit=False, count=1):
