@@ -84,7 +84,6 @@ def submit(
     def done() -> int:
         from pipelines import submit as submitting
         from pipelines.package import package_of
-        from pipelines.step_parameters import assigned
         from trainer.errors import ConfigError
 
         if file and version:
@@ -99,7 +98,7 @@ def submit(
             name=name,
             pipeline_root=pipeline_root,
             service_account=service_account,
-            parameters=assigned(parameters or ()),
+            parameters=tuple(parameters or ()),
         )
         return submitting.submit(access, request, wait=wait, as_json=as_json)
 
@@ -131,7 +130,6 @@ def schedule(
 
     def done() -> int:
         from pipelines import schedule as scheduling
-        from pipelines.step_parameters import assigned
         from pipelines.submit import Request
 
         timing = scheduling.timing(
@@ -143,8 +141,7 @@ def schedule(
             latest=latest,
             version=version,
         )
-        access = given.access()
-        loaded = _loaded(config, assignments)
+        access, loaded = given.access(), _loaded(config, assignments)
         request = Request(
             config=loaded,
             package=None,
@@ -154,7 +151,7 @@ def schedule(
             name=name or loaded.name,
             pipeline_root=pipeline_root,
             service_account=service_account,
-            parameters=assigned(parameters or ()),
+            parameters=tuple(parameters or ()),
         )
         return scheduling.schedule(access, request, timing, as_json=as_json)
 

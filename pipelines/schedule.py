@@ -22,6 +22,7 @@ from pipelines.commands import print_json
 from pipelines.cron import Cron, parsed
 from pipelines.instance import Access, Client, ask, connect, pages
 from pipelines.instance_errors import InstanceError
+from pipelines.step_parameters import assigned
 from pipelines.submit import Request, experiment_id, run_parameters
 from pipelines.upload import version_of
 from trainer.errors import DONE, ConfigError, UserError, nearest
@@ -146,7 +147,7 @@ def _wanted(client: Client, request: Request, timing: Timing) -> V2beta1Recurrin
     version = version_of(client, request.pipeline, request.version)
     what = f"version {version.name} of {version.pipeline}"
     # Parameters first: a refusal leaves no empty experiment.
-    parameters = run_parameters(request.config, request.parameters, version.spec, what)
+    parameters = run_parameters(request.config, assigned(request.parameters), version.spec, what)
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
     else:

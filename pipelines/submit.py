@@ -6,7 +6,7 @@ import secrets
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from pipelines.outcome import Outcome
 from pipelines.package import Package, parameters_of
 from pipelines.remote_display import Steps
 from pipelines.remote_outcome import outcome_of
+from pipelines.step_parameters import assigned
 from pipelines.upload import Version, page_of, version_of
 from trainer.config import Config
 from trainer.errors import DONE, ConfigError, UserError
@@ -40,7 +41,7 @@ class Request:
         name: of the run; from the configuration and the time when empty.
         pipeline_root: where KFP keeps artifacts; the instance's default when empty.
         service_account: of the pods; the instance's default when empty.
-        parameters: run parameters of the steps, by name; their defaults when left out.
+        parameters: run parameters of the steps, as `NAME=VALUE`; their defaults when left out.
     """
 
     config: Config
@@ -51,7 +52,11 @@ class Request:
     name: str = ""
     pipeline_root: str = ""
     service_account: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse wrong parameters before anything is asked; raises `ConfigError`."""
+        assigned(self.parameters)
 
 
 def submit(access: Access, request: Request, *, wait: bool, as_json: bool) -> int:
@@ -141,7 +146,7 @@ def _started(client: Client, request: Request) -> str:
     else:
         what, spec = f"the pipeline {request.package.name}", dict(request.package.spec)
     named: dict[str, Any] = {
-        "params": run_parameters(request.config, request.parameters, spec, what),
+        "params": run_parameters(request.config, assigned(request.parameters), spec, what),
         "job_name": request.name or _run_name(request.config),
         "experiment_id": experiment_id(client, request.experiment),
         "pipeline_root": request.pipeline_root or None,

@@ -57,7 +57,7 @@ def test_a_schedule_gets_them_and_another_value_replaces_it(instance, remote, up
     words = ["schedule", "--every", "6h", "--parameter"]
     for value in ("16Gi", "16Gi", "8Gi"):
         assert remote(*words, f"step_memory={value}").code == 0
-    [one] = instance.store.recurring_runs.values()
+    [one] = instance.store.recurring.values()
     assert one["runtime_config"]["parameters"]["step_memory"] == "8Gi"
     assert uploaded
 
