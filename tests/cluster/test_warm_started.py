@@ -14,7 +14,7 @@ from trainer.data.prepare import prepare
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
-TABLES = {"name": "two_tower", "args": {"shards": 2}}
+TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
 
 def values(uri):
