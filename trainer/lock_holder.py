@@ -13,6 +13,9 @@ from trainer.storage.writer import is_gone
 
 FOLDER = ".lock"
 LASTS = 120.0
+# A holder that is cut off from the store, or whose clock is another one, may still train. An expired
+# lock stands in nobody's way, and may wait.
+ABANDONED = 24 * 3600.0
 _SUFFIX = ".json"
 
 
@@ -69,12 +72,12 @@ def holders(uri: str) -> dict[int, Holder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Remove what expired, dead or unreadable holders left below a folder; return the URIs."""
+    """Remove what dead or unreadable holders left, or expired a day ago; return the URIs."""
     now = time.time()
     over = [
         place(uri, number)
         for number, holder in holders(uri).items()
-        if holder is None or holder.is_gone or now >= holder.until
+        if holder is None or holder.is_gone or now >= holder.until + ABANDONED
     ]
     for each in over:
         storage.delete(each)

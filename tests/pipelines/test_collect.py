@@ -34,7 +34,10 @@ def locked(root, run, ago=0.0):
 
 
 def test_expired_locks_are_removed_and_named(root, monkeypatch, capsys, tmp_path):
-    expired, held = locked(root, "digits-1", ago=2 * LASTS), locked(root, "digits-2")
+    expired, held = (
+        locked(root, "digits-1", ago=LASTS + lock_holder.ABANDONED),
+        locked(root, "digits-2"),
+    )
     storage.write_bytes(storage.join(root, "digits-1", "report.html"), b"kept")
     words = ["flotilla", "gc", "--workdir", str(tmp_path / "runs"), "--json"]
     monkeypatch.setattr("sys.argv", [*words, "--set", f"storage.root={root}"])

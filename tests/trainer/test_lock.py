@@ -268,6 +268,11 @@ def test_what_expired_is_removed_and_nothing_else(uri, hands, place):
     assert len(kept(place, uri)) == 1
     old = Hands(uri)
     old.time -= 2 * LASTS
+    late = storage.join(place.root, "late", "checkpoints")
+    old.taken("digits-2", late)
+    # It expired; whether its holder still trains, and is only cut off, is not known yet.
+    assert lock_holder.remove_expired(late) == []
+    old.time -= lock_holder.ABANDONED
     elsewhere = storage.join(place.root, "other", "checkpoints")
     old.taken("digits-0", elsewhere)
     place.put(storage.join(elsewhere, ".lock", "000000.json"), b"{")
