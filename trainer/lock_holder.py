@@ -13,7 +13,7 @@ from trainer.storage.writer import is_gone
 
 FOLDER = ".lock"
 LASTS = 120.0
-# A holder that is cut off from the store, or whose clock is another one, may still train. An expired
+# A holder that is cut off from the store, or whose clock is wrong, may still train. An expired
 # lock stands in nobody's way, and may wait.
 ABANDONED = 24 * 3600.0
 _SUFFIX = ".json"
