@@ -6,7 +6,7 @@ from components.image import IMAGE
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
-def prepare_data(data: str, root: str, dataset: dsl.Output[dsl.Dataset], seal: str = "") -> str:
+def prepare_data(data: str, root: str, seal: str, dataset: dsl.Output[dsl.Dataset]) -> str:
     """Publish the dataset of the data section below `root`; give its URI."""
     from components import steps
 
