@@ -40,7 +40,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(400)
 def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):

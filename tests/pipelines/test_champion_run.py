@@ -9,7 +9,7 @@ import pytest
 from tests.pipelines.called import call, setting
 from trainer import registry, storage
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
 
 FEW = setting(training__checkpoint_every=100, gate__min__accuracy=0.5)
 
