@@ -27,7 +27,7 @@ def training_examples() -> tuple[Floats, Floats]:
     return images[VALIDATION:], np.eye(10, dtype=np.float32)[labels[VALIDATION:]]
 
 
-def test_examples() -> tuple[Floats, NDArray[np.uint8]]:
+def held_out_examples() -> tuple[Floats, NDArray[np.uint8]]:
     """Return images [10000, 784] between 0 and 1, and labels [10000]."""
     return _read("t10k")
 

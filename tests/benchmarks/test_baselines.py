@@ -32,7 +32,7 @@ def test_the_examples_are_those_of_the_program(mnist_dir, monkeypatch):
     assert images.shape == (55000, 784)
     assert (images.min(), images.max()) == (0, 1)
     np.testing.assert_array_equal(labels.sum(1), np.ones(55000))
-    assert [len(each) for each in mnist.test_examples()] == [10000, 10000]
+    assert [len(each) for each in mnist.held_out_examples()] == [10000, 10000]
 
 
 def test_a_figure_holds_when_the_median_of_its_rounds_does():
