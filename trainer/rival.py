@@ -28,8 +28,9 @@ def champion_checkpoint(root: str, name: str) -> str:
 def rival(root: str, name: str, checkpoint: str) -> registry.Version | None:
     """Return the champion that the model of a checkpoint has to stand up to.
 
-    A run that is resumed after its promotion is not held against itself, but against the champion
-    of then, so that it ends as it did.
+    A run that is resumed while its own model is champion is not held against itself, but against
+    the champion before, so that it ends as it did. One that was followed meets who followed it:
+    nothing is promoted again over a better one.
 
     Args:
         root: URI below which the registry stands.
