@@ -56,6 +56,13 @@ def compile_components(folder: Path, image: str = IMAGE) -> None:
         _write(folder / f"{component.name}.yaml", text)
 
 
+def image_remark(image: str) -> str:
+    """Return the line that a person has to read of the default image; of others none."""
+    if image != IMAGE:
+        return ""
+    return f"flotilla: no cluster can pull {IMAGE}, it names no registry: name yours by --image\n"
+
+
 def _compiled(source: object) -> str:
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         # The compiler takes no other ending than this one.
