@@ -60,7 +60,8 @@ def image_remark(image: str) -> str:
     """Return the line that a person has to read of the default image; of others none."""
     if image != IMAGE:
         return ""
-    return f"flotilla: no cluster can pull {IMAGE}, it names no registry: name yours by --image\n"
+    remedy = "compile or upload with --image HOST/NAME:TAG"
+    return f"flotilla: no cluster can pull {IMAGE}, which names no registry: {remedy}\n"
 
 
 def _compiled(source: object) -> str:

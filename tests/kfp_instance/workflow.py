@@ -56,6 +56,10 @@ class Workflow:
     def write(self, step: str, text: str) -> None:
         self.logs[self.pod(step)] += text
 
+    def say_begin(self, step: str, inputs: dict[str, str] | None = None) -> None:
+        """Write what a step's code writes first into its log."""
+        self.write(step, log_of("step_begin", step=step, **({"inputs": inputs} if inputs else {})))
+
     def end(
         self,
         step: str,
@@ -67,8 +71,12 @@ class Workflow:
         status = "done" if state == "SUCCEEDED" else "failed"
         whole = {"status": status, "exit_code": 0 if status == "done" else 1, "error": ""}
         whole |= {"seconds": 1.5, "figures": {}, "uri": ""} | record
-        self.write(step, log_of("step_begin", step=step, **({"inputs": inputs} if inputs else {})))
+        self.say_begin(step, inputs)
         self.write(step, log_of("step_end", step=step, **whole))
+        self.stop(step, state)
+
+    def stop(self, step: str, state: str) -> None:
+        """End a step without a word."""
         self._close(self._group(step), state)
         self._close(self._executor(step), state)
 
