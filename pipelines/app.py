@@ -74,8 +74,9 @@ def compile_(
     as_json: AsJson = False,
 ) -> None:
     """Compile the pipeline to the YAML that a KFP instance takes."""
+    from components.image import IMAGE
     from pipelines.commands import print_json
-    from pipelines.compile import IMAGE, compile_all, image_remark
+    from pipelines.compile import compile_all, image_remark
 
     def compiled() -> int:
         written = compile_all(output, image, components)

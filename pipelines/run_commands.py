@@ -25,7 +25,7 @@ Find = Callable[[], Access]
 def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -> int:
     """Show the runs of an instance, newest first."""
     client = connect(access)
-    named = {}
+    named: dict[str, Any] = {}
     if experiment:
         found = next(experiments(client, equals("display_name", experiment)), None)
         if found is None:
@@ -54,7 +54,8 @@ def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -
 
 def experiments(client: Client, only: str = "") -> Iterator[Any]:
     """Yield the experiments of the instance that a filter lets through."""
-    return pages(client.list_experiments, "experiments", **({"filter": only} if only else {}))
+    named: dict[str, Any] = {"filter": only} if only else {}
+    return pages(client.list_experiments, "experiments", **named)
 
 
 def list_local(workdir: Path, limit: int, *, as_json: bool) -> int:
