@@ -206,7 +206,7 @@ def shown_place(uri: str) -> str:
 
 def _where(step: dict[str, Any]) -> str:
     if step["status"] == "cached" and not step["uri"]:
-        return "in KFP's cache; no step that ran says where"
+        return "KFP's cache does not say"
     return shown_place(step["uri"])
 
 

@@ -86,17 +86,18 @@ def _record(client: Client, run: RemoteRun, step: Step) -> dict[str, Any]:
     if not step.pods:
         return {**record, "error": "the instance names no pod of it"}
     try:
-        happened = tuple(events_in(log_of(client, run, step)))
+        log = log_of(client, run, step)
     except InstanceError as error:
         return {**record, "error": str(error)}
-    told = step_records(happened)
-    mine = [each for each in told if each["step"] == step.name and "event" in each]
+    # A log holds what a user's own code prints, too.
+    happened = [each for each in events_in(log) if each.get("step") == step.name]
     begun = [each.get("inputs") for each in happened if each["event"] == "step_begin"]
-    record["inputs"] = next(filter(None, begun), {})
+    record["inputs"] = next((each for each in begun if isinstance(each, dict)), {})
+    mine = [each for each in step_records(happened) if "event" in each]
     if not mine:
         return {**record, "error": f"the log of {step.name} says nothing of its end"}
     kept = {name: record[name] for name in ("status", "state", "inputs")}
-    return {**mine[-1], **kept}
+    return {**record, **mine[-1], **kept}
 
 
 def _tells(step: Step) -> bool:

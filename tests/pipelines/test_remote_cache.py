@@ -113,7 +113,7 @@ def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
     told = remote("status", run_id, "--json")
     assert "dataset" not in told.json["artifacts"]
     [row] = [line for line in told.out.splitlines() if line.startswith("prepare_data")]
-    assert "in KFP's cache; no step" in row
+    assert "KFP's cache does not say" in row
 
 
 def test_a_step_that_was_killed_has_said_what_it_took(remote, run_id, play):
@@ -126,6 +126,23 @@ def test_a_step_that_was_killed_has_said_what_it_took(remote, run_id, play):
     told = remote("status", run_id, "--json")
     assert (told.json["status"], told.json["artifacts"]) == ("failed", {"dataset": DATASET})
     assert told.json["message"] == "train_model: the log of train_model says nothing of its end"
+
+
+def test_lines_that_others_print_are_not_taken_for_ours(remote, run_id, play):
+    def print_lines(workflow, _run):
+        workflow.begin("train_model")
+        for line in (
+            '{"event": "step_begin"}',
+            '{"event": "step_begin", "step": "evaluate_model", "inputs": {"dataset": "x"}}',
+            '{"event": "step_begin", "step": "train_model", "inputs": ["dataset"]}',
+            '{"event": "step_end", "step": "train_model"}',
+        ):
+            workflow.write("train_model", f"{line}\n")
+        workflow.stop("train_model", "SUCCEEDED")
+
+    play(cached, print_lines, over())
+    told = remote("status", run_id, "--json")
+    assert (told.code, told.json["artifacts"]) == (0, {})
 
 
 @pytest.mark.parametrize("names_pods", [True, False])

@@ -173,6 +173,15 @@ def test_of_two_in_one_second_the_instance_says_which_is_newest(instance, remote
     assert f"take {first}, or this one" in told.err
 
 
+def test_what_is_uploaded_stays_when_the_last_look_fails(instance, remote):
+    instance.faults.add("GET .*page_size=1&", 500, times=1)
+    told = remote("upload", "--json")
+    assert (told.code, told.json["status"]) == (1, "failed")
+    assert told.err.startswith("uploaded: ")
+    told = remote("upload", "--json")
+    assert (told.json["version"]["created"], told.json["version"]["newest"]) == (False, True)
+
+
 def test_a_version_that_is_gone_at_once(instance, remote):
     instance.faults.add("GET .*page_size=1&", 200, body=b"{}")
     told = remote("upload", "--json")
