@@ -57,12 +57,16 @@ def step_records(happened: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ..
 
 
 @contextmanager
-def recorded(name: str, *, exit_step: bool = False) -> Iterator[StepRecord]:
+def recorded(
+    name: str, *, exit_step: bool = False, inputs: Mapping[str, str] | None = None
+) -> Iterator[StepRecord]:
     """Run a step in this block and record its course.
 
     Args:
         name: the step.
         exit_step: whether it does its work even when the run was asked to end.
+        inputs: URI by name of what the step takes that KFP may have had in its cache, where no step
+            of this run has written it down.
 
     Raises:
         SystemExit: the block raised a `UserError`; its line was written to standard error.
@@ -84,7 +88,7 @@ def recorded(name: str, *, exit_step: bool = False) -> Iterator[StepRecord]:
             uri=record.uri,
         )
 
-    events.emit("step_begin", step=name)
+    events.emit("step_begin", step=name, **({"inputs": dict(inputs)} if inputs else {}))
     try:
         with _interruptible():
             if os.environ.get(STOPPING) and not exit_step:

@@ -105,7 +105,7 @@ def train_model(
 
     The pods of a TFJob get the image and the secret of the run where its settings name none.
     """
-    with recorded("train_model") as record:
+    with recorded("train_model", inputs={"dataset": dataset}) as record:
         job = Job(
             config=_config(config),
             dataset=dataset,
@@ -140,7 +140,8 @@ def evaluate_model(
     roc: Any,
 ) -> str:
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
-    with recorded("evaluate_model") as record, scratch_folder() as scratch:
+    took = {"dataset": dataset}
+    with recorded("evaluate_model", inputs=took) as record, scratch_folder() as scratch:
         from trainer import evaluate
 
         settings = _config(config)
@@ -181,7 +182,8 @@ def export_model(
     artifact: Any,
 ) -> str:
     """Export; `artifact` is a KFP Model."""
-    with recorded("export_model") as record, scratch_folder() as scratch:
+    took = {"dataset": dataset}
+    with recorded("export_model", inputs=took) as record, scratch_folder() as scratch:
         from trainer import export
 
         settings = _config(config)

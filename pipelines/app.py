@@ -74,12 +74,14 @@ def compile_(
     as_json: AsJson = False,
 ) -> None:
     """Compile the pipeline to the YAML that a KFP instance takes."""
+    from components.image import IMAGE
     from pipelines.commands import print_json
-    from pipelines.compile import compile_all
+    from pipelines.compile import compile_all, image_remark
 
     def compiled() -> int:
         written = compile_all(output, image, components)
         sys.stderr.writelines(f"wrote {path}\n" for path in written.values())
+        sys.stderr.write(image_remark(image or IMAGE))
         if as_json:
             print_json({"status": "done", "artifacts": written})
         return DONE

@@ -56,6 +56,14 @@ def compile_components(folder: Path, image: str = IMAGE) -> None:
         _write(folder / f"{component.name}.yaml", text)
 
 
+def image_remark(image: str) -> str:
+    """Return the line that a person has to read of the default image; of others none."""
+    if image != IMAGE:
+        return ""
+    remedy = "compile or upload with --image HOST/NAME:TAG"
+    return f"flotilla: no cluster can pull {IMAGE}, which names no registry: {remedy}\n"
+
+
 def _compiled(source: object) -> str:
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
         # The compiler takes no other ending than this one.

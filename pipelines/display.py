@@ -19,6 +19,7 @@ from trainer import storage
 LINE_SECONDS = 5.0
 _MARKS = {
     "done": "[green]done[/]",
+    "cached": "[green]cached[/]",
     "failed": "[red]failed[/]",
     "interrupted": "[yellow]interrupted[/]",
     "running": "[cyan]running[/]",
@@ -189,7 +190,7 @@ def closing_table(outcome: Outcome) -> Table:
             _MARKS[step["status"]],
             f"{step['seconds']:.1f}",
             escape(_figures(step["figures"])),
-            escape(shown_place(step["uri"])),
+            escape(_where(step)),
         )
     return table
 
@@ -201,6 +202,12 @@ def shown_place(uri: str) -> str:
         return uri
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _where(step: dict[str, Any]) -> str:
+    if step["status"] == "cached" and not step["uri"]:
+        return "KFP's cache does not say"
+    return shown_place(step["uri"])
 
 
 def _figures(figures: dict[str, Any]) -> str:

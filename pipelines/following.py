@@ -36,7 +36,14 @@ class Follower:
         """Show what is new in a run."""
         for step in run.steps:
             wanted = self._only in ("", step.name)
-            if wanted and step.state in _BEGUN and step.name not in self._done:
+            if not wanted or step.name in self._done:
+                continue
+            if step.cached:
+                self._done.add(step.name)
+                # It was looked for while the instance had not skipped its pod yet.
+                self.refused.pop(step.name, None)
+                _say(f"{step.name} was taken from KFP's cache: it did not run and has no log")
+            elif step.state in _BEGUN:
                 over = step.state in _OVER or run.has_ended
                 self._show(run, step, over)
                 if over:

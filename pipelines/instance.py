@@ -11,6 +11,8 @@ import functools
 import io
 import json
 import logging
+import re
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,7 +36,7 @@ from pipelines.instance_errors import (
     strange_answer,
 )
 
-__all__ = ["Access", "Client", "ask", "connect", "found_access", "pages", "version"]
+__all__ = ["Access", "Client", "ask", "connect", "found_access", "is_id", "pages", "version"]
 
 CONNECT_SECONDS = 3.0
 # Of silence, not of the whole answer.
@@ -46,6 +48,7 @@ BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
 _PAGE = 100
 _VERSION_KEYS = ("tag_name", "apiServerTagName")
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Client(sdk.Client):  # type: ignore[misc]
@@ -192,16 +195,33 @@ def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         raise InstanceError(f"the KFP client cannot read what was answered: {words}") from None
 
 
-def pages(call: Callable[..., Any], items: str, **named: Any) -> Iterator[Any]:
-    """Yield what a list call of the client holds in its attribute `items`, page after page."""
-    token, seen = "", set[str]()
+def pages(
+    call: Callable[..., Any], items: str, *, size: int = _PAGE, most: int = 0, **named: Any
+) -> Iterator[Any]:
+    """Yield what a list call of the client holds, page after page, as far as it is asked for.
+
+    Args:
+        call: a method of the client.
+        items: the attribute of its answer.
+        size: of a page.
+        most: how many are wanted, and no more are asked for; all when 0.
+        named: what else the call takes.
+    """
+    token, seen, left = "", set[str](), most or sys.maxsize
     while token not in seen:
         seen.add(token)
-        page = ask(call, page_token=token, page_size=_PAGE, **named)
-        yield from getattr(page, items) or ()
+        page = ask(call, page_token=token, page_size=min(size, left), **named)
+        found = getattr(page, items) or []
+        yield from found[:left]
+        left -= len(found)
         token = page.next_page_token or ""
-        if not token:
+        if not token or left <= 0:
             return
+
+
+def is_id(text: str) -> bool:
+    """Say whether a text is what an instance calls a run or a version by."""
+    return _ID.fullmatch(text) is not None
 
 
 def version(access: Access) -> str:

@@ -32,10 +32,10 @@ class Outcome:
 
     def artifacts(self) -> dict[str, str]:
         """Return the URI of what each step has published."""
-        return {_ARTIFACTS[s["step"]]: s["uri"] for s in self.steps if s["uri"]}
+        return {ARTIFACTS[s["step"]]: s["uri"] for s in self.steps if s["uri"]}
 
 
-_ARTIFACTS = {
+ARTIFACTS = {
     "prepare_data": "dataset",
     "train_model": "checkpoint",
     "evaluate_model": "evaluation",

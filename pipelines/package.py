@@ -41,6 +41,12 @@ class Package:
         """The digest of the content."""
         return hashlib.sha256(self.text.encode()).hexdigest()[:DIGEST_LENGTH]
 
+    @property
+    def image(self) -> str:
+        """The default of the run parameter `image`, empty where there is none."""
+        declared = (_inputs(self.spec) or {}).get("image")
+        return str(declared.get("defaultValue", "")) if isinstance(declared, Mapping) else ""
+
     def version(self) -> str:
         """Return the name of the version: the content, and the commit that it comes from."""
         commit, _, dirty = lineage.commit().partition("-")
@@ -72,13 +78,18 @@ def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
     Args:
         spec: a pipeline spec, which an instance may have wrapped together with a platform spec.
     """
+    declared = _inputs(spec)
+    return None if declared is None else set(declared)
+
+
+def _inputs(spec: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     if not spec:
         return None
     pipeline = spec.get("pipeline_spec") or spec
     root = pipeline.get("root")
     if not isinstance(root, Mapping):
         return None
-    return set((root.get("inputDefinitions") or {}).get("parameters") or {})
+    return (root.get("inputDefinitions") or {}).get("parameters") or {}
 
 
 def _parsed(path: Path) -> Package:

@@ -37,7 +37,9 @@ remote = typer.Typer()
 PIPELINE, EXPERIMENT, RUNS = "flotilla-training", "flotilla", Path("runs")
 
 
-@remote.command(epilog="--json adds `version`.")
+@remote.command(
+    epilog="--json adds `version`; `newest` in it: whether `submit` takes it by itself."
+)
 @of_instance
 def upload(
     given: Given,

@@ -51,8 +51,8 @@ class Steps:
             self._live.update(steps_table(run.steps), refresh=True)
             return
         for step in run.steps:
-            if self._seen.get(step.name) != step.state:
-                self._seen[step.name] = step.state
+            if self._seen.get(step.name) != _word(step):
+                self._seen[step.name] = _word(step)
                 self._console.print(_line(step), soft_wrap=True)
 
     def say(self, text: str) -> None:
@@ -66,7 +66,7 @@ def steps_table(steps: Iterable[Step]) -> Table:
     for title in ("step", "status", "seconds"):
         table.add_column(title, justify="right" if title == "seconds" else "left")
     for step in steps:
-        table.add_row(escape(step.name), word(step.state), f"{step.seconds:.0f}")
+        table.add_row(escape(step.name), _word(step), f"{step.seconds:.0f}")
     return table
 
 
@@ -91,7 +91,13 @@ def stamp(moment: datetime | None) -> str:
     return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
 
 
+def _word(step: Step) -> str:
+    return "[green]cached[/]" if step.cached else word(step.state)
+
+
 def _line(step: Step) -> str:
+    if step.cached:
+        return f"{escape(step.name)} {_word(step)}"
     if step.state == "RUNNING":
         return f"{escape(step.name)} ..."
     if step.state in ("SUCCEEDED", "FAILED"):

@@ -3,6 +3,9 @@
 An instance tells of nodes of an Argo workflow. A step `train-model` is a node of this name beside
 `train-model-driver`, and its pod is the node `executor` among its children; groups of steps have
 drivers too. Nodes that were never begun are absent.
+
+What KFP takes from its cache has a driver and a node that succeeded; the node `executor` is there
+and was skipped, and its name is that of a pod that never was. Outputs are told of no step.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from pipelines.instance import Client, ask, pages
+from pipelines.instance import Client, ask, is_id, pages
 from pipelines.upload import NEWEST, equals
 from trainer.errors import UserError
 
@@ -21,7 +24,6 @@ ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _DRIVER = "-driver"
 _GROUP = re.compile(r"root|(exit-handler|condition|condition-branches|for-loop|iteration\S*)-\d+")
 _EXECUTOR = re.compile(r"executor(\(\d+\))?")
-_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 # Argo puts the template of a node into the name of its pod.
 _TEMPLATES = ("system-container-impl", "retry-system-container-impl")
 _EPOCH = 1970
@@ -29,13 +31,23 @@ _EPOCH = 1970
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """One step of a run; `pods` may hold names that the pod could have, the likeliest first."""
+    """One step of a run.
+
+    Attributes:
+        name: of the step.
+        state: as KFP tells it.
+        began: when.
+        ended: when, or None.
+        pods: names that its pod could have, the likeliest first; none where it is cached.
+        cached: whether KFP took its outputs from the cache, so that none of its code ran.
+    """
 
     name: str
     state: str
     began: datetime | None
     ended: datetime | None
     pods: tuple[str, ...]
+    cached: bool = False
 
     @property
     def seconds(self) -> float:
@@ -69,7 +81,7 @@ class RemoteRun:
 
 def run_of(client: Client, run: str) -> RemoteRun:
     """Return a run by its id, or by its name where that is one run's; raises `UserError`."""
-    if _ID.fullmatch(run.lower()):
+    if is_id(run.lower()):
         return view(ask(client.get_run, run_id=run.lower()))
     found = list(
         pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
@@ -107,20 +119,45 @@ def steps_of(details: Sequence[Any]) -> tuple[Step, ...]:
         if step == name or _GROUP.fullmatch(step):
             continue
         if node := nodes.get(step):
-            steps.append(_step(step, node, tuple(_pods(node, by_hash))))
+            if _is_cached(node, by_hash, details):
+                steps.append(_step(step, node, (), cached=True))
+            else:
+                steps.append(_step(step, node, tuple(_pods(node, by_hash))))
         elif driver.state == "FAILED":
             steps.append(_step(step, driver, (str(driver.pod_name or ""),)))
     return tuple(sorted(steps, key=lambda step: step.began or datetime.max.replace(tzinfo=UTC)))
 
 
-def _step(name: str, node: Any, pods: tuple[str, ...]) -> Step:
+def _step(name: str, node: Any, pods: tuple[str, ...], *, cached: bool = False) -> Step:
     return Step(
         name=name.replace("-", "_"),
         state=str(node.state or "PENDING"),
         began=_moment(node.start_time),
         ended=_moment(node.end_time),
         pods=pods,
+        cached=cached,
     )
+
+
+def _is_cached(node: Any, by_hash: dict[str, Any], details: Sequence[Any]) -> bool:
+    children = (by_hash.get(_hash(child.pod_name or "")) for child in node.child_tasks or ())
+    found = [child for child in children if child is not None] or _within(node, details)
+    executors = [each for each in found if _EXECUTOR.fullmatch(str(each.display_name))]
+    # Nothing but the cache has KFP skip the pod of a step that itself is not skipped.
+    return bool(executors) and all(each.state == "SKIPPED" for each in executors)
+
+
+def _within(node: Any, details: Sequence[Any]) -> list[Any]:
+    """Return what began while `node` went on, for instances that leave names of pods out."""
+    begin, end = _moment(node.start_time), _moment(node.end_time)
+    if begin is None or any(each.pod_name for each in details):
+        return []
+    began = ((each, _moment(each.start_time)) for each in details)
+    return [
+        each
+        for each, moment in began
+        if moment is not None and begin <= moment and (end is None or moment <= end)
+    ]
 
 
 def _pods(node: Any, by_hash: dict[str, Any]) -> Iterable[str]:

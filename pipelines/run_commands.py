@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ Find = Callable[[], Access]
 def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -> int:
     """Show the runs of an instance, newest first."""
     client = connect(access)
-    named = {}
+    named: dict[str, Any] = {}
     if experiment:
         found = next(experiments(client, equals("display_name", experiment)), None)
         if found is None:
@@ -34,10 +33,8 @@ def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -
             hint = nearest(experiment, known)
             raise UserError(f"{access.endpoint} has no experiment {experiment!r}{hint}")
         named = {"experiment_id": str(found.experiment_id)}
-    runs = [
-        view(each)
-        for each in islice(pages(client.list_runs, "runs", sort_by=NEWEST, **named), limit)
-    ]
+    found_runs = pages(client.list_runs, "runs", most=limit, sort_by=NEWEST, **named)
+    runs = [view(each) for each in found_runs]
     with output():
         display.Terminal().print(runs_table(runs) if runs else f"no runs at {access.endpoint}")
     if as_json:
@@ -57,7 +54,8 @@ def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -
 
 def experiments(client: Client, only: str = "") -> Iterator[Any]:
     """Yield the experiments of the instance that a filter lets through."""
-    return pages(client.list_experiments, "experiments", **({"filter": only} if only else {}))
+    named: dict[str, Any] = {"filter": only} if only else {}
+    return pages(client.list_experiments, "experiments", **named)
 
 
 def list_local(workdir: Path, limit: int, *, as_json: bool) -> int:

@@ -13,13 +13,18 @@ from typing import Any
 from kfp_server_api import V2beta1Pipeline
 
 from pipelines.commands import print_json
-from pipelines.instance import Access, Client, ask, connect, pages
+from pipelines.compile import image_remark
+from pipelines.instance import Access, Client, ask, connect, is_id, pages
 from pipelines.instance_errors import InstanceError
 from pipelines.package import Package
 from trainer.errors import DONE, ConfigError, UserError, nearest
 
-_CONFLICT = 409
+_ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"
+# A version comes with its whole spec, 80 kB of ours.
+_VERSIONS = 5
+# To guess from what was meant.
+_SOME = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +51,15 @@ def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int
     told = "uploaded" if made else "the same content is there already"
     place = page_of(access, f"pipelines/details/{version.pipeline_id}/version/{version.version_id}")
     sys.stderr.write(f"{told}: {version.pipeline} version {version.name}\n{place}\n")
+    # Asked of the instance: it knows moments to the second only, and others upload too.
+    newest = next(versions(client, version.pipeline, version.pipeline_id, most=1), version)
+    is_newest = newest.version_id == version.version_id
+    if not is_newest:
+        sys.stderr.write(
+            f"it is not the newest: `submit` and `schedule` take {newest.name}, "
+            f"or this one by --version {version.name}\n"
+        )
+    sys.stderr.write(image_remark(package.image))
     if as_json:
         found = {
             "id": version.version_id,
@@ -53,6 +67,7 @@ def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int
             "pipeline": version.pipeline,
             "pipeline_id": version.pipeline_id,
             "created": made,
+            "newest": is_newest,
         }
         print_json({"status": "done", "version": found, "artifacts": {"pipeline": place}})
     return DONE
@@ -61,7 +76,7 @@ def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int
 def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool]:
     """Return the version with this content, and whether it was made now."""
     pipeline_id = pipeline_id_of(client, name) or _created(client, name)
-    for version in versions(client, name, pipeline_id):
+    for version in versions(client, name, pipeline_id, package.digest):
         if version.name.startswith(package.digest):
             return version, False
     wanted = package.version()
@@ -72,7 +87,7 @@ def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool
             made = ask(client.upload_pipeline_version, str(path), wanted, pipeline_id=pipeline_id)
         except InstanceError as error:
             if error.status == _CONFLICT:
-                for version in versions(client, name, pipeline_id):
+                for version in versions(client, name, pipeline_id, wanted):
                     if version.name == wanted:
                         return version, False
             raise
@@ -85,18 +100,35 @@ def pipeline_id_of(client: Client, name: str) -> str:
         client.list_pipelines,
         "pipelines",
         namespace=client.access.namespace or None,
-        filter=equals("display_name", name),
+        filter=containing("display_name", name),
     ):
         if pipeline.display_name == name:
             return str(pipeline.pipeline_id)
     return ""
 
 
-def versions(client: Client, name: str, pipeline_id: str) -> Iterator[Version]:
-    """Yield the versions of a pipeline, newest first."""
-    for each in pages(
-        client.list_pipeline_versions, "pipeline_versions", pipeline_id=pipeline_id, sort_by=NEWEST
-    ):
+def versions(
+    client: Client, name: str, pipeline_id: str, part: str = "", most: int = 0
+) -> Iterator[Version]:
+    """Yield the versions of a pipeline, newest first.
+
+    Args:
+        client: of the instance.
+        name: of the pipeline.
+        pipeline_id: of the pipeline.
+        part: of the name of a version; all versions when empty.
+        most: how many are wanted; all when 0.
+    """
+    found = pages(
+        client.list_pipeline_versions,
+        "pipeline_versions",
+        size=most or _VERSIONS,
+        most=most,
+        pipeline_id=pipeline_id,
+        sort_by=NEWEST,
+        **({"filter": containing("display_name", part)} if part else {}),
+    )
+    for each in found:
         yield _version(name, each)
 
 
@@ -121,17 +153,13 @@ def version_of(client: Client, name: str, wanted: str) -> Version:
         ]
         hint = nearest(name, known) or "; upload it with `flotilla upload`, or submit a --file"
         raise UserError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
-    found = list(versions(client, name, pipeline_id))
-    for same in (
-        lambda version: not wanted or wanted in (version.name, version.version_id),
-        lambda version: version.name.startswith(wanted),
-    ):
-        for version in found:
-            if same(version):
-                return version
-    if not found:
+    found = _wanted(client, name, pipeline_id, wanted)
+    if found is not None:
+        return found
+    some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
+    if not some:
         raise UserError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
-    hint = nearest(wanted, [version.name for version in found]) or f"; newest: {found[0].name}"
+    hint = nearest(wanted, some) or f"; newest: {some[0]}"
     raise UserError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
 
 
@@ -140,9 +168,39 @@ def equals(key: str, value: str) -> str:
     return json.dumps({"predicates": [{"operation": "EQUALS", "key": key, "stringValue": value}]})
 
 
+def containing(key: str, value: str) -> str:
+    """Return a filter of the API for texts that hold `value`, and for some others.
+
+    For pipelines and versions: an instance that keeps them in Kubernetes knows no other filter.
+    """
+    predicate = {"operation": "IS_SUBSTRING", "key": key, "stringValue": value}
+    return json.dumps({"predicates": [predicate]})
+
+
 def page_of(access: Access, path: str) -> str:
     """Return the page of the user interface that shows something."""
     return f"{access.endpoint}/#/{path}"
+
+
+def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version | None:
+    if not wanted:
+        return next(versions(client, name, pipeline_id, most=1), None)
+    if is_id(wanted):
+        try:
+            made = ask(client.get_pipeline_version, pipeline_id, wanted)
+        except InstanceError as error:
+            if error.status != _ABSENT:
+                raise
+        else:
+            # An instance looks at the id of the version alone.
+            return _version(name, made) if made.pipeline_id == pipeline_id else None
+    begins: Version | None = None
+    for version in versions(client, name, pipeline_id, wanted):
+        if version.name == wanted:
+            return version
+        if begins is None and version.name.startswith(wanted):
+            begins = version
+    return begins
 
 
 def _created(client: Client, name: str) -> str:

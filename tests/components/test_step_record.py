@@ -80,6 +80,12 @@ def test_a_step_that_is_done(happened, capsys):
     assert not "".join(capsys.readouterr())
 
 
+def test_what_it_takes_is_told_before_it_works(happened):
+    with recorded("train_model", inputs={"dataset": "gs://b/d"}):
+        (begin,) = happened()
+    assert begin["inputs"] == {"dataset": "gs://b/d"}
+
+
 def test_it_has_begun_before_it_works(happened):
     with recorded("train_model"):
         assert [event["event"] for event in happened()] == ["step_begin"]

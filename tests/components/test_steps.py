@@ -55,6 +55,7 @@ class TestJudging:
         written = json.loads(storage.read_file(uri, "metrics.json"))
         assert {**written["metrics"], "uri": uri} == metrics.metadata
         assert happened()[-1]["figures"] == written["metrics"]
+        assert happened()[0]["inputs"] == {"dataset": run.dataset}
         matrix = confusion.metadata["confusionMatrix"]
         names = [each["displayName"] for each in matrix["annotationSpecs"]]
         assert names == [str(digit) for digit in range(10)]
@@ -131,6 +132,8 @@ class TestJudging:
         uri = steps.export_model(*given)
         assert uri.startswith(storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}-"))
         storage.verify(uri)
+        begins = [each for each in happened() if each["event"] == "step_begin"]
+        assert begins[-1]["inputs"] == {"dataset": run.dataset}
         differences = happened()[-1]["figures"]
         assert set(differences) == {"saved_model", "keras"}
         assert artifact.metadata == {"uri": uri, **differences}

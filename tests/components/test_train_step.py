@@ -57,6 +57,7 @@ class TestTrainModel:
         }  # fmt: skip
         assert happened()[-1]["figures"] == {"global_step": 10, "loss": 0.1}
         assert happened()[-1]["uri"] == uri
+        assert happened()[0]["inputs"] == {"dataset": run.dataset}
         written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
         assert written["outputs"] == [{"type": "tensorboard", "source": logs}]
         ((job, defaults),) = launched

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tests.kfp_instance.server import Instance
 
 V2 = "/apis/v2beta1"
+OPERATIONS = {1: "EQUALS", 9: "IS_SUBSTRING"}
 HEALTH = {"commit_sha": "0123abc", "tag_name": "2.17.0"}
 Handle = Callable[..., Tree]
 # The namespace of pods, where the instance is for one user.
@@ -33,7 +34,7 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
     if path in (f"{V2}/healthz", "/apis/v1beta1/healthz"):
         told = {**HEALTH, "multi_user": instance.multi_user}
         if path.startswith(V2):
-            told["pipeline_store"] = "database"
+            told["pipeline_store"] = instance.pipeline_store
         return 200, "application/json", json.dumps(told).encode()
     if log := re.fullmatch(r"/apis/v1alpha1/runs/([^/]+)/nodes/([^/]+)/log", path):
         if instance.has_logs == "page":
@@ -56,14 +57,22 @@ def _log(instance: Instance, run: str, pod: str, served: bool) -> tuple[int, str
         return 200, "text/plain", workflow.logs[pod].encode()
 
 
-def _listed(things: Iterable[Tree], name: str, query: dict[str, str]) -> Tree:
+def _listed(
+    things: Iterable[Tree], name: str, query: dict[str, str], operations: tuple[str, ...] = ()
+) -> Tree:
     """Return a page of what the filter lets through, in the order that is asked for."""
     rows = list(things)
     for predicate in json.loads(query.get("filter") or "{}").get("predicates", ()):
         # The SDK sends the number of the operation.
-        if predicate["operation"] not in ("EQUALS", 1):
-            raise RefusedError(400, f"unknown operation {predicate['operation']}")
-        rows = [row for row in rows if row.get(predicate["key"]) == predicate["stringValue"]]
+        operation = OPERATIONS.get(predicate["operation"], predicate["operation"])
+        if operation not in (operations or OPERATIONS.values()):
+            raise RefusedError(400, f"invalid filter: operation {operation} is not supported")
+        wanted, key = predicate["stringValue"], predicate["key"]
+        if operation == "EQUALS":
+            rows = [row for row in rows if row.get(key) == wanted]
+        else:
+            # The database compares as people do.
+            rows = [row for row in rows if wanted.lower() in str(row.get(key, "")).lower()]
     if sort := query.get("sort_by"):
         key, _, order = sort.partition(" ")
         rows.sort(key=lambda row: row[key], reverse=order == "desc")
@@ -93,15 +102,21 @@ def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> l
     ]
 
 
+def _kept(instance: Instance) -> tuple[str, ...]:
+    """Return the operations of a filter that the store of pipelines knows."""
+    known = tuple(OPERATIONS.values())
+    return known if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
+
+
 def _pipelines(instance: Instance, asked: Asked) -> Tree:
     place = asked.query.get("namespace", "")
     rows = [p for p in instance.store.pipelines.values() if p.get("namespace", "") == place]
-    return _listed(rows, "pipelines", asked.query)
+    return _listed(rows, "pipelines", asked.query, _kept(instance))
 
 
 def _versions(instance: Instance, pipeline: str, asked: Asked) -> Tree:
     rows = [v for v in instance.store.versions.values() if v["pipeline_id"] == pipeline]
-    return _listed(rows, "pipeline_versions", asked.query)
+    return _listed(rows, "pipeline_versions", asked.query, _kept(instance))
 
 
 def _upload_version(instance: Instance, asked: Asked) -> Tree:
@@ -119,11 +134,9 @@ def _upload(instance: Instance, asked: Asked) -> Tree:
     return made
 
 
-def _version(instance: Instance, pipeline: str, key: str, _asked: Asked) -> Tree:
-    version = found(instance.store.versions, key, "pipeline version")
-    if version["pipeline_id"] != pipeline:
-        raise RefusedError(404, f"pipeline version {key} not found")
-    return version
+def _version(instance: Instance, _pipeline: str, key: str, _asked: Asked) -> Tree:
+    # The id of the pipeline is not looked at.
+    return found(instance.store.versions, key, "pipeline version")
 
 
 def _one_of(attribute: str) -> Handle:

@@ -28,6 +28,7 @@ class Instance(ThreadingHTTPServer):
         token: what has to stand behind `Bearer`, or empty for no need.
         cookies: what the Cookie header has to be, or empty.
         multi_user: whether what belongs to a namespace has to name it.
+        pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
         has_logs: where logs are served: `api`, `page` (of the user interface), or neither.
         requests: `METHOD /path?query` of each.
     """
@@ -41,6 +42,7 @@ class Instance(ThreadingHTTPServer):
         self.token = ""
         self.cookies = ""
         self.multi_user = False
+        self.pipeline_store = "database"
         self.has_logs = "api"
         self.requests: list[str] = []
         self.closing = threading.Event()

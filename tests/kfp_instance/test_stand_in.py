@@ -11,6 +11,7 @@ from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
 from pipelines.instance import Access, Client
+from pipelines.upload import containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance
 from tests.kfp_instance.shapes import ShapeError, check
@@ -131,6 +132,36 @@ def test_a_right_shape_passes():
     workflow.skip()
     details = {"task_details": workflow.told()}
     check({"run_id": "some-run", "state": "RUNNING", "run_details": details}, "V2beta1Run")
+
+
+def test_a_step_from_the_cache_has_a_pod_that_never_was():
+    workflow = Workflow("some-run")
+    workflow.take_from_cache("prepare_data")
+    driver, group, executor = workflow.told()[-3:]
+    check({"run_id": "some-run", "run_details": {"task_details": workflow.told()}}, "V2beta1Run")
+    assert [each["state"] for each in (driver, group, executor)] == [
+        "SUCCEEDED", "SUCCEEDED", "SKIPPED",
+    ]  # fmt: skip
+    assert group["child_tasks"][0]["pod_name"].endswith(executor["pod_name"][-10:])
+    assert executor["pod_name"] not in workflow.logs
+
+
+@pytest.mark.parametrize("store", ["database", "kubernetes"])
+def test_filters_of_pipelines_are_those_of_their_store(served, plain, package, store):
+    served.pipeline_store = store
+    pipeline = plain.upload_pipeline(package, "mine")
+    listed = plain.list_pipelines(filter=containing("display_name", "in"))
+    assert [each.display_name for each in listed.pipelines] == ["mine"]
+    versions = plain.list_pipeline_versions(
+        pipeline.pipeline_id, filter=containing("display_name", "other")
+    )
+    assert versions.pipeline_versions is None
+    if store == "database":
+        assert plain.get_pipeline_id("mine") == pipeline.pipeline_id
+        return
+    with pytest.raises(ApiException) as refused:
+        plain.get_pipeline_id("mine")
+    assert refused.value.status == 400
 
 
 def test_our_client_is_the_sdk_client(served):

@@ -1,7 +1,9 @@
 """A run as an instance tells of it: the nodes of its Argo workflow, and the logs of its pods.
 
 A step is a driver, a group of its own name and a pod named executor in it; what was not begun has
-no node, and what a condition leaves out is skipped.
+no node, and what a condition leaves out is skipped. Of what comes from the cache the driver and the
+group succeed: the template of the group has its pod skipped (`when: cached-decision != true`), and
+Argo names the pod that never was all the same. Inputs and outputs are told of no node.
 """
 
 from __future__ import annotations
@@ -39,21 +41,42 @@ class Workflow:
     def begin(self, step: str) -> None:
         name = step.replace("_", "-")
         self._node(f"{name}-driver", "system-container-driver", "SUCCEEDED")
+        self._node(name, "system-container-executor", "RUNNING")
+        self.logs[self._add_executor(name, "RUNNING")["_pod"]] = ""
+
+    def take_from_cache(self, step: str) -> None:
+        name = step.replace("_", "-")
+        self._node(f"{name}-driver", "system-container-driver", "SUCCEEDED")
         group = self._node(name, "system-container-executor", "RUNNING")
-        pod = self._node("executor", "system-container-impl", "RUNNING")
-        group["child_tasks"] = [{"pod_name": f"{WORKFLOW}-{pod['_hash']}"}]
-        self.logs[pod["_pod"]] = ""
+        executor = self._add_executor(name, "SKIPPED")
+        # Argo does all three in one look at the workflow.
+        group["state"] = "SUCCEEDED"
+        executor["start_time"] = executor["end_time"] = group["end_time"] = group["start_time"]
 
     def write(self, step: str, text: str) -> None:
         self.logs[self.pod(step)] += text
 
-    def end(self, step: str, state: str = "SUCCEEDED", **record: Any) -> None:
+    def say_begin(self, step: str, inputs: dict[str, str] | None = None) -> None:
+        """Write what a step's code writes first into its log."""
+        self.write(step, log_of("step_begin", step=step, **({"inputs": inputs} if inputs else {})))
+
+    def end(
+        self,
+        step: str,
+        state: str = "SUCCEEDED",
+        inputs: dict[str, str] | None = None,
+        **record: Any,
+    ) -> None:
         """End a step, with the record that its code writes into its log."""
         status = "done" if state == "SUCCEEDED" else "failed"
         whole = {"status": status, "exit_code": 0 if status == "done" else 1, "error": ""}
         whole |= {"seconds": 1.5, "figures": {}, "uri": ""} | record
-        self.write(step, log_of("step_begin", step=step))
+        self.say_begin(step, inputs)
         self.write(step, log_of("step_end", step=step, **whole))
+        self.stop(step, state)
+
+    def stop(self, step: str, state: str) -> None:
+        """End a step without a word."""
         self._close(self._group(step), state)
         self._close(self._executor(step), state)
 
@@ -94,6 +117,11 @@ class Workflow:
         }
         self.nodes.append(node)
         return node
+
+    def _add_executor(self, name: str, state: str) -> dict[str, Any]:
+        pod = self._node("executor", "system-container-impl", state)
+        self._group(name)["child_tasks"] = [{"pod_name": f"{WORKFLOW}-{pod['_hash']}"}]
+        return pod
 
     def _group(self, step: str) -> dict[str, Any]:
         name = step.replace("_", "-")

@@ -8,10 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from components.image import IMAGE
 from pipelines import cli
 
 ROOT = Path(__file__).parents[2]
 FLOTILLA = Path(sys.executable).with_name("flotilla")
+REMARK = (
+    f"flotilla: no cluster can pull {IMAGE}, which names no registry: "
+    "compile or upload with --image HOST/NAME:TAG\n"
+)
 KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
 
 
@@ -182,13 +187,16 @@ def test_compiling(flotilla, here):
     told = json.loads(out)
     assert set(told) == KEYS
     assert (told["status"], told["artifacts"]) == ("done", written)
-    assert err == "wrote build/pipeline.yaml\nwrote parts\n"
+    assert err == f"wrote build/pipeline.yaml\nwrote parts\n{REMARK}"
     assert (here / "build" / "pipeline.yaml").is_file()
     assert len(list((here / "parts").iterdir())) == 8
 
 
 def test_compiling_without_json_prints_nothing(flotilla):
-    assert flotilla("compile", "-o", "p.yaml") == (0, "", "wrote p.yaml\n")
+    told = "wrote p.yaml\n"
+    assert flotilla("compile", "-o", "p.yaml", "--image", "a.example/b:1") == (0, "", told)
+    for words in ((), ("--image", IMAGE)):
+        assert flotilla("compile", "-o", "p.yaml", *words) == (0, "", told + REMARK)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 pytestmark = pytest.mark.usefixtures("uploaded")
@@ -36,7 +38,12 @@ def test_runs_newest_first_over_pages(instance, remote):
     names = [row["name"] for row in told.json["runs"]]
     assert names == [f"n{number}" for number in range(129, 4, -1)]
     # No page is read for runs that nobody wants to see.
-    assert len(instance.asked("GET .*/runs")) == 2
+    sizes = [re.search(r"page_size=(\d+)", each)[1] for each in instance.asked("GET .*/runs")]
+    assert sizes == ["100", "25"]
+    instance.requests.clear()
+    assert len(remote("runs", "--json").json["runs"]) == 20
+    [request] = instance.asked("GET .*/runs")
+    assert "page_size=20&" in request
     assert [row["name"] for row in remote("runs", "--limit", "200", "--json").json["runs"]][-1] == (
         "first"
     )

@@ -92,29 +92,6 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
     assert "pipeline_version_reference" not in the_run(instance)
 
 
-def test_a_version_by_name_by_its_beginning_and_by_id(instance, remote, uploaded):
-    [version] = instance.store.versions.values()
-    for wanted in (uploaded, uploaded[:12], version["pipeline_version_id"]):
-        assert remote("submit", "--version", wanted).code == 0
-    assert len(instance.store.runs) == 3
-
-
-def older(instance):
-    """Take a parameter away from the uploaded version."""
-    [version] = instance.store.versions.values()
-    del version["pipeline_spec"]["root"]["inputDefinitions"]["parameters"]["training_patience"]
-
-
-def test_an_older_version_gets_what_it_knows(instance, remote, uploaded):
-    older(instance)
-    assert remote("submit").code == 0
-    assert "training_patience" not in the_run(instance)["runtime_config"]["parameters"]
-    told = remote("submit", "--set", "training.patience=3")
-    assert told.code == 2
-    assert f"version {uploaded} of flotilla-training does not know training_patience" in told.err
-    assert len(instance.store.runs) == 1
-
-
 @pytest.mark.parametrize(
     ("code", "words", "message"),
     [
