@@ -30,6 +30,8 @@ _LINEAGE = (
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE", "CACHED")
 _ILL = ("FAILED", "CANCELED", "CANCELLED")
 _MOST_WORDS = 500
+# What KFP reuses leaves no record either.
+_UNHEARD = {"prepare_data": "prepare_data, or train_model if the dataset came from KFP's cache,"}
 _ORDER = (
     "resolve_config", "prepare_data", "train_model", "evaluate_model", "check_gate",
     "export_model", "register_model",
@@ -117,7 +119,7 @@ def _unsaid(steps: list[dict[str, Any]], words: str, *, shared: bool) -> str:
     last = max((_ORDER.index(each["step"]) for each in steps if each["step"] in _ORDER), default=-1)
     after = _ORDER[last + 1 : last + 2] if steps else ()
     unheard = [
-        f"{step} left no record: its pod did not start, or nothing could be written"
+        f"{_UNHEARD.get(step, step)} left no record: its pod did not start, or could write nothing"
         for step in after
     ]
     return "; ".join([*(unheard or ["no step has told why; see its log"]), *filter(None, [said])])
