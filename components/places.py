@@ -78,7 +78,7 @@ def run_id_in(artifact: str, step: str) -> str:
 
     For the step that must not depend on the run, so that KFP can take it from its cache.
     """
-    named = re.match(rf".*/([^/]+)/{re.escape(step)}(-\d+)?/", artifact.partition("?")[0])
+    named = re.match(rf".+://.*/([^/]+)/{re.escape(step)}(-\d+)?/", artifact.partition("?")[0])
     return run_id_of(named[1] if named else "")
 
 

@@ -111,8 +111,9 @@ def publish_config(at: str, text: str) -> None:
 def read(at: str, *, well: bool) -> list[dict[str, Any]]:
     """Return the records of the run at the URI `at`, in the order in which its steps began.
 
-    Each has the `time` at which it ended, as an event has. Of those without an end the last one was
-    killed, unless the run ended `well`; the others were followed by a step, and so were done.
+    Each has the `time` at which it ended, as an event has. The last one, where it has no end, was
+    killed, unless the run ended `well`. A step that was followed by another one was done, whatever
+    its record says: that of its last try could not be written.
 
     Raises:
         UserError: the store cannot be read.
@@ -122,19 +123,18 @@ def read(at: str, *, well: bool) -> list[dict[str, Any]]:
     records = sorted((each for each in found if each), key=lambda each: each["began"])
     steps = [each for each in records if each["step"] != EXIT_STEP]
     ends = [each["began"] for each in records]
-    return [
-        _settled(
-            record,
-            end=next((end for end in ends if end > record["began"]), time.time()),
-            killed=record is steps[-1] and not well,
-        )
-        for record in steps
-    ]
+    settled = []
+    for record in steps:
+        last = record is steps[-1]
+        if "ended" in record and (last or record["status"] == "done"):
+            settled.append({**record, "time": record["ended"]})
+            continue
+        end = next((began for began in ends if began > record["began"]), time.time())
+        settled.append(_guessed(record, end, killed=last and not well))
+    return settled
 
 
-def _settled(record: dict[str, Any], *, end: float, killed: bool) -> dict[str, Any]:
-    if "ended" in record:
-        return {**record, "time": record["ended"]}
+def _guessed(record: dict[str, Any], end: float, *, killed: bool) -> dict[str, Any]:
     return {
         **record,
         "status": "failed" if killed else "done",
@@ -170,7 +170,7 @@ def _is_whole(record: dict[str, Any]) -> bool:
         numbers += [record["ended"], record.get("seconds")]
         if not all(isinstance(record.get(name), str) for name in ("status", "error", "uri")):
             return False
-        if not isinstance(record.get("figures"), dict):
+        if not all(isinstance(record.get(name), dict) for name in ("figures", "held")):
             return False
     return isinstance(record.get("step"), str) and all(
         isinstance(number, int | float) and math.isfinite(number) for number in numbers

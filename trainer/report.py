@@ -135,11 +135,11 @@ def figure(value: object) -> str:
 
 def earlier(step: Facts) -> str:
     """Return what the earlier tries of a step have taken, to be read after its own seconds."""
-    before = (step.get("tries") or 1) - 1
-    if before < 1:
+    tries = step.get("tries")
+    if not isinstance(tries, int) or tries <= 1:
         return ""
-    word = "try" if before == 1 else "tries"
-    return f" + {figure(step.get('earlier_seconds'))} s in {before} earlier {word}"
+    word = "try" if tries - 1 == 1 else "tries"
+    return f" + {figure(step.get('earlier_seconds'))} s in {tries - 1} earlier {word}"
 
 
 @cache

@@ -150,6 +150,14 @@ def test_the_last_one_without_an_end_was_killed(disk):
     assert 59 < trained["seconds"] < 120
 
 
+def test_a_step_that_another_one_followed_did_not_fail(disk):
+    put(disk, "train_model", began=10.0, ended=15.0, status="failed", error="worker-0 died")
+    put(disk, "evaluate_model", began=50.0, ended=60.0, status="failed", error="no space")
+    trained, evaluated = read(disk, well=False)
+    assert (trained["status"], trained["error"], trained["seconds"]) == ("done", "", 40)
+    assert (evaluated["status"], evaluated["error"]) == ("failed", "no space")
+
+
 def test_of_a_run_that_ended_well_none_was(disk):
     put(disk, "train_model", began=10.0)
     assert [each["status"] for each in read(disk, well=True)] == ["done"]
@@ -265,6 +273,8 @@ class TestPlaces:
             (f"gs://b/v2/p/{RUN}/prepare-data/77/dataset", RUN),
             (f"minio://b/v2/p/{RUN}/prepare-data-2/77/dataset?endpoint=a:1", RUN),
             (f"gs://b/prepare-data/p/{RUN}/prepare-data/dataset", RUN),
+            # KFP's local runner names its folder of the run there.
+            (f"/tmp/p-{RUN}/prepare-data/dataset", ""),
             ("/tmp/dataset", ""),
             ("", ""),
         ],

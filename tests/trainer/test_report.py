@@ -196,6 +196,20 @@ def test_an_incident_at_no_time(time: Any) -> None:
     assert page.words[-3] == report.figure(time)
 
 
+def test_a_step_that_was_tried_again_shows_what_that_took() -> None:
+    step = {"step": "train_model", "status": "done", "seconds": 3.5, "earlier_seconds": 40.0}
+    assert (
+        "3.5 s + 40 s in 1 earlier try"
+        in Page(report.render({"steps": [{**step, "tries": 2}]})).text
+    )
+    assert "earlier" not in Page(report.render({"steps": [{**step, "tries": 1}]})).text
+
+
+def test_what_is_known_of_a_failure_that_no_step_told_stands_with_the_verdict() -> None:
+    words = Page(report.render({"verdict": "failed", "error": "KFP says: <quota>"})).words
+    assert words.index("KFP says: <quota>") == words.index(report.HEADLINES["failed"]) + 1
+
+
 def test_the_same_facts_give_the_same_page() -> None:
     assert report.render(FACTS) == report.render(json.loads(json.dumps(FACTS)))
 
@@ -250,7 +264,7 @@ _row = st.fixed_dictionaries(
     {},
     optional=dict.fromkeys(
         ["step", "status", "seconds", "figures", "uri", "error", "metric", "bound", "threshold",
-         "value", "passed", "global_step", "loss", "event", "time"],
+         "value", "passed", "global_step", "loss", "event", "time", "tries", "earlier_seconds"],
         _plain,
     ),
 )  # fmt: skip
@@ -260,6 +274,7 @@ _facts = st.fixed_dictionaries(
         "run_id": st.none() | st.text(),
         "verdict": st.none() | st.text() | st.sampled_from(["failed", "refused"]),
         "config": st.dictionaries(st.text(), _plain, max_size=3),
+        "error": st.none() | st.text(),
         "metrics": st.dictionaries(st.text(), _plain, max_size=3),
         **{name: st.lists(_row, max_size=3) for name in ("steps", "rules", "history", "incidents")},
     },
