@@ -48,7 +48,7 @@ class PublishedRecord:
 
     def __init__(self, step: str, at: str) -> None:
         """Publish below `at`, the URI of the run; nothing at all where that is empty."""
-        self._at, self._step, self._silent = at, step, not at
+        self._at, self._step, self._told = at, step, False
         self._record: dict[str, Any] = {
             "step": step,
             "status": "running",
@@ -61,7 +61,7 @@ class PublishedRecord:
         """Publish that the step has begun, and take over what its earlier tries have spent."""
         if not self._at:
             return
-        with _told_once(self):
+        with self._never_in_the_way():
             if before := _read(_uri(self._at, self._step)):
                 spent = before["earlier_seconds"] + max(self._seconds_of(before), 0.0)
                 tries = before["tries"] + 1
@@ -74,15 +74,15 @@ class PublishedRecord:
             return
         ended = round(self._record["began"] + seconds, 3)
         self._record |= {**fields, "ended": ended, "seconds": seconds}
-        with _told_once(self):
+        with self._never_in_the_way():
             self._write()
 
-    def tell(self, error: Exception) -> None:
-        """Say on standard error, once, why the record is not there."""
-        if not self._silent:
-            words = " ".join(str(error).split()) or type(error).__name__
-            sys.stderr.write(f"flotilla: {self._step}: left without a record: {words}\n")
-        self._silent = True
+    @contextmanager
+    def _never_in_the_way(self) -> Iterator[None]:
+        # Once is enough: the end is tried all the same.
+        with _harmless("" if self._told else f"the record of {self._step}") as told:
+            yield
+        self._told = self._told or bool(told)
 
     def _seconds_of(self, before: dict[str, Any]) -> float:
         """Return the seconds of an earlier try; one that was killed went on until somebody saw it.
@@ -102,9 +102,8 @@ class PublishedRecord:
 
 def publish_config(at: str, text: str) -> None:
     """Publish the configuration of the run at `at`, for its report; a failure is one line."""
-    record = PublishedRecord("resolve_config", at)
     if at:
-        with _told_once(record):
+        with _harmless("the configuration"):
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
 
 
@@ -178,11 +177,16 @@ def _is_whole(record: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def _told_once(record: PublishedRecord) -> Iterator[None]:
+def _harmless(what: str) -> Iterator[list[Exception]]:
+    """Let no failure of the store leave this block; say on standard error what is missing."""
+    failed: list[Exception] = []
     # A step has its own end to tell, whatever goes wrong here.
     try:
         with impatient(_PATIENCE_SECONDS):
-            yield
+            yield failed
     except Exception as error:
-        with suppress(OSError):
-            record.tell(error)
+        failed.append(error)
+        words = " ".join(str(error).split()) or type(error).__name__
+        if what:
+            with suppress(OSError):
+                sys.stderr.write(f"flotilla: {what} could not be published: {words}\n")

@@ -97,7 +97,7 @@ def test_figures_that_are_no_json_hide_no_error(disk, capsys):
     loop = {}
     loop["itself"] = loop
     record.end(1.0, {"figures": loop})
-    assert "left without a record" in capsys.readouterr().err
+    assert "could not be published" in capsys.readouterr().err
 
 
 def test_the_last_try_wins_and_the_earlier_ones_time_counts(at):
@@ -196,7 +196,7 @@ def test_a_store_that_cannot_be_written_is_one_line_and_the_error_stands(tmp_pat
     fail(storage.uri_of(tmp_path / "root" / RUN), UserError("worker-0 died"))
     told, record = sorted(capsys.readouterr().err.splitlines(), key=lambda line: "record" in line)
     assert told == "flotilla: train_model: worker-0 died"
-    assert record.startswith("flotilla: train_model: left without a record: cannot ")
+    assert record.startswith("flotilla: the record of train_model could not be published: cannot ")
 
 
 def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
@@ -204,7 +204,7 @@ def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
     s3.plan.add(Fault(403, method="PUT", times=10))
     with recorded("train_model", storage.join(place.root, RUN)) as record:
         record.done("s3://b/c", {})
-    assert capsys.readouterr().err.count("left without a record") == 1
+    assert capsys.readouterr().err.count("could not be published") == 1
     s3.plan.clear()
     assert read(storage.join(place.root, RUN), well=True) == []
 
@@ -217,7 +217,7 @@ def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
     fail(storage.join(place.root, RUN), UserError("worker-0 died"))
     told = capsys.readouterr().err
     assert "flotilla: train_model: worker-0 died\n" in told
-    assert told.count("left without a record") == 1
+    assert told.count("could not be published") == 1
     assert "has not been available for 0.3 s" in told
 
 
@@ -228,7 +228,7 @@ def test_a_store_that_comes_back_gets_the_end(s3, capsys):
     with recorded("train_model", at):
         assert read(at, well=False) == []
     assert written(at, "train_model")["status"] == "done"
-    assert "left without a record" in capsys.readouterr().err
+    assert "could not be published" in capsys.readouterr().err
 
 
 def test_garbage_collection_leaves_records_alone(at, place, tmp_path):

@@ -255,7 +255,7 @@ def test_a_store_that_cannot_be_written_masks_nothing(pods, s3, capsys):
     assert failed.value.code == 1
     told = capsys.readouterr().err
     assert f"flotilla: train_model: {REASON}\n" in told
-    assert told.count("left without a record") == 1
+    assert told.count("could not be published") == 1
     page, _ = pods.finished(words="exit code 1")
     assert page.words[1] == "failed"
     assert "KFP says: exit code 1" in page.text
