@@ -75,11 +75,13 @@ def recorded(name: str, at: str = "", *, exit_step: bool = False) -> Iterator[St
     began = time.monotonic()
     record, published = StepRecord(), PublishedRecord(name, at)
 
-    def end(status: str, code: int, error: str) -> None:
+    def end(status: str, code: int, error: str, line: str = "") -> None:
         seconds = round(time.monotonic() - began, 2)
         told = {"status": status, "exit_code": code, "error": error}
         made = {"figures": dict(record.figures), "uri": record.uri}
         events.emit("step_end", step=name, **told, seconds=seconds, **made)
+        # Before the store is asked, which may say nothing for longer than a step has to end.
+        sys.stderr.write(line)
         published.end(seconds, {**told, **made, "held": dict(record.held)})
 
     events.emit("step_begin", step=name)
@@ -91,8 +93,7 @@ def recorded(name: str, at: str = "", *, exit_step: bool = False) -> Iterator[St
             yield record
     except UserError as error:
         status = "interrupted" if error.exit_code == INTERRUPTED else "failed"
-        end(status, error.exit_code, str(error))
-        sys.stderr.write(f"flotilla: {name}: {error}\n")
+        end(status, error.exit_code, str(error), f"flotilla: {name}: {error}\n")
         raise SystemExit(error.exit_code) from None
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())

@@ -194,7 +194,7 @@ def test_a_run_without_records(at, place):
 def test_a_store_that_cannot_be_written_is_one_line_and_the_error_stands(tmp_path, capsys):
     (tmp_path / "root").write_text("a file in the folder's place", encoding="utf-8")
     fail(storage.uri_of(tmp_path / "root" / RUN), UserError("worker-0 died"))
-    told, record = sorted(capsys.readouterr().err.splitlines(), key=lambda line: "record" in line)
+    record, told = capsys.readouterr().err.splitlines()
     assert told == "flotilla: train_model: worker-0 died"
     assert record.startswith("flotilla: the record of train_model could not be published: cannot ")
 
@@ -219,6 +219,19 @@ def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
     assert "flotilla: train_model: worker-0 died\n" in told
     assert told.count("could not be published") == 1
     assert "has not been available for 0.3 s" in told
+
+
+def test_the_error_is_told_before_the_store_is_asked_for_the_last_time(disk, monkeypatch, capsys):
+    seen = []
+    write = storage.write_bytes
+
+    def written_after(uri, data):
+        seen.append(capsys.readouterr().err)
+        write(uri, data)
+
+    monkeypatch.setattr(storage, "write_bytes", written_after)
+    fail(disk, UserError("worker-0 died"))
+    assert seen == ["", "flotilla: train_model: worker-0 died\n"]
 
 
 def test_a_store_that_comes_back_gets_the_end(s3, capsys):
