@@ -18,4 +18,4 @@ def finish(
     """End what is left of the training cluster; write the report of what the run has published."""
     from components import steps
 
-    steps.finish(status.state, root, launcher, kubernetes, kfp_run_id, report, summary)
+    steps.finish(status, root, launcher, kubernetes, kfp_run_id, report, summary)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from trainer import storage
@@ -50,6 +52,34 @@ def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> s
     name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
     return storage.join(root, run_id, kind, f"{name}-{digest}")
+
+
+def run_at(root: str, run_id: str) -> str:
+    """Return the URI of the run where its steps share no folder, and an empty text where they do.
+
+    Empty too where it is not known, or is no URI: whoever needs it says so.
+    """
+    if os.environ.get(RUN_FOLDER) or not (root and run_id):
+        return ""
+    with suppress(UserError):
+        return storage.join(root, run_id)
+    return ""
+
+
+def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
+    """Return what `run_at` does, for a step that has to find the root as `root_of` does."""
+    with suppress(UserError):
+        return run_at(root_of(configured, artifact, kfp_run_id), run_id_of(kfp_run_id))
+    return ""
+
+
+def run_id_in(artifact: str, step: str) -> str:
+    """Return the run id that stands in the URI of an output of `step`; empty where none does.
+
+    For the step that must not depend on the run, so that KFP can take it from its cache.
+    """
+    named = re.match(rf".+://.*/([^/]+)/{re.escape(step)}(-\d+)?/", artifact.partition("?")[0])
+    return run_id_of(named[1] if named else "")
 
 
 def folder_of_run() -> Path:

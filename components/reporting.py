@@ -1,4 +1,7 @@
-"""The facts of a run for its report: gathered from what is published and from the run's events."""
+"""The facts of a run for its report: from what is published and from the run's events.
+
+Where the steps share no folder there are no events, and their published records have to do.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,15 @@ import base64
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from components import published_records
+from components.cost import cost
 from components.step_record import step_records
 from trainer import events, history, report, storage, validations
 from trainer.errors import UserError
-from trainer.topology import topology_of
 
 log = logging.getLogger(__name__)
 _INCIDENTS = ("restart", "stalled", "task_failed", "evaluator_left", "checkpoint_passed_over")
@@ -21,9 +25,22 @@ _LINEAGE = (
     "run_id", "commit", "image", "config", "dataset", "fingerprint", "checkpoint", "evaluation",
     "decision",
 )  # fmt: skip
+# A KFP instance says `COMPLETE` or `SUCCEEDED`, by its version, and `RUNNING` where it lost count;
+# the local runner says `SUCCESS` too.
+_WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE", "CACHED")
+_ILL = ("FAILED", "CANCELED", "CANCELLED")
+_MOST_WORDS = 500
+# What KFP reuses leaves no record either.
+_UNHEARD = {"prepare_data": "prepare_data, or train_model if the dataset came from KFP's cache,"}
+_ORDER = (
+    "resolve_config", "prepare_data", "train_model", "evaluate_model", "check_gate",
+    "export_model", "register_model",
+)  # fmt: skip
 
 
-def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> dict[str, Any]:
+def write(
+    state: str, root: str, run_id: str, folder: Path, path: Path, words: str = ""
+) -> dict[str, Any]:
     """Write `report.html` to `path` from whatever the run has left so far; return the facts.
 
     Args:
@@ -32,25 +49,29 @@ def write(state: str, root: str, run_id: str, folder: Path, path: Path) -> dict[
         run_id: the run.
         folder: the run's folder on this machine, which may hold its events.
         path: the file to be written.
+        words: what KFP says of a failure, if anything.
     """
-    facts = gathered(state, root, run_id, folder)
+    facts = gathered(state, root, run_id, folder, words)
     report.write(facts, path)
     return facts
 
 
-def gathered(state: str, root: str, run_id: str, folder: Path) -> dict[str, Any]:
+def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
     """Return the facts of a run, as far as they are there; see `trainer.report`."""
     happened = _events(folder)
     # The exit step is the one that writes this.
-    steps = [each for each in step_records(happened) if each["step"] != "finish"]
-    made = _Made(steps, root, run_id)
+    shared = [each for each in step_records(happened) if each["step"] != "finish"]
+    steps = shared or _published(state, root, run_id)
+    made = _Made(steps, root, run_id, every=bool(shared))
     decision = made.read("check_gate", "decision", "decision.json")
     evaluation = made.read("evaluate_model", "evaluation", "metrics.json")
     registered = made.read("register_model", "registration", "registration.json")
-    config = _config(folder)
+    config = _config(folder, root, run_id)
+    verdict = _verdict(state, decision, registered, steps)
     return {
         "run_id": run_id,
-        "verdict": _verdict(state, decision, registered, steps),
+        "verdict": verdict,
+        "error": _unsaid(steps, words, shared=bool(shared)) if verdict == "failed" else "",
         "config": config,
         "steps": steps,
         "metrics": evaluation.get("metrics", {}),
@@ -64,7 +85,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path) -> dict[str, Any]
         "pictures": made.pictures(evaluation),
         "registered": registered,
         "lineage": _lineage(registered),
-        "cost": _cost(config, steps),
+        "cost": cost(config, steps),
     }
 
 
@@ -81,25 +102,49 @@ def _verdict(
     for step in steps:
         if step["status"] != "done":
             return str(step["status"])
-    if state and state not in ("SUCCEEDED", "SUCCESS"):
+    if state in _ILL or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":
         return "refused"
     return str(decision.get("decision", "done"))
 
 
+def _unsaid(steps: list[dict[str, Any]], words: str, *, shared: bool) -> str:
+    """Return what is known of a failure that no step has told; empty where one has."""
+    said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
+    failed = [each for each in steps if each["status"] != "done"]
+    if failed:
+        # A step that was killed had no last word.
+        return said if not shared and "ended" not in failed[0] else ""
+    last = max((_ORDER.index(each["step"]) for each in steps if each["step"] in _ORDER), default=-1)
+    after = _ORDER[last + 1 : last + 2] if steps else ()
+    unheard = [
+        f"{_UNHEARD.get(step, step)} left no record: its pod did not start, or could write nothing"
+        for step in after
+    ]
+    return "; ".join([*(unheard or ["no step has told why; see its log"]), *filter(None, [said])])
+
+
+def _published(state: str, root: str, run_id: str) -> list[dict[str, Any]]:
+    with _left_out_if_unreadable():
+        if root:
+            return published_records.read(storage.join(root, run_id), well=state in _WELL)
+    return []
+
+
 class _Made:
     """What the steps of this run have published, and not what an earlier try of one had.
 
-    Where no step has left a record, as on a cluster, the newest of its kind has to do.
+    Where not `every` step has left a record the newest of its kind has to do.
     """
 
-    def __init__(self, steps: list[dict[str, Any]], root: str, run_id: str) -> None:
-        self._steps, self._root, self._run_id = steps, root, run_id
+    def __init__(self, steps: list[dict[str, Any]], root: str, run_id: str, *, every: bool) -> None:
+        self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
 
     def uri(self, step: str, kind: str) -> str:
-        if self._steps:
-            return next((each["uri"] for each in self._steps if each["step"] == step), "")
+        told = next((each["uri"] for each in self._steps if each["step"] == step), "")
+        if told or self._every:
+            return told
         found = storage.published(storage.join(self._root, self._run_id, kind))
         uri, _ = max(found, key=lambda pair: pair[1].created, default=("", None))
         return uri
@@ -132,24 +177,6 @@ def _lineage(registered: dict[str, Any]) -> dict[str, Any]:
     return {key: told[key] for key in _LINEAGE if key in told}
 
 
-def _cost(config: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return what training took of the machines: tasks and GPUs by the time they were held."""
-    seconds = next((step["seconds"] for step in steps if step["step"] == "train_model"), 0.0)
-    if not (config and seconds):
-        return {}
-    cluster = config["cluster"]
-    counts = topology_of(config["training"]["strategy"]).tasks(
-        servers=cluster["parameter_servers"], workers=cluster["workers"]
-    )
-    gpus = cluster["gpus_per_worker"] * counts.get("worker", 1)
-    return {
-        "tasks": counts,
-        "task_hours": sum(counts.values()) * seconds / 3600,
-        "gpu_hours": gpus * seconds / 3600,
-        "seconds_of_all_steps": round(sum(step["seconds"] for step in steps), 1),
-    }
-
-
 def _events(folder: Path) -> list[dict[str, Any]]:
     with _left_out_if_unreadable():
         return list(events.read(folder / "events.jsonl"))
@@ -163,11 +190,13 @@ def _history(root: str, run_id: str) -> list[dict[str, Any]]:
     return []
 
 
-def _config(folder: Path) -> dict[str, Any]:
-    path = folder / "config.json"
-    with _left_out_if_unreadable():
+def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
+    path = folder / published_records.CONFIG
+    with _left_out_if_unreadable(), suppress(storage.Missing):
         if path.exists():
             return dict(json.loads(path.read_text(encoding="utf-8")))
+        if root:
+            return dict(json.loads(storage.read_bytes(storage.join(root, run_id, path.name))))
     return {}
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
+from components.published_records import PublishedRecord
 from trainer import events, parent
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 
@@ -24,10 +25,11 @@ _ASKED = "interrupted before the step was done"
 
 @dataclass(kw_only=True)
 class StepRecord:
-    """What a step leaves for the closing table and the report."""
+    """What a step leaves for the closing table and the report; `held` is for its cost."""
 
     uri: str = ""
     figures: Mapping[str, Any] = field(default_factory=dict)
+    held: Mapping[str, Any] = field(default_factory=dict)
 
     def done(self, uri: str, figures: Mapping[str, Any]) -> None:
         """Note what was published, and its key figures."""
@@ -58,12 +60,17 @@ def step_records(happened: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ..
 
 @contextmanager
 def recorded(
-    name: str, *, exit_step: bool = False, inputs: Mapping[str, str] | None = None
+    name: str,
+    at: str = "",
+    *,
+    exit_step: bool = False,
+    inputs: Mapping[str, str] | None = None,
 ) -> Iterator[StepRecord]:
     """Run a step in this block and record its course.
 
     Args:
         name: the step.
+        at: URI of the run, below which the record is published; empty for none.
         exit_step: whether it does its work even when the run was asked to end.
         inputs: URI by name of what the step takes that KFP may have had in its cache, where no step
             of this run has written it down.
@@ -74,30 +81,27 @@ def recorded(
     parent.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     began = time.monotonic()
-    record = StepRecord()
+    record, published = StepRecord(), PublishedRecord(name, at)
 
-    def end(status: str, code: int, error: str) -> None:
-        events.emit(
-            "step_end",
-            step=name,
-            status=status,
-            exit_code=code,
-            error=error,
-            seconds=round(time.monotonic() - began, 2),
-            figures=dict(record.figures),
-            uri=record.uri,
-        )
+    def end(status: str, code: int, error: str, line: str = "") -> None:
+        seconds = round(time.monotonic() - began, 2)
+        told = {"status": status, "exit_code": code, "error": error}
+        made = {"figures": dict(record.figures), "uri": record.uri}
+        events.emit("step_end", step=name, **told, seconds=seconds, **made)
+        # Before the store is asked, which may say nothing for longer than a step has to end.
+        sys.stderr.write(line)
+        published.end(seconds, {**told, **made, "held": dict(record.held)})
 
     events.emit("step_begin", step=name, **({"inputs": dict(inputs)} if inputs else {}))
     try:
         with _interruptible():
             if os.environ.get(STOPPING) and not exit_step:
                 raise RunInterruptedError(_ASKED)
+            published.begin()
             yield record
     except UserError as error:
         status = "interrupted" if error.exit_code == INTERRUPTED else "failed"
-        end(status, error.exit_code, str(error))
-        sys.stderr.write(f"flotilla: {name}: {error}\n")
+        end(status, error.exit_code, str(error), f"flotilla: {name}: {error}\n")
         raise SystemExit(error.exit_code) from None
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components import launching, settled, shown
-from components.places import RUN_ID, folder_of_run, output_of, root_of, run_id_of
+from components import cost, launching, places, published_records, settled, shown
+from components.places import RUN_ID, folder_of_run, output_of, root_of, run_at, run_id_of
 from components.pod_defaults import PodDefaults
 from components.scratch import scratch_folder
 from components.step_record import recorded
@@ -40,11 +40,13 @@ def resolve_config(values: Mapping[str, Any]) -> Resolved:
 
     `values` holds KFP's run id too, and an artifact `place` that tells the pipeline root.
     """
-    with recorded("resolve_config") as record:
+    place, kfp_run_id = values["place"].uri, values["kfp_run_id"]
+    at = places.run_at_first(values["storage_root"], place, kfp_run_id)
+    with recorded("resolve_config", at) as record:
         config = from_parameters(values)
-        root = root_of(config.storage.root, values["place"].uri, values["kfp_run_id"])
-        run_id = run_id_of(values["kfp_run_id"])
+        root, run_id = root_of(config.storage.root, place, kfp_run_id), run_id_of(kfp_run_id)
         config = settled.with_champion(config, root)
+        published_records.publish_config(at, config.model_dump_json(indent=2))
         # On this machine nothing is reused by KFP, and preparing finds the version itself.
         data = config.data if os.environ.get(RUN_ID) else settled.with_version(config.data)
         record.figures = {"name": config.name, "data_version": data.version}
@@ -72,7 +74,8 @@ def prepare_data(data: str, root: str, _seal: str, artifact: Any) -> str:
     The seal is there for KFP's cache alone: it is another one in every run until the dataset is
     published, and again when it is gone or damaged, so that the cache never gives its URI then.
     """
-    with recorded("prepare_data") as record, scratch_folder() as scratch:
+    at = run_at(root, places.run_id_in(artifact.uri, "prepare-data"))
+    with recorded("prepare_data", at) as record, scratch_folder() as scratch:
         from trainer.data import prepare
 
         section = DataConfig.model_validate_json(data)
@@ -105,9 +108,12 @@ def train_model(
 
     The pods of a TFJob get the image and the secret of the run where its settings name none.
     """
-    with recorded("train_model", inputs={"dataset": dataset}) as record:
+    at = run_at(root, run_id)
+    with recorded("train_model", at, inputs={"dataset": dataset}) as record:
+        settings = _config(config)
+        record.held = cost.held_by(settings.model_dump())
         job = Job(
-            config=_config(config),
+            config=settings,
             dataset=dataset,
             checkpoints=storage.join(root, run_id, "checkpoints"),
             workdir=folder_of_run() / "cluster",
@@ -140,8 +146,8 @@ def evaluate_model(
     roc: Any,
 ) -> str:
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
-    took = {"dataset": dataset}
-    with recorded("evaluate_model", inputs=took) as record, scratch_folder() as scratch:
+    at, took = run_at(root, run_id), {"dataset": dataset}
+    with recorded("evaluate_model", at, inputs=took) as record, scratch_folder() as scratch:
         from trainer import evaluate
 
         settings = _config(config)
@@ -160,7 +166,7 @@ def evaluate_model(
 
 def check_gate(config: str, root: str, run_id: str, evaluation: str, decision_path: str) -> str:
     """Return `blessed` or `refused`; the file `decision_path` gets the URI of the reasons."""
-    with recorded("check_gate") as record:
+    with recorded("check_gate", run_at(root, run_id)) as record:
         from trainer import gate
 
         policy = _config(config)
@@ -182,8 +188,8 @@ def export_model(
     artifact: Any,
 ) -> str:
     """Export; `artifact` is a KFP Model."""
-    took = {"dataset": dataset}
-    with recorded("export_model", inputs=took) as record, scratch_folder() as scratch:
+    at, took = run_at(root, run_id), {"dataset": dataset}
+    with recorded("export_model", at, inputs=took) as record, scratch_folder() as scratch:
         from trainer import export
 
         settings = _config(config)
@@ -202,7 +208,7 @@ def register_model(
     config: str, root: str, run_id: str, model: str, image: str, artifact: Any
 ) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
-    with recorded("register_model") as record, scratch_folder() as scratch:
+    with recorded("register_model", run_at(root, run_id)) as record, scratch_folder() as scratch:
         from trainer import registration
 
         settings = _config(config)
@@ -246,7 +252,7 @@ def _warmed_from(checkpoint: str) -> str:
 
 
 def finish(
-    state: str,
+    status: Any,
     root: str,
     launcher: str,
     kubernetes: str,
@@ -256,9 +262,11 @@ def finish(
 ) -> None:
     """End what is left of the training cluster and report; artifacts are KFP HTML and Markdown.
 
+    `status` is KFP's final status of the run.
     The report is written whether the job could be ended or not.
     """
-    with recorded("finish", exit_step=True) as record:
+    at = places.run_at_first(root, artifact.uri, kfp_run_id)
+    with recorded("finish", at, exit_step=True) as record:
         from components import reporting
         from trainer import summary
 
@@ -269,9 +277,9 @@ def finish(
         try:
             launching.end(launcher, kubernetes, run_id)
         finally:
-            page = folder / "report.html"
+            page, words = folder / "report.html", status.error_message or ""
             uri = storage.join(root, run_id, page.name) if root else ""
-            facts = reporting.write(state, root, run_id, folder, page)
+            facts = reporting.write(status.state, root, run_id, folder, page, words)
             Path(artifact.path).write_bytes(page.read_bytes())
             Path(glance.path).write_bytes(summary.as_markdown(facts, uri))
             if root:

@@ -5,7 +5,8 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     run_id      text
     verdict     "blessed", "refused", "done", "failed" or "interrupted"
     config      the configuration, nested
-    steps       [{"step", "status", "seconds", "figures": {name: value}, "uri", "error"}]
+    steps       [{"step", "status", "seconds", "figures": {name: value}, "uri", "error"}], of one
+                that was tried again also "tries" and "earlier_seconds"
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
     history     [{"global_step", "loss", "validation_loss", "validation_accuracy", ...}]
@@ -17,6 +18,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     registered  `registration.json`
     lineage     {name: value}
     cost        {name: value}
+    error       what is known of a failure that no step has told
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ def render(facts: Facts) -> str:
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=HEADLINES.get(verdict, "How the run ended is not known."),
-        reasons=_reasons(verdict, steps, rules, registered),
+        reasons=[*_reasons(verdict, steps, rules, registered), *_texts(facts, "error")],
         metrics=views.figures(evaluation, facts.get("metrics") or {}),
         rules=rules,
         size=_SIZE,
@@ -131,6 +133,15 @@ def figure(value: object) -> str:
     return str(value)
 
 
+def earlier(step: Facts) -> str:
+    """Return what the earlier tries of a step have taken, to be read after its own seconds."""
+    tries = step.get("tries")
+    if not isinstance(tries, int) or tries <= 1:
+        return ""
+    word = "try" if tries - 1 == 1 else "tries"
+    return f" + {figure(step.get('earlier_seconds'))} s in {tries - 1} earlier {word}"
+
+
 @cache
 def _template() -> jinja2.Template:
     environment = jinja2.Environment(
@@ -141,6 +152,7 @@ def _template() -> jinja2.Template:
         lstrip_blocks=True,
     )
     environment.filters["figure"] = figure
+    environment.filters["earlier"] = earlier
     environment.filters["short"] = lambda value: NOTHING if value is None else f"{value:.4g}"
     environment.filters["interval"] = lambda pair: " to ".join(f"{end:.4g}" for end in pair)
     environment.filters["words"] = lambda name: str(name).replace("_", " ")
@@ -149,6 +161,10 @@ def _template() -> jinja2.Template:
 
 def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
     return [dict(row) for row in facts.get(name) or ()]
+
+
+def _texts(facts: Facts, name: str) -> list[str]:
+    return [str(facts[name])] if facts.get(name) else []
 
 
 def _reasons(

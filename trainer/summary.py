@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.report import HEADLINES, figure
+from trainer.report import HEADLINES, earlier, figure
 
 Facts = Mapping[str, Any]
 
@@ -33,6 +33,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
         _table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
         _table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
         _table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
+        _table(("cost", ""), _cost(facts)),
         _table(("from", "what"), _lineage(facts)),
         [f"The whole report: {_code(report)}"] if report else [],
     ]
@@ -45,7 +46,8 @@ def _reasons(facts: Facts) -> list[str]:
     registered = facts.get("registered") or {}
     refusals = registered.get("reasons") or () if registered.get("decision") == "refused" else ()
     decided = facts.get("reasons") or ()
-    return [*errors, *map(str, decided), *map(str, refusals)]
+    unsaid = [facts["error"]] if facts.get("error") else []
+    return [*errors, *map(str, unsaid), *map(str, decided), *map(str, refusals)]
 
 
 def _rules(facts: Facts) -> list[Facts]:
@@ -62,7 +64,12 @@ def _rule(rule: Facts) -> tuple[object, ...]:
 
 
 def _step(step: Facts) -> tuple[object, ...]:
-    return (step.get("step", ""), step.get("status", ""), step.get("seconds"))
+    seconds = f"{figure(step.get('seconds'))}{earlier(step)}"
+    return (step.get("step", ""), step.get("status", ""), seconds)
+
+
+def _cost(facts: Facts) -> list[tuple[str, object]]:
+    return [(name.replace("_", " "), value) for name, value in (facts.get("cost") or {}).items()]
 
 
 def _lineage(facts: Facts) -> list[tuple[str, object]]:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from kfp import dsl
 
 RUN = "digits-1"
 
@@ -10,6 +11,17 @@ RUN = "digits-1"
 def text_of(run, **gate):
     tree = {**run.config.model_dump(mode="json"), "gate": {"min": gate, "max": {}}}
     return json.dumps(tree)
+
+
+def ended(state, words=None):
+    """Return how a run ended, as KFP tells the exit step."""
+    return dsl.PipelineTaskFinalStatus(
+        state=state,
+        pipeline_job_resource_name="run",
+        pipeline_task_name="run",
+        error_code=None,
+        error_message=words,
+    )
 
 
 def refused(step, *given, capsys):

@@ -8,6 +8,7 @@ import pytest
 from kfp import dsl
 
 from components import places, steps
+from tests.components.called_steps import ended as final
 from tests.trainer.page import Page
 from trainer import events, storage
 
@@ -26,7 +27,7 @@ def finish(tmp_path, kubernetes):
     root = storage.uri_of(tmp_path / "root")
     artifact = dsl.HTML(uri=str(tmp_path / "artifact"))
     summary = dsl.Markdown(uri=str(tmp_path / "summary"))
-    steps.finish("FAILED", root, "tfjob", kubernetes, RUN, artifact, summary)
+    steps.finish(final("FAILED"), root, "tfjob", kubernetes, RUN, artifact, summary)
 
 
 def report(tmp_path):

@@ -11,7 +11,7 @@ import pytest
 from kfp import dsl
 
 from components import shown, steps
-from tests.components.called_steps import RUN, refused, text_of
+from tests.components.called_steps import RUN, ended, refused, text_of
 from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
 from trainer import events, storage
@@ -180,7 +180,7 @@ class TestFinish:
     def test_the_report_stands_with_the_run_in_the_ui_and_on_this_machine(
         self, root, artifact, glance, tmp_path, happened
     ):
-        steps.finish("SUCCEEDED", root, "local", "{}", RUN, artifact, glance)
+        steps.finish(ended("SUCCEEDED"), root, "local", "{}", RUN, artifact, glance)
         uri = storage.join(root, RUN, "report.html")
         assert happened()[-1]["uri"] == uri
         page = storage.read_bytes(uri)
@@ -192,7 +192,7 @@ class TestFinish:
         assert f"The whole report: `{uri}`" in summary
 
     def test_a_failure_before_there_is_a_root_is_not_hidden(self, artifact, glance, happened):
-        steps.finish("FAILED", "", "local", "{}", RUN, artifact, glance)
+        steps.finish(ended("FAILED"), "", "local", "{}", RUN, artifact, glance)
         assert happened()[-1]["status"] == "done"
         assert Page(Path(artifact.path).read_text(encoding="utf-8")).words[1] == "failed"
 
@@ -201,7 +201,7 @@ class TestFinish:
     ):
         (tmp_path / "root").write_text("", encoding="utf-8")
         root = storage.uri_of(tmp_path / "root")
-        given = ("FAILED", root, "local", "{}", RUN, artifact, glance)
+        given = (ended("FAILED"), root, "local", "{}", RUN, artifact, glance)
         code, line = refused(steps.finish, *given, capsys=capsys)
         assert code == 1
         assert line.startswith("cannot write ")

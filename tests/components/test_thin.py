@@ -40,8 +40,7 @@ def test_it_passes_on_what_it_takes_in_the_same_order(component):
     if component is resolve_config:
         assert passed == ["locals()"]
         return
-    # Of a final status the step gets the state alone.
-    assert passed == ["status.state" if name == "status" else name for name in taken]
+    assert passed == taken
     expected = inspect.signature(getattr(steps, component.python_func.__name__)).parameters
     assert len(expected) == len(passed)
 

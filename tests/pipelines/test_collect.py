@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from components.published_records import publish_config, read
+from components.step_record import recorded
 from pipelines.cli import main
 from tests.stores.fixtures import bucket_name
 from trainer import lock_holder, storage
@@ -31,6 +33,22 @@ def locked(root, run, ago=0.0):
         held = Lock(uri, run, lambda: lock_holder.time.time() - ago)
     held.acquire()
     return uri
+
+
+def test_the_records_of_a_run_on_a_cluster_stay(root, monkeypatch, capsys):
+    at = storage.join(root, "0b7c")
+    with recorded("train_model", at):
+        locked(root, "0b7c", ago=LASTS + lock_holder.ABANDONED)
+        publish_config(at, "{}")
+    monkeypatch.setattr("sys.argv", ["flotilla", "gc", "--json", "--set", f"storage.root={root}"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code in (0, None)
+    removed = json.loads(capsys.readouterr().out.splitlines()[-1])["removed"]
+    assert removed
+    assert all("/checkpoints/.lock" in uri for uri in removed)
+    assert [each["step"] for each in read(at, well=True)] == ["train_model"]
+    assert storage.read_bytes(storage.join(at, "config.json")) == b"{}"
 
 
 def test_expired_locks_are_removed_and_named(root, monkeypatch, capsys, tmp_path):

@@ -196,6 +196,17 @@ def test_an_incident_at_no_time(time: Any) -> None:
     assert page.words[-3] == report.figure(time)
 
 
+@pytest.mark.parametrize(("tries", "shown"), [(1, "3.5 s"), (2, "3.5 s + 40 s in 1 earlier try")])
+def test_earlier_tries_of_a_step_stand_beside_its_own_time(tries: int, shown: str) -> None:
+    step = {"step": "train_model", "seconds": 3.5, "earlier_seconds": 40.0, "tries": tries}
+    assert shown in Page(report.render({"steps": [step]})).words
+
+
+def test_what_is_known_of_a_failure_that_no_step_told_stands_with_the_verdict() -> None:
+    words = Page(report.render({"verdict": "failed", "error": "KFP says: <quota>"})).words
+    assert words.index("KFP says: <quota>") == words.index(report.HEADLINES["failed"]) + 1
+
+
 def test_the_same_facts_give_the_same_page() -> None:
     assert report.render(FACTS) == report.render(json.loads(json.dumps(FACTS)))
 
@@ -250,7 +261,7 @@ _row = st.fixed_dictionaries(
     {},
     optional=dict.fromkeys(
         ["step", "status", "seconds", "figures", "uri", "error", "metric", "bound", "threshold",
-         "value", "passed", "global_step", "loss", "event", "time"],
+         "value", "passed", "global_step", "loss", "event", "time", "tries", "earlier_seconds"],
         _plain,
     ),
 )  # fmt: skip
@@ -260,6 +271,7 @@ _facts = st.fixed_dictionaries(
         "run_id": st.none() | st.text(),
         "verdict": st.none() | st.text() | st.sampled_from(["failed", "refused"]),
         "config": st.dictionaries(st.text(), _plain, max_size=3),
+        "error": st.none() | st.text(),
         "metrics": st.dictionaries(st.text(), _plain, max_size=3),
         **{name: st.lists(_row, max_size=3) for name in ("steps", "rules", "history", "incidents")},
     },

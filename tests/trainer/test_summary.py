@@ -59,6 +59,23 @@ def test_a_step_that_failed_is_named_first():
     assert "\n- train\\_model: worker-0 died\n" in text
 
 
+def test_the_time_of_earlier_tries_and_the_cost_are_told():
+    step = {"step": "train_model", "status": "done", "seconds": 12.5, "error": ""}
+    again = {**step, "tries": 3, "earlier_seconds": 40.25}
+    once = {**step, "step": "check_gate", "tries": 1, "earlier_seconds": 0.0}
+    cost = {"tasks": {"ps": 1, "worker": 2}, "task_hours": 0.5}
+    rows = rows_of(text_of({"steps": [again, once], "cost": cost}))
+    assert ["train\\_model", "done", "12.5 \\+ 40.25 s in 2 earlier tries"] in rows
+    assert ["check\\_gate", "done", "12.5"] in rows
+    assert ["tasks", "ps 1, worker 2"] in rows
+    assert ["task hours", "0.5"] in rows
+
+
+def test_a_failure_that_no_step_has_told_is_told_as_far_as_it_is_known():
+    text = text_of({"verdict": "failed", "error": "KFP says: <quota>"})
+    assert "\n- KFP says: \\<quota\\>\n" in text
+
+
 @pytest.mark.parametrize("facts", [{}, {"verdict": "odd"}, {"metrics": {}, "steps": []}])
 def test_of_a_run_that_left_nothing(facts):
     text = text_of(facts)
