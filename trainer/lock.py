@@ -23,17 +23,14 @@ from functools import cache
 
 from trainer import events, storage
 from trainer.errors import ClusterLostError, UserError
-from trainer.lock_holder import Holder, clock, holders, place
+from trainer.lock_holder import HeldError, Holder, clock, holders, place
+from trainer.lock_wait import acquired
 from trainer.storage.writer import writer
 
 RENEWED_EVERY = 20.0
 # Names the job that a task belongs to: a new life of it takes over from the one before at once.
 VARIABLE = "FLOTILLA_JOB"
 log = logging.getLogger(__name__)
-
-
-class HeldError(UserError):
-    """Another job writes there."""
 
 
 class LostError(UserError):
@@ -82,6 +79,8 @@ class Lock(Unlocked):
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
+            # It may have been waited for; what is written now has to last from now on.
+            self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(place(self._uri, number), self._content())
             # Of two at the same time, and where an answer was lost, the store knows who it was.
             after = holders(self._uri)
@@ -137,7 +136,7 @@ class Lock(Unlocked):
             if holder is None:
                 log.warning("the lock of %s cannot be read; it is taken over", self._uri)
             elif not self._is_free(holder):
-                raise HeldError(_held(self._uri, holder))
+                raise HeldError(self._uri, holder)
         newest = found.get(max(found, default=0))
         if newest and not self._is_same_job(newest):
             why = "has ended" if newest.is_gone else f"was silent since {clock(newest.renewed)}"
@@ -149,7 +148,7 @@ class Lock(Unlocked):
         for other, holder in after.items():
             if other != number and holder and not self._is_free(holder):
                 storage.delete(place(self._uri, number))
-                raise HeldError(_held(self._uri, holder))
+                raise HeldError(self._uri, holder)
 
     def _is_free(self, holder: Holder) -> bool:
         over = self._now() >= holder.until
@@ -169,14 +168,16 @@ class Lock(Unlocked):
 def held(uri: str, run: str) -> Iterator[Lock]:
     """Hold the lock of the folder `uri` in this block, renewed on a thread of its own.
 
-    A life that ends so that another one begins again (`ClusterLostError`) leaves it to that one.
+    Where the holder may be dead it is waited for, for as long as a lock lasts; see `lock_wait`. A
+    life that ends so that another one begins again (`ClusterLostError`) leaves it to that one.
 
     Raises:
         HeldError: another job holds it.
+        RunInterruptedError: SIGINT or SIGTERM came while it was waited for.
         UserError: the store does not work.
     """
     lock = Lock(uri, run)
-    lock.acquire()
+    acquired(lock.acquire)
     over = threading.Event()
     threading.Thread(target=_keep, args=(lock, over), name="lock", daemon=True).start()
     try:
@@ -217,14 +218,6 @@ def _let_go(lock: Lock) -> None:
         lock.release()
     except UserError as error:
         log.warning("%s", error)
-
-
-def _held(uri: str, holder: Holder) -> str:
-    return (
-        f"{holder} writes to {uri} since {clock(holder.started)}, and holds its lock until "
-        f"{clock(holder.until)} at least: wait for its end, or stop it; if it is dead already, "
-        "try again after that time"
-    )
 
 
 def _writer() -> str:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from trainer import storage
-from trainer.storage.writer import is_gone
+from trainer.errors import UserError
+from trainer.storage.writer import is_gone, is_living
 
 FOLDER = ".lock"
 LASTS = 120.0
@@ -55,9 +56,30 @@ class Holder:
             return bool(self.writer) and is_gone(self.writer)
         return False
 
+    @property
+    def is_living(self) -> bool:
+        """Whether it is known to live: a process of this machine."""
+        with suppress(OSError):
+            return bool(self.writer) and is_living(self.writer)
+        return False
+
     def __str__(self) -> str:
         """Say who it is."""
         return f"run {self.run} (process {self.process} on {self.host})"
+
+
+class HeldError(UserError):
+    """Another job writes to the folder `uri`."""
+
+    def __init__(self, uri: str, holder: Holder) -> None:
+        """Say who it is, and until when at least."""
+        super().__init__(
+            f"{holder} writes to {uri} since {clock(holder.started)}, and holds its lock until "
+            f"{clock(holder.until)} at least: wait for its end, or stop it; if it is dead already, "
+            "try again after that time"
+        )
+        self.uri = uri
+        self.holder = holder
 
 
 def holders(uri: str) -> dict[int, Holder | None]:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -93,6 +94,35 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
     (taken,) = again.happened("lock_taken_over")
     assert taken["reason"] == "has ended"
     assert holders(again) == []
+
+
+def left_elsewhere(run):
+    """Let the lock that a dead one left be of another machine; return where it stands."""
+    (number,) = lock_holder.holders(run.checkpoints)
+    place = lock_holder.place(run.checkpoints, number)
+    left = json.loads(storage.read_bytes(place))
+    # Long enough for a machine that is busy with other things.
+    other = {"writer": "another-boot.1/1/77", "renewed": time.time() + 600}
+    storage.write_bytes(place, json.dumps({**left, **other}).encode())
+    return place
+
+
+def test_a_retry_on_another_machine_waits_for_the_lock_of_the_attempt_before(dataset, tmp_path):
+    with launched(ENDLESS, dataset, tmp_path / "run") as run:
+        run.wait_for_step(EVERY + 50)
+        run.process.kill()
+        run.process.wait()
+    place = left_elsewhere(run)
+    reached = run.newest()
+    steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
+    with launched(steps, dataset, tmp_path / "run") as again:
+        again.wait_for(lambda event: event["event"] == "lock_awaited")
+        storage.delete(place)
+        life = again.wait_for(lambda event: event["event"] == "life")
+        code, said = again.end()
+    assert code == 0, said
+    assert life["global_step"] == reached
+    assert again.happened("restart") == []
 
 
 @pytest.mark.slow
