@@ -1,10 +1,10 @@
 """The lock of a checkpoint folder: one job writes there, and no other. Free of TensorFlow.
 
 A lock is a file `.lock/000003.json` below the folder. It is made by a write that replaces nothing,
-and the highest number holds. Who takes over makes the next number and never touches another's file
-before that, so that who was taken over always finds out. The holder writes its own file anew while
-it lives; one that was not renewed for `LASTS` seconds has expired. Clocks of different machines may
-differ by a minute.
+and the highest number holds, unless it was given back: then the file says so. Who takes over makes
+the next number and never touches another's file before that, so that who was taken over always
+finds out. The holder writes its own file anew while it lives; one that was not renewed for `LASTS`
+seconds has expired. Clocks of different machines may differ by a minute.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ class Lock(Unlocked):
             if not self._is_own(after.get(number)):
                 continue
             self._refuse_newcomers(number, after)
+            if number < max(after):
+                # Others came, counted on, and have gone since.
+                storage.delete(place(self._uri, number))
+                continue
             self._number = number
             for old in found:
                 storage.delete(place(self._uri, old))
@@ -109,11 +113,16 @@ class Lock(Unlocked):
             self._look()
 
     def release(self) -> None:
-        """Let go; a lock that is lost already is left alone."""
+        """Let go; a lock that is lost already is left alone.
+
+        Its file stays: the next one counts on from it, so that what this one may still have under
+        way can never be taken for the word of another holder.
+        """
         with self._one_at_a_time:
             self._look()
             self._lost = f"the lock of {self._uri} was given back"
-            storage.delete(place(self._uri, self._number))
+            self._own = replace(self._own, renewed=self._now(), released=True)
+            storage.write_bytes(place(self._uri, self._number), self._content())
 
     def _look(self) -> None:
         self.require()
@@ -138,7 +147,7 @@ class Lock(Unlocked):
             elif not self._is_free(holder):
                 raise HeldError(self._uri, holder)
         newest = found.get(max(found, default=0))
-        if newest and not self._is_same_job(newest):
+        if newest and not newest.released and not self._is_same_job(newest):
             why = "has ended" if newest.is_gone else f"was silent since {clock(newest.renewed)}"
             log.warning("the lock of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit("lock_taken_over", uri=self._uri, holder=str(newest), reason=why)
@@ -151,8 +160,8 @@ class Lock(Unlocked):
                 raise HeldError(self._uri, holder)
 
     def _is_free(self, holder: Holder) -> bool:
-        over = self._now() >= holder.until
-        return over or holder.is_gone or self._is_same_job(holder) or self._is_own(holder)
+        over = holder.released or self._now() >= holder.until or holder.is_gone
+        return over or self._is_same_job(holder) or self._is_own(holder)
 
     def _is_same_job(self, holder: Holder) -> bool:
         return bool(holder.job) and holder.job == self._own.job

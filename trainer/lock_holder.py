@@ -33,6 +33,7 @@ class Holder:
         writer: the process, machine and beginning included; empty where the system does not tell.
         started: when the lock was taken, in seconds since 1970.
         renewed: when it was renewed last.
+        released: whether it was given back.
     """
 
     token: str
@@ -43,11 +44,22 @@ class Holder:
     writer: str
     started: float
     renewed: float
+    released: bool = False
 
     @property
     def until(self) -> float:
         """When the lock expires, unless it is renewed."""
         return self.renewed + LASTS
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its file may go: what was given back stays as long as what nobody renews.
+
+        Until then its number is in nobody else's hands, who could be taken for its holder.
+        """
+        if self.is_gone and not self.released:
+            return True
+        return time.time() >= self.until + ABANDONED
 
     @property
     def is_gone(self) -> bool:
@@ -94,12 +106,11 @@ def holders(uri: str) -> dict[int, Holder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Remove what dead or unreadable holders left, or expired a day ago; return the URIs."""
-    now = time.time()
+    """Remove what dead or unreadable holders left, or is a day old; return the URIs."""
     over = [
         place(uri, number)
         for number, holder in holders(uri).items()
-        if holder is None or holder.is_gone or now >= holder.until + ABANDONED
+        if holder is None or holder.is_abandoned
     ]
     for each in over:
         storage.delete(each)

@@ -104,10 +104,57 @@ def test_the_first_one_is_not_disturbed_by_the_second(place, uri, hands):
     assert kept(place, uri) == before
 
 
-def test_one_that_was_given_back_leaves_nothing(place, uri, hands):
-    hands.taken("digits-1").release()
-    assert kept(place, uri) == {}
+def test_one_that_was_given_back_says_so_and_holds_nobody_up(place, uri, hands, caplog):
+    first = hands.taken("digits-1")
+    hands.time += 5
+    first.release()
+    (left,) = kept(place, uri).values()
+    assert (left["released"], left["renewed"], left["run"]) == (True, hands.time, "digits-1")
+    lost(first.check)
+    lost(first.renew)
+    lost(first.release)
+    # As does one of another machine, whose clock is ahead.
+    hands.time -= 60
     hands.taken("digits-2").check()
+    assert list(kept(place, uri)) == ["000002.json"]
+    assert "taken over" not in caplog.text
+
+
+def test_no_number_comes_twice(place, uri, hands):
+    """A write of the first holder that comes late replaces nothing, and gives it nothing back."""
+    first = hands.taken("digits-1")
+    at = storage.join(uri, ".lock", "000001.json")
+    late = place.get(at)
+    hands.time += LASTS
+    hands.taken("digits-2").release()
+    third = hands.taken("digits-3")
+    third.release()
+    hands.time += LASTS
+    fourth = hands.taken("digits-4")
+    assert list(kept(place, uri)) == ["000004.json"]
+    place.put(at, late)
+    lost(first.check)
+    fourth.check()
+    fourth.renew()
+    assert kept(place, uri)["000004.json"]["run"] == "digits-4"
+
+
+def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, hands, place, monkeypatch):
+    """Between its look and its write two others came and went: what it wrote is too low."""
+    hands.taken("digits-0").release()
+    create = storage.create_bytes
+
+    def late(at, data):
+        monkeypatch.setattr(storage, "create_bytes", create)
+        for run in ("digits-1", "digits-2"):
+            hands.taken(run).release()
+        return create(at, data)
+
+    monkeypatch.setattr(storage, "create_bytes", late)
+    hands.taken("digits-3").check()
+    assert {name: each["run"] for name, each in kept(place, uri).items()} == {
+        "000004.json": "digits-3"
+    }
 
 
 def test_of_many_at_once_one_gets_it(uri):
@@ -243,6 +290,7 @@ def test_what_else_stands_there_is_left_alone(uri, hands, place):
     note = storage.join(uri, ".lock", "note.txt")
     place.put(note, b"mine")
     hands.taken("digits-1").release()
+    hands.taken("digits-2").release()
     assert place.get(note) == b"mine"
 
 
@@ -260,6 +308,17 @@ def test_a_lost_answer_is_no_other_holder(uri, hands, place, kind):
     held.renew()
     held.check()
     assert len(kept(place, uri)) == 1
+
+
+def test_what_was_given_back_stays_for_a_day(uri, hands, place):
+    hands.taken("digits-1").release()
+    assert lock_holder.remove_expired(uri) == []
+    assert len(kept(place, uri)) == 1
+    old = Hands(storage.join(place.root, "old", "checkpoints"))
+    old.time -= LASTS + lock_holder.ABANDONED
+    old.taken("digits-0").release()
+    removed = lock_holder.remove_expired(old.uri)
+    assert [storage.name_of(each) for each in removed] == ["000001.json"]
 
 
 def test_what_expired_is_removed_and_nothing_else(uri, hands, place):

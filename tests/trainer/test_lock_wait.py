@@ -125,6 +125,7 @@ def test_one_that_lives_on_this_machine_is_not_waited_for(time_):
 def test_one_that_ends_meanwhile_is_followed_at_once(time_, elsewhere):
     time_.then[10] = elsewhere("digits-1").release
     time_.acquired("digits-2").check()
+    assert [each.run for each in lock_holder.holders(time_.uri).values()] == ["digits-2"]
     assert 10 <= time_.waited <= 10 + LOOKED_EVERY
 
 
