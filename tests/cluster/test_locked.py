@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 from tests.cluster.launched import SECONDS, launched
@@ -46,6 +47,17 @@ def beside(run, config, dataset, folder):
     )
 
 
+def kill_all(run):
+    """Kill a launcher, and wait until its tasks are gone too.
+
+    One on its way out could still write to the lock, or hold the pipe of events.
+    """
+    tasks = run.tasks()
+    run.process.kill()
+    run.process.wait()
+    assert not psutil.wait_procs(tasks, timeout=SECONDS)[1]
+
+
 def holders(run):
     return list(lock_holder.holders(run.checkpoints).values())
 
@@ -81,8 +93,7 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
 def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "run") as run:
         run.wait_for_step(EVERY + 50)
-        run.process.kill()
-        run.process.wait()
+        kill_all(run)
     assert len(holders(run)) == 1
     reached = run.newest()
     steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
@@ -110,8 +121,7 @@ def left_elsewhere(run):
 def test_a_retry_on_another_machine_waits_for_the_lock_of_the_attempt_before(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "run") as run:
         run.wait_for_step(EVERY + 50)
-        run.process.kill()
-        run.process.wait()
+        kill_all(run)
     place = left_elsewhere(run)
     reached = run.newest()
     steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
