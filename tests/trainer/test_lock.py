@@ -120,43 +120,6 @@ def test_one_that_was_given_back_says_so_and_holds_nobody_up(place, uri, hands, 
     assert "taken over" not in caplog.text
 
 
-def test_no_number_comes_twice(place, uri, hands):
-    """A write of the first holder that comes late replaces nothing, and gives it nothing back."""
-    first = hands.taken("digits-1")
-    at = storage.join(uri, ".lock", "000001.json")
-    late = place.get(at)
-    hands.time += LASTS
-    hands.taken("digits-2").release()
-    third = hands.taken("digits-3")
-    third.release()
-    hands.time += LASTS
-    fourth = hands.taken("digits-4")
-    assert list(kept(place, uri)) == ["000004.json"]
-    place.put(at, late)
-    lost(first.check)
-    fourth.check()
-    fourth.renew()
-    assert kept(place, uri)["000004.json"]["run"] == "digits-4"
-
-
-def test_who_was_overtaken_by_some_who_have_gone_counts_on(uri, hands, place, monkeypatch):
-    """Between its look and its write two others came and went: what it wrote is too low."""
-    hands.taken("digits-0").release()
-    create = storage.create_bytes
-
-    def late(at, data):
-        monkeypatch.setattr(storage, "create_bytes", create)
-        for run in ("digits-1", "digits-2"):
-            hands.taken(run).release()
-        return create(at, data)
-
-    monkeypatch.setattr(storage, "create_bytes", late)
-    hands.taken("digits-3").check()
-    assert {name: each["run"] for name, each in kept(place, uri).items()} == {
-        "000004.json": "digits-3"
-    }
-
-
 def test_of_many_at_once_one_gets_it(uri):
     start, got, told = threading.Barrier(8), [], []
 
@@ -308,17 +271,6 @@ def test_a_lost_answer_is_no_other_holder(uri, hands, place, kind):
     held.renew()
     held.check()
     assert len(kept(place, uri)) == 1
-
-
-def test_what_was_given_back_stays_for_a_day(uri, hands, place):
-    hands.taken("digits-1").release()
-    assert lock_holder.remove_expired(uri) == []
-    assert len(kept(place, uri)) == 1
-    old = Hands(storage.join(place.root, "old", "checkpoints"))
-    old.time -= LASTS + lock_holder.ABANDONED
-    old.taken("digits-0").release()
-    removed = lock_holder.remove_expired(old.uri)
-    assert [storage.name_of(each) for each in removed] == ["000001.json"]
 
 
 def test_what_expired_is_removed_and_nothing_else(uri, hands, place):
