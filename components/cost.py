@@ -32,9 +32,9 @@ def cost(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> dict[
     steps = list(steps)
     train = next((step for step in steps if step["step"] == "train_model"), {})
     held = train.get("held") or (held_by(config) if config else {})
-    seconds = spent(train) if train else 0.0
-    if not (held and seconds):
+    if not (train and held):
         return {}
+    seconds = spent(train)
     return {
         "tasks": held["tasks"],
         "task_hours": sum(held["tasks"].values()) * seconds / 3600,

@@ -90,6 +90,11 @@ def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) ->
     return bool(endpoint or any(environment.get(name) for name in ENDPOINT))
 
 
+def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
+    """Return the namespace that was given, else that of the environment, else nothing."""
+    return _either(namespace, NAMESPACE, environment)
+
+
 def found_access(
     endpoint: str = "",
     namespace: str = "",
@@ -104,30 +109,31 @@ def found_access(
         ConfigError: no endpoint is given, or one that cannot be right.
         UserError: a file with a secret cannot be read.
     """
-
-    def either(given: str, names: tuple[str, ...]) -> str:
-        return given or next((environment[name] for name in names if environment.get(name)), "")
-
-    where = either(endpoint, ENDPOINT).strip()
+    where = _either(endpoint, ENDPOINT, environment).strip()
     if not where:
         raise ConfigError(f"no KFP instance is named: give --endpoint URL, or set {ENDPOINT[0]}")
-    cookies = _read(cookies_file, "cookies file") if cookies_file else either("", COOKIES)
+    cookies = _read(cookies_file, "cookies file") if cookies_file else ""
+    cookies = _either(cookies, COOKIES, environment)
     # What a person names comes before what the environment has.
-    token = "" if token_file else either("", TOKEN)
-    file = either(token_file, TOKEN_FILE)
+    token = "" if token_file else _either("", TOKEN, environment)
+    file = _either(token_file, TOKEN_FILE, environment)
     if not (token or file or cookies) and TOKEN_VOLUME.is_file():
         file = str(TOKEN_VOLUME)
     access = Access(
         # As the SDK has it.
         endpoint=(where if "://" in where else f"https://{where}").rstrip("/"),
-        namespace=either(namespace, NAMESPACE),
+        namespace=found_namespace(namespace, environment),
         token=token.strip(),
         token_file="" if token else file,
         cookies=cookies.strip(),
-        ca_file=either(ca_file, CA_FILE),
+        ca_file=_either(ca_file, CA_FILE, environment),
     )
     access.check()
     return access
+
+
+def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    return given or next((environment[name] for name in names if environment.get(name)), "")
 
 
 def _check_endpoint(endpoint: str) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from kfp import compiler
 
-from components.image import IMAGE, is_image
+from components.image import IMAGE
+from pipelines.step_parameters import check_image
 from pipelines.training import COMPONENTS, cluster_pipeline
-from trainer.errors import ConfigError, UserError
+from trainer.errors import UserError
 
 
 def compile_all(output: Path, image: str, components: Path | None) -> dict[str, str]:
@@ -31,10 +32,7 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
         ConfigError: `image` is not the name of an image.
         UserError: a file cannot be written.
     """
-    if image and not is_image(image):
-        raise ConfigError(
-            f"--image {image!r} is not the name of an image: write it as host/name:tag"
-        )
+    check_image(image)
     compile_pipeline(output, image or IMAGE)
     if components is None:
         return {"pipeline": str(output)}

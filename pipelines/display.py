@@ -120,6 +120,11 @@ class Display:
         text = f"took over the lock of {event['uri']} from {event['holder']}, which "
         self._console.print(text + event["reason"], markup=False, soft_wrap=True)
 
+    def lock_awaited(self, event: dict[str, Any]) -> None:
+        """Whoever holds the lock of the checkpoints may be dead."""
+        text = f"waiting for the lock of {event['uri']}: {event['holder']} may be dead, and holds "
+        self._console.print(f"{text}it until {event['until']}", markup=False, soft_wrap=True)
+
     def stalled(self, event: dict[str, Any]) -> None:
         """Tasks do not answer."""
         self._say(f"no progress for {event['seconds']:g} s: {', '.join(event['tasks'])} silent")
@@ -169,6 +174,7 @@ _SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
     "newest_version": Display.newest_version,
     "warm_start": Display.warm_start,
     "from_scratch": Display.from_scratch,
+    "lock_awaited": Display.lock_awaited,
     "lock_taken_over": Display.lock_taken_over,
     "restart": Display.restart,
     "stalled": Display.stalled,

@@ -7,7 +7,24 @@ import typer
 
 from pipelines.endings import ended
 from pipelines.options import AsJson, Assignments, Config, Workdir
-from pipelines.remote_options import CaFile, CookiesFile, Endpoint, TokenFile
+from pipelines.remote_options import CaFile, CookiesFile, Endpoint, Image, TokenFile
+
+_Namespace = Annotated[
+    str,
+    typer.Option(
+        "-n",
+        "--namespace",
+        help="Of the steps and, where cluster.kubernetes names none, of the job; KFP_NAMESPACE, "
+        "or that of the kubeconfig, when left out.",
+    ),
+]
+_ServiceAccount = Annotated[
+    str,
+    typer.Option(
+        metavar="[NAMESPACE:]NAME",
+        help="As whom runs started from the KFP UI speak; pipeline-runner when left out.",
+    ),
+]
 
 
 def doctor(
@@ -15,26 +32,26 @@ def doctor(
     assignments: Assignments = None,
     workdir: Workdir = Path("runs"),
     endpoint: Endpoint = "",
+    namespace: _Namespace = "",
     token_file: TokenFile = "",
     cookies_file: CookiesFile = "",
     ca_file: CaFile = "",
     kubernetes: Annotated[
         bool, typer.Option("--kubernetes", help="Look at the cluster whatever cluster.launcher is.")
     ] = False,
-    service_account: Annotated[
-        str,
-        typer.Option(
-            metavar="[NAMESPACE:]NAME",
-            help="As whom runs started from the KFP UI speak; pipeline-runner when left out.",
-        ),
-    ] = "",
+    service_account: _ServiceAccount = "",
+    image: Image = "",
     as_json: AsJson = False,
 ) -> None:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
     from pipelines.doctor import command, instances
 
     instance = instances.Instance(
-        endpoint=endpoint, token_file=token_file, cookies_file=cookies_file, ca_file=ca_file
+        endpoint=endpoint,
+        namespace=namespace,
+        token_file=token_file,
+        cookies_file=cookies_file,
+        ca_file=ca_file,
     )
     request = command.Request(
         config=config,
@@ -43,6 +60,7 @@ def doctor(
         instance=instance,
         kubernetes=kubernetes,
         service_account=service_account,
+        image=image,
         as_json=as_json,
     )
     ended(lambda: command.run(request), as_json)

@@ -17,6 +17,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,7 +37,7 @@ from pipelines.instance_errors import (
     strange_answer,
 )
 
-__all__ = ["Access", "Client", "ask", "connect", "found_access", "is_id", "pages", "version"]
+__all__ = ["Access", "Client", "ask", "connect", "found_access", "health", "is_id", "pages"]
 
 CONNECT_SECONDS = 3.0
 # Of silence, not of the whole answer.
@@ -224,8 +225,21 @@ def is_id(text: str) -> bool:
     return _ID.fullmatch(text) is not None
 
 
-def version(access: Access) -> str:
-    """Return the version that the instance says of itself, empty where it keeps it for itself.
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What an instance says of itself.
+
+    Attributes:
+        version: empty where it keeps it for itself.
+        is_shared: whether what belongs to a user stands in a namespace.
+    """
+
+    version: str
+    is_shared: bool
+
+
+def health(access: Access) -> Health:
+    """Return what the instance says of itself, and look into the namespace where it has several.
 
     Raises:
         UserError: the instance cannot be reached, or does not let us in.
@@ -235,5 +249,9 @@ def version(access: Access) -> str:
     if not any(told.get(key) for key in _VERSION_KEYS):
         # An older path, which says more where it is still there.
         with suppress(InstanceError):
-            told = ask(client.get_json, _HEALTH[1])
-    return next((str(told[key]) for key in _VERSION_KEYS if told.get(key)), "")
+            told |= ask(client.get_json, _HEALTH[1])
+    version = next((str(told[key]) for key in _VERSION_KEYS if told.get(key)), "")
+    is_shared = told.get("multi_user") is True
+    if is_shared and access.namespace:
+        ask(client.list_experiments, page_size=1, namespace=access.namespace)
+    return Health(version=version, is_shared=is_shared)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import yaml
 
-from components.image import IMAGE
+from components.image import IMAGE, is_image
 from trainer.errors import ConfigError, nearest
 from trainer.storage.endpoint import KFP_SECRET
 
@@ -27,6 +27,14 @@ class StepParameter:
     type: Kind = str
     default: Default = field(default="")
     description: str
+
+
+def check_image(name: str) -> None:
+    """Raise a `ConfigError` for what `--image` cannot mean; empty stands for the default."""
+    if name and not is_image(name):
+        raise ConfigError(
+            f"--image {name!r} is not the name of an image: write it as host/name:tag"
+        )
 
 
 def step_parameters(image: str = IMAGE) -> tuple[StepParameter, ...]:

@@ -1,10 +1,10 @@
 """The lock of a checkpoint folder: one job writes there, and no other. Free of TensorFlow.
 
 A lock is a file `.lock/000003.json` below the folder. It is made by a write that replaces nothing,
-and the highest number holds. Who takes over makes the next number and never touches another's file
-before that, so that who was taken over always finds out. The holder writes its own file anew while
-it lives; one that was not renewed for `LASTS` seconds has expired. Clocks of different machines may
-differ by a minute.
+and the highest number holds, unless it was given back: then the file says so. Who takes over makes
+the next number and never touches another's file before that, so that who was taken over always
+finds out. The holder writes its own file anew while it lives; one that was not renewed for `LASTS`
+seconds has expired. Clocks of different machines may differ by a minute.
 """
 
 from __future__ import annotations
@@ -23,17 +23,14 @@ from functools import cache
 
 from trainer import events, storage
 from trainer.errors import ClusterLostError, UserError
-from trainer.lock_holder import Holder, clock, holders, place
+from trainer.lock_holder import HeldError, Holder, clock, holders, place
+from trainer.lock_wait import acquired
 from trainer.storage.writer import writer
 
 RENEWED_EVERY = 20.0
 # Names the job that a task belongs to: a new life of it takes over from the one before at once.
 VARIABLE = "FLOTILLA_JOB"
 log = logging.getLogger(__name__)
-
-
-class HeldError(UserError):
-    """Another job writes there."""
 
 
 class LostError(UserError):
@@ -82,12 +79,18 @@ class Lock(Unlocked):
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
+            # It may have been waited for; what is written now has to last from now on.
+            self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(place(self._uri, number), self._content())
             # Of two at the same time, and where an answer was lost, the store knows who it was.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
             self._refuse_newcomers(number, after)
+            if number < max(after):
+                # Others came, counted on, and have gone since.
+                storage.delete(place(self._uri, number))
+                continue
             self._number = number
             for old in found:
                 storage.delete(place(self._uri, old))
@@ -110,11 +113,16 @@ class Lock(Unlocked):
             self._look()
 
     def release(self) -> None:
-        """Let go; a lock that is lost already is left alone."""
+        """Let go; a lock that is lost already is left alone.
+
+        Its file stays: the next one counts on from it, so that what this one may still have under
+        way can never be taken for the word of another holder.
+        """
         with self._one_at_a_time:
             self._look()
             self._lost = f"the lock of {self._uri} was given back"
-            storage.delete(place(self._uri, self._number))
+            self._own = replace(self._own, renewed=self._now(), released=True)
+            storage.write_bytes(place(self._uri, self._number), self._content())
 
     def _look(self) -> None:
         self.require()
@@ -137,9 +145,9 @@ class Lock(Unlocked):
             if holder is None:
                 log.warning("the lock of %s cannot be read; it is taken over", self._uri)
             elif not self._is_free(holder):
-                raise HeldError(_held(self._uri, holder))
+                raise HeldError(self._uri, holder)
         newest = found.get(max(found, default=0))
-        if newest and not self._is_same_job(newest):
+        if newest and not newest.released and not self._is_same_job(newest):
             why = "has ended" if newest.is_gone else f"was silent since {clock(newest.renewed)}"
             log.warning("the lock of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit("lock_taken_over", uri=self._uri, holder=str(newest), reason=why)
@@ -149,11 +157,11 @@ class Lock(Unlocked):
         for other, holder in after.items():
             if other != number and holder and not self._is_free(holder):
                 storage.delete(place(self._uri, number))
-                raise HeldError(_held(self._uri, holder))
+                raise HeldError(self._uri, holder)
 
     def _is_free(self, holder: Holder) -> bool:
-        over = self._now() >= holder.until
-        return over or holder.is_gone or self._is_same_job(holder) or self._is_own(holder)
+        over = holder.released or self._now() >= holder.until or holder.is_gone
+        return over or self._is_same_job(holder) or self._is_own(holder)
 
     def _is_same_job(self, holder: Holder) -> bool:
         return bool(holder.job) and holder.job == self._own.job
@@ -169,14 +177,16 @@ class Lock(Unlocked):
 def held(uri: str, run: str) -> Iterator[Lock]:
     """Hold the lock of the folder `uri` in this block, renewed on a thread of its own.
 
-    A life that ends so that another one begins again (`ClusterLostError`) leaves it to that one.
+    Where the holder may be dead it is waited for, for as long as a lock lasts; see `lock_wait`. A
+    life that ends so that another one begins again (`ClusterLostError`) leaves it to that one.
 
     Raises:
         HeldError: another job holds it.
+        RunInterruptedError: SIGINT or SIGTERM came while it was waited for.
         UserError: the store does not work.
     """
     lock = Lock(uri, run)
-    lock.acquire()
+    acquired(lock.acquire)
     over = threading.Event()
     threading.Thread(target=_keep, args=(lock, over), name="lock", daemon=True).start()
     try:
@@ -217,14 +227,6 @@ def _let_go(lock: Lock) -> None:
         lock.release()
     except UserError as error:
         log.warning("%s", error)
-
-
-def _held(uri: str, holder: Holder) -> str:
-    return (
-        f"{holder} writes to {uri} since {clock(holder.started)}, and holds its lock until "
-        f"{clock(holder.until)} at least: wait for its end, or stop it; if it is dead already, "
-        "try again after that time"
-    )
 
 
 def _writer() -> str:

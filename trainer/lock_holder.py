@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
 from trainer import storage
-from trainer.storage.writer import is_gone
+from trainer.errors import UserError
+from trainer.storage.writer import is_gone, is_living
 
 FOLDER = ".lock"
 LASTS = 120.0
@@ -32,6 +33,7 @@ class Holder:
         writer: the process, machine and beginning included; empty where the system does not tell.
         started: when the lock was taken, in seconds since 1970.
         renewed: when it was renewed last.
+        released: whether it was given back.
     """
 
     token: str
@@ -42,11 +44,22 @@ class Holder:
     writer: str
     started: float
     renewed: float
+    released: bool = False
 
     @property
     def until(self) -> float:
         """When the lock expires, unless it is renewed."""
         return self.renewed + LASTS
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether its file may go: what was given back stays as long as what nobody renews.
+
+        Until then its number is in nobody else's hands, who could be taken for its holder.
+        """
+        if self.is_gone and not self.released:
+            return True
+        return time.time() >= self.until + ABANDONED
 
     @property
     def is_gone(self) -> bool:
@@ -55,9 +68,30 @@ class Holder:
             return bool(self.writer) and is_gone(self.writer)
         return False
 
+    @property
+    def is_living(self) -> bool:
+        """Whether it is known to live: a process of this machine."""
+        with suppress(OSError):
+            return bool(self.writer) and is_living(self.writer)
+        return False
+
     def __str__(self) -> str:
         """Say who it is."""
         return f"run {self.run} (process {self.process} on {self.host})"
+
+
+class HeldError(UserError):
+    """Another job writes to the folder `uri`."""
+
+    def __init__(self, uri: str, holder: Holder) -> None:
+        """Say who it is, and until when at least."""
+        super().__init__(
+            f"{holder} writes to {uri} since {clock(holder.started)}, and holds its lock until "
+            f"{clock(holder.until)} at least: wait for its end, or stop it; if it is dead already, "
+            "try again after that time"
+        )
+        self.uri = uri
+        self.holder = holder
 
 
 def holders(uri: str) -> dict[int, Holder | None]:
@@ -72,12 +106,11 @@ def holders(uri: str) -> dict[int, Holder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Remove what dead or unreadable holders left, or expired a day ago; return the URIs."""
-    now = time.time()
+    """Remove what dead or unreadable holders left, or is a day old; return the URIs."""
     over = [
         place(uri, number)
         for number, holder in holders(uri).items()
-        if holder is None or holder.is_gone or now >= holder.until + ABANDONED
+        if holder is None or holder.is_abandoned
     ]
     for each in over:
         storage.delete(each)

@@ -126,6 +126,8 @@ class RemoteCheckpoints(Checkpoints):
                 storage.delete(there)
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):
+            # What stands there goes, and an upload may have lasted: it may be another's by now.
+            self.lock.check()
             publish_anew(folder, there, manifest.fields)
         self.passed_over.discard(there)
         self.published(there, manifest.fields["global_step"])

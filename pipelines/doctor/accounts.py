@@ -1,9 +1,11 @@
-"""The service account as which runs that are started from the KFP UI speak."""
+"""The service account as which runs that are started from the KFP UI speak, and its namespace."""
 
 from __future__ import annotations
 
+import re
 from urllib.parse import quote
 
+from pipelines.access import NAMESPACE, found_namespace
 from pipelines.doctor.finding import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, told
 from pipelines.doctor.permissions import Account
@@ -11,6 +13,7 @@ from trainer.errors import ConfigError
 
 # The account of a KFP instance for one team, and of a profile of one for many.
 USUAL, PROFILES = "pipeline-runner", "default-editor"
+_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 
 def account_of(text: str, namespace: str) -> Account:
@@ -26,9 +29,22 @@ def check_name(text: str) -> None:
         raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
 
 
-def of_the_ui(kubernetes: Kubernetes, text: str) -> Finding:
-    """Check that the account of runs that are started from the KFP UI is there, and name it."""
-    account = account_of(text, kubernetes.namespace)
+def check_namespace(given: str) -> None:
+    """Raise a `ConfigError` for what, given or of the environment, is no name of a namespace."""
+    name = found_namespace(given)
+    if name and not _LABEL.fullmatch(name):
+        where = "--namespace" if given else NAMESPACE[0]
+        raise ConfigError(
+            f"{where} {name!r} is not the name of a namespace: small letters, digits and '-', "
+            "63 at most"
+        )
+
+
+def of_the_ui(kubernetes: Kubernetes, account: Account, text: str) -> Finding:
+    """Check that the account of runs that are started from the KFP UI is there, and name it.
+
+    `text` is what a person said of it.
+    """
     answer = kubernetes.get(_path(account))
     said = f"runs started from the KFP UI speak as {account.user}"
     if answer.is_good:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from components.image import IMAGE
 from components.pod_defaults import PodDefaults
 from components.tfjob.manifest import leading
+from pipelines.access import found_namespace, is_named
 from pipelines.doctor import (
     accounts,
     configuration,
@@ -52,6 +54,7 @@ class Asked:
         instance: the KFP instance.
         kubernetes: whether to look at the cluster although the launcher is another one.
         service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
+        image: that of the steps, where it is not the default.
     """
 
     config: Config | UserError
@@ -59,6 +62,16 @@ class Asked:
     instance: Instance
     kubernetes: bool = False
     service_account: str = ""
+    image: str = ""
+
+    @property
+    def namespace(self) -> str:
+        """Return the namespace of the steps, where it is said."""
+        return found_namespace(self.instance.namespace)
+
+    def is_of_cluster(self, config: Config) -> bool:
+        """Return whether the cluster is to be looked at."""
+        return config.cluster.launcher == "tfjob" or self.kubernetes
 
 
 def checks(asked: Asked) -> list[Check]:
@@ -83,12 +96,18 @@ def _of_config(asked: Asked) -> Iterator[Check]:
         yield Check(name="loopback", look=machine.loopback)
         return
     path = [os.getcwd(), *sys.path]
-    yield Check(name=CONFIGURATION, look=lambda: configuration.consistent(config, path))
+    elsewhere = asked.is_of_cluster(config) or is_named(asked.instance.endpoint)
+    yield Check(
+        name=CONFIGURATION,
+        look=lambda: configuration.consistent(config, path, elsewhere=elsewhere),
+    )
     yield from _of_machine(config, asked.workdir)
     yield _storage(config, asked.workdir)
-    if config.cluster.launcher == "tfjob" or asked.kubernetes:
-        yield from _of_cluster(config, asked.service_account)
+    if asked.is_of_cluster(config):
+        yield from _of_cluster(config, asked)
     else:
+        if asked.image:
+            yield Check(name="image", look=lambda: images.judged([asked.image]))
         said = Finding("skipped", "cluster.launcher is local; --kubernetes looks all the same")
         yield Check(name=API, look=lambda: said)
 
@@ -126,28 +145,31 @@ def _storage(config: Config, workdir: Path) -> Check:
     )
 
 
-def _of_cluster(config: Config, text: str) -> Iterator[Check]:
+def _of_cluster(config: Config, asked: Asked) -> Iterator[Check]:
     settings = config.cluster.kubernetes
-    kubernetes = Kubernetes(settings.namespace)
-    tree = document(config)
+    kubernetes = Kubernetes(settings.namespace or asked.namespace)
+    defaults = PodDefaults(image=asked.image or IMAGE)
+    tree = document(config, defaults)
 
     def check(name: str, look: Callable[[], Finding]) -> Check:
         return Check(name=name, look=look, needs=(API,), show=kubernetes_api.SHOW)
 
     def account() -> Account:
-        return accounts.account_of(text, kubernetes.namespace)
+        return accounts.account_of(asked.service_account, asked.namespace or kubernetes.namespace)
 
     def of_tasks() -> Finding:
         name = settings.of(leading(config).role).service_account
         speaks = Account(kubernetes.namespace, name) if name else account()
         return permissions.of_account(kubernetes, speaks, TRAINER)
 
-    yield Check(name="image", look=lambda: images.named(tree))
+    # The steps have it, even where all tasks name another one.
+    given = {asked.image} - {""}
+    yield Check(name="image", look=lambda: images.judged(images.named(tree) | given))
     yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
     yield check("namespace", lambda: kubernetes_api.namespace(kubernetes))
     yield check("TFJob CRD", lambda: tfjobs.served(kubernetes))
     yield check("permissions of this user", lambda: permissions.of_this_user(kubernetes))
-    yield check(ACCOUNT, lambda: accounts.of_the_ui(kubernetes, text))
+    yield check(ACCOUNT, lambda: accounts.of_the_ui(kubernetes, account(), asked.service_account))
     yield check(
         "permissions of that account",
         lambda: permissions.of_account(kubernetes, account(), LAUNCHER),

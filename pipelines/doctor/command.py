@@ -8,11 +8,12 @@ from pathlib import Path
 
 from pipelines import commands
 from pipelines.display import Terminal
-from pipelines.doctor.accounts import check_name
+from pipelines.doctor.accounts import check_name, check_namespace
 from pipelines.doctor.catalogue import Asked, checks
 from pipelines.doctor.examination import examine
 from pipelines.doctor.finding import Check, Finding
 from pipelines.doctor.instances import Instance
+from pipelines.step_parameters import check_image
 from trainer.config import Config
 from trainer.errors import DONE, FAILED, UserError
 
@@ -30,6 +31,7 @@ class Request:
     instance: Instance
     kubernetes: bool
     service_account: str
+    image: str
     as_json: bool
 
 
@@ -40,6 +42,8 @@ def run(request: Request) -> int:
     """
     commands.require_current_folder()
     check_name(request.service_account)
+    check_image(request.image)
+    check_namespace(request.instance.namespace)
     config = _config(request)
     asked = Asked(
         config=config,
@@ -47,6 +51,7 @@ def run(request: Request) -> int:
         instance=request.instance,
         kubernetes=request.kubernetes,
         service_account=request.service_account,
+        image=request.image,
     )
     terminal = Terminal()
     listed = checks(asked)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
@@ -16,15 +17,26 @@ from trainer.topology import topology_of
 _SERVER = re.compile(r"ps:(\d+)")
 
 
-def consistent(config: Config, path: list[str]) -> Finding:
+def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> Finding:
     """Check what the keys say together.
 
     Args:
         config: the configuration, each key of which is right.
         path: where Python looks for the user's own modules.
+        elsewhere: whether the steps may run in pods, which have folders of their own.
     """
     for message, remedy in _contradictions(config, path):
         return Finding("fail", message, remedy)
+    folder = config.data.manual_dir
+    if folder and not Path(folder).is_dir():
+        if not elsewhere:
+            said = f"data.manual_dir: there is no folder {folder}"
+            return Finding("fail", said, _setting("data.manual_dir=FOLDER"))
+        said = (
+            f"data.manual_dir: {folder} is not on this machine; for the steps of an instance it "
+            "has to be in the image or a volume"
+        )
+        return Finding("warn", said, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
     return Finding("ok", f"{config.name}: {config.training.strategy} with {tasks}")
 
@@ -34,9 +46,6 @@ def _contradictions(config: Config, path: list[str]) -> Iterator[tuple[str, str]
         yield from _of_a_job(config)
     yield from _of_placement(config)
     yield from _of_modules(config, path)
-    folder = config.data.manual_dir
-    if folder and not Path(folder).is_dir():
-        yield f"data.manual_dir: there is no folder {folder}", _setting("data.manual_dir=FOLDER")
 
 
 def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 from dataclasses import asdict, dataclass
 
-from pipelines.access import ENDPOINT
+from pipelines.access import ENDPOINT, NAMESPACE, is_named
 from pipelines.doctor.finding import Finding
-from pipelines.instance import found_access, version
+from pipelines.instance import found_access, health
 
 SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
@@ -19,6 +18,7 @@ class Instance:
     """What a person says of the instance; the environment says the rest. See `pipelines.access`."""
 
     endpoint: str = ""
+    namespace: str = ""
     token_file: str = ""
     cookies_file: str = ""
     ca_file: str = ""
@@ -32,12 +32,16 @@ def show(instance: Instance) -> str:
 
 def reached(instance: Instance) -> Finding:
     """Check the instance that options or the environment name; raises `UserError`."""
-    if not (instance.endpoint or any(os.environ.get(name) for name in ENDPOINT)):
+    if not is_named(instance.endpoint):
         said = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
         return Finding("skipped", said)
     access = found_access(**asdict(instance))
-    told = version(access)
-    if not told:
+    told = health(access)
+    if told.is_shared and not access.namespace:
+        said = f"{access.endpoint} has several users: give --namespace, or set {NAMESPACE[0]}"
+        return Finding("fail", said, "flotilla doctor --namespace NAMESPACE")
+    if not told.version:
         said = f"{access.endpoint} answers, and does not tell its version"
         return Finding("warn", said, show(instance))
-    return Finding("ok", f"{access.endpoint} is KFP {told}")
+    where = f", in {access.namespace}" if told.is_shared else ""
+    return Finding("ok", f"{access.endpoint} is KFP {told.version}{where}")

@@ -82,6 +82,11 @@ class Kubernetes:
         return self._namespace or self._connection.namespace
 
     @property
+    def is_told(self) -> bool:
+        """Whether the namespace was named, and not left to the context."""
+        return bool(self._namespace)
+
+    @property
     def host(self) -> str:
         """Return the address of the API."""
         assert self._connection
@@ -169,4 +174,6 @@ def namespace(kubernetes: Kubernetes) -> Finding:
     if phase != "Active":
         said = f"{name} is {phase}: nothing can be made there"
         return Finding("fail", said, f"kubectl get namespace {name} --output yaml")
+    if not kubernetes.is_told:
+        return Finding("ok", f"{name}, to which the context leads; --namespace names another")
     return Finding("ok", name)

@@ -44,6 +44,7 @@ FREE = (
     "trainer.local_ports",
     "trainer.lock",
     "trainer.lock_holder",
+    "trainer.lock_wait",
     "trainer.parameters",
     "trainer.parent",
     "trainer.peers",

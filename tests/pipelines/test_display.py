@@ -251,10 +251,13 @@ def test_what_a_run_begins_with_and_whose_lock_it_took(shown):
         {"event": "newest_version", "dataset": "digits", "version": "1.0.0"},
         {"event": "from_scratch", "reason": "digits has no champion yet below file:///r"},
         {"event": "warm_start", "uri": "gs://b/step-00000005"},
+        {"event": "lock_awaited", **held, "until": "2027-01-15 08:00:00 UTC"},
         {"event": "lock_taken_over", **held},
     ) == [
         "digits 1.0.0 is its newest version",
         "training begins from scratch: digits has no champion yet below file:///r",
         "training begins with the weights of gs://b/step-00000005",
+        "waiting for the lock of file:///c: run a (process 7 on h) may be dead, and holds it until "
+        "2027-01-15 08:00:00 UTC",
         "took over the lock of file:///c from run a (process 7 on h), which has ended",
     ]

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from pipelines import instance as instances
-from pipelines.instance import Access, version
+from pipelines.instance import Access, health
 from pipelines.instance_errors import InstanceError
 
 SECRET = "ey-secret-0123456789"
@@ -195,22 +195,22 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
 
 
 def test_the_version(instance):
-    assert version(Access(endpoint=instance.url)) == "2.17.0"
+    assert health(Access(endpoint=instance.url)).version == "2.17.0"
     instance.faults.add("v2beta1/healthz", 200, body=b"{}")
-    assert version(Access(endpoint=instance.url)) == "2.17.0"
+    assert health(Access(endpoint=instance.url)).version == "2.17.0"
     instance.faults.add("v1beta1/healthz", 200, body=b"{}")
-    assert version(Access(endpoint=instance.url)) == ""
+    assert health(Access(endpoint=instance.url)).version == ""
     instance.faults.clear()
     instance.faults.add("healthz", 403)
     with pytest.raises(InstanceError) as refused:
-        version(Access(endpoint=instance.url))
+        health(Access(endpoint=instance.url))
     assert (refused.value.status, refused.value.passing) == (403, False)
 
 
 def test_an_api_without_the_older_path_keeps_its_version_for_itself(instance):
     instance.faults.add("v2beta1/healthz", 200, body=b'{"multi_user": false}')
     instance.faults.add("v1beta1/healthz", 404)
-    assert version(Access(endpoint=instance.url)) == ""
+    assert health(Access(endpoint=instance.url)).version == ""
 
 
 def test_the_home_folder_is_neither_read_nor_written(instance, remote, tmp_path):

@@ -104,10 +104,20 @@ def test_the_first_one_is_not_disturbed_by_the_second(place, uri, hands):
     assert kept(place, uri) == before
 
 
-def test_one_that_was_given_back_leaves_nothing(place, uri, hands):
-    hands.taken("digits-1").release()
-    assert kept(place, uri) == {}
+def test_one_that_was_given_back_says_so_and_holds_nobody_up(place, uri, hands, caplog):
+    first = hands.taken("digits-1")
+    hands.time += 5
+    first.release()
+    (left,) = kept(place, uri).values()
+    assert (left["released"], left["renewed"], left["run"]) == (True, hands.time, "digits-1")
+    lost(first.check)
+    lost(first.renew)
+    lost(first.release)
+    # As does one of another machine, whose clock is ahead.
+    hands.time -= 60
     hands.taken("digits-2").check()
+    assert list(kept(place, uri)) == ["000002.json"]
+    assert "taken over" not in caplog.text
 
 
 def test_of_many_at_once_one_gets_it(uri):
@@ -243,6 +253,7 @@ def test_what_else_stands_there_is_left_alone(uri, hands, place):
     note = storage.join(uri, ".lock", "note.txt")
     place.put(note, b"mine")
     hands.taken("digits-1").release()
+    hands.taken("digits-2").release()
     assert place.get(note) == b"mine"
 
 

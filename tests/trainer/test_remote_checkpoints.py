@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 
@@ -13,7 +13,7 @@ from tests.trainer.test_checkpoints import restored, save, variables
 from trainer import checkpoint_listing, events, lock_holder, storage
 from trainer.checkpoints import Checkpoints
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
-from trainer.lock import Lock, LostError
+from trainer.lock import Lock, LostError, Unlocked
 from trainer.remote_checkpoints import RemoteCheckpoints, checkpoints_of
 
 
@@ -243,6 +243,33 @@ def test_a_bug_in_the_background_ends_training(of, monkeypatch):
     monkeypatch.setattr(RemoteCheckpoints, "published", bug)
     with pytest.raises(ZeroDivisionError), kept.settled():
         kept.save(variables(1), io_device=None, fields={})
+
+
+class Looks(Unlocked):
+    """A lock that is found to be lost at a look."""
+
+    def __init__(self, lost_at):
+        self._left = lost_at
+
+    def check(self):
+        self._left -= 1
+        if self._left <= 0:
+            raise LostError("taken over")
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "stands"), [(1, "of the other"), (2, "of the other"), (9, "mine")]
+)
+def test_what_stands_in_the_way_goes_by_the_holders_hand_alone(of, uri, lost_at, stands):
+    """The second look comes after an upload, which may have taken long."""
+    other, kept = of("another machine"), of()
+    with other.settled():
+        save(other, 10, strategy="of the other")
+    kept.lock = Looks(lost_at)
+    said = pytest.raises(LostError) if stands != "mine" else nullcontext()
+    with said, kept.settled():
+        save(kept, 10, strategy="mine")
+    assert storage.verify(storage.join(uri, "step-00000010")).fields["strategy"] == stands
 
 
 def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):

@@ -17,11 +17,21 @@ def is_gone(text: str) -> bool:
 
     Nothing is known of the processes of another machine.
     """
+    number, begun = _here(text)
+    return bool(number) and _begun(int(number)) != begun
+
+
+def is_living(text: str) -> bool:
+    """Say whether the process of a `writer` is known to live, likewise."""
+    number, begun = _here(text)
+    return bool(number) and _begun(int(number)) == begun
+
+
+def _here(text: str) -> tuple[str, str]:
+    """Return the number and the beginning of a process of this machine, nothing of another."""
     machine, _, process = text.partition("/")
     number, _, begun = process.partition("/")
-    if machine != _machine() or not number.isdigit():
-        return False
-    return _begun(int(number)) != begun
+    return (number, begun) if machine == _machine() and number.isdigit() else ("", "")
 
 
 @cache

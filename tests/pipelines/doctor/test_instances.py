@@ -11,7 +11,7 @@ import pytest
 
 
 class Instance(ThreadingHTTPServer):
-    """Answers every GET with one document."""
+    """Answers every GET with one document; `closed` are paths with a status of their own."""
 
     daemon_threads = True
 
@@ -19,6 +19,8 @@ class Instance(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.status, self.told = 200, {"tag_name": "2.17.0", "multi_user": False}
         self.asked: list[str] = []
+        self.paths: list[str] = []
+        self.closed: dict[str, int] = {}
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
 
@@ -27,8 +29,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self.server.asked.append(self.headers.get("Authorization", ""))
+        self.server.paths.append(self.path)
         text = json.dumps(self.server.told).encode()
-        self.send_response(self.server.status)
+        path = self.path.partition("?")[0]
+        self.send_response(self.server.closed.get(path, self.server.status))
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text)
@@ -55,6 +59,41 @@ def test_an_instance_tells_its_version(doctor, instance):
     report = doctor(options=("--endpoint", instance.url))
     assert (report.code, of(report)["state"]) == (0, "ok")
     assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
+
+
+EXPERIMENTS = "/apis/v2beta1/experiments"
+
+
+def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monkeypatch):
+    instance.told = {"tag_name": "2.17.0", "multi_user": True}
+    report = doctor(options=("--endpoint", instance.url))
+    assert report.failed() == ["KFP instance"]
+    assert of(report)["message"] == (
+        f"{instance.url} has several users: give --namespace, or set KFP_NAMESPACE"
+    )
+    assert of(report)["remedy"] == "flotilla doctor --namespace NAMESPACE"
+    assert not [path for path in instance.paths if path.startswith(EXPERIMENTS)]
+    monkeypatch.setenv("KFP_NAMESPACE", "team")
+    assert of(doctor(options=("--endpoint", instance.url)))["state"] == "ok"
+    report = doctor(options=("--endpoint", instance.url, "--namespace", "mine"))
+    assert of(report)["message"] == f"{instance.url} is KFP 2.17.0, in mine"
+    asked = [path for path in instance.paths if path.startswith(EXPERIMENTS)]
+    assert ["namespace=team" in asked[0], "namespace=mine" in asked[1]] == [True, True]
+
+
+def test_a_namespace_of_others_is_found_out(doctor, instance):
+    instance.told = {"tag_name": "2.17.0", "multi_user": True}
+    instance.closed[EXPERIMENTS] = 403
+    report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
+    assert report.failed() == ["KFP instance"]
+    assert "does not allow it: name your --namespace" in of(report)["message"]
+
+
+def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
+    # It refuses what names one.
+    instance.closed[EXPERIMENTS] = 400
+    report = doctor(options=("--endpoint", instance.url, "--namespace", "kubeflow"))
+    assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")
 
 
 def test_a_token_is_sent_and_never_told(doctor, instance, tmp_path):

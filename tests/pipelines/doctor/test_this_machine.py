@@ -14,8 +14,6 @@ import pytest
 from pipelines import app
 from pipelines.doctor import machine
 from pipelines.doctor.configuration import consistent
-from pipelines.doctor.images import named
-from pipelines.manifest import document
 from tests.pipelines.doctor.conftest import content
 from trainer.config_file import parse
 
@@ -88,7 +86,6 @@ def test_a_file_that_is_not_there(doctor):
         ("storage.root=file:///data", "chief do not share", "storage.root=gs://BUCKET"),
         ("cluster.placement={w*: 'ps:1'}", "'w*' is on 'ps:1'; it has to be ps:0 to ps:0", "ps:0"),
         ("model.name=nowhere_at_all.models:build", "the module nowhere_at_all", "PYTHONPATH="),
-        ("data.manual_dir=/no/such", "there is no folder /no/such", "data.manual_dir=FOLDER"),
     ],
 )  # fmt: skip
 @pytest.mark.usefixtures("kube")
@@ -109,6 +106,51 @@ def test_a_folder_that_all_pods_share_may_be_the_root():
     assert consistent(parse(tree), sys.path).state == "ok"
     tree["storage"] = {"root": "file:///database"}
     assert consistent(parse(tree), sys.path).state == "fail"
+
+
+def test_files_that_are_not_here_fail_where_the_steps_run_here(doctor):
+    found = doctor("data.manual_dir=/no/such")["configuration"]
+    assert (found["state"], found["message"]) == (
+        "fail", "data.manual_dir: there is no folder /no/such",
+    )  # fmt: skip
+    assert "data.manual_dir=FOLDER" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "variables"),
+    [
+        ((JOB,), (), {}),
+        ((), ("--kubernetes",), {}),
+        ((), ("--endpoint", "http://127.0.0.1:1"), {}),
+        ((), (), {"KFP_ENDPOINT": "http://127.0.0.1:1"}),
+    ],
+)
+@pytest.mark.usefixtures("kube")
+def test_files_that_are_not_here_may_be_where_the_steps_run(
+    doctor, monkeypatch, settings, options, variables
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    report = doctor("data.manual_dir=/no/such folder", *settings, options=options)
+    found = report["configuration"]
+    assert (found["state"], found["message"]) == (
+        "warn",
+        "data.manual_dir: /no/such folder is not on this machine; for the steps of an instance it "
+        "has to be in the image or a volume",
+    )
+    assert found["remedy"] == "docker run --rm HOST/NAME:TAG ls '/no/such folder'"
+    assert "configuration" not in report.failed()
+
+
+def test_files_that_are_here_are_no_matter_anywhere(doctor, tmp_path):
+    assert doctor(f"data.manual_dir={tmp_path}")["configuration"]["state"] == "ok"
+
+
+@pytest.mark.usefixtures("kube")
+def test_what_is_wrong_is_said_before_what_may_be(of_job):
+    report = of_job("data.manual_dir=/no/such", "cluster.in_process=true")
+    assert report["configuration"]["message"].startswith("cluster.in_process: not with")
+    assert "configuration" in report.failed()
 
 
 def test_where_the_current_folder_was_removed(doctor, tmp_path):
@@ -185,25 +227,6 @@ def test_memory_for_nccl(tmp_path, free):
     free(0, total=1 << 30)
     assert machine.shared_memory(tmp_path).state == "ok"
     assert shutil.disk_usage(tmp_path).total == 1 << 30
-
-
-@pytest.mark.parametrize(
-    ("image", "state"),
-    [
-        ("Not An Image", "fail"),
-        ("UPPER/case:1", "fail"),
-        ("", "warn"),
-        ("flotilla:1", "warn"),
-        ("team/flotilla:1", "warn"),
-        ("localhost:5000/flotilla:1", "ok"),
-        ("registry.example.com/flotilla@sha256:" + "a" * 64, "ok"),
-    ],
-)
-def test_images(image, state):
-    spaced = image.replace(" ", "_")
-    tree = document(parse({"cluster": {"kubernetes": {"pod": {"image": spaced}}}}))
-    assert named(tree).state == state
-    assert named(tree).remedy or state == "ok"
 
 
 def test_a_full_output_is_one_line(doctor, tmp_path):
