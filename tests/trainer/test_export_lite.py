@@ -108,7 +108,8 @@ class TestSmoke:
 
     def failed(self, subject, folder):
         with pytest.raises(UserError) as error:
-            smoke.answered(subject, folder, "served")
+            with smoke.fresh_process(folder) as process:
+                smoke.answered(subject, folder, "served", process)
         message = str(error.value)
         assert message.startswith("nothing is exported: a fresh process ")
         assert "\n" not in message
