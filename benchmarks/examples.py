@@ -25,7 +25,7 @@ from benchmarks.figures import Figure, alternating
 from trainer import storage
 from trainer.data.read import DatasetSpec, stage_shards, training_batches
 
-ROUNDS = 5
+ROUNDS = 3
 BATCH = 100
 EXAMPLES = 60_000 - VALIDATION
 # The first reads and parses; the others may find what it has left in memory.
@@ -97,7 +97,6 @@ def _rounds() -> Rounds:
 def speeds_of(batches: tf.data.Dataset, examples: int, batch_size: int) -> Speeds:
     """Take batches in a graph, as training does, and say how many examples came a second."""
 
-    @tf.function
     def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
         labels = tf.constant(0, tf.int64)
         for _ in tf.range(count):
@@ -106,7 +105,7 @@ def speeds_of(batches: tf.data.Dataset, examples: int, batch_size: int) -> Speed
         return labels
 
     iterator, count = iter(batches), tf.constant(examples // batch_size)
-    epoch = taken.get_concrete_function(iterator, count)
+    epoch = tf.function(taken).get_concrete_function(iterator, count)
     found = []
     for _ in range(EPOCHS):
         began = time.perf_counter()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 
@@ -65,9 +65,12 @@ class Figure:
         }
 
 
+Measured = TypeVar("Measured")
+
+
 def alternating(
-    rounds: int, first: Callable[[], float], second: Callable[[], float]
-) -> list[tuple[float, float]]:
+    rounds: int, first: Callable[[], Measured], second: Callable[[], Measured]
+) -> list[tuple[Measured, Measured]]:
     """Return both values of every round; the order changes from round to round."""
     found = []
     for number in range(rounds):

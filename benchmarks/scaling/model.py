@@ -5,9 +5,10 @@ each server. What that costs in seconds of a core is taken to be linear in the b
 
     worker   worker_message + worker_byte * bytes + pull_every * gradient
     server   server_message + server_byte * bytes of this server
-    chief    closure / STEPS_PER_CLOSURE
+    chief    closure / steps of a closure
 
-Bytes are counted once for both ways: as much is pulled as is pushed.
+Bytes are counted once for both ways: as much is pulled as is pushed. The chief takes a share of a
+core, `chief_share`, whatever the workers do.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from trainer.strategies.async_parameter_server import STEPS_PER_CLOSURE
 from trainer.strategies.placement import Sized, assign
+from trainer.train import STRETCH_SECONDS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,13 +50,17 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """The constants of the model, in seconds of a core; `gradient` is of one batch, by model."""
+    """The constants of the model, in seconds of a core; `gradient` is of one batch, by model.
+
+    `chief_share` is a share of a core.
+    """
 
     worker_message: float
     worker_byte: float
     server_message: float
     server_byte: float
     closure: float
+    chief_share: float
     gradient: Mapping[str, float]
 
 
@@ -98,13 +104,17 @@ def fit(points: Sequence[Point]) -> Costs:
     gradient = {name: _gradient(name, points) for name in dict.fromkeys(p.model for p in points)}
     own = [(p.bytes, p.worker - p.pull_every * gradient[p.model]) for p in points]
     worker_message, worker_byte = _line(own)
-    server_message, server_byte = _line([(p.bytes, p.server) for p in points])
+    # Where updates are seldom the server mostly waits, and that costs something too.
+    busy = [p for p in points if p.pull_every == 1]
+    server_message, server_byte = _line([(p.bytes, p.server) for p in busy])
+    chief_share, closure = _line([(_closures(p.rate, p.workers), p.chief * p.rate) for p in points])
     return Costs(
         worker_message=worker_message,
         worker_byte=worker_byte,
         server_message=server_message,
         server_byte=server_byte,
-        closure=float(np.median([p.chief for p in points])) * STEPS_PER_CLOSURE,
+        closure=closure,
+        chief_share=chief_share,
         gradient=gradient,
     )
 
@@ -134,7 +144,7 @@ def predicted(
         "workers": fleet.workers / (computing + travelling),
         "processor of the fullest server": 1 / serving,
         "network of the fullest server": fleet.bytes_per_second / held,
-        "chief": STEPS_PER_CLOSURE / costs.closure,
+        "chief": _most_of_chief(costs, fleet.workers),
     }
     limit = min(limits, key=lambda name: limits[name])
     return Prediction(rate=limits[limit], limit=limit)
@@ -150,7 +160,23 @@ def on_one_machine(costs: Costs, point: Point, cores: int) -> float:
     server = costs.server_message + costs.server_byte * point.bytes
     whole = worker + server + costs.closure / STEPS_PER_CLOSURE
     # A task works on one update at a time.
-    return min(cores / whole, point.workers / (worker + server))
+    return min((cores - costs.chief_share) / whole, point.workers / (worker + server))
+
+
+def _closures(rate: float, workers: int) -> float:
+    """Return the closures a second at a rate of updates, as the strategy cuts a stretch up."""
+    size = min(STEPS_PER_CLOSURE, rate * STRETCH_SECONDS / workers)
+    return rate / max(1.0, size)
+
+
+def _most_of_chief(costs: Costs, workers: int) -> float:
+    """Return the updates a second that a chief can hand out.
+
+    Where it cannot give every worker one closure in a stretch, stretches become short, and closures
+    single steps.
+    """
+    closures = (1 - costs.chief_share) / costs.closure
+    return closures * (STEPS_PER_CLOSURE if closures * STRETCH_SECONDS >= workers else 1)
 
 
 def _gradient(model: str, points: Sequence[Point]) -> float:

@@ -81,6 +81,7 @@ def _constants(costs: Costs) -> list[list[str]]:
         ["`server_message`", f"{1e3 * costs.server_message:.3f} ms an update"],
         ["`server_byte`", f"{1e9 * costs.server_byte:.3f} ms a megabyte"],
         ["`closure`", f"{1e3 * costs.closure:.3f} ms of the chief"],
+        ["`chief_share`", f"{costs.chief_share:.3f} of a core"],
     ]
     gradients = costs.gradient.items()
     return rows + [[f"`gradient` of {name}", f"{1e3 * each:.3f} ms"] for name, each in gradients]

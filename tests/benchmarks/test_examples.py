@@ -72,6 +72,8 @@ def test_both_prepare_all_of_it(mnist):
     assert counts == {"train": 60_000, "test": 10_000}
 
 
+# TFDS reads its own description of a dataset so.
+@pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
 @pytest.mark.slow
 def test_both_give_each_example_once_an_epoch_in_another_order(mnist):
     (ours,) = (mnist / preparing.FLOTILLA / "datasets").iterdir()

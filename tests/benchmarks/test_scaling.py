@@ -29,16 +29,22 @@ TRUE = Costs(
     server_message=5e-4,
     server_byte=1e-9,
     closure=5e-3,
+    chief_share=0.02,
     gradient={"small": 1e-4, "large": 1e-3},
 )
 SIZES = {"small": 40_000, "large": 4_000_000}
 FLEET = Fleet(workers=100, servers=10, server_cores=4, bytes_per_second=1.25e9, round_trip=2e-4)
 
+# A chief that costs nothing, and a network that never is the limit.
+FREE = replace(TRUE, closure=1e-9, chief_share=0.0)
 FAST = replace(FLEET, bytes_per_second=1.25e10)
 
 
 def made_up(model, pull_every, workers=2):
     size = SIZES[model]
+    rate = {"small": 1000.0, "large": 400.0}[model] / pull_every
+    # Half a second of updates is dealt out over two workers, in closures of up to 50.
+    closures = {1000.0: 20.0, 100.0: 4.0, 400.0: 8.0, 40.0: 4.0}[rate]
     return Point(
         model=model,
         bytes=size,
@@ -46,8 +52,8 @@ def made_up(model, pull_every, workers=2):
         pull_every=pull_every,
         worker=TRUE.worker_message + TRUE.worker_byte * size + pull_every * TRUE.gradient[model],
         server=TRUE.server_message + TRUE.server_byte * size,
-        chief=TRUE.closure / 50,
-        rate=100.0,
+        chief=(TRUE.chief_share + TRUE.closure * closures) / rate,
+        rate=rate,
     )
 
 
@@ -56,7 +62,14 @@ POINTS = [made_up(model, pull) for model in SIZES for pull in (1, 10)]
 
 def test_constants_are_found_again():
     found = fit(POINTS)
-    for name in ("worker_message", "worker_byte", "server_message", "server_byte", "closure"):
+    for name in (
+        "worker_message",
+        "worker_byte",
+        "server_message",
+        "server_byte",
+        "closure",
+        "chief_share",
+    ):
         assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
     assert found.gradient == pytest.approx(TRUE.gradient)
 
@@ -87,9 +100,9 @@ def test_a_variable_is_on_one_server_as_a_whole():
     ("costs", "fleet", "limit"),
     [
         (TRUE, replace(FLEET, workers=1), "workers"),
-        (TRUE, replace(FAST, workers=10_000), "processor of the fullest server"),
+        (FREE, replace(FAST, workers=10_000), "processor of the fullest server"),
         (
-            replace(TRUE, server_message=1e-6, server_byte=0.0, closure=1e-6),
+            replace(FREE, server_message=1e-6, server_byte=0.0),
             replace(FLEET, workers=10_000),
             "network of the fullest server",
         ),
@@ -106,25 +119,34 @@ def test_rates_follow_from_the_costs():
     alone = predicted(TRUE, replace(FLEET, workers=1), "large", [4_000_000], 1)
     assert alone.rate == pytest.approx(1 / 16.8e-3)
     # 3.2 ms for the bytes, all on one server.
-    many = predicted(TRUE, replace(FLEET, workers=10_000), "large", [4_000_000], 1)
+    many = predicted(FREE, replace(FLEET, workers=10_000), "large", [4_000_000], 1)
     assert many.rate == pytest.approx(1 / 3.2e-3)
     # 0.5 ms + 4 ms on one of four cores.
-    many = predicted(TRUE, replace(FAST, workers=10_000), "large", [4_000_000], 1)
+    many = predicted(FREE, replace(FAST, workers=10_000), "large", [4_000_000], 1)
     assert many.rate == pytest.approx(4 / 4.5e-3)
-    spread = predicted(TRUE, replace(FAST, workers=10_000), "large", [400_000] * 10, 1)
+    spread = predicted(FREE, replace(FAST, workers=10_000), "large", [400_000] * 10, 1)
     assert spread.rate == pytest.approx(4 / 0.9e-3)
     # 1 + 0.08 + 10 x 0.1 ms, and 2 x (0.2 + 0.032) ms on the way.
     rare = predicted(TRUE, replace(FLEET, workers=1), "small", [40_000], 10)
     assert rare.rate == pytest.approx(1 / 2.544e-3)
 
 
+def test_a_chief_with_too_many_workers_hands_out_single_steps():
+    # 98 closures in the half second of a stretch.
+    slow = replace(TRUE, server_message=1e-9, server_byte=0.0)
+    fleets = [replace(FAST, workers=workers, round_trip=0.0) for workers in (98, 99)]
+    few, many = (predicted(slow, fleet, "small", [40_000], 1) for fleet in fleets)
+    assert (few.limit, few.rate) == ("chief", pytest.approx(98 * 2 * 50))
+    assert (many.limit, many.rate) == ("chief", pytest.approx(98 * 2))
+
+
 def test_one_machine_shares_its_cores():
     one = made_up("small", 1, workers=1)
-    # 1.18 ms of the worker, 0.54 of the server, 0.1 of the chief.
-    assert on_one_machine(TRUE, one, cores=1) == pytest.approx(1 / 1.82e-3)
+    # 1.18 ms of the worker, 0.54 of the server, 0.1 of the chief, and 2 % of a core for it.
+    assert on_one_machine(TRUE, one, cores=1) == pytest.approx(0.98 / 1.82e-3)
     # One worker keeps no more than one core busy at a time.
     assert on_one_machine(TRUE, one, cores=8) == pytest.approx(1 / 1.72e-3)
-    assert on_one_machine(TRUE, replace(one, workers=8), cores=2) == pytest.approx(2 / 1.82e-3)
+    assert on_one_machine(TRUE, replace(one, workers=8), cores=2) == pytest.approx(1.98 / 1.82e-3)
 
 
 def test_every_constant_has_the_runs_that_tell_it():

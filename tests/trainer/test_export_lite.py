@@ -107,9 +107,8 @@ class TestSmoke:
         return tmp_path
 
     def failed(self, subject, folder):
-        with pytest.raises(UserError) as error:
-            with smoke.fresh_process(folder) as process:
-                smoke.answered(subject, folder, "served", process)
+        with pytest.raises(UserError) as error, smoke.fresh_process(folder) as process:
+            smoke.answered(subject, folder, "served", process)
         message = str(error.value)
         assert message.startswith("nothing is exported: a fresh process ")
         assert "\n" not in message
