@@ -28,7 +28,6 @@ EXAMPLES = 3
 SECONDS = 300
 _PROGRAM = Path(__file__).with_name("smoke_request.py")
 
-
 Fresh = subprocess.Popen[str]
 
 
@@ -41,7 +40,7 @@ def fresh_process(folder: Path) -> Iterator[Fresh]:
         command,
         cwd=folder,
         env=_environment(),
-        text=True,
+        encoding="utf-8",
         errors="replace",
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
