@@ -1,7 +1,7 @@
 # `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-long lint chaos compile golden bench experiments image clean lock
+.PHONY: help setup run test test-slow test-long lint chaos compile golden bench scaling experiments image clean lock
 
 BIN := .venv/bin
 PYTHON := $(BIN)/python
@@ -60,6 +60,9 @@ golden: $(SETUP) ## rewrite the golden files; look at the difference before you 
 
 bench: $(SETUP) ## Flotilla beside the baselines: a table, and build/bench.json; on a quiet machine
 	$(PYTHON) -m benchmarks $(ARGS)
+
+scaling: $(SETUP) ## 1 to 16 workers on this machine, as a part of docs/performance.md; a quiet one
+	$(PYTHON) -m benchmarks.scaling
 
 experiments: $(SETUP) ## the published experiments, measured, as docs/experiments.md (an hour)
 	$(PYTHON) -m benchmarks.experiments

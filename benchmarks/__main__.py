@@ -8,7 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from benchmarks import evaluation, figures, storage, training
+from benchmarks import (
+    accuracy,
+    evaluation,
+    examples,
+    figures,
+    memory,
+    preparing,
+    storage,
+    training,
+    whole_run,
+)
 
 OUTPUT = Path("build/bench.json")
 MEASURES = {
@@ -16,6 +26,12 @@ MEASURES = {
     "sync": training.synchronous,
     "local": training.local_steps,
     "single": training.one_process,
+    "accuracy": accuracy.time_to_accuracy,
+    "input": examples.first_epoch,
+    "input-later": examples.later_epochs,
+    "prepare": preparing.preparing,
+    "run": whole_run.whole_run,
+    "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
     "evaluation": evaluation.evaluation,

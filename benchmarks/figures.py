@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 
@@ -19,34 +19,58 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 class Figure:
     """One ratio with its bound; `rounds` are the ratios of the single rounds.
 
-    `more` holds what is reported beside it.
+    The bound is `at_least` or `at_most`, and never both. `more` holds what is reported beside it.
     """
 
     figure: str
     rounds: tuple[float, ...]
-    at_least: float
+    at_least: float | None = None
+    at_most: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a figure that could not be judged."""
+        if (self.at_least is None) == (self.at_most is None):
+            raise ValueError(f"{self.figure}: it needs at_least or at_most, one of them")
+        if not self.rounds:
+            raise ValueError(f"{self.figure}: it has no rounds")
 
     @property
     def ratio(self) -> float:
         """Return the median of all rounds."""
         return median(self.rounds)
 
+    @property
+    def bound(self) -> dict[str, float]:
+        """Return the name and the value of the bound."""
+        found = {"at_least": self.at_least, "at_most": self.at_most}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def holds(self) -> bool:
+        """Whether the ratio keeps to the bound; one that is not a number never does."""
+        if self.at_least is not None:
+            return self.ratio >= self.at_least
+        return self.at_most is not None and self.ratio <= self.at_most
+
     def tree(self) -> dict[str, Any]:
         """Return what `bench.json` says of it."""
         return {
             "figure": self.figure,
             "ratio": round(self.ratio, 4),
-            "at_least": self.at_least,
-            "holds": self.ratio >= self.at_least,
+            **self.bound,
+            "holds": self.holds,
             "rounds": [round(each, 4) for each in self.rounds],
             **self.more,
         }
 
 
+Measured = TypeVar("Measured")
+
+
 def alternating(
-    rounds: int, first: Callable[[], float], second: Callable[[], float]
-) -> list[tuple[float, float]]:
+    rounds: int, first: Callable[[], Measured], second: Callable[[], Measured]
+) -> list[tuple[Measured, Measured]]:
     """Return both values of every round; the order changes from round to round."""
     found = []
     for number in range(rounds):
@@ -76,11 +100,16 @@ def write(figures: list[Figure], path: Path) -> None:
 
 def table(figures: list[Figure]) -> str:
     """Return one line a figure."""
-    rows = [("figure", "ratio", "at least", "holds")]
+    rows = [("figure", "ratio", "has to be", "holds")]
     rows += [
-        (each.figure, f"{each.ratio:.3f}", f"{each.at_least:g}", str(each.tree()["holds"]).lower())
+        (each.figure, f"{each.ratio:.3f}", _words(each), str(each.holds).lower())
         for each in figures
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)
+
+
+def _words(figure: Figure) -> str:
+    ((name, value),) = figure.bound.items()
+    return f"{name.replace('_', ' ')} {value:g}"

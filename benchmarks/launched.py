@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from benchmarks.baselines.mnist import VALIDATION, folder
@@ -14,6 +16,8 @@ from trainer import local_cluster, storage
 from trainer.config_file import load
 from trainer.history import read
 from trainer.launcher import Job
+from trainer.models import registry as models
+from trainer.models.spec import InputSpec
 
 # The model, the optimizer and the batch of the published program.
 SAME_AS_BASELINE = {
@@ -29,6 +33,7 @@ SAME_AS_BASELINE = {
     "cluster.parameter_servers": 1,
     "cluster.workers": 2,
 }
+NONE: Mapping[str, Any] = MappingProxyType({})
 # Of all steps; before it graphs are traced.
 _WARM = 0.1
 
@@ -50,15 +55,15 @@ class Trained:
     rows: list[dict[str, Any]]
 
 
-def prepared(workdir: Path) -> str:
-    """Publish MNIST below a folder; return its URI."""
+def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
+    """Publish MNIST below a folder, with other settings where there are some; return its URI."""
     program = (
         "import sys; from pathlib import Path; from trainer.data import prepare; "
         "from trainer.config import DataConfig; "
         "print(prepare.prepare(DataConfig.model_validate_json(sys.argv[1]), sys.argv[2], "
         "Path(sys.argv[3])).uri)"
     )
-    data = configuration({}).data.model_dump_json()
+    data = configuration(settings).data.model_dump_json()
     scratch = workdir / "scratch"
     scratch.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-c", program, data, storage.uri_of(workdir), str(scratch)]
@@ -66,11 +71,17 @@ def prepared(workdir: Path) -> str:
     return done.stdout.split()[-1]
 
 
-def configuration(settings: dict[str, Any]) -> Any:
+def configuration(settings: Mapping[str, Any]) -> Any:
     """Return the baseline's configuration with other settings."""
     whole = {**SAME_AS_BASELINE, **settings}
     whole.setdefault("training.checkpoint_every", whole.get("training.steps", 1))
     return load(None, [f"{key}={value}" for key, value in whole.items()])
+
+
+def model(settings: Mapping[str, Any] = NONE) -> Any:
+    """Return the model that is trained, with weights of its own."""
+    spec = InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
+    return models.build(configuration(settings).model, spec, 0)
 
 
 def train(workdir: Path, dataset: str, **settings: Any) -> Trained:

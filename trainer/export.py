@@ -70,41 +70,61 @@ def export(  # noqa: PLR0913, PLR0917
     made_from = {**inputs_from, "formats": ",".join(config.export.formats)}
     if made_before(output, KIND, made_from):
         return Exported(uri=output, parity=json.loads(storage.read_file(output, "parity.json")))
-    model, step = restored(config, spec, checkpoint, scratch)
-    fields: dict[str, Any] = {
-        "name": config.name,
-        "global_step": step,
-        "formats": list(config.export.formats),
-        "inputs": [described(spec, feature) for feature in spec.inputs],
-        "num_classes": spec.num_classes,
-        "saved_model": form_path("saved_model", config.name, step),
-        "decision": decision,
-        "evaluation": evaluation,
-        "made_from": made_from,
-    }
-    facts = model_card.Facts(
-        config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
-    )
     with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as name:
-        subject = _subject(config, model, spec, dataset, scratch)
-        parity = _written(Path(name), facts, subject, fields, output)
-        storage.publish(Path(name), output, kind=KIND, fields=fields)
+        folder = Path(name)
+        with smoke.fresh_process(folder) as process:
+            model, step = restored(config, spec, checkpoint, scratch)
+            facts = model_card.Facts(
+                config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
+            )
+            subject = _subject(config, model, spec, dataset, scratch)
+            fields = _fields(facts, subject, evaluation, made_from)
+            parity = _proved(folder, subject, fields, process)
+        _write_beside(folder, facts, parity, fields, output)
+        storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 
 
-def _written(
-    folder: Path, facts: model_card.Facts, subject: Subject, fields: dict[str, Any], output: str
+def _fields(
+    facts: model_card.Facts, subject: Subject, evaluation: str, made_from: Mapping[str, str]
 ) -> dict[str, Any]:
-    config = facts.config
-    paths = {str(form): form_path(form, config.name, facts.step) for form in config.export.formats}
+    config, spec = facts.config, subject.spec
+    return {
+        "name": config.name,
+        "global_step": facts.step,
+        "formats": list(config.export.formats),
+        "inputs": [described(spec, feature) for feature in spec.inputs],
+        "num_classes": spec.num_classes,
+        "saved_model": form_path("saved_model", config.name, facts.step),
+        "decision": facts.decision,
+        "evaluation": evaluation,
+        "made_from": dict(made_from),
+    }
+
+
+def _proved(
+    folder: Path, subject: Subject, fields: Mapping[str, Any], process: smoke.Fresh
+) -> dict[str, Any]:
+    """Write the forms into a folder, and return what proves each of them."""
+    name, step = fields["name"], fields["global_step"]
+    paths = {str(form): form_path(form, name, step) for form in fields["formats"]}
     parity = prove(subject, paths, folder)
     _write_text(folder / LABELS, "\n".join(class_names(subject.spec)))
-    parity["smoke"] = smoke.answered(subject, folder, fields["saved_model"])
-    _write_json(folder / "parity.json", parity)
-    _write_json(folder / "config.json", config.model_dump(mode="json"))
-    _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
-    _write_text(folder / "model_card.md", model_card.written(facts, parity, fields["inputs"]))
+    parity["smoke"] = smoke.answered(subject, folder, fields["saved_model"], process)
     return parity
+
+
+def _write_beside(
+    folder: Path,
+    facts: model_card.Facts,
+    parity: dict[str, Any],
+    fields: Mapping[str, Any],
+    output: str,
+) -> None:
+    _write_json(folder / "parity.json", parity)
+    _write_json(folder / "config.json", facts.config.model_dump(mode="json"))
+    _write_text(folder / "kserve.yaml", kserve.service(facts.config.name, output))
+    _write_text(folder / "model_card.md", model_card.written(facts, parity, fields["inputs"]))
 
 
 def _subject(

@@ -1,7 +1,8 @@
-"""Answer `request.json` of an exported model: `python smoke_request.py FOLDER SAVED_MODEL`.
+"""Answer `request.json` of an exported model: `python smoke_request.py FOLDER < PATH`.
 
-A program of its own that imports nothing of this project, as a client's would. The last line of
-standard output is JSON: `probabilities` [n, classes], `labels` [n], `milliseconds`.
+A program of its own that imports nothing of this project, as a client's would. Standard input is
+the path of the SavedModel in the folder, and ends when all is written. The last line of standard
+output is JSON: `probabilities` [n, classes], `labels` [n], `milliseconds`.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ _REPEATS = 20
 
 
 def main() -> None:
-    """Load, ask, and print."""
+    """Wait until all is written, load, ask, and print."""
     folder = Path(sys.argv[1])
+    saved_model = sys.stdin.read()
     names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
-    signature = tf.saved_model.load(folder / sys.argv[2]).signatures[request["signature_name"]]
+    signature = tf.saved_model.load(folder / saved_model).signatures[request["signature_name"]]
     _, takes = signature.structured_input_signature
 
     def ask(instances: list[dict[str, Any]]) -> Any:

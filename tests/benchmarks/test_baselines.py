@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks.baselines import cluster, mnist
 from benchmarks.baselines.mnist import Batches
-from benchmarks.figures import Figure
 
 
 def test_each_epoch_holds_each_example_once_in_an_order_of_its_own():
@@ -33,12 +32,6 @@ def test_the_examples_are_those_of_the_program(mnist_dir, monkeypatch):
     assert (images.min(), images.max()) == (0, 1)
     np.testing.assert_array_equal(labels.sum(1), np.ones(55000))
     assert [len(each) for each in mnist.held_out_examples()] == [10000, 10000]
-
-
-def test_a_figure_holds_when_the_median_of_its_rounds_does():
-    good = Figure(figure="x", rounds=(0.5, 2.0, 3.0), at_least=2.0).tree()
-    assert (good["ratio"], good["holds"]) == (2.0, True)
-    assert not Figure(figure="x", rounds=(1.9, 1.0, 3.0), at_least=2.0).tree()["holds"]
 
 
 @pytest.mark.cluster

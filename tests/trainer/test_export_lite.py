@@ -107,8 +107,8 @@ class TestSmoke:
         return tmp_path
 
     def failed(self, subject, folder):
-        with pytest.raises(UserError) as error:
-            smoke.answered(subject, folder, "served")
+        with pytest.raises(UserError) as error, smoke.fresh_process(folder) as process:
+            smoke.answered(subject, folder, "served", process)
         message = str(error.value)
         assert message.startswith("nothing is exported: a fresh process ")
         assert "\n" not in message

@@ -1,0 +1,40 @@
+"""Training input as TFDS's own documents advise it, but for the cache: examples decoded one by one.
+
+`as_dataset` reads and decodes, then the whole split is shuffled, batched and prefetched.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from benchmarks.baselines.mnist import VALIDATION, folder
+
+# As many examples as the published programs train on.
+SPLIT = f"train[{VALIDATION}:]"
+
+
+def builder(data_dir: Path) -> Any:
+    """Return TFDS's builder of MNIST, which keeps what it prepares below a folder."""
+    return tfds.builder("mnist", data_dir=data_dir)
+
+
+def prepare(data_dir: Path) -> None:
+    """Let TFDS prepare MNIST from the official files."""
+    tfds.disable_progress_bar()
+    settings = tfds.download.DownloadConfig(manual_dir=folder(), try_download_gcs=False)
+    builder(data_dir).download_and_prepare(download_config=settings)
+
+
+def batches(source: Any, *, batch_size: int, cached: bool = False) -> tf.data.Dataset:
+    """Return shuffled batches without end; `cached` keeps decoded examples in memory."""
+    settings = tfds.ReadConfig(try_autocache=False)
+    examples = source.as_dataset(
+        split=SPLIT, as_supervised=True, shuffle_files=True, read_config=settings
+    )
+    held = examples.cache() if cached else examples
+    mixed = held.shuffle(examples.cardinality()).repeat()
+    return mixed.batch(batch_size, drop_remainder=True).prefetch(tf.data.AUTOTUNE)

@@ -1,0 +1,137 @@
+"""Training input on MNIST: Flotilla's shards beside TFDS, which decodes example by example.
+
+`python -m benchmarks.examples WHICH FOLDER` measures one of them in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import tensorflow as tf
+
+from benchmarks import launched
+from benchmarks.baselines import tfds_input
+from benchmarks.baselines.mnist import VALIDATION
+from benchmarks.figures import Figure, alternating
+from trainer import storage
+from trainer.data.read import DatasetSpec, stage_shards, training_batches
+
+ROUNDS = 3
+BATCH = 100
+EXAMPLES = 60_000 - VALIDATION
+# The first reads and parses; the others may find what it has left in memory.
+EPOCHS = 4
+FLOTILLA, TFDS, TFDS_CACHED = "flotilla", "tfds", "tfds-cached"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speeds:
+    """Examples a second in the first epoch, and the median of the later ones."""
+
+    first: float
+    later: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rounds:
+    """Flotilla and TFDS round by round, and TFDS once with its examples kept decoded."""
+
+    beside: list[tuple[Speeds, Speeds]]
+    cached: Speeds
+
+
+def first_epoch() -> Figure:
+    """Examples a second of the first epoch: shuffled, and nothing cached in the process."""
+    pairs = [(own.first, other.first) for own, other in _rounds().beside]
+    return _figure("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
+
+
+def later_epochs() -> Figure:
+    """Examples a second of later epochs, in which TFDS decodes again."""
+    rounds = _rounds()
+    pairs = [(own.later, other.later) for own, other in rounds.beside]
+    figure = "later epochs of MNIST, shuffled: examples/s, against TFDS decoding"
+    return _figure(figure, 10, pairs, tfds_with_a_cache=round(rounds.cached.later))
+
+
+def _figure(figure: str, at_least: float, pairs: list[tuple[float, float]], **more: Any) -> Figure:
+    return Figure(
+        figure=figure,
+        rounds=tuple(own / other for own, other in pairs),
+        at_least=at_least,
+        more={"examples_per_second": [[round(each) for each in pair] for pair in pairs], **more},
+    )
+
+
+@cache
+def _rounds() -> Rounds:
+    """Measure for both figures at once."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        folder = Path(name)
+        dataset = launched.prepared(folder / "data")
+        tfds_input.prepare(folder / "tfds")
+        places = {
+            FLOTILLA: [dataset, str(folder / "shards")],
+            TFDS: [str(folder / "tfds")],
+            TFDS_CACHED: [str(folder / "tfds")],
+        }
+
+        def measured(which: str) -> Speeds:
+            command = [sys.executable, "-m", "benchmarks.examples", which, *places[which]]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            return Speeds(**json.loads(done.stdout.splitlines()[-1]))
+
+        beside = alternating(ROUNDS, lambda: measured(FLOTILLA), lambda: measured(TFDS))
+        return Rounds(beside=beside, cached=measured(TFDS_CACHED))
+
+
+def speeds_of(batches: tf.data.Dataset, examples: int, batch_size: int) -> Speeds:
+    """Take batches in a graph, as training does, and say how many examples came a second."""
+
+    def taken(iterator: Any, count: tf.Tensor) -> tf.Tensor:
+        labels = tf.constant(0, tf.int64)
+        for _ in tf.range(count):
+            _, label = next(iterator)
+            labels += tf.reduce_sum(tf.cast(label, tf.int64))
+        return labels
+
+    iterator, count = iter(batches), tf.constant(examples // batch_size)
+    epoch = tf.function(taken).get_concrete_function(iterator, count)
+    found = []
+    for _ in range(EPOCHS):
+        began = time.perf_counter()
+        epoch(iterator, count)
+        found.append(int(count) * batch_size / (time.perf_counter() - began))
+    return Speeds(first=found[0], later=median(found[1:]))
+
+
+def shards_of(dataset: str, folder: Path) -> tf.data.Dataset:
+    """Return the batches of a worker that has all shards."""
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    files = stage_shards(dataset, folder, "train")
+    return training_batches(spec, files, batch_size=BATCH, seed=0)
+
+
+def main() -> None:
+    """Measure one of them, and print its speeds as a JSON object."""
+    which, *places = sys.argv[1:]
+    if which == FLOTILLA:
+        batches = shards_of(places[0], Path(places[1]))
+    else:
+        builder = tfds_input.builder(Path(places[0]))
+        batches = tfds_input.batches(builder, batch_size=BATCH, cached=which == TFDS_CACHED)
+    found = speeds_of(batches, EXAMPLES, BATCH)
+    sys.stdout.write(f"{json.dumps(asdict(found))}\n")
+
+
+if __name__ == "__main__":
+    main()

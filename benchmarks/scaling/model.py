@@ -1,0 +1,202 @@
+"""The cost of a step of asynchronous training, and how fast a cluster is by it.
+
+An update of a worker is one message from each server, `pull_every` gradients, and one message to
+each server. What that costs in seconds of a core is taken to be linear in the bytes that move:
+
+    worker   worker_message + worker_byte * bytes + pull_every * gradient
+    server   server_message + server_byte * bytes of this server
+    chief    closure / steps of a closure
+
+Bytes are counted once for both ways: as much is pulled as is pushed. The chief takes a share of a
+core, `chief_share`, whatever the workers do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainer.strategies.async_parameter_server import STEPS_PER_CLOSURE
+from trainer.strategies.placement import Sized, assign
+from trainer.train import STRETCH_SECONDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run that was measured, with one parameter server; seconds are those of a core.
+
+    Attributes:
+        model: its name.
+        bytes: of all variables.
+        workers: how many there were.
+        pull_every: local steps of an update.
+        worker: seconds of the workers for an update.
+        server: seconds of the server for an update.
+        chief: seconds of the chief for an update.
+        rate: updates a second.
+    """
+
+    model: str
+    bytes: int
+    workers: int
+    pull_every: int
+    worker: float
+    server: float
+    chief: float
+    rate: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Costs:
+    """The constants of the model, in seconds of a core; `gradient` is of one batch, by model.
+
+    `chief_share` is a share of a core.
+    """
+
+    worker_message: float
+    worker_byte: float
+    server_message: float
+    server_byte: float
+    closure: float
+    chief_share: float
+    gradient: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fleet:
+    """A cluster whose tasks have machines of their own.
+
+    Attributes:
+        workers: how many.
+        servers: how many.
+        server_cores: of each server.
+        bytes_per_second: of the network, each way, of each machine.
+        round_trip: seconds.
+    """
+
+    workers: int
+    servers: int
+    server_cores: int
+    bytes_per_second: float
+    round_trip: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """How fast a cluster is, in updates a second, and what keeps it from being faster."""
+
+    rate: float
+    limit: str
+
+
+def fit(points: Sequence[Point]) -> Costs:
+    """Return the constants that fit best.
+
+    Args:
+        points: each model has to be there with two values of `pull_every`, and two models are
+            needed at least.
+
+    Raises:
+        ValueError: the points do not tell all of the constants.
+    """
+    gradient = {name: _gradient(name, points) for name in dict.fromkeys(p.model for p in points)}
+    own = [(p.bytes, p.worker - p.pull_every * gradient[p.model]) for p in points]
+    worker_message, worker_byte = _line(own)
+    # Where updates are seldom the server mostly waits, and that costs something too.
+    busy = [p for p in points if p.pull_every == 1]
+    server_message, server_byte = _line([(p.bytes, p.server) for p in busy])
+    chief_share, closure = _line([(_closures(p.rate, p.workers), p.chief * p.rate) for p in points])
+    return Costs(
+        worker_message=worker_message,
+        worker_byte=worker_byte,
+        server_message=server_message,
+        server_byte=server_byte,
+        closure=closure,
+        chief_share=chief_share,
+        gradient=gradient,
+    )
+
+
+def shares(variables: Sequence[int], servers: int) -> list[int]:
+    """Return the bytes on each server; a variable stands on one server as a whole."""
+    sized = [Sized(path=f"{index}", bytes=each) for index, each in enumerate(variables)]
+    found = [0] * servers
+    for each, server in zip(variables, assign(sized, servers, {}), strict=True):
+        found[server] += each
+    return found
+
+
+def predicted(
+    costs: Costs, fleet: Fleet, model: str, variables: Sequence[int], pull_every: int
+) -> Prediction:
+    """Return how fast a cluster trains a model whose variables have these sizes in bytes."""
+    total = sum(variables)
+    held = max(shares(variables, fleet.servers))
+    computing = (
+        costs.worker_message + costs.worker_byte * total + pull_every * costs.gradient[model]
+    )
+    # Pull and push follow each other; the servers' parts come side by side.
+    travelling = 2 * (fleet.round_trip + total / fleet.bytes_per_second)
+    serving = (costs.server_message + costs.server_byte * held) / fleet.server_cores
+    limits = {
+        "workers": fleet.workers / (computing + travelling),
+        "processor of the fullest server": 1 / serving,
+        "network of the fullest server": fleet.bytes_per_second / held,
+        "chief": _most_of_chief(costs, fleet.workers),
+    }
+    limit = min(limits, key=lambda name: limits[name])
+    return Prediction(rate=limits[limit], limit=limit)
+
+
+def on_one_machine(costs: Costs, point: Point, cores: int) -> float:
+    """Return the updates a second of a measured run by the model, where tasks share the cores."""
+    worker = (
+        costs.worker_message
+        + costs.worker_byte * point.bytes
+        + point.pull_every * costs.gradient[point.model]
+    )
+    server = costs.server_message + costs.server_byte * point.bytes
+    whole = worker + server + costs.closure / STEPS_PER_CLOSURE
+    # A task works on one update at a time.
+    return min((cores - costs.chief_share) / whole, point.workers / (worker + server))
+
+
+def _closures(rate: float, workers: int) -> float:
+    """Return the closures a second at a rate of updates, as the strategy cuts a stretch up."""
+    size = min(STEPS_PER_CLOSURE, rate * STRETCH_SECONDS / workers)
+    return rate / max(1.0, size)
+
+
+def _most_of_chief(costs: Costs, workers: int) -> float:
+    """Return the updates a second that a chief can hand out.
+
+    Where it cannot give every worker one closure in a stretch, stretches become short, and closures
+    single steps.
+    """
+    closures = (1 - costs.chief_share) / costs.closure
+    return closures * (STEPS_PER_CLOSURE if closures * STRETCH_SECONDS >= workers else 1)
+
+
+def _gradient(model: str, points: Sequence[Point]) -> float:
+    own = [(p.pull_every, p.worker) for p in points if p.model == model]
+    _, slope = _line(own)
+    return slope
+
+
+def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return intercept and slope of the best line with neither below zero."""
+    x, y = (np.array(each, float) for each in zip(*pairs, strict=True))
+    if len(set(x)) < 2:  # noqa: PLR2004
+        raise ValueError(f"a line through one place only: {pairs}")
+    if y.max() <= 0:
+        return 0.0, 0.0
+    # Relative errors, within reason: the largest would decide alone otherwise, or the smallest.
+    weight = 1 / np.maximum(y, y.max() / 100)
+    slope, intercept = np.polyfit(x, y, 1, w=weight)
+    if slope < 0:
+        return max(0.0, float(np.average(y, weights=weight**2))), 0.0
+    if intercept < 0:
+        return 0.0, float(np.sum(weight**2 * x * y) / np.sum((weight * x) ** 2))
+    return float(intercept), float(slope)

@@ -1,0 +1,92 @@
+"""A training run of this machine, and what its tasks hold and have used at some of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from pipelines import local_run
+from trainer.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Used:
+    """What one task holds and has used so far."""
+
+    resident_bytes: int
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """All tasks at one moment.
+
+    Attributes:
+        global_step: as training said it last.
+        time: seconds since the epoch when it did.
+        tasks: by name, such as `worker-0`.
+    """
+
+    global_step: int
+    time: float
+    tasks: Mapping[str, Used]
+
+
+def watched(
+    config: Config, workdir: Path, steps: Sequence[int], dataset: str = ""
+) -> tuple[Look, ...]:
+    """Train below a folder, and look at all tasks as soon as each of these global steps is reached.
+
+    Args:
+        config: of the run.
+        workdir: the run's folder is made in it.
+        steps: in order; one that is reached together with the next is looked at once.
+        dataset: URI of the published dataset; prepared anew when empty.
+
+    Raises:
+        RuntimeError: training has failed, or a task was begun again on the way.
+    """
+    run = local_run.new_run(config, workdir)
+    looks: list[Look] = []
+    left = list(steps)
+
+    def follow(event: dict[str, Any]) -> None:
+        if event["event"] == "progress" and left and event["global_step"] >= left[0]:
+            found = tasks_below(run.folder)
+            looks.append(Look(global_step=event["global_step"], time=event["time"], tasks=found))
+            left[:] = [step for step in left if step > event["global_step"]]
+
+    extra = {"dataset": dataset} if dataset else {}
+    outcome = local_run.execute(run, "train_on" if dataset else "train", extra, follow)
+    if outcome.status != "done":
+        raise RuntimeError(f"training ended as {outcome.status}: {outcome.message}")
+    if left or len({frozenset(each.tasks) for each in looks}) != 1:
+        raise RuntimeError(f"not all tasks were seen at all of the steps {list(steps)}")
+    return tuple(looks)
+
+
+def tasks_below(folder: Path) -> dict[str, Used]:
+    """Return what the tasks that work below a folder hold and have used, by name."""
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        # Some that were there a moment ago have ended.
+        with suppress(psutil.NoSuchProcess):
+            words = process.cmdline()
+            if words[1:4] == ["-m", "trainer", "task"]:
+                place = Path(words[words.index("--workdir") + 1])
+                if place.is_relative_to(folder):
+                    found[place.name] = _used(process)
+    return found
+
+
+def _used(process: psutil.Process) -> Used:
+    times = process.cpu_times()
+    return Used(
+        resident_bytes=process.memory_info().rss,
+        cpu_seconds=times.user + times.system,
+    )

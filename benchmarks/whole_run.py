@@ -1,0 +1,54 @@
+"""What the whole pipeline costs beside importing TensorFlow, which no run can do without."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.figures import Figure, alternating
+
+ROUNDS = 3
+CONFIG = "configs/digits.yaml"
+
+
+def whole_run() -> Figure:
+    """Seconds of `flotilla run` on the digits, and of `import tensorflow` in one process."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        workdir = Path(name)
+        # The first run prepares the dataset, and files that are read once are in memory then.
+        run_seconds(workdir), import_seconds()
+        pairs = alternating(ROUNDS, lambda: run_seconds(workdir), import_seconds)
+    return Figure(
+        figure="flotilla run on the digits, warm: seconds, over one import of TensorFlow",
+        rounds=tuple(run / one for run, one in pairs),
+        at_most=9,
+        more={"seconds": [[round(each, 2) for each in pair] for pair in pairs]},
+    )
+
+
+def run_seconds(workdir: Path, *settings: str) -> float:
+    """Return what a whole run takes.
+
+    Raises:
+        RuntimeError: its model was not blessed; it would have left out steps.
+    """
+    command = [str(Path(sys.executable).with_name("flotilla")), "run", CONFIG, "--json"]
+    command += ["--workdir", str(workdir), *(f"--set={each}" for each in settings)]
+    began = time.perf_counter()
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    seconds = time.perf_counter() - began
+    status = json.loads((done.stdout.splitlines() or ["{}"])[-1]).get("status")
+    if done.returncode:
+        raise RuntimeError(f"the run ended with exit code {done.returncode}, {status}")
+    return seconds
+
+
+def import_seconds() -> float:
+    """Return what it takes to start Python and import TensorFlow."""
+    began = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import tensorflow"], check=True, capture_output=True)
+    return time.perf_counter() - began

@@ -1,0 +1,89 @@
+"""Figures: which bound they have, whether they hold, and what is written of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import __main__ as bench
+from benchmarks import figures
+from benchmarks.figures import Figure, alternating
+
+MOST = Figure(figure="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
+LEAST = Figure(figure="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})
+
+
+def test_a_figure_holds_when_the_median_of_its_rounds_does():
+    good = Figure(figure="x", rounds=(0.5, 2.0, 3.0), at_least=2.0).tree()
+    assert (good["ratio"], good["holds"]) == (2.0, True)
+    assert not Figure(figure="x", rounds=(1.9, 1.0, 3.0), at_least=2.0).tree()["holds"]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "at_most", "holds"),
+    [((1.0, 3.0, 2.0), 2.0, True), ((1.0, 3.0, 2.01), 2.0, False), ((float("nan"),), 2.0, False)],
+)
+def test_a_bound_from_above(rounds, at_most, holds):
+    tree = Figure(figure="x", rounds=rounds, at_most=at_most).tree()
+    assert tree["holds"] is holds
+    assert tree["at_most"] == at_most
+    assert "at_least" not in tree
+
+
+@pytest.mark.parametrize("bounds", [{}, {"at_least": 1.0, "at_most": 2.0}])
+def test_a_figure_has_one_bound(bounds):
+    with pytest.raises(ValueError, match="at_least or at_most"):
+        Figure(figure="x", rounds=(1.0,), **bounds)
+
+
+def test_a_figure_has_rounds():
+    with pytest.raises(ValueError, match="no rounds"):
+        Figure(figure="x", rounds=(), at_most=1.0)
+
+
+def test_what_is_written_is_what_was_measured(tmp_path):
+    figures.write([MOST, LEAST], tmp_path / "build" / "bench.json")
+    tree = json.loads((tmp_path / "build" / "bench.json").read_text())
+    assert tree["figures"] == [
+        {"figure": "a", "ratio": 2.0, "at_most": 2.0, "holds": True, "rounds": [1.0, 3.0, 2.0]},
+        {"figure": "b", "ratio": 2.0, "at_least": 2.5, "holds": False, "rounds": [1.0, 3.0, 2.0],
+         "seconds": [1, 2]},
+    ]  # fmt: skip
+    assert tree["machine"]["cores"] >= 1
+
+
+def test_the_table_says_which_way_a_bound_goes():
+    lines = figures.table([MOST, LEAST]).splitlines()
+    assert lines[1].split() == ["a", "2.000", "at", "most", "2", "true"]
+    assert lines[2].split() == ["b", "2.000", "at", "least", "2.5", "false"]
+
+
+def test_both_sides_take_turns_in_being_first():
+    order = []
+
+    def side(name, value):
+        order.append(name)
+        return value
+
+    found = alternating(3, lambda: side("own", 1.0), lambda: side("other", 2.0))
+    assert found == [(1.0, 2.0)] * 3
+    assert order == ["own", "other", "other", "own", "own", "other"]
+
+
+def test_single_figures_are_measured_by_their_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "two": lambda: LEAST})
+    monkeypatch.setattr(sys, "argv", ["bench", "two"])
+    bench.main()
+    assert [each["figure"] for each in json.loads(bench.OUTPUT.read_text())["figures"]] == ["b"]
+    assert capsys.readouterr().out.splitlines()[-1].startswith("b ")
+
+
+def test_a_figure_that_is_none_is_named(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["bench", "memry"])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert "there is no figure 'memry'" in str(end.value)
+    assert "memory" in str(end.value)

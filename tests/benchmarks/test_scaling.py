@@ -1,0 +1,212 @@
+"""The model of cost: its constants come from runs, and what follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.scaling import measure
+from benchmarks.scaling.__main__ import PAGE
+from benchmarks.scaling.measure import MODELS, WORKERS, Case, cases, point, sizes
+from benchmarks.scaling.model import (
+    Costs,
+    Fleet,
+    Point,
+    fit,
+    on_one_machine,
+    predicted,
+    shares,
+)
+from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
+from benchmarks.watched import Look, Used
+from tests.conftest import ROOT
+from tests.docs.markdown import page as markdown
+
+TRUE = Costs(
+    worker_message=1e-3,
+    worker_byte=2e-9,
+    server_message=5e-4,
+    server_byte=1e-9,
+    closure=5e-3,
+    chief_share=0.02,
+    gradient={"small": 1e-4, "large": 1e-3},
+)
+SIZES = {"small": 40_000, "large": 4_000_000}
+FLEET = Fleet(workers=100, servers=10, server_cores=4, bytes_per_second=1.25e9, round_trip=2e-4)
+
+# A chief that costs nothing, and a network that never is the limit.
+FREE = replace(TRUE, closure=1e-9, chief_share=0.0)
+FAST = replace(FLEET, bytes_per_second=1.25e10)
+
+
+def made_up(model, pull_every, workers=2):
+    size = SIZES[model]
+    rate = {"small": 1000.0, "large": 400.0}[model] / pull_every
+    # Half a second of updates is dealt out over two workers, in closures of up to 50.
+    closures = {1000.0: 20.0, 100.0: 4.0, 400.0: 8.0, 40.0: 4.0}[rate]
+    return Point(
+        model=model,
+        bytes=size,
+        workers=workers,
+        pull_every=pull_every,
+        worker=TRUE.worker_message + TRUE.worker_byte * size + pull_every * TRUE.gradient[model],
+        server=TRUE.server_message + TRUE.server_byte * size,
+        chief=(TRUE.chief_share + TRUE.closure * closures) / rate,
+        rate=rate,
+    )
+
+
+POINTS = [made_up(model, pull) for model in SIZES for pull in (1, 10)]
+
+
+def test_constants_are_found_again():
+    found = fit(POINTS)
+    for name in (
+        "worker_message",
+        "worker_byte",
+        "server_message",
+        "server_byte",
+        "closure",
+        "chief_share",
+    ):
+        assert getattr(found, name) == pytest.approx(getattr(TRUE, name), rel=1e-6)
+    assert found.gradient == pytest.approx(TRUE.gradient)
+
+
+def test_no_constant_is_below_zero():
+    noisy = [
+        replace(p, server=1e-3 / p.bytes, worker=1e-9 * p.bytes * p.pull_every) for p in POINTS
+    ]
+    found = fit(noisy)
+    assert found.server_byte == 0
+    assert found.server_message > 0
+    assert min(found.worker_message, found.worker_byte, *found.gradient.values()) >= 0
+
+
+@pytest.mark.parametrize("points", [POINTS[::2], POINTS[:2]])
+def test_too_few_runs_tell_no_constants(points):
+    with pytest.raises(ValueError, match="one place"):
+        fit(points)
+
+
+def test_a_variable_is_on_one_server_as_a_whole():
+    assert sorted(shares([100, 10, 10, 10], 2)) == [30, 100]
+    assert sorted(shares([10, 10, 10, 10], 2)) == [20, 20]
+    assert sum(shares([7, 5, 3], 10)) == 15
+
+
+@pytest.mark.parametrize(
+    ("costs", "fleet", "limit"),
+    [
+        (TRUE, replace(FLEET, workers=1), "workers"),
+        (FREE, replace(FAST, workers=10_000), "processor of the fullest server"),
+        (
+            replace(FREE, server_message=1e-6, server_byte=0.0),
+            replace(FLEET, workers=10_000),
+            "network of the fullest server",
+        ),
+        (replace(TRUE, closure=5.0), FLEET, "chief"),
+    ],
+)
+def test_what_is_short_is_named(costs, fleet, limit):
+    found = predicted(costs, fleet, "large", [4_000_000], 1)
+    assert found.limit == limit
+
+
+def test_rates_follow_from_the_costs():
+    # 1 ms of message, 8 ms of bytes, 1 ms of gradient; 2 x (0.2 + 3.2) ms on the way.
+    alone = predicted(TRUE, replace(FLEET, workers=1), "large", [4_000_000], 1)
+    assert alone.rate == pytest.approx(1 / 16.8e-3)
+    # 3.2 ms for the bytes, all on one server.
+    many = predicted(FREE, replace(FLEET, workers=10_000), "large", [4_000_000], 1)
+    assert many.rate == pytest.approx(1 / 3.2e-3)
+    # 0.5 ms + 4 ms on one of four cores.
+    many = predicted(FREE, replace(FAST, workers=10_000), "large", [4_000_000], 1)
+    assert many.rate == pytest.approx(4 / 4.5e-3)
+    spread = predicted(FREE, replace(FAST, workers=10_000), "large", [400_000] * 10, 1)
+    assert spread.rate == pytest.approx(4 / 0.9e-3)
+    # 1 + 0.08 + 10 x 0.1 ms, and 2 x (0.2 + 0.032) ms on the way.
+    rare = predicted(TRUE, replace(FLEET, workers=1), "small", [40_000], 10)
+    assert rare.rate == pytest.approx(1 / 2.544e-3)
+
+
+def test_a_chief_with_too_many_workers_hands_out_single_steps():
+    # 98 closures in the half second of a stretch.
+    slow = replace(TRUE, server_message=1e-9, server_byte=0.0)
+    fleets = [replace(FAST, workers=workers, round_trip=0.0) for workers in (98, 99)]
+    few, many = (predicted(slow, fleet, "small", [40_000], 1) for fleet in fleets)
+    assert (few.limit, few.rate) == ("chief", pytest.approx(98 * 2 * 50))
+    assert (many.limit, many.rate) == ("chief", pytest.approx(98 * 2))
+
+
+def test_one_machine_shares_its_cores():
+    one = made_up("small", 1, workers=1)
+    # 1.18 ms of the worker, 0.54 of the server, 0.1 of the chief, and 2 % of a core for it.
+    assert on_one_machine(TRUE, one, cores=1) == pytest.approx(0.98 / 1.82e-3)
+    # One worker keeps no more than one core busy at a time.
+    assert on_one_machine(TRUE, one, cores=8) == pytest.approx(1 / 1.72e-3)
+    assert on_one_machine(TRUE, replace(one, workers=8), cores=2) == pytest.approx(1.98 / 1.82e-3)
+
+
+def test_every_constant_has_the_runs_that_tell_it():
+    found = list(cases())
+    assert {case.workers for case in found} == set(WORKERS) == {1, 2, 4, 8, 16}
+    for model in MODELS:
+        assert {case.pull_every for case in found if case.model == model} == {1, 10}
+    assert len(found) == len({(c.model, c.workers, c.pull_every) for c in found})
+    assert all(measure.FIRST * case.steps >= 100 for case in found)
+
+
+def test_sizes_are_those_of_the_model():
+    assert [sum(sizes(model)) for model in MODELS] == [31_400, 318_040, 3_180_040]
+
+
+def look(step, time, **seconds):
+    tasks = {
+        name.replace("_", "-"): Used(resident_bytes=1, cpu_seconds=each)
+        for name, each in seconds.items()
+    }
+    return Look(global_step=step, time=time, tasks=tasks)
+
+
+def test_a_point_is_what_was_used_between_two_looks():
+    looks = (
+        look(100, 50.0, chief_0=9.0, ps_0=5.0, worker_0=4.0, worker_1=4.0),
+        look(300, 54.0, chief_0=9.2, ps_0=6.0, worker_0=5.0, worker_1=7.0),
+    )
+    found = point(Case(model="softmax", workers=2, pull_every=1, steps=400), 31_400, looks)
+    assert found.rate == 50
+    assert found.worker == pytest.approx(4.0 / 200)
+    assert found.server == pytest.approx(1.0 / 200)
+    assert found.chief == pytest.approx(0.2 / 200)
+
+
+def test_the_part_has_all_runs_and_predictions():
+    part = measured_part(POINTS, fit(POINTS), {name: [each] for name, each in SIZES.items()}, 2)
+    rows = [line for line in part.splitlines() if line.startswith("| ")]
+    assert len([row for row in rows if row.startswith(("| small", "| large"))]) == 4 + 2 * 2 * 2
+    assert len([row for row in rows if "gradient` of" in row]) == 2
+    assert "| `server_byte` | 1.000 ms a megabyte |" in rows
+    assert "| `closure` | 5.000 ms of the chief |" in rows
+    assert part.count("100 | 10 |") == 4
+
+
+def test_a_page_keeps_what_people_have_written():
+    page = f"# A\n\nBefore.\n\n{BEGIN}old\n{END}\nAfter.\n"
+    once = put_in(page, "new")
+    assert once == f"# A\n\nBefore.\n\n{BEGIN}\nnew\n\n{END}\nAfter.\n"
+    assert put_in(once, "new") == once
+
+
+@pytest.mark.parametrize("page", ["no part", f"{BEGIN}{END}{BEGIN}{END}", BEGIN])
+def test_a_page_without_its_place_is_left_alone(page):
+    with pytest.raises(ValueError, match="needs one line"):
+        put_in(page, "new")
+
+
+def test_the_document_has_the_place():
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    written = put_in(text, "| a |\n|---|\n| b |")
+    assert "\n| b |\n" in written
+    assert markdown(ROOT / PAGE, written).anchors() == markdown(ROOT / PAGE, text).anchors()
