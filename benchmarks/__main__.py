@@ -19,6 +19,7 @@ from benchmarks import (
     training,
     whole_run,
 )
+from benchmarks.baselines import mnist
 
 OUTPUT = Path("build/bench.json")
 MEASURES = {
@@ -44,6 +45,7 @@ def main() -> None:
     for word in words:
         if word not in MEASURES:
             sys.exit(f"bench: there is no figure {word!r}; it has to be {' or '.join(MEASURES)}")
+    mnist.require()
     found = []
     for word in words:
         sys.stderr.write(f"{word} ...\n")

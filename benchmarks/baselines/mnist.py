@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,24 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 # The programs' own split.
 VALIDATION = 5000
+FILES = tuple(
+    f"{split}-{content}-ubyte.gz"
+    for split in ("train", "t10k")
+    for content in ("images-idx3", "labels-idx1")
+)
 _HEADER_OF_IMAGES, _HEADER_OF_LABELS = 16, 8
 
 
 def folder() -> Path:
     """Return the folder of the four official files."""
     return Path(os.environ.get("FLOTILLA_MNIST_DIR", "../shared/data/mnist")).resolve()
+
+
+def require() -> None:
+    """End the process with one line where an official file is missing."""
+    absent = [name for name in FILES if not (folder() / name).is_file()]
+    if absent:
+        sys.exit(f"FLOTILLA_MNIST_DIR={folder()} lacks {', '.join(absent)}: name their folder")
 
 
 def training_examples() -> tuple[Floats, Floats]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines import mnist
 from trainer import storage
 from trainer.config_file import load
 from trainer.errors import UserError
 from trainer.evaluate import evaluate
 from trainer.history import read
 
-MNIST = Path("../shared/data/mnist")
 # Also the checkpoint that is made before the first step.
 KEEP_ALL = "training.keep=1000"
 # A run that the gate has refused was measured all the same.
@@ -71,7 +70,7 @@ def measured(run: Run, folder: Path) -> Measured:
     Raises:
         UserError: the run has failed; what it said stands on standard error.
     """
-    settings = (*run.settings, f"data.manual_dir={_mnist()}", KEEP_ALL)
+    settings = (*run.settings, f"data.manual_dir={mnist.folder()}", KEEP_ALL)
     kept = folder / f"{load(Path(run.config), settings).digest()}.json"
     if kept.exists():
         return Measured(**json.loads(kept.read_text(encoding="utf-8"))["figures"])
@@ -80,10 +79,6 @@ def measured(run: Run, folder: Path) -> Measured:
     record = {"command": run.command(), "run": ended["run_id"], "figures": asdict(figures)}
     kept.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     return figures
-
-
-def _mnist() -> Path:
-    return Path(os.environ.get("FLOTILLA_MNIST_DIR", MNIST)).resolve()
 
 
 def _ended(run: Run, settings: tuple[str, ...], workdir: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
+from benchmarks.baselines import mnist
 from benchmarks.scaling.measure import MODELS, all_measured, sizes
 from benchmarks.scaling.model import fit
 from benchmarks.scaling.page import measured_part, put_in
@@ -19,6 +20,7 @@ OUTPUT = Path("build/scaling.json")
 
 def main() -> None:
     """Run all cases, fit the model, and write what was found."""
+    mnist.require()
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         points = all_measured(Path(name), sys.stderr.write)
     OUTPUT.parent.mkdir(exist_ok=True)

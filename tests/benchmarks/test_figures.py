@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import __main__ as bench
 from benchmarks import figures
+from benchmarks.baselines import mnist
 from benchmarks.figures import Figure, alternating
 
 MOST = Figure(figure="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
@@ -74,6 +75,9 @@ def test_both_sides_take_turns_in_being_first():
 
 def test_single_figures_are_measured_by_their_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path))
+    for name in mnist.FILES:
+        (tmp_path / name).touch()
     monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "two": lambda: LEAST})
     monkeypatch.setattr(sys, "argv", ["bench", "two"])
     bench.main()
@@ -87,3 +91,11 @@ def test_a_figure_that_is_none_is_named(monkeypatch):
         bench.main()
     assert "there is no figure 'memry'" in str(end.value)
     assert "memory" in str(end.value)
+
+
+def test_official_files_that_are_missing_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["bench", "memory"])
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path))
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    assert str(end.value).startswith(f"FLOTILLA_MNIST_DIR={tmp_path} lacks train-")
