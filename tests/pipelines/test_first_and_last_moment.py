@@ -41,7 +41,7 @@ def test_an_interrupt_while_it_loads_is_one_line(tmp_path, module, as_json):
     [
         (["--help"], 1, "cannot write to standard output: No space left on device"),
         (["run", "no/such.yaml", "--json"], 2, "cannot read the configuration no/such.yaml"),
-        (["compile", "--json"], 1, "cannot write to standard output: No space left on device"),
+        (["compile", "--image", "h/n:t", "--json"], 1, "cannot write to standard output: No space"),
     ],
 )
 def test_a_full_output_is_one_line(tmp_path, arguments, code, said):
