@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
 # How its child is started, and how a process that starts one is called.
 _CHILD = " -m pipelines.local_child "
-_STARTERS = ("flotilla", "pipelines.cli")
+_STARTER = re.compile(r"(^|[ /])(flotilla|pipelines\.cli)( |$)")
 _PROCESSES = Path("/proc")
 _COLUMNS = 3
 
@@ -101,7 +102,7 @@ def interrupt(found: Standing) -> None:
     parent, _ = processes.get(found.child, (0, ""))
     _, words = processes.get(parent, (0, ""))
     try:
-        if any(name in words for name in _STARTERS):
+        if _STARTER.search(words):
             os.kill(parent, signal.SIGINT)
         else:
             # Nobody follows it any more: what its starter would have done.

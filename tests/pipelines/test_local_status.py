@@ -86,11 +86,13 @@ def starting(folder, name):
     child = int(process.stdout.readline())
     assert process.stdout.readline() == "started\n"
     process.child = child
-    yield process
-    for pid in (process.pid, child):
-        with suppress(ProcessLookupError):
-            os.killpg(pid, signal.SIGKILL)
-    process.communicate()
+    try:
+        yield process
+    finally:
+        for pid in (process.pid, child):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        process.communicate()
 
 
 def test_a_run_that_has_ended(flotilla):
@@ -166,8 +168,8 @@ def test_cancel_is_an_interrupt_of_the_process_that_follows(flotilla, going):
 
 
 def test_cancel_of_a_run_that_nobody_follows_ends_its_steps(flotilla, folder):
-    # Whoever has taken it over is not to be interrupted.
-    with starting(folder, "somebody") as process:
+    # Whoever has taken it over is not to be interrupted, wherever its program lies.
+    with starting(folder, "/of/flotilla/somebody") as process:
         assert flotilla("cancel", "digits-1").code == 0
         assert process.stdout.readline() == f"child {-signal.SIGTERM}\n"
         assert process.wait(30) == 0
