@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from kfp import client as sdk
 
-from pipelines import app, watching
+from pipelines import app, compile, package, watching
 from pipelines.package import Package, package_of
 from tests.kfp_instance.server import Instance
 
@@ -51,6 +54,8 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+    # Compiling takes seconds, and always gives the same.
+    monkeypatch.setattr(package, "compile_all", _compiled_before)
 
     def call(*words: object) -> Told:
         capsys.readouterr()
@@ -59,6 +64,18 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
         return Told(code=code, out=out, err=err)
 
     return call
+
+
+def _compiled_before(output: Path, image: str, _components: None) -> None:
+    output.write_bytes(_content(image))
+
+
+@functools.cache
+def _content(image: str) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "pipeline.yaml")
+        compile.compile_all(path, image, None)
+        return path.read_bytes()
 
 
 @pytest.fixture(scope="session")
