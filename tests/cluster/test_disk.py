@@ -78,6 +78,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
     assert not run.happened("restart")
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
     with launched(settings(3 * EVERY), dataset, tmp_path) as run:
         code, said = run.end()

@@ -18,6 +18,10 @@ NEAR = 1e-5
 PROBLEMS = ("clipped", "embedded")
 
 
+def slow(problem: str) -> object:
+    return pytest.param(problem, marks=pytest.mark.slow)
+
+
 def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **cluster) -> Trial:
     config = {"training": {"strategy": strategy}, "cluster": {"workers": workers, **cluster}}
     arguments = {"batch_size": batch_size, "workers": workers}
@@ -79,13 +83,13 @@ def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_
         assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", ["clipped", slow("embedded")])
 def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, two_workers, problem):
     outcome = two_workers.lead(trial("in_graph", problem, batch_size=BATCH, workers=2))
     assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", [slow("clipped"), "embedded"])
 def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
     wanted = trial("async_parameter_server", problem, batch_size=2 * BATCH, workers=1)
     assert_same(one_worker.lead(wanted), alone(problem))

@@ -90,6 +90,7 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
     assert third.returncode == 0, third.stderr
 
 
+@pytest.mark.slow
 def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "run") as run:
         run.wait_for_step(EVERY + 50)
@@ -118,6 +119,7 @@ def left_elsewhere(run):
     return place
 
 
+@pytest.mark.slow
 def test_a_retry_on_another_machine_waits_for_the_lock_of_the_attempt_before(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "run") as run:
         run.wait_for_step(EVERY + 50)

@@ -128,6 +128,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     assert ahead.reports[-1]["figures"]["dropped_gradients"] > 0
 
 
+@pytest.mark.slow
 def test_what_comes_late_is_dropped_and_counted(three_workers):
     runs = [20, 20]
     outcome = three_workers.lead(trial("problems:equal", runs, workers=3, needed=1))
