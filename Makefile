@@ -36,7 +36,8 @@ test: $(SETUP) ## every test but the slow and the long ones
 	$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests
-	$(PYTEST) -m "slow and not long" $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long and cluster" $(ARGS) || test $$? -eq 5
 
 test-long: $(SETUP) ## what takes longest, beside both others; before a release
 	$(PYTEST) -m long $(ARGS) || test $$? -eq 5

@@ -117,7 +117,7 @@ def test_says_nothing_secret_on_the_command_line(trained):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(n, marks=pytest.mark.long) for n in (2, 3))])
 def test_the_global_step_is_exact_for_every_seed(dataset, tmp_path, seed):
     with launched(settings(steps=501, seed=seed), dataset, tmp_path) as run:
         code, said = run.end()

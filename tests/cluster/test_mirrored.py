@@ -36,7 +36,10 @@ def words(run: Launched, task: str) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("killed", "other"), [("worker-0", "worker-1"), ("worker-1", "worker-0")])
+@pytest.mark.parametrize(
+    ("killed", "other"),
+    [("worker-0", "worker-1"), pytest.param("worker-1", "worker-0", marks=pytest.mark.long)],
+)
 def test_all_begin_again_from_the_newest_checkpoint_when_one_dies(running, killed, other):
     running.kill(killed)
     code, said = running.end()

@@ -73,7 +73,7 @@ def test_a_stopped_server_or_chief_costs_a_life(dataset, tmp_path, task):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("task", ["worker-0", "worker-1"])
+@pytest.mark.parametrize("task", ["worker-0", pytest.param("worker-1", marks=pytest.mark.long)])
 def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
     config = settings("multi_worker_mirrored", communication="ring")
     run = stopped(dataset, tmp_path, config, task, waiting={"worker-0", "worker-1"} - {task})
@@ -81,6 +81,7 @@ def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
     assert {event["task"] for event in run.happened("restart")} == {"worker-0", "worker-1"}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("in_graph"), "worker-0")

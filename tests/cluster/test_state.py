@@ -56,7 +56,11 @@ def trained(strategy: str, steps: int, dataset: str, folder: Path) -> Launched:
     return run
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    # One process is the one that the others are held against elsewhere.
+    [pytest.param(each, marks=pytest.mark.long if each == "single" else ()) for each in STRATEGIES],
+)
 def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy):
     run = trained(strategy, 300, dataset, tmp_path)
     before = state(run)

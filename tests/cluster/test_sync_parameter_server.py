@@ -88,7 +88,9 @@ def test_equal_gradients_move_exactly_as_one_process(alone, two_workers):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", ["stateful:clipped", "stateful:embedded"])
+@pytest.mark.parametrize(
+    "problem", ["stateful:clipped", pytest.param("stateful:embedded", marks=pytest.mark.long)]
+)
 def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_workers, problem):
     runs = [7, 13]
     outcome = two_workers.lead(trial(problem, runs, batch_size=BATCH, workers=2))

@@ -33,7 +33,7 @@ print(json.dumps({"kind": kind, "names": names, "steps": steps}))
 """
 
 
-@pytest.fixture(params=["gs", "s3"])
+@pytest.fixture(params=["gs", pytest.param("s3", marks=pytest.mark.long)])
 def server(request):
     return request.getfixturevalue("gcs" if request.param == "gs" else "s3")
 
