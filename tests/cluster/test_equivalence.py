@@ -74,7 +74,7 @@ def assert_same(outcome: Outcome, other: Outcome) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", ["clipped", pytest.param("embedded", marks=pytest.mark.long)])
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:
         wanted = trial("multi_worker_mirrored", problem, batch_size=BATCH, workers=2)
