@@ -9,7 +9,6 @@ from trainer.launcher import Job
 
 # Graphs that the chief made run in a worker's process: what they need to know of the worker they
 # read from its working folder.
-NAME_FILE = "task.txt"
 NUMBER_FILE = "number.txt"
 PATTERN = "shards/*.tfrecord"
 VALIDATION_PATTERN = "validation/*.tfrecord"
@@ -25,7 +24,6 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
     elsewhere = workers and not job.config.cluster.in_process
     if task.role == "ps" or (task.role == "chief" and elsewhere):
         return
-    (job.workdir / NAME_FILE).write_text(str(task), encoding="utf-8")
     (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
     # In one process all workers have one folder, and each of them reads all of it.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"

@@ -17,9 +17,12 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.journal import Bystander, Journal
 from trainer.strategies.interface import Problem, Strategy
 
-# One stretch of steps between two looks at the world: long enough to cost nothing, short enough
-# that a person sees progress and that an end that was asked for comes soon.
-STRETCH_SECONDS = 0.5
+# One stretch of steps between two looks at the world: long enough that it costs little that workers
+# wait for each other at its end, short enough that a person sees progress and that an end that was
+# asked for comes soon.
+STRETCH_SECONDS = 1.0
+# A stretch that no boundary cuts short is a multiple of it.
+FEWEST = 20
 # A mean loss this many times that of a blind guess is as lost as one that is not a number: weights
 # that Adam has thrown far away still give finite losses, and never come back.
 DIVERGED = 1e4
@@ -34,7 +37,7 @@ class Pace:
 
     def stretch(self, step: int) -> int:
         """Return the steps from `step` to the next look, at most to the next boundary."""
-        most = max(20, int(self.steps_per_second * STRETCH_SECONDS))
+        most = max(1, int(self.steps_per_second * STRETCH_SECONDS / FEWEST)) * FEWEST
         boundaries = [self.training.steps, step + most]
         for every in (self.training.checkpoint_every, self.training.validate_every):
             if every:

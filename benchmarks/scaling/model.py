@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from trainer.strategies.async_parameter_server import STEPS_PER_CLOSURE
 from trainer.strategies.placement import Sized, assign
+from trainer.strategies.portions import MOST
 from trainer.train import STRETCH_SECONDS
 
 
@@ -158,14 +158,14 @@ def on_one_machine(costs: Costs, point: Point, cores: int) -> float:
         + point.pull_every * costs.gradient[point.model]
     )
     server = costs.server_message + costs.server_byte * point.bytes
-    whole = worker + server + costs.closure / STEPS_PER_CLOSURE
+    whole = worker + server + costs.closure / MOST
     # A task works on one update at a time.
     return min((cores - costs.chief_share) / whole, point.workers / (worker + server))
 
 
 def _closures(rate: float, workers: int) -> float:
     """Return the closures a second at a rate of updates, as the strategy cuts a stretch up."""
-    size = min(STEPS_PER_CLOSURE, rate * STRETCH_SECONDS / workers)
+    size = min(MOST, rate * STRETCH_SECONDS / workers)
     return rate / max(1.0, size)
 
 
@@ -176,7 +176,7 @@ def _most_of_chief(costs: Costs, workers: int) -> float:
     single steps.
     """
     closures = (1 - costs.chief_share) / costs.closure
-    return closures * (STEPS_PER_CLOSURE if closures * STRETCH_SECONDS >= workers else 1)
+    return closures * (MOST if closures * STRETCH_SECONDS >= workers else 1)
 
 
 def _gradient(model: str, points: Sequence[Point]) -> float:

@@ -132,7 +132,6 @@ class Servers:
     def _process(self, task: Task, module: list[str]) -> subprocess.Popen[str]:
         folder = self.folder / str(task)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "task.txt").write_text(str(task), encoding="utf-8")
         (folder / "number.txt").write_text(str(task.index), encoding="utf-8")
         settings = {
             **os.environ,

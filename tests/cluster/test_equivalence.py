@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 from trainer.cluster import Task
+from trainer.strategies.async_parameter_server import LONG_RUN, TURN
 
 pytestmark = pytest.mark.cluster
 
@@ -65,9 +66,13 @@ def side_by_side(servers: Servers, wanted: Trial) -> list[Outcome]:
 
 
 def assert_same(outcome: Outcome, other: Outcome) -> None:
-    assert outcome.global_step == other.global_step == sum(RUNS)
     losses, others = ([report["loss"] for report in each.reports] for each in (outcome, other))
     np.testing.assert_allclose(losses, others, rtol=0, atol=NEAR)
+    assert_same_variables(outcome, other)
+
+
+def assert_same_variables(outcome: Outcome, other: Outcome) -> None:
+    assert outcome.global_step == other.global_step == sum(RUNS)
     assert set(outcome.variables) == set(other.variables)
     for path, value in other.variables.items():
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
@@ -93,6 +98,15 @@ def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, tw
 def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
     wanted = trial("async_parameter_server", problem, batch_size=2 * BATCH, workers=1)
     assert_same(one_worker.lead(wanted), alone(problem))
+
+
+def test_updates_in_turns_equal_one_process(alone, one_worker):
+    training = {"strategy": "async_parameter_server", "steps": LONG_RUN}
+    config = {"training": training, "cluster": {"workers": 1}}
+    arguments = {"batch_size": 2 * BATCH, "workers": 1}
+    assert sum(RUNS) == TURN
+    outcome = one_worker.lead(Trial(config, "tests.cluster.stateful:clipped", [TURN], arguments))
+    assert_same_variables(outcome, alone("clipped"))
 
 
 @pytest.mark.parametrize("strategy", ["async_parameter_server", "in_graph"])

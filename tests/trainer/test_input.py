@@ -8,7 +8,7 @@ from trainer import storage
 from trainer.cluster import Cluster, Task
 from trainer.config_file import parse
 from trainer.data.spec import KIND, SCHEMA, DatasetSpec
-from trainer.input import NAME_FILE, NUMBER_FILE, stage_input
+from trainer.input import NUMBER_FILE, stage_input
 from trainer.launcher import Job
 from trainer.strategies import tally
 
@@ -92,6 +92,5 @@ def test_a_dataset_without_validation_is_trained_on(staged):
 
 def test_a_graph_can_read_whose_folder_it_runs_in(staged):
     folder = staged(SERVED, "worker", 2)
-    assert (folder / NAME_FILE).read_text(encoding="utf-8") == "worker-2"
     assert (folder / NUMBER_FILE).read_text(encoding="utf-8") == "2"
-    assert tally.NAME_FILE == NAME_FILE
+    assert tally.NUMBER_FILE == NUMBER_FILE

@@ -13,12 +13,18 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from trainer.strategies.interface import Batch, Problem, Report
+from trainer.strategies.portions import portions
 from trainer.strategies.pulled import local_steps_of
-from trainer.strategies.served import Served
-from trainer.strategies.tally import Tally, worker_name
+from trainer.strategies.served import Call, Served
+from trainer.strategies.tally import Tally, worker_number
 
-# 145 steps/s with one step a closure, 314 with 20, 503 with 100 (two workers on two cores).
-STEPS_PER_CLOSURE = 50
+# Updates that stand one after the other in a graph. A loop of TensorFlow that spans machines is
+# controlled over the network: a turn of it takes more of the processors than a small update.
+TURN = 20
+# The graph of a turn takes seconds to make, which fewer steps than these do not bring back.
+LONG_RUN = 2000
+
+Update = Callable[[tf.data.Iterator], tf.Tensor]
 
 
 class AsyncParameterServer(Served):
@@ -32,40 +38,49 @@ class AsyncParameterServer(Served):
         self.build_model(problem)
         self._tally = Tally(batch_size=self.config.training.batch_size)
         self._iterator = self.worker_batches(problem)
-        self._closure = self._steps(problem)
+        update = self._local_steps(problem) if self._pulls_seldom() else self._step(problem)
+        self._one_by_one, self._in_turns = self._closure(update, 1), self._closure(update, TURN)
+        self._turn = TURN if self.config.training.steps >= LONG_RUN else 1
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
-        size = max(1, min(STEPS_PER_CLOSURE, steps // self.cluster.count("worker")))
-        sizes = [size] * (steps // size) + ([steps % size] if steps % size else [])
-        ended = self.dispatch(self._closure, [(self._iterator, tf.constant(n)) for n in sizes])
+        sizes = portions(steps, self.cluster.count("worker"), self._turn)
+        ended = self.dispatch([self._call(size) for size in sizes])
         local_steps = self.config.training.pull_every
         total = 0.0
         for n, (loss, worker, applied) in zip(sizes, ended, strict=True):
-            total += float(loss)
+            total += loss
             # A worker pulls right after it has pushed: between the two stand the others' updates.
-            staleness = (int(applied) - n) / n
-            self._tally.add(worker.decode(), n * local_steps, staleness=staleness)
+            staleness = (applied - n) / n
+            self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
         return Report(loss=total / steps, figures=self._tally.figures())
 
-    def _steps(self, problem: Problem) -> Callable[..., tuple[tf.Tensor, ...]]:
-        update = self._local_steps(problem) if self._pulls_seldom() else self._step(problem)
+    def _call(self, steps: int) -> Call:
+        if self._turn == 1 or steps % TURN:
+            return self._one_by_one, (self._iterator, tf.constant(steps))
+        return self._in_turns, (self._iterator, tf.constant(steps // TURN))
+
+    def _closure(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
+        """Return the function that makes so many turns, each of `turn` updates."""
         applied = self.applied
 
         @tf.function
-        def closure(iterator: tf.data.Iterator, steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
+        def closure(iterator: tf.data.Iterator, turns: tf.Tensor) -> tf.Tensor:
             total = tf.constant(0.0)
             before = applied.read_value()
-            for _ in tf.range(steps):
-                total += update(iterator)
-            return total, worker_name(), applied.read_value() - before
+            for _ in tf.range(turns):
+                for _ in range(turn):
+                    total += update(iterator)
+            # In one tensor: the coordinator fetches each by itself before it goes on.
+            told = [total, worker_number(), applied.read_value() - before]
+            return tf.stack([tf.cast(each, tf.float64) for each in told])
 
         return closure  # type: ignore[no-any-return]
 
     def _pulls_seldom(self) -> bool:
         return self.config.training.pull_every > 1
 
-    def _step(self, problem: Problem) -> Callable[[tf.data.Iterator], tf.Tensor]:
+    def _step(self, problem: Problem) -> Update:
         gradient = self.gradient(problem)
 
         def step(batch: Batch) -> tf.Tensor:
@@ -77,7 +92,7 @@ class AsyncParameterServer(Served):
         # replica's context only.
         return lambda iterator: self.connected.run(step, args=(next(iterator),))
 
-    def _local_steps(self, problem: Problem) -> Callable[[tf.data.Iterator], tf.Tensor]:
+    def _local_steps(self, problem: Problem) -> Update:
         training = self.config.training
         steps = local_steps_of(
             self.model,

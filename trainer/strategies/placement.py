@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from trainer.errors import ConfigError, nearest
+from trainer.fused import fuse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> No
 
     with _replaced(optimizer, "add_variable_from_reference", beside):
         optimizer.build(model.trainable_variables)
+    fuse(optimizer)
     _update_beside(optimizer)
 
 

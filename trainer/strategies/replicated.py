@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.fused import fuse
 from trainer.strategies.interface import (
     Batch,
     Problem,
@@ -45,6 +46,8 @@ class Replicated(Strategy):
             self.model = problem.build_model()
             self.optimizer = problem.build_optimizer()
             self.optimizer.build(self.model.trainable_variables)
+        if self.replicas is tf.distribute.get_strategy():
+            fuse(self.optimizer)
         self._applied = exact_counter(self.optimizer)
         # It would sum gradients that are a mean already, and clip them before.
         self.optimizer._all_reduce_sum_gradients = list

@@ -19,6 +19,9 @@ from trainer.strategies.interface import (
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.pulled import pulled_gradient_of
 
+# A closure, and what it is called with.
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
+
 
 def looks_up(model: keras.Model) -> bool:
     """Say whether a layer needs its variables where they stand.
@@ -78,11 +81,9 @@ class Served(Strategy):
         """Return an iterator that stands for the batches of whichever worker uses it."""
         return iter(self.coordinator.create_per_worker_dataset(lambda _=None: problem.batches()))
 
-    def dispatch(
-        self, closure: Callable[..., Any], calls: Sequence[tuple[Any, ...]]
-    ) -> list[tuple[Any, ...]]:
-        """Run `closure` once with each of `calls` on the workers; return what they gave."""
-        ended = [self.coordinator.schedule(closure, args=call) for call in calls]
+    def dispatch(self, calls: Sequence[Call]) -> list[tuple[Any, ...]]:
+        """Make each call once, on whichever worker is free; return what they gave."""
+        ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()
         return [value.fetch() for value in ended]
 
@@ -99,7 +100,7 @@ class Served(Strategy):
                 )
 
             self._part = part
-        parts = self.dispatch(self._part, [(tf.constant(number),) for number in range(workers)])
+        parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
         return [float(sum(values)) for values in zip(*parts, strict=True)]
 
     def global_step(self) -> int:

@@ -26,7 +26,7 @@ from trainer.strategies.line import Line
 from trainer.strategies.placement import server_device
 from trainer.strategies.served import Served
 from trainer.strategies.staging import Gradient, Staging, added, divided
-from trainer.strategies.tally import Tally, worker_name
+from trainer.strategies.tally import Tally, worker_number
 
 # Where tokens are given and announcements taken. Loops are controlled there too: a loop that is
 # controlled elsewhere asks the network at each turn whether there is another one.
@@ -92,7 +92,7 @@ class SyncParameterServer(Served):
 
         @tf.function
         def loop(iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
-            worker, tokens = _number_of_worker(), self._tokens[0].like(handle)
+            worker, tokens = worker_number(), self._tokens[0].like(handle)
             with tf.device(DESK):
                 worker, end = tf.identity(worker), tf.identity(end)
                 # A loop that is begun again after its worker died finds a step open and its token
@@ -195,11 +195,6 @@ class SyncParameterServer(Served):
 
     def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.one_hot(worker, self._workers, dtype=tf.int64)
-
-
-def _number_of_worker() -> tf.Tensor:
-    """Return the number of the worker that runs this graph."""
-    return tf.strings.to_number(tf.strings.regex_replace(worker_name(), ".*-", ""), tf.int64)
 
 
 class _Watch:

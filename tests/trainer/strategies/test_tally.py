@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.strategies.tally import NAME_FILE, WATCHED, Tally, worker_name
+from trainer.strategies.tally import NUMBER_FILE, WATCHED, Tally, worker_number
 
 
 def test_nothing_was_done_yet():
@@ -57,7 +57,7 @@ def test_the_figures_are_json():
     assert json.loads(json.dumps(tally.figures())) == tally.figures()
 
 
-def test_a_worker_knows_its_name_from_its_working_folder(tmp_path, monkeypatch):
+def test_a_worker_knows_its_number_from_its_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / NAME_FILE).write_text("worker-3", encoding="utf-8")
-    assert worker_name().numpy() == b"worker-3"
+    (tmp_path / NUMBER_FILE).write_text("3", encoding="utf-8")
+    assert worker_number().numpy() == 3

@@ -1,0 +1,133 @@
+"""Updates in one operation a variable, where TensorFlow has one for the optimizer.
+
+Keras writes Adam as thirty small operations a variable, each over all of its values: for a small
+model they take longer than the gradient. TensorFlow's own kernels go over the values once, and hold
+the variable while they do, so that two updates at the same time never mix.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+
+def fuse(optimizer: keras.optimizers.Optimizer) -> None:
+    """Let a built optimizer take TensorFlow's kernel; what has none stays as it is.
+
+    The formulas are Keras's own (Kingma and Ba 2015, "Adam", the end of section 2; Sutskever et al.
+    2013 for momentum), so that results are the same but for rounding: the kernel takes 1 - beta_2
+    in single precision, 1.3e-5 of it away for 0.999. The variables have to stand on one device
+    each: not for those of `tf.distribute.MirroredStrategy`.
+    """
+    kernel = _kernel(optimizer)
+    if kernel is None:
+        return
+    by_parts = optimizer._backend_update_step
+
+    def update(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
+        home = optimizer.iterations.value.device
+        with tf.device(home):
+            rates = _Rates(home, kernel.rates(tf.cast(learning_rate, tf.float32)))
+        rest = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if isinstance(gradient, tf.IndexedSlices) or variable.value.dtype != tf.float32:
+                # Rows that were looked up move alone.
+                rest.append((gradient, variable))
+                continue
+            with tf.device(variable.value.device):
+                found = tf.cast(gradient, tf.float32)
+                kernel.apply(found, variable, rates.beside(variable.value.device))
+        if rest:
+            by_parts(*map(list, zip(*rest, strict=True)), learning_rate)
+
+    optimizer._backend_update_step = update
+
+
+class _Kernel(ABC):
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+
+    @abstractmethod
+    def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
+        """Return the scalars that all variables of one update share."""
+
+    @abstractmethod
+    def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
+        """Move one variable and its slots."""
+
+
+class _Adam(_Kernel):
+    def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
+        step = tf.cast(self.optimizer.iterations.value + 1, tf.float32)
+        powers = [tf.pow(beta, step) for beta in (self.optimizer.beta_1, self.optimizer.beta_2)]
+        return [learning_rate, *powers]
+
+    def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
+        index = self.optimizer._get_variable_index(variable)
+        rate, power_1, power_2 = rates
+        tf.raw_ops.ResourceApplyAdam(
+            var=variable.value.handle,
+            m=self.optimizer._momentums[index].value.handle,
+            v=self.optimizer._velocities[index].value.handle,
+            beta1_power=power_1,
+            beta2_power=power_2,
+            lr=rate,
+            beta1=self.optimizer.beta_1,
+            beta2=self.optimizer.beta_2,
+            epsilon=self.optimizer.epsilon,
+            grad=gradient,
+            use_locking=True,
+        )
+
+
+class _Descent(_Kernel):
+    def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
+        return [learning_rate]
+
+    def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
+        tf.raw_ops.ResourceApplyGradientDescent(
+            var=variable.value.handle, alpha=rates[0], delta=gradient, use_locking=True
+        )
+
+
+class _Momentum(_Descent):
+    def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
+        index = self.optimizer._get_variable_index(variable)
+        tf.raw_ops.ResourceApplyKerasMomentum(
+            var=variable.value.handle,
+            accum=self.optimizer.momentums[index].value.handle,
+            lr=rates[0],
+            grad=gradient,
+            momentum=self.optimizer.momentum,
+            use_nesterov=self.optimizer.nesterov,
+            use_locking=True,
+        )
+
+
+def _kernel(optimizer: keras.optimizers.Optimizer) -> _Kernel | None:
+    # What is derived from them may have a formula of its own.
+    kind = type(optimizer)
+    if kind is keras.optimizers.SGD:
+        return (_Momentum if optimizer.momentum else _Descent)(optimizer)
+    adams = (keras.optimizers.Adam, keras.optimizers.AdamW)
+    return _Adam(optimizer) if kind in adams and not optimizer.amsgrad else None
+
+
+class _Rates:
+    """Scalars that travel to each other server in one message."""
+
+    def __init__(self, home: str, values: list[tf.Tensor]) -> None:
+        self._home = home
+        self._by_device = {home: values}
+
+    def beside(self, device: str) -> list[tf.Tensor]:
+        """Return them on a device, which is that of the scope."""
+        if device not in self._by_device:
+            with tf.device(self._home):
+                packed = tf.stack(self._by_device[self._home])
+            self._by_device[device] = tf.unstack(tf.identity(packed))
+        return self._by_device[device]
