@@ -10,10 +10,13 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 from unittest import mock
+
+import numpy as np
 
 from benchmarks.figures import Figure, alternating
 from trainer import storage
@@ -22,10 +25,12 @@ from trainer.storage import parallel
 FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3
 BUCKET = "flotilla-bench"
-# Long enough for a few checkpoints at every 10 s.
-STEPS = 12_000
 TRAINING_ROUNDS = 5
+# Long enough for some checkpoints a run.
+STEPS = 60_000
 EVERY = 10.0
+# Windows of training: one from the checkpoint on, the one before it and the one after it.
+WINDOW = 5.0
 
 
 def many_files() -> Figure:
@@ -53,28 +58,58 @@ def many_files() -> Figure:
 
 
 def checkpoints() -> Figure:
-    """Train with a checkpoint every 10 s in a bucket, and with the first and the last alone."""
-    stalls: list[float] = []
+    """Train with checkpoints in a bucket, and hold the seconds after each against those around it.
+
+    What a checkpoint takes of training (it stands still, and an upload works beside it) is far less
+    than two runs of a machine differ. So the window of seconds that a checkpoint falls into is held
+    against the mean of the windows before and after, which have none: what drifts falls out.
+    """
+    found: list[list[Taken]] = []
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
         dataset = _ended(Path(name), root, "prepare")["artifacts"]["dataset"]
-
-        def speed(every: float) -> float:
-            folder, rows = _trained(Path(name), root, dataset, every)
-            if every:
-                stalls.extend(_stalls(folder))
-            return rows
-
-        pairs = alternating(TRAINING_ROUNDS, lambda: speed(EVERY), lambda: speed(0.0))
+        for _ in range(TRAINING_ROUNDS):
+            found.append(taken(_events(_trained(Path(name), root, dataset))))
+    every = [each for run in found for each in run]
     return Figure(
         figure="steps/s with a checkpoint every 10 s in a bucket, against none",
-        rounds=tuple(kept / none for kept, none in pairs),
+        rounds=tuple(1 - fmean(each.seconds for each in run) / EVERY for run in found),
         at_least=0.97,
         more={
-            "steps_per_second": [[round(each, 1) for each in pair] for pair in pairs],
-            "stall_seconds": round(median(stalls), 4) if stalls else None,
-            "checkpoints": len(stalls),
+            "seconds_of_a_checkpoint": [[round(each.seconds, 3) for each in run] for run in found],
+            "stall_seconds": round(median(each.stall for each in every), 4),
+            "checkpoints": len(every),
         },
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What a checkpoint took: seconds of training in all, and those for which it stood still."""
+
+    seconds: float
+    stall: float
+
+
+def taken(events: list[dict[str, Any]]) -> list[Taken]:
+    """Return what each checkpoint took that has a whole window before and two from it on."""
+    progress = [each for each in events if each["event"] == "progress"]
+    times = [each["time"] for each in progress]
+    reached = [each["global_step"] for each in progress]
+
+    def speed(begin: float) -> float:
+        first, last = np.interp([begin, begin + WINDOW], times, reached)
+        return float(last - first) / WINDOW
+
+    found = []
+    for saved in (each for each in events if each["event"] == "saved"):
+        before = [time for time in times if time <= saved["time"] - saved["seconds"]]
+        # The first stretch traces and compiles.
+        if not before or not times[1] <= before[-1] - WINDOW < times[-1] - 3 * WINDOW:
+            continue
+        usual = (speed(before[-1] - WINDOW) + speed(before[-1] + WINDOW)) / 2
+        lost = WINDOW * (1 - speed(before[-1]) / usual)
+        found.append(Taken(seconds=lost, stall=saved["seconds"]))
+    return found
 
 
 @contextmanager
@@ -92,27 +127,16 @@ def gcs(latency: float) -> Iterator[str]:
             own.stdin.close()
 
 
-def _trained(workdir: Path, root: str, dataset: str, every: float) -> tuple[Path, float]:
-    """Return the folder of a run, and its steps/s over all of training, checkpoints included."""
+def _trained(workdir: Path, root: str, dataset: str) -> Path:
+    """Return the folder of a run that leaves windows without a checkpoint between two."""
     settings = {
         "training.steps": STEPS,
         "training.validate_every": 0,
         "training.checkpoint_every": STEPS,
-        "training.checkpoint_seconds": every,
+        "training.checkpoint_seconds": 3 * WINDOW,
     }
     told = _ended(workdir, root, "train", "--dataset", dataset, **settings)
-    folder = workdir / told["run_id"]
-    progress = [each for each in _events(folder) if each["event"] == "progress"]
-    # The first stretch traces and compiles.
-    first, last = progress[0], progress[-1]
-    steps = last["global_step"] - first["global_step"]
-    return folder, steps / (last["time"] - first["time"])
-
-
-def _stalls(folder: Path) -> list[float]:
-    """Return the seconds for which training stood still for each checkpoint on its way."""
-    saved = [each for each in _events(folder) if each["event"] == "saved"]
-    return [each["seconds"] for each in saved if 0 < each["global_step"] < STEPS]
+    return workdir / str(told["run_id"])
 
 
 def _events(folder: Path) -> list[dict[str, Any]]:

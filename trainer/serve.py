@@ -29,7 +29,10 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     gpu_memory.settle(job.config, task)
     stage_input(job, cluster, task)
     server = tf.distribute.Server(
-        tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
+        tf.train.ClusterSpec(cluster.spec()),
+        job_name=task.role,
+        task_index=task.index,
+        config=_settings(),
     )
     server.join()
 
@@ -39,7 +42,8 @@ def serve_in_process(cluster: Cluster) -> None:
 
     All of them have the working folder of this process, and so the same shards.
     """
-    settings = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=IN_PROCESS_THREADS)
+    settings = _settings()
+    settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
     _SERVERS.extend(
         tf.distribute.Server(
             tf.train.ClusterSpec(cluster.spec()), job_name=role, task_index=index, config=settings
@@ -47,3 +51,14 @@ def serve_in_process(cluster: Cluster) -> None:
         for role in ("ps", "worker")
         for index in range(cluster.count(role))
     )
+
+
+def _settings() -> tf.compat.v1.ConfigProto:
+    """Return settings of a server whose threads sleep while they wait.
+
+    By default they look for work in a loop first: a server that waits for the network takes the
+    processor from the tasks beside it that have work.
+    """
+    settings = tf.compat.v1.ConfigProto()
+    settings.experimental.disable_thread_spinning = True
+    return settings

@@ -50,7 +50,6 @@ def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
         for variable, old, new in zip(model.non_trainable_variables, before, after, strict=True)
-        # What is frozen comes back as it went in.
         if new is not old
     ]
     arrived = Messages([value for value, _ in moved]).pushed([each for _, each in moved])
@@ -65,9 +64,13 @@ def pure_gradient_of(
     """Return the function from weights, state and batch to loss, gradient and new state.
 
     Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
+    State that does not move comes back as it went in. The function is traced once, however often
+    it stands in a graph.
     """
+    moving: list[int] = []
 
-    def gradient(weights: Tensors, state: Tensors, batch: Batch) -> tuple[Any, Tensors, Tensors]:
+    @tf.function(jit_compile=jit or None)
+    def traced(weights: Tensors, state: Tensors, batch: Batch) -> tuple[Any, Tensors, Tensors]:
         inputs, labels = batch
         with tf.GradientTape() as tape:
             tape.watch(weights)
@@ -83,11 +86,19 @@ def pure_gradient_of(
                 logits = model(inputs, training=True)
                 losses = model.losses
             value = tf.cast(loss(labels, logits), tf.float32) + sum_of(losses)
-        moved = [scope.get_current_value(each) for each in model.non_trainable_variables]
+        after = [scope.get_current_value(each) for each in model.non_trainable_variables]
+        moving[:] = [i for i, old in enumerate(state) if after[i] is not old]
         found = tape.gradient(value, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return value, [tf.convert_to_tensor(each) for each in found], moved
+        return value, [tf.convert_to_tensor(each) for each in found], [after[i] for i in moving]
 
-    return tf.function(gradient, jit_compile=True) if jit else gradient
+    def gradient(weights: Tensors, state: Tensors, batch: Batch) -> tuple[Any, Tensors, Tensors]:
+        value, found, moved = traced(weights, state, batch)
+        after = list(state)
+        for index, each in zip(moving, moved, strict=True):
+            after[index] = each
+        return value, found, after
+
+    return gradient
 
 
 def pulled_gradient_of(
