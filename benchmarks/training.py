@@ -16,7 +16,7 @@ from benchmarks.figures import Figure, alternating
 
 ROUNDS = 3
 STEPS_OF_BASELINE = 3000
-STEPS = 8000
+STEPS = 12_000
 UPDATES = 3000
 LOCAL_STEPS = 10
 
@@ -54,7 +54,7 @@ def local_steps() -> Figure:
 
     def own(bench: _Bench) -> float:
         trained = bench.train(
-            "async_parameter_server", STEPS // 4, training__pull_every=LOCAL_STEPS
+            "async_parameter_server", STEPS // 6, training__pull_every=LOCAL_STEPS
         )
         return trained.local_steps_per_second
 
@@ -62,7 +62,7 @@ def local_steps() -> Figure:
         "async, pull_every=10: local steps/s, against one process without a cluster",
         0.7,
         own,
-        lambda bench: bench.train("single", 2 * STEPS).steps_per_second,
+        lambda bench: bench.train("single", STEPS).steps_per_second,
     )
 
 
@@ -71,7 +71,7 @@ def one_process() -> Figure:
     return _beside(
         "single: examples/s, against model.fit with as many steps an execution",
         1.2,
-        lambda bench: bench.train("single", 2 * STEPS).steps_per_second,
+        lambda bench: bench.train("single", STEPS).steps_per_second,
         lambda bench: bench.fit(),
     )
 

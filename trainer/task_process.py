@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import events, gpus, heartbeat, last_words, lock, parent
+from trainer import cores, events, gpus, heartbeat, last_words, lock, parent
 from trainer.cluster import Cluster, Task
 from trainer.errors import UserError
 from trainer.launcher import Job, task_command
@@ -107,6 +107,8 @@ class TaskProcess:
                 # Its own session: a Ctrl-C of the terminal goes to the launcher alone.
                 start_new_session=True,
             )
+        if self._serves:
+            cores.keep(self._popen.pid, self._cluster, self.task)
         return self._popen
 
     def terminate(self) -> None:
@@ -165,15 +167,6 @@ class TaskProcess:
             text = log.read().decode("utf-8", errors="replace")
         return text.strip().splitlines()[-count:]
 
-    def _threads(self) -> int:
-        """Return the threads of one operation: tasks that each take all cores wait for each other.
-
-        On two cores one thread each gave 15 % more steps a second than TensorFlow's own choice.
-        """
-        # Not every system says which cores a process may use.
-        own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        return max(1, (own or 1) // sum(map(len, self._cluster.spec().values())))
-
     def _command(self) -> list[str]:
         return task_command(self._job, self.folder / CONFIG, self.folder)
 
@@ -181,7 +174,10 @@ class TaskProcess:
         return {
             # TensorFlow's own account of its devices drowns what the task has to say.
             "TF_CPP_MIN_LOG_LEVEL": "2",
-            "TF_NUM_INTRAOP_THREADS": str(self._threads()),
+            **cores.environment(self._cluster),
+            # gRPC reads a message in pieces of its size, and not in many small ones: it lies in the
+            # same machine's memory already.
+            "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **os.environ,
             **(_SERVER if self._serves else {}),
             **gpus.environment(self._job.config, self.task),

@@ -25,6 +25,7 @@ FREE = (
     "trainer.cluster_config",
     "trainer.config",
     "trainer.config_file",
+    "trainer.cores",
     "trainer.data.key",
     "trainer.errors",
     "trainer.evaluator_care",

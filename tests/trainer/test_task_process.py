@@ -90,6 +90,7 @@ def test_the_environment_of_a_task(process, job, monkeypatch, task):
     assert from_tf_config(found["TF_CONFIG"]) == (CLUSTER, task)
     assert found[parent.VARIABLE] == str(os.getpid())
     assert found["GRPC_FAIL_FAST"] == "use_caller"
+    assert found["GRPC_EXPERIMENTS"] == "tcp_frame_size_tuning"
     assert found["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/somewhere/else"]
     assert found["OF_THE_USER"] == "kept"
     assert found["CWD"] == str(job.workdir / str(task))
