@@ -2,7 +2,7 @@
 
 Keras writes Adam as thirty small operations a variable, each over all of its values: for a small
 model they take longer than the gradient. TensorFlow's own kernels go over the values once, and hold
-the variable while they do, so that two updates at the same time never mix.
+the variable while they do, so that two dense updates at the same time never mix.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ def fuse(optimizer: keras.optimizers.Optimizer) -> None:
         rest = []
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) or variable.value.dtype != tf.float32:
-                # Rows that were looked up move alone.
+                # Rows that were looked up move alone, and other precisions by Keras's formula.
                 rest.append((gradient, variable))
                 continue
             with tf.device(variable.value.device):
-                found = tf.cast(gradient, tf.float32)
-                kernel.apply(found, variable, rates.beside(variable.value.device))
+                dense = tf.cast(gradient, tf.float32)
+                kernel.apply(dense, variable, rates.beside(variable.value.device))
         if rest:
             by_parts(*map(list, zip(*rest, strict=True)), learning_rate)
 
@@ -63,7 +63,10 @@ class _Kernel(ABC):
 class _Adam(_Kernel):
     def rates(self, learning_rate: tf.Tensor) -> list[tf.Tensor]:
         step = tf.cast(self.optimizer.iterations.value + 1, tf.float32)
-        powers = [tf.pow(beta, step) for beta in (self.optimizer.beta_1, self.optimizer.beta_2)]
+        powers = [
+            tf.pow(tf.cast(beta, tf.float32), step)
+            for beta in (self.optimizer.beta_1, self.optimizer.beta_2)
+        ]
         return [learning_rate, *powers]
 
     def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
@@ -76,8 +79,8 @@ class _Adam(_Kernel):
             beta1_power=power_1,
             beta2_power=power_2,
             lr=rate,
-            beta1=self.optimizer.beta_1,
-            beta2=self.optimizer.beta_2,
+            beta1=float(self.optimizer.beta_1),
+            beta2=float(self.optimizer.beta_2),
             epsilon=self.optimizer.epsilon,
             grad=gradient,
             use_locking=True,
@@ -125,9 +128,10 @@ class _Rates:
         self._by_device = {home: values}
 
     def beside(self, device: str) -> list[tf.Tensor]:
-        """Return them on a device, which is that of the scope."""
+        """Return them on a device."""
         if device not in self._by_device:
             with tf.device(self._home):
                 packed = tf.stack(self._by_device[self._home])
-            self._by_device[device] = tf.unstack(tf.identity(packed))
+            with tf.device(device):
+                self._by_device[device] = tf.unstack(tf.identity(packed))
         return self._by_device[device]

@@ -99,8 +99,9 @@ class StallWatch:
                 self._end(f"every task answers; {_REMEDY}", self._waits * self._seconds)
 
     def _is_warm(self) -> bool:
-        """Say whether no step is the first one, which is traced and compiled, any more."""
-        return self._has_stepped or time.monotonic() - self._began > STARTING_SECONDS
+        """Say whether no graph is used for the first time, traced and compiled, any more."""
+        warm = self._has_stepped and not self._strategy.warming
+        return warm or time.monotonic() - self._began > STARTING_SECONDS
 
     def _end(self, why: str, seconds: float) -> NoReturn:
         words = f"no progress for {seconds:g} s: {why}"

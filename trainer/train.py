@@ -21,7 +21,7 @@ from trainer.strategies.interface import Problem, Strategy
 # wait for each other at its end, short enough that a person sees progress and that an end that was
 # asked for comes soon.
 STRETCH_SECONDS = 1.0
-# A stretch that no boundary cuts short is a multiple of it.
+# A stretch that no boundary cuts short is a multiple of it, and so of the turns of a strategy.
 FEWEST = 20
 # A mean loss this many times that of a blind guess is as lost as one that is not a number: weights
 # that Adam has thrown far away still give finite losses, and never come back.

@@ -15,12 +15,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import log
 
 import numpy as np
 
 from trainer.strategies.placement import Sized, assign
-from trainer.strategies.portions import MOST
+from trainer.strategies.portions import FEW, MOST
 from trainer.train import STRETCH_SECONDS
+
+# Closures that a worker gets in a stretch, where they are neither the largest nor the smallest:
+# half of the stretch in halves of what is left, and the rest in quarters of a worker's share.
+OF_A_WORKER = 2 * log(2) + 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +170,20 @@ def on_one_machine(costs: Costs, point: Point, cores: int) -> float:
 
 def _closures(rate: float, workers: int) -> float:
     """Return the closures a second at a rate of updates, as the strategy cuts a stretch up."""
-    size = min(MOST, rate * STRETCH_SECONDS / workers)
+    share = rate * STRETCH_SECONDS / workers
+    size = min(MOST, max(min(FEW, share), share / OF_A_WORKER))
     return rate / max(1.0, size)
 
 
 def _most_of_chief(costs: Costs, workers: int) -> float:
     """Return the updates a second that a chief can hand out.
 
-    Where it cannot give every worker one closure in a stretch, stretches become short, and closures
-    single steps.
+    Where it cannot give every worker its portions of a stretch, stretches become short and closures
+    small, down to single steps.
     """
     closures = (1 - costs.chief_share) / costs.closure
-    return closures * (MOST if closures * STRETCH_SECONDS >= workers else 1)
+    of_a_worker = closures * STRETCH_SECONDS / workers
+    return closures * (MOST if of_a_worker >= OF_A_WORKER else FEW if of_a_worker >= 1 else 1)
 
 
 def _gradient(model: str, points: Sequence[Point]) -> float:

@@ -10,9 +10,11 @@ from benchmarks.scaling import measure
 from benchmarks.scaling.__main__ import PAGE
 from benchmarks.scaling.measure import MODELS, WORKERS, Case, cases, point, sizes
 from benchmarks.scaling.model import (
+    OF_A_WORKER,
     Costs,
     Fleet,
     Point,
+    _closures,
     fit,
     on_one_machine,
     predicted,
@@ -22,6 +24,7 @@ from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.watched import Look, Used
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
+from trainer.strategies.portions import portions
 
 TRUE = Costs(
     worker_message=1e-3,
@@ -43,8 +46,8 @@ FAST = replace(FLEET, bytes_per_second=1.25e10)
 def made_up(model, pull_every, workers=2):
     size = SIZES[model]
     rate = {"small": 1000.0, "large": 400.0}[model] / pull_every
-    # Half a second of updates is dealt out over two workers, in closures of up to 50.
-    closures = {1000.0: 20.0, 100.0: 4.0, 400.0: 8.0, 40.0: 4.0}[rate]
+    # A second of updates is dealt out over two workers, in closures of up to 100.
+    closures = 10.0 if rate == 1000 else 2 * OF_A_WORKER
     return Point(
         model=model,
         bytes=size,
@@ -131,22 +134,27 @@ def test_rates_follow_from_the_costs():
     assert rare.rate == pytest.approx(1 / 2.544e-3)
 
 
-def test_a_chief_with_too_many_workers_hands_out_single_steps():
-    # 98 closures in the half second of a stretch.
-    slow = replace(TRUE, server_message=1e-9, server_byte=0.0)
-    fleets = [replace(FAST, workers=workers, round_trip=0.0) for workers in (98, 99)]
-    few, many = (predicted(slow, fleet, "small", [40_000], 1) for fleet in fleets)
-    assert (few.limit, few.rate) == ("chief", pytest.approx(98 * 2 * 50))
-    assert (many.limit, many.rate) == ("chief", pytest.approx(98 * 2))
+@pytest.mark.parametrize(("workers", "steps"), [(57, 100), (58, 5), (196, 5), (197, 1)])
+def test_a_chief_with_too_many_workers_hands_out_small_closures(workers, steps):
+    # 196 closures in the second of a stretch.
+    slow = replace(TRUE, server_message=1e-9, server_byte=0.0, worker_message=0.0)
+    fleet = replace(FAST, workers=workers, round_trip=0.0)
+    found = predicted(slow, fleet, "small", [40_000], 1)
+    assert (found.limit, found.rate) == ("chief", pytest.approx(196 * steps))
+
+
+def test_portions_are_counted_as_they_are_handed_out():
+    for rate, workers in [(600, 2), (500, 100), (4000, 8), (50, 100)]:
+        assert _closures(rate, workers) == pytest.approx(len(portions(rate, workers, 1)), rel=0.25)
 
 
 def test_one_machine_shares_its_cores():
     one = made_up("small", 1, workers=1)
-    # 1.18 ms of the worker, 0.54 of the server, 0.1 of the chief, and 2 % of a core for it.
-    assert on_one_machine(TRUE, one, cores=1) == pytest.approx(0.98 / 1.82e-3)
+    # 1.18 ms of the worker, 0.54 of the server, 0.05 of the chief, and 2 % of a core for it.
+    assert on_one_machine(TRUE, one, cores=1) == pytest.approx(0.98 / 1.77e-3)
     # One worker keeps no more than one core busy at a time.
     assert on_one_machine(TRUE, one, cores=8) == pytest.approx(1 / 1.72e-3)
-    assert on_one_machine(TRUE, replace(one, workers=8), cores=2) == pytest.approx(1.98 / 1.82e-3)
+    assert on_one_machine(TRUE, replace(one, workers=8), cores=2) == pytest.approx(1.98 / 1.77e-3)
 
 
 def test_every_constant_has_the_runs_that_tell_it():

@@ -14,6 +14,7 @@ from trainer.optimizers import build_optimizer
 FUSED = [
     ("adam", {}),
     ("adam", {"beta_1": 0.5, "beta_2": 0.9, "epsilon": 1e-3}),
+    ("adam", {"beta_1": 0}),
     ("adam", {"global_clipnorm": 0.1}),
     ("adam", {"weight_decay": 0.1}),
     ("adamw", {}),

@@ -39,13 +39,19 @@ class AsyncParameterServer(Served):
         self._tally = Tally(batch_size=self.config.training.batch_size)
         self._iterator = self.worker_batches(problem)
         update = self._local_steps(problem) if self._pulls_seldom() else self._step(problem)
+        self._has_turned = False
         self._one_by_one, self._in_turns = self._closure(update, 1), self._closure(update, TURN)
-        self._turn = TURN if self.config.training.steps >= LONG_RUN else 1
+        long = self.config.training.steps >= LONG_RUN
+        # Where rows are looked up, the gradient is traced anew for each update in the graph.
+        self._turn = TURN if long and self.pulls_whole() else 1
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
         sizes = portions(steps, self.cluster.count("worker"), self._turn)
+        self.warming = sizes[0] >= self._turn > 1 and not self._has_turned
         ended = self.dispatch([self._call(size) for size in sizes])
+        self._has_turned |= self.warming
+        self.warming = False
         local_steps = self.config.training.pull_every
         total = 0.0
         for n, (loss, worker, applied) in zip(sizes, ended, strict=True):

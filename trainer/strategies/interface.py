@@ -64,6 +64,8 @@ class Strategy(ABC):
     io_device: str | None = None
     #: Whether training goes on when a worker is lost, without a new life of the chief.
     spares_workers: bool = False
+    #: Whether a graph is being used for the first time: traced, compiled and placed.
+    warming: bool = False
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
         """Remember what there is; nothing is connected before `build`."""

@@ -16,7 +16,8 @@ def portions(steps: int, workers: int, turn: int) -> list[int]:
     Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). Where there are
     enough steps, portions are multiples of `turn`; what is left over is a portion of its own.
     """
-    unit = turn if steps >= turn * workers else 1
+    # With fewer turns than these the last of them would be most of the time.
+    unit = turn if steps >= 4 * turn * workers else 1
     smallest = max(unit, min(FEW, steps // workers), steps // (4 * workers))
     cut: list[int] = []
     left = steps

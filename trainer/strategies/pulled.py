@@ -64,7 +64,7 @@ def pure_gradient_of(
     """Return the function from weights, state and batch to loss, gradient and new state.
 
     Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
-    State that does not move comes back as it went in. The function is traced once, however often
+    State that no layer moves comes back as it went in. The function is traced once, however often
     it stands in a graph.
     """
     moving: list[int] = []

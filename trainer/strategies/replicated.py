@@ -46,6 +46,7 @@ class Replicated(Strategy):
             self.model = problem.build_model()
             self.optimizer = problem.build_optimizer()
             self.optimizer.build(self.model.trainable_variables)
+        # Copies on several devices are no variables that a kernel could move.
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
         self._applied = exact_counter(self.optimizer)

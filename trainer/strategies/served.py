@@ -72,16 +72,20 @@ class Served(Strategy):
         All variables are pulled before, each server's in one message, but those of which only the
         rows that a batch asks for should move.
         """
-        jit = self.config.training.jit_compile
-        if jit or not looks_up(self.model):
+        if self.pulls_whole():
+            jit = self.config.training.jit_compile
             return pulled_gradient_of(self.model, problem.loss, jit=jit)
         return gradient_of(self.model, problem.loss)
+
+    def pulls_whole(self) -> bool:
+        """Say whether a worker pulls all variables before it computes."""
+        return self.config.training.jit_compile or not looks_up(self.model)
 
     def worker_batches(self, problem: Problem) -> Any:
         """Return an iterator that stands for the batches of whichever worker uses it."""
         return iter(self.coordinator.create_per_worker_dataset(lambda _=None: problem.batches()))
 
-    def dispatch(self, calls: Sequence[Call]) -> list[tuple[Any, ...]]:
+    def dispatch(self, calls: Sequence[Call]) -> list[Any]:
         """Make each call once, on whichever worker is free; return what they gave."""
         ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
         self.coordinator.join()

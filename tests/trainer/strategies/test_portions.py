@@ -31,7 +31,7 @@ def test_every_worker_gets_one(steps, workers):
 
 @given(st.integers(1, 50), workers)
 def test_where_there_are_enough_steps_only_the_last_is_no_multiple(shares, workers):
-    cut = portions(shares * workers * 20 + 7, workers, 20)
+    cut = portions((shares + 3) * workers * 20 + 7, workers, 20)
     assert [size % 20 for size in cut] == [0] * (len(cut) - 1) + [7]
 
 
