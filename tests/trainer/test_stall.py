@@ -35,6 +35,7 @@ def judged(tmp_path, monkeypatch):
         strategy = Counting()
         strategy.config = config_of(stall_timeout=30)
         strategy.spares_workers = spares
+        strategy.warming = state == "another graph"
 
         def look():
             if moved:
@@ -83,9 +84,10 @@ def test_where_all_answer_steps_that_do_not_come_are_a_stall(judged):
     # One that was started again may not have come to its first step.
     assert not judged(Peers(), waits=1)
     assert judged(Peers(), spares=True)
-    # A long validation or upload, or the first step, which is compiled.
+    # A long validation or upload, or the first step of a graph, which is compiled.
     assert not judged(Peers(), state="validates")
     assert not judged(Peers(), state="first step")
+    assert not judged(Peers(), state="another graph")
 
 
 def test_one_that_is_gone_is_waited_for(judged):
