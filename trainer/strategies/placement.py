@@ -103,6 +103,12 @@ def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> No
 
 def _update_beside(optimizer: keras.optimizers.Optimizer) -> None:
     update, decay = optimizer.update_step, optimizer._apply_weight_decay
+    rate = optimizer._get_current_learning_rate
+
+    def current_learning_rate() -> Any:
+        # A schedule reads the counter of updates: elsewhere that is a message each way.
+        with tf.device(optimizer.iterations.value.device):
+            return rate()
 
     def update_step(gradient: Any, variable: tf.Variable, learning_rate: Any) -> None:
         with tf.device(variable.device):
@@ -113,6 +119,7 @@ def _update_beside(optimizer: keras.optimizers.Optimizer) -> None:
             with tf.device(variable.value.device):
                 decay([variable])
 
+    optimizer._get_current_learning_rate = current_learning_rate
     optimizer.update_step = update_step
     optimizer._apply_weight_decay = apply_weight_decay
 

@@ -148,3 +148,20 @@ def test_slots_made_beside_their_variables_update_as_any(name):
     plain = updated(lambda optimizer, model: optimizer.build(model.trainable_variables))
     for mine, theirs in zip(updated(build_slots), plain, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4)
+
+
+def test_a_schedule_is_computed_beside_the_counter_that_it_reads():
+    model = two_layers()
+    optimizer = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
+    build_slots(optimizer, model)
+    gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+
+    @tf.function
+    def update():
+        # Where a worker computes.
+        with tf.device("/job:worker/task:1"):
+            optimizer.apply(gradients, model.trainable_variables)
+
+    found = update.get_concrete_function().graph.get_operations()
+    (cosine,) = (each for each in found if each.type == "Cos")
+    assert cosine.device == optimizer.iterations.value.device
