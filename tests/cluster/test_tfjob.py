@@ -109,10 +109,10 @@ def test_an_evaluator_beside_training_measures_its_checkpoints(attempt, kube, tm
     tree = settings(600)
     tree["cluster"] |= {"workers": 1, "evaluator": True}
     with attempt(tree) as process:
-        wait_for_line(process, '"event": "validation"')
-        code, out, said = process.end()
+        line = wait_for_line(process, '"event": "validation"')
+        code, _, said = process.end()
     assert (code, newest(tmp_path)) == (0, 600), said
-    assert "[evaluator-0]" in out
+    assert line.startswith("[evaluator-0]")
     rows = validations.read(storage.uri_of(tmp_path / "run-1" / "checkpoints"))
     assert rows
     assert {row["global_step"] for row in rows} <= {0, 200, 400, 600}

@@ -85,7 +85,10 @@ def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, stra
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["single", "async_parameter_server", "in_graph"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["single", "async_parameter_server", pytest.param("in_graph", marks=pytest.mark.long)],
+)
 def test_tables_that_are_spread_are_taken_whole(clicks, tmp_path, strategy):
     model, dataset, uri = clicks
     found, run = trained(
