@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from benchmarks import (
@@ -15,6 +17,7 @@ from benchmarks import (
     figures,
     memory,
     preparing,
+    same_accuracy,
     storage,
     training,
     whole_run,
@@ -22,7 +25,7 @@ from benchmarks import (
 from benchmarks.baselines import mnist
 
 OUTPUT = Path("build/bench.json")
-MEASURES = {
+MEASURES: Mapping[str, Callable[[], figures.Figure]] = {
     "async": training.asynchronous,
     "sync": training.synchronous,
     "local": training.local_steps,
@@ -36,6 +39,7 @@ MEASURES = {
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
     "evaluation": evaluation.evaluation,
+    **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
 
 

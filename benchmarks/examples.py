@@ -77,10 +77,9 @@ def _rounds() -> Rounds:
     """Measure for both figures at once."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
-        dataset = launched.prepared(folder / "data")
         tfds_input.prepare(folder / "tfds")
         places = {
-            FLOTILLA: [dataset, str(folder / "shards")],
+            FLOTILLA: [launched.mnist(), str(folder / "shards")],
             TFDS: [str(folder / "tfds")],
             TFDS_CACHED: [str(folder / "tfds")],
         }

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -53,6 +57,14 @@ class Trained:
     local_steps_per_second: float
     checkpoints: str
     rows: list[dict[str, Any]]
+
+
+@cache
+def mnist() -> str:
+    """Publish MNIST, once for all figures of this process; return its URI."""
+    folder = tempfile.mkdtemp(prefix="flotilla-bench-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return prepared(Path(folder))
 
 
 def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:

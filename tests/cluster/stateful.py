@@ -63,6 +63,24 @@ def clipped(batch_size: int = 8, workers: int = 2) -> Problem:
     )
 
 
+def normed(batch_size: int = 8, workers: int = 2) -> Problem:
+    """Moving averages that each step changes."""
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        return keras.Sequential(
+            [
+                keras.layers.Input((FEATURES,)),
+                keras.layers.Dense(5),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(CLASSES),
+            ]
+        )
+
+    return replace(dealt(batch_size, workers), build_model=model)
+
+
 def embedded(batch_size: int = 8, workers: int = 2) -> Problem:
     """A table of which each batch looks up some rows, several times the same one."""
 

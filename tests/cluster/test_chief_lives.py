@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.launched import launched
 from trainer.server_memory import MOST_GROWTH
 
-pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
 LIVES = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")

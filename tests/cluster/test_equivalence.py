@@ -10,6 +10,7 @@ import pytest
 from tests.cluster.servers import Outcome, Servers, Trial, serving
 from trainer.cluster import Task
 from trainer.strategies.async_parameter_server import LONG_RUN, TURN
+from trainer.strategies.portions import portions
 
 pytestmark = pytest.mark.cluster
 
@@ -19,8 +20,8 @@ NEAR = 1e-5
 PROBLEMS = ("clipped", "embedded")
 
 
-def slow(problem: str) -> object:
-    return pytest.param(problem, marks=pytest.mark.slow)
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **cluster) -> Trial:
@@ -65,14 +66,10 @@ def side_by_side(servers: Servers, wanted: Trial) -> list[Outcome]:
     return [each.outcome() for each in leading]
 
 
-def assert_same(outcome: Outcome, other: Outcome) -> None:
+def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> None:
     losses, others = ([report["loss"] for report in each.reports] for each in (outcome, other))
     np.testing.assert_allclose(losses, others, rtol=0, atol=NEAR)
-    assert_same_variables(outcome, other)
-
-
-def assert_same_variables(outcome: Outcome, other: Outcome) -> None:
-    assert outcome.global_step == other.global_step == sum(RUNS)
+    assert outcome.global_step == other.global_step == steps
     assert set(outcome.variables) == set(other.variables)
     for path, value in other.variables.items():
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
@@ -100,13 +97,25 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
     assert_same(one_worker.lead(wanted), alone(problem))
 
 
-def test_updates_in_turns_equal_one_process(alone, one_worker):
-    training = {"strategy": "async_parameter_server", "steps": LONG_RUN}
-    config = {"training": training, "cluster": {"workers": 1}}
-    arguments = {"batch_size": 2 * BATCH, "workers": 1}
-    assert sum(RUNS) == TURN
-    outcome = one_worker.lead(Trial(config, "tests.cluster.stateful:clipped", [TURN], arguments))
-    assert_same_variables(outcome, alone("clipped"))
+@pytest.mark.parametrize(
+    ("problem", "pull_every"), [("clipped", 1), slow("normed", 1), slow("clipped", 3)]
+)
+def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
+    # Several turns, and some updates one by one.
+    updates = 4 * TURN + 3
+    assert [size % TURN for size in portions(updates, 1, TURN)] == [0, 0, 0, 3]
+
+    def outcome(steps: int) -> Outcome:
+        training = {
+            "strategy": "async_parameter_server",
+            "steps": steps,
+            "pull_every": pull_every,
+        }
+        config = {"training": training, "cluster": {"workers": 1}}
+        wanted = Trial(config, f"tests.cluster.stateful:{problem}", [updates], {"workers": 1})
+        return one_worker.lead(wanted)
+
+    assert_same(outcome(LONG_RUN), outcome(LONG_RUN - 1), steps=updates)
 
 
 @pytest.mark.parametrize("strategy", ["async_parameter_server", "in_graph"])

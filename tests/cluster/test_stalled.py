@@ -66,7 +66,7 @@ def test_updates_from_all_workers_wait_for_a_stopped_one_no_longer(dataset, tmp_
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("task", ["ps-0", "chief-0"])
+@pytest.mark.parametrize("task", [pytest.param("ps-0", marks=pytest.mark.long), "chief-0"])
 def test_a_stopped_server_or_chief_costs_a_life(dataset, tmp_path, task):
     run = stopped(dataset, tmp_path, settings("async_parameter_server"), task)
     assert len(run.happened("life")) == 2

@@ -70,7 +70,9 @@ def test_a_killed_chief_begins_a_new_life_on_the_living_servers(running):
     assert applied(running) - STEPS <= EVERY
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_an_interrupt_publishes_a_last_checkpoint(running, number):
     tasks = running.tasks()
     running.process.send_signal(number)

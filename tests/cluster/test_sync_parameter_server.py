@@ -103,6 +103,7 @@ def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_work
     )
 
 
+@pytest.mark.slow
 def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers):
     runs = [1, 333, 666]
     outcome = two_workers.lead(trial("problems:equal", runs))

@@ -138,7 +138,8 @@ def local_steps_of(
 
     def update(iterator: Any) -> tf.Tensor:
         values = pull(model)
-        rate = tf.cast(optimizer.learning_rate, tf.float32)
+        # A schedule's rate stands on a server, and a loop that takes it from there spans machines.
+        rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
         weights, state = values.weights, values.state
         total = [tf.zeros_like(each) for each in weights]
         losses = tf.constant(0.0)

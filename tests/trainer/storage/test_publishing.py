@@ -63,10 +63,10 @@ def test_many_files(make: Make, uri: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-# A stand-in for S3 takes minutes for so many.
+# A stand-in for a store takes minutes for so many.
 @pytest.mark.parametrize(
     "place",
-    ["file", "gs", *(pytest.param(each, marks=pytest.mark.long) for each in ("s3", "minio"))],
+    ["file", *(pytest.param(each, marks=pytest.mark.long) for each in ("gs", "s3", "minio"))],
     indirect=True,
 )
 def test_ten_thousand_files(make: Make, place: Place, uri: str, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from tests.trainer.plain import dense, examples
 from trainer.config import OptimizerConfig, TrainingConfig
 from trainer.optimizers import build_optimizer
 from trainer.strategies.interface import exact_counter, gradient_of, step_of
+from trainer.strategies.placement import build_slots
 from trainer.strategies.pulled import local_steps_of, pull, pulled_gradient_of, push_state
 
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -212,3 +213,23 @@ def test_other_units_are_dropped_in_every_local_step():
     before = np.array(seed.value)
     run_local(model, updates, 3)
     assert int(seed.value[1]) - int(before[1]) == 3
+
+
+def test_the_loop_of_local_steps_stays_on_the_worker():
+    worker = "/job:worker/task:1"
+    model, optimizer = dense(), keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(1, 9))
+    build_slots(optimizer, model)
+    update = local_steps_of(model, optimizer, CROSS_ENTROPY, steps=4, jit=False)
+    iterator = iter(batches())
+
+    @tf.function
+    def closure():
+        with tf.device(worker):
+            return update(iterator)
+
+    found = closure.get_concrete_function().graph.get_operations()
+    (loop,) = (each for each in found if each.type in {"While", "StatelessWhile"})
+    # What is captured stands where it is used.
+    given = [each.op for each in loop.inputs if each.op.type != "Placeholder"]
+    assert len(given) > len(model.trainable_variables)
+    assert {each.device for each in given} == {worker}

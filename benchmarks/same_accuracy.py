@@ -1,0 +1,109 @@
+"""Whether speed is paid for with accuracy: each fast path beside `model.fit` of Keras.
+
+Both sides take as many gradients of batches of one size, with the same optimizer and a rate that
+falls to zero, which leaves little to chance; each round is a seed. What several paths are held
+against is trained once.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from benchmarks import launched
+from benchmarks.accuracy import accuracy_of
+from benchmarks.baselines.plain import Settings
+from benchmarks.figures import Figure, alternating
+from trainer import keeping
+
+SEEDS = 3
+# 0.3 points of 98.
+AT_LEAST = 0.997
+ADAM = Settings(optimizer="Adam", rate=0.003, batch=100, steps=5000)
+LOCAL_STEPS = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastPath:
+    """A way of training that is faster than the plain one.
+
+    Attributes:
+        own: settings that make it.
+        plain: what Keras trains with.
+        gradients: of one batch of `plain`, for each update.
+    """
+
+    own: Mapping[str, Any]
+    plain: Settings = ADAM
+    gradients: int = 1
+
+
+PATHS = {
+    "single": FastPath(own={"training.strategy": "single"}),
+    "xla": FastPath(own={"training.strategy": "single", "training.jit_compile": True}),
+    "mixed": FastPath(own={"training.strategy": "single", "training.mixed_precision": True}),
+    "async": FastPath(own={"training.strategy": "async_parameter_server"}),
+    "local": FastPath(
+        own={"training.strategy": "async_parameter_server", "training.pull_every": LOCAL_STEPS},
+        plain=replace(ADAM, optimizer="SGD", rate=0.1),
+        gradients=LOCAL_STEPS,
+    ),
+    # Two workers see as much in one update.
+    "sync": FastPath(
+        own={"training.strategy": "sync_parameter_server", "training.batch_size": 100},
+        plain=replace(ADAM, batch=200, steps=2500),
+    ),
+}
+
+
+def same_accuracy(name: str) -> Figure:
+    """Return the test accuracy of a fast path over that of `model.fit`, for each seed."""
+    path = PATHS[name]
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
+        home = Path(folder)
+        own, plain = iter(range(SEEDS)), iter(range(SEEDS))
+        pairs = alternating(
+            SEEDS,
+            lambda: _own(path, next(own), home),
+            lambda: _plain(replace(path.plain, seed=next(plain))),
+        )
+    return Figure(
+        figure=f"test accuracy on MNIST, {name}: against model.fit",
+        rounds=tuple(fast / slow for fast, slow in pairs),
+        at_least=AT_LEAST,
+        more={"accuracy": [[round(each, 4) for each in pair] for pair in pairs]},
+    )
+
+
+def settings_of(path: FastPath, seed: int) -> dict[str, Any]:
+    """Return the settings of a path's run."""
+    plain = path.plain
+    return {
+        "training.optimizer.name": plain.optimizer.lower(),
+        "training.optimizer.learning_rate": plain.rate,
+        "training.schedule.name": "cosine",
+        "training.batch_size": plain.batch,
+        "training.steps": plain.steps // path.gradients,
+        "training.seed": seed,
+        **path.own,
+    }
+
+
+def _own(path: FastPath, seed: int, home: Path) -> float:
+    settings = {key.replace(".", "__"): each for key, each in settings_of(path, seed).items()}
+    trained = launched.train(home / f"{seed}", launched.mnist(), **settings)
+    return accuracy_of(keeping.kept(trained.checkpoints)[-1].uri)
+
+
+@cache
+def _plain(settings: Settings) -> float:
+    command = [sys.executable, "-m", "benchmarks.baselines.plain", settings.words()]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    return float(json.loads(done.stdout.splitlines()[-1])["accuracy"])
