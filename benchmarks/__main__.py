@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from benchmarks import (
     examples,
     figures,
     memory,
+    on_gpu,
     preparing,
     same_accuracy,
     storage,
@@ -23,6 +25,7 @@ from benchmarks import (
     whole_run,
 )
 from benchmarks.baselines import mnist
+from trainer.errors import RunInterruptedError, UserError
 
 OUTPUT = Path("build/bench.json")
 MEASURES: Mapping[str, Callable[[], figures.Figure]] = {
@@ -39,6 +42,7 @@ MEASURES: Mapping[str, Callable[[], figures.Figure]] = {
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
     "evaluation": evaluation.evaluation,
+    "gpu": on_gpu.on_gpu,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
 
@@ -49,13 +53,25 @@ def main() -> None:
     for word in words:
         if word not in MEASURES:
             sys.exit(f"bench: there is no figure {word!r}; it has to be {' or '.join(MEASURES)}")
+    if "gpu" in words and not on_gpu.present():
+        words.remove("gpu")
+        sys.stderr.write("gpu: left out, as this machine has no GPU\n")
     mnist.require()
-    found = []
+    found: list[figures.Figure] = []
     for word in words:
         sys.stderr.write(f"{word} ...\n")
-        found.append(MEASURES[word]())
+        found.append(_measured(word))
         figures.write(found, OUTPUT)
     sys.stdout.write(figures.table(found) + "\n")
+
+
+def _measured(word: str) -> figures.Figure:
+    try:
+        return MEASURES[word]()
+    except (KeyboardInterrupt, RunInterruptedError):
+        sys.exit(f"bench: {word} was interrupted; what was measured before stands in {OUTPUT}")
+    except (UserError, RuntimeError, subprocess.CalledProcessError) as error:
+        sys.exit(f"bench: {word} has failed: {error}; what was measured before stands in {OUTPUT}")
 
 
 if __name__ == "__main__":

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import figures
+from benchmarks import figures, on_gpu
 from benchmarks.baselines import mnist
 from benchmarks.figures import Figure, alternating
+from trainer.errors import RunInterruptedError, UserError
 
 MOST = Figure(figure="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
 LEAST = Figure(figure="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})
@@ -83,6 +85,44 @@ def test_single_figures_are_measured_by_their_names(tmp_path, monkeypatch, capsy
     bench.main()
     assert [each["figure"] for each in json.loads(bench.OUTPUT.read_text())["figures"]] == ["b"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("b ")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyboardInterrupt(), "two was interrupted"),
+        (RunInterruptedError("interrupted at global step 7"), "two was interrupted"),
+        (UserError("the disk is full"), "two has failed: the disk is full"),
+        (subprocess.CalledProcessError(1, ["fit"]), "exit status 1"),
+    ],
+)
+def test_what_was_measured_before_is_kept(tmp_path, monkeypatch, error, said):
+    def fail():
+        raise error
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mnist, "require", lambda: None)
+    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "two": fail})
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit) as end:
+        bench.main()
+    message = str(end.value)
+    assert said in message
+    assert f"{bench.OUTPUT}" in message
+    assert "\n" not in message
+    assert len(json.loads(bench.OUTPUT.read_text())["figures"]) == 1
+
+
+def test_without_a_gpu_its_figure_is_left_out(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mnist, "require", lambda: None)
+    monkeypatch.setattr(on_gpu, "present", lambda: False)
+    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "gpu": lambda: LEAST})
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    bench.main()
+    said = capsys.readouterr()
+    assert "no GPU" in said.err
+    assert said.out.splitlines()[-1].startswith("a ")
 
 
 def test_a_figure_that_is_none_is_named(monkeypatch):

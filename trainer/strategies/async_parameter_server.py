@@ -13,7 +13,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from trainer.strategies.interface import Batch, Problem, Report
-from trainer.strategies.portions import portions
+from trainer.strategies.portions import portions, unit_of
 from trainer.strategies.pulled import local_steps_of
 from trainer.strategies.served import Call, Served
 from trainer.strategies.tally import Tally, worker_number
@@ -47,9 +47,11 @@ class AsyncParameterServer(Served):
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""
-        sizes = portions(steps, self.cluster.count("worker"), self._turn)
-        self.warming = sizes[0] >= self._turn > 1 and not self._has_turned
-        ended = self.dispatch([self._call(size) for size in sizes])
+        workers = self.cluster.count("worker")
+        unit = unit_of(steps, workers, self._turn)
+        sizes = portions(steps, workers, unit)
+        self.warming = unit > 1 and not self._has_turned
+        ended = self.dispatch([self._call(size, unit) for size in sizes])
         self._has_turned |= self.warming
         self.warming = False
         local_steps = self.config.training.pull_every
@@ -61,8 +63,8 @@ class AsyncParameterServer(Served):
             self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
         return Report(loss=total / steps, figures=self._tally.figures())
 
-    def _call(self, steps: int) -> Call:
-        if self._turn == 1 or steps % TURN:
+    def _call(self, steps: int, unit: int) -> Call:
+        if unit == 1 or steps % TURN:
             return self._one_by_one, (self._iterator, tf.constant(steps))
         return self._in_turns, (self._iterator, tf.constant(steps // TURN))
 

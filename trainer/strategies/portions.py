@@ -8,16 +8,20 @@ MOST = 100
 FEW = 5
 
 
-def portions(steps: int, workers: int, turn: int) -> list[int]:
+def unit_of(steps: int, workers: int, turn: int) -> int:
+    """Return of what portions of a stretch are multiples: `turn`, or 1 where steps are too few."""
+    # With fewer turns than these the last of them would be most of the time.
+    return turn if steps >= 4 * turn * workers else 1
+
+
+def portions(steps: int, workers: int, unit: int) -> list[int]:
     """Return the sizes of the portions, larger ones first.
 
     A free worker gets half of its share of what is left, so that few portions are handed out and
     yet all workers end at about the same time, also where one is slower ("guided self-scheduling",
-    Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). Where there are
-    enough steps, portions are multiples of `turn`; what is left over is a portion of its own.
+    Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All are
+    multiples of `unit`; what is left over is a portion of its own.
     """
-    # With fewer turns than these the last of them would be most of the time.
-    unit = turn if steps >= 4 * turn * workers else 1
     smallest = max(unit, min(FEW, steps // workers), steps // (4 * workers))
     cut: list[int] = []
     left = steps

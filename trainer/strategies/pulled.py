@@ -58,20 +58,41 @@ def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
         bring(each)
 
 
-def pure_gradient_of(
-    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
-) -> Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, Tensors, Tensors]]:
-    """Return the function from weights, state and batch to loss, gradient and new state.
+class PureGradient:
+    """The function from weights, state and batch to loss, gradient and new state.
 
     Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
-    State that no layer moves comes back as it went in. The function is traced once, however often
-    it stands in a graph.
+    The function is traced once, however often it stands in a graph.
     """
-    moving: list[int] = []
 
-    @tf.function(jit_compile=jit or None)
-    def traced(weights: Tensors, state: Tensors, batch: Batch) -> tuple[Any, Tensors, Tensors]:
+    def __init__(
+        self, model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
+    ) -> None:
+        """Take a model, and the loss of labels and logits."""
+        self._model, self._loss = model, loss
+        self._moving: list[int] = []
+        self._traced = tf.function(self._compute, jit_compile=jit or None)
+
+    def __call__(
+        self, weights: Tensors, state: Tensors, batch: Batch
+    ) -> tuple[tf.Tensor, Tensors, Tensors]:
+        """Return the loss, a gradient for each of `weights`, and the state after the batch."""
+        value, found, moved = self._traced(weights, state, batch)
+        after = list(state)
+        for index, each in zip(self._moving, moved, strict=True):
+            after[index] = each
+        return value, found, after
+
+    def moved(self, before: Tensors, after: Tensors) -> Tensors:
+        """Return the state as it is after some batches: as it went in where no layer moves it.
+
+        A loop gives all that it carries out as something new.
+        """
+        return [new if i in self._moving else before[i] for i, new in enumerate(after)]
+
+    def _compute(self, weights: Tensors, state: Tensors, batch: Batch) -> Any:
         inputs, labels = batch
+        model = self._model
         with tf.GradientTape() as tape:
             tape.watch(weights)
             # Unlike `stateless_call` this goes through `__call__`, which hands `training` on to
@@ -85,20 +106,12 @@ def pure_gradient_of(
             ) as scope:
                 logits = model(inputs, training=True)
                 losses = model.losses
-            value = tf.cast(loss(labels, logits), tf.float32) + sum_of(losses)
+            value = tf.cast(self._loss(labels, logits), tf.float32) + sum_of(losses)
         after = [scope.get_current_value(each) for each in model.non_trainable_variables]
-        moving[:] = [i for i, old in enumerate(state) if after[i] is not old]
+        self._moving = [i for i, old in enumerate(state) if after[i] is not old]
         found = tape.gradient(value, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        return value, [tf.convert_to_tensor(each) for each in found], [after[i] for i in moving]
-
-    def gradient(weights: Tensors, state: Tensors, batch: Batch) -> tuple[Any, Tensors, Tensors]:
-        value, found, moved = traced(weights, state, batch)
-        after = list(state)
-        for index, each in zip(moving, moved, strict=True):
-            after[index] = each
-        return value, found, after
-
-    return gradient
+        gradient = [tf.convert_to_tensor(each) for each in found]
+        return value, gradient, [after[i] for i in self._moving]
 
 
 def pulled_gradient_of(
@@ -108,7 +121,7 @@ def pulled_gradient_of(
 
     The gradient stands on the servers already.
     """
-    pure = pure_gradient_of(model, loss, jit=jit)
+    pure = PureGradient(model, loss, jit=jit)
 
     def gradient(batch: Batch) -> tuple[tf.Tensor, Tensors]:
         values = pull(model)
@@ -134,7 +147,7 @@ def local_steps_of(
     section 4.1, with n_fetch = n_push = `steps`). The function takes an iterator of batches and
     returns the mean loss.
     """
-    pure = pure_gradient_of(model, loss, jit=jit)
+    pure = PureGradient(model, loss, jit=jit)
 
     def update(iterator: Any) -> tf.Tensor:
         values = pull(model)
@@ -149,7 +162,7 @@ def local_steps_of(
             total = [t + g for t, g in zip(total, found, strict=True)]
             losses += value
         optimizer.apply(push(model, total), model.trainable_variables)
-        push_state(model, values.state, state)
+        push_state(model, values.state, pure.moved(values.state, state))
         return losses / steps
 
     return update

@@ -6,32 +6,36 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.strategies.portions import MOST, portions
+from trainer.strategies.portions import MOST, portions, unit_of
 
 steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])
 
 
+def cut_up(steps, workers, turn):
+    return portions(steps, workers, unit_of(steps, workers, turn))
+
+
 @given(steps, workers, turns)
 def test_all_steps_are_handed_out_once(steps, workers, turn):
-    cut = portions(steps, workers, turn)
+    cut = cut_up(steps, workers, turn)
     assert sum(cut) == steps
     assert all(0 < size <= MOST for size in cut)
 
 
 @given(steps, workers, turns)
 def test_larger_ones_come_first(steps, workers, turn):
-    cut = portions(steps, workers, turn)
+    cut = cut_up(steps, workers, turn)
     assert cut == sorted(cut, reverse=True)
 
 
 @given(steps, workers)
 def test_every_worker_gets_one(steps, workers):
-    assert len(portions(steps, workers, 1)) >= min(steps, workers)
+    assert len(cut_up(steps, workers, 1)) >= min(steps, workers)
 
 
 @given(st.integers(1, 50), workers)
 def test_where_there_are_enough_steps_only_the_last_is_no_multiple(shares, workers):
-    cut = portions((shares + 3) * workers * 20 + 7, workers, 20)
+    cut = cut_up((shares + 3) * workers * 20 + 7, workers, 20)
     assert [size % 20 for size in cut] == [0] * (len(cut) - 1) + [7]
 
 
@@ -47,4 +51,4 @@ def test_where_there_are_enough_steps_only_the_last_is_no_multiple(shares, worke
     ],
 )
 def test_portions(steps, workers, turn, expected):
-    assert portions(steps, workers, turn) == expected
+    assert cut_up(steps, workers, turn) == expected

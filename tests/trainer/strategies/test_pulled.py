@@ -215,6 +215,29 @@ def test_other_units_are_dropped_in_every_local_step():
     assert int(seed.value[1]) - int(before[1]) == 3
 
 
+def test_state_that_no_layer_moves_is_not_pushed_after_local_steps():
+    frozen = keras.layers.Dense(3, trainable=False)
+    norm = keras.layers.BatchNormalization()
+    model = keras.Sequential([keras.Input((2,)), frozen, norm, keras.layers.Dense(3)])
+    optimizer = keras.optimizers.SGD(RATE)
+    optimizer.build(model.trainable_variables)
+    update = local_steps_of(model, optimizer, CROSS_ENTROPY, steps=4, jit=False)
+    iterator = iter(batches())
+    graph = tf.function(lambda: update(iterator)).get_concrete_function().graph
+    places = {id(outer): inner for outer, inner in graph.captures}
+    assigned = {
+        id(each.inputs[0]) for each in graph.get_operations() if each.type == "AssignVariableOp"
+    }
+
+    def is_assigned(variable):
+        return id(places[id(variable.value.handle)]) in assigned
+
+    assert is_assigned(norm.moving_mean)
+    assert is_assigned(norm.moving_variance)
+    assert not is_assigned(frozen.kernel)
+    assert not is_assigned(frozen.bias)
+
+
 def test_the_loop_of_local_steps_stays_on_the_worker():
     worker = "/job:worker/task:1"
     model, optimizer = dense(), keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(1, 9))

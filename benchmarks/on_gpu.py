@@ -1,0 +1,66 @@
+"""A convolutional network on one GPU, in 16 bits and compiled by XLA, beside `model.fit`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from glob import glob
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from benchmarks import launched
+from benchmarks.figures import Figure, alternating
+
+ROUNDS = 3
+BATCH = 100
+STEPS = 10_000
+SETTINGS: Mapping[str, Any] = MappingProxyType(
+    {
+        "training__strategy": "single",
+        "training__mixed_precision": True,
+        "training__jit_compile": True,
+        "training__batch_size": BATCH,
+        "model__name": "cnn",
+        "cluster__gpus_per_worker": 1,
+    }
+)
+
+
+def present() -> bool:
+    """Whether this machine has a GPU."""
+    return bool(glob("/dev/nvidia[0-9]*"))
+
+
+def on_gpu(steps: int = STEPS) -> Figure:
+    """Examples a second of `single` and of `model.fit`, with the name of the device."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        folder = Path(name)
+        count = iter(range(ROUNDS))
+        devices: list[str] = []
+
+        def own() -> float:
+            settings = {**SETTINGS, "training__steps": steps}
+            trained = launched.train(folder / f"{next(count)}", launched.mnist(), **settings)
+            return BATCH * trained.steps_per_second
+
+        def fit() -> float:
+            words = ["-m", "benchmarks.baselines.fit", "--network", "cnn", "--steps", f"{steps}"]
+            done = subprocess.run(
+                [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
+            )
+            told = json.loads(done.stdout.splitlines()[-1])
+            devices.append(told["device"])
+            return BATCH * float(told["steps_per_second"])
+
+        pairs = alternating(ROUNDS, own, fit)
+    return Figure(
+        figure=f"CNN on MNIST, bfloat16 and XLA, single on {devices[-1]}: examples/s, against "
+        "model.fit",
+        rounds=tuple(mine / theirs for mine, theirs in pairs),
+        at_least=1.2,
+        more={"examples_per_second": [[round(each) for each in pair] for pair in pairs]},
+    )
