@@ -45,10 +45,34 @@ MEASURES: Mapping[str, Callable[[], figures.Figure]] = {
     "gpu": on_gpu.on_gpu,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
+# They take digits, or what they make themselves.
+WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
 
 
 def main() -> None:
-    """Measure one figure after the other."""
+    """Measure one figure after the other; one that fails keeps no other from being measured."""
+    words = _words()
+    found: list[figures.Figure] = []
+    failed: list[str] = []
+    try:
+        for word in words:
+            sys.stderr.write(f"{word} ...\n")
+            try:
+                found.append(MEASURES[word]())
+            except RunInterruptedError:
+                raise KeyboardInterrupt from None
+            except (UserError, RuntimeError, subprocess.CalledProcessError) as error:
+                failed.append(f"{word} has failed: {error}")
+                sys.stderr.write(f"{failed[-1]}\n")
+            figures.write(found, OUTPUT)
+    except KeyboardInterrupt:
+        failed.append(f"interrupted; what was measured stands in {OUTPUT}")
+    sys.stdout.write(figures.table(found) + "\n")
+    if failed:
+        sys.exit("\n".join(f"bench: {each}" for each in failed))
+
+
+def _words() -> list[str]:
     words = sys.argv[1:] or list(MEASURES)
     for word in words:
         if word not in MEASURES:
@@ -56,22 +80,9 @@ def main() -> None:
     if "gpu" in words and not on_gpu.present():
         words.remove("gpu")
         sys.stderr.write("gpu: left out, as this machine has no GPU\n")
-    mnist.require()
-    found: list[figures.Figure] = []
-    for word in words:
-        sys.stderr.write(f"{word} ...\n")
-        found.append(_measured(word))
-        figures.write(found, OUTPUT)
-    sys.stdout.write(figures.table(found) + "\n")
-
-
-def _measured(word: str) -> figures.Figure:
-    try:
-        return MEASURES[word]()
-    except (KeyboardInterrupt, RunInterruptedError):
-        sys.exit(f"bench: {word} was interrupted; what was measured before stands in {OUTPUT}")
-    except (UserError, RuntimeError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench: {word} has failed: {error}; what was measured before stands in {OUTPUT}")
+    if not WITHOUT_MNIST.issuperset(words):
+        mnist.require()
+    return words
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """How long training takes to 97 % of the MNIST test examples, beside the published program.
 
-Both sides keep their weights on the way, and are evaluated when all is over. Set-up is left out:
-the program's clock begins when all workers are at work, Flotilla's with the first update, as if
-that had taken as long as a later one.
+Both sides keep their weights on the way, and are evaluated when all is over. The program fetches
+them within its time, 320 KB each, and writes them at the end; what Flotilla's checkpoints take is
+left out. So is set-up: the program's clock begins when all workers are at work, Flotilla's with the
+first update, as if that had taken as long as a later one.
 """
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +25,7 @@ from trainer import checkpoints, keeping
 
 GOAL = 0.97
 ROUNDS = 5
-STEPS_OF_BASELINE, KEPT_OF_BASELINE = 6000, 100
+STEPS_OF_BASELINE, KEPT_OF_BASELINE = 4500, 100
 # Chosen for the shortest time, after a look at the test accuracy: few messages, local steps that
 # count, and a rate that falls to zero. The program keeps its own settings.
 OURS: Mapping[str, Any] = {
@@ -52,9 +54,8 @@ def time_to_accuracy() -> Figure:
         def ours() -> float:
             trained = launched.train(folder / f"{next(count):03d}", launched.mnist(), **OURS)
             seconds, reached = first_reach(_course_of_checkpoints(trained), GOAL)
-            if not reached:
-                raise RuntimeError(f"training has not come to {GOAL} in {seconds:.2f} s")
-            return seconds
+            # Never there: a round of 0.
+            return seconds if reached else math.inf
 
         def theirs() -> float:
             trained = cluster.train(
@@ -73,7 +74,10 @@ def time_to_accuracy() -> Figure:
         rounds=tuple(other / own for own, other in pairs),
         at_least=5,
         more={
-            "seconds": [[round(each, 3) for each in pair] for pair in pairs],
+            "seconds": [
+                [round(each, 3) if math.isfinite(each) else "never" for each in pair]
+                for pair in pairs
+            ],
             "program_has_reached_it": came,
             "settings": {key.replace("__", "."): value for key, value in OURS.items()},
         },

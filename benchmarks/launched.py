@@ -8,17 +8,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 from benchmarks.baselines.mnist import VALIDATION, folder
-from trainer import local_cluster, storage
+from trainer import events, local_cluster, storage
 from trainer.config_file import load
-from trainer.history import read
 from trainer.launcher import Job
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
@@ -50,7 +50,7 @@ class Trained:
         steps_per_second: global steps a second, after the first tenth.
         local_steps_per_second: the same for the local steps of all workers.
         checkpoints: where they are.
-        rows: the history.
+        rows: its progress, with the seconds of a clock that stands still while it keeps weights.
     """
 
     steps_per_second: float
@@ -102,14 +102,28 @@ def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
     checkpoints = storage.join(storage.uri_of(workdir), "run", "checkpoints")
     job = Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=workdir / "tasks")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    local_cluster.launch(job)
-    rows = read(checkpoints)
+    log = workdir / "events.jsonl"
+    with mock.patch.dict(os.environ, {events.VARIABLE: str(log)}):
+        local_cluster.launch(job)
+    rows = clocked(events.read(log))
     return Trained(
         steps_per_second=_speed(rows, lambda row: row["global_step"]),
         local_steps_per_second=_speed(rows, _local_steps),
         checkpoints=checkpoints,
         rows=rows,
     )
+
+
+def clocked(happened: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the progress of a run; `seconds` are those of the clock, less those of checkpoints."""
+    rows: list[dict[str, Any]] = []
+    saving = 0.0
+    for each in happened:
+        if each["event"] == "saved":
+            saving += each["seconds"]
+        elif each["event"] == "progress":
+            rows.append({**each, "seconds": each["time"] - saving})
+    return rows
 
 
 def _local_steps(row: dict[str, Any]) -> int:

@@ -126,6 +126,9 @@ def gcs(latency: float) -> Iterator[str]:
         assert own.stdin is not None
         assert own.stdout is not None
         url = own.stdout.readline().strip()
+        if not url:
+            # Without an address it would be the real one that is written to.
+            raise RuntimeError("the server of Google Cloud Storage has not come up")
         try:
             with mock.patch.dict(os.environ, STORAGE_EMULATOR_HOST=url):
                 yield f"gs://{BUCKET}/bench"

@@ -17,9 +17,9 @@ from benchmarks.figures import Figure, alternating
 ROUNDS = 3
 # Where the noise comes near the margin.
 MORE_ROUNDS = 5
-STEPS_OF_BASELINE = 3000
-STEPS = 10_000
-UPDATES = 3000
+STEPS_OF_BASELINE = 2400
+STEPS = 8000
+UPDATES = 2000
 LOCAL_STEPS = 10
 
 
@@ -57,7 +57,7 @@ def local_steps() -> Figure:
 
     def own(bench: _Bench) -> float:
         trained = bench.train(
-            "async_parameter_server", STEPS // 5, training__pull_every=LOCAL_STEPS
+            "async_parameter_server", STEPS // 4, training__pull_every=LOCAL_STEPS
         )
         return trained.local_steps_per_second
 
@@ -72,11 +72,10 @@ def local_steps() -> Figure:
 def one_process() -> Figure:
     """Examples a second of one process, beside `model.fit`."""
     return _beside(
-        "single: examples/s, against model.fit with as many steps an execution",
+        "single: examples/s, against model.fit with 500 steps an execution",
         1.2,
         lambda bench: bench.train("single", STEPS).steps_per_second,
         lambda bench: bench.fit(),
-        MORE_ROUNDS,
     )
 
 

@@ -45,11 +45,12 @@ def watched(
     Args:
         config: of the run.
         workdir: the run's folder is made in it.
-        steps: in order; one that is reached together with the next is looked at once.
+        steps: in order; two that are reached together cannot be told apart.
         dataset: URI of the published dataset; prepared anew when empty.
 
     Raises:
-        RuntimeError: training has failed, or a task was begun again on the way.
+        RuntimeError: training has failed, a task was begun again on the way, or two of the steps
+            were reached together.
     """
     run = local_run.new_run(config, workdir)
     looks: list[Look] = []
@@ -65,7 +66,7 @@ def watched(
     outcome = local_run.execute(run, "train_on" if dataset else "train", extra, follow)
     if outcome.status != "done":
         raise RuntimeError(f"training ended as {outcome.status}: {outcome.message}")
-    if left or len({frozenset(each.tasks) for each in looks}) != 1:
+    if len(looks) != len(steps) or len({frozenset(each.tasks) for each in looks}) != 1:
         raise RuntimeError(f"not all tasks were seen at all of the steps {list(steps)}")
     return tuple(looks)
 

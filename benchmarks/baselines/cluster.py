@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
-from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, ThreadPoolExecutor, wait
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ports import free_ports
+from trainer import parent
 
 # Of the time when all workers were there; before it they import, connect and trace.
 _WARM = 0.1
+# Seconds between two looks at the tasks.
+_LOOK = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,41 +39,58 @@ class Trained:
 def train(
     folder: Path, *, steps: int, workers: int = 2, sync: bool = False, snapshots: int = 0
 ) -> Trained:
-    """Run the program to a global step; with `snapshots` keep the weights every so many steps."""
+    """Run the program to a global step; with `snapshots` keep the weights every so many steps.
+
+    Raises:
+        RuntimeError: a task has failed; its log says why.
+    """
     folder.mkdir(parents=True)
     ps, *ports = free_ports(1 + workers)
     where = ["--ps", f"localhost:{ps}", "--workers", *map(str, ports)]
     what = ["--steps", str(steps), "--snapshots", str(snapshots), *(["--sync"] if sync else [])]
-    server = _start(folder, "ps", where)
-    running = [
-        _start(folder, f"worker-{index}", [*where, *what], index) for index in range(workers)
-    ]
+    started: list[subprocess.Popen[bytes]] = []
     try:
+        started.append(_start(folder, "ps", where))
+        for index in range(workers):
+            started.append(_start(folder, f"worker-{index}", [*where, *what], index))
         # In synchronous training one that waits for the others' gradients waits for ever.
-        _wait(running, FIRST_COMPLETED if sync else ALL_COMPLETED)
+        wait(started[0], started[1:], until=1 if sync else workers)
+    except RuntimeError as error:
+        raise RuntimeError(f"{error}: {_last_words(folder)}") from None
     finally:
-        for process in (server, *running):
+        for process in started:
             process.kill()
             process.wait()
     return _trained(folder, workers)
 
 
-def _wait(running: list[subprocess.Popen[bytes]], until: str) -> None:
-    with ThreadPoolExecutor(len(running)) as pool:
-        ended, going = wait([pool.submit(each.wait) for each in running], return_when=until)
-        if any(each.result() for each in ended):
-            raise RuntimeError("a worker of the baseline has failed; see its log")
-        if going:
-            for process in running:
-                process.kill()
+def wait(
+    server: subprocess.Popen[bytes], workers: Sequence[subprocess.Popen[bytes]], until: int
+) -> None:
+    """Wait until so many workers have ended well.
+
+    Raises:
+        RuntimeError: a worker has failed, or the server has ended at all.
+    """
+    while (ended := [each.poll() for each in workers]).count(0) < until:
+        if any(ended) or server.poll() is not None:
+            raise RuntimeError("a task of the TensorFlow 1 program has failed")
+        # What tells of the end of one of several processes differs from system to system.
+        time.sleep(_LOOK)
+
+
+def _last_words(folder: Path) -> str:
+    lines = (path.read_text(errors="replace").splitlines() for path in folder.glob("*.log"))
+    return "; ".join(each[-1] for each in lines if each)
 
 
 def _start(folder: Path, name: str, words: list[str], index: int = 0) -> subprocess.Popen[bytes]:
     job = name.partition("-")[0]
     command = [sys.executable, "-m", "benchmarks.baselines.parameter_server", "--job", job]
     command += ["--index", str(index), "--record", str(folder / f"{name}.json"), *words]
+    environment = {**os.environ, **parent.environment()}
     with (folder / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 
 
 def _trained(folder: Path, workers: int) -> Trained:

@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from benchmarks.baselines.mnist import Batches, training_examples
+from trainer import parent
 
 PIXELS, HIDDEN, CLASSES = 784, 100, 10
 BATCH, RATE = 100, 0.01
@@ -29,6 +30,7 @@ EVERY, WRITTEN_EVERY = 20, 100
 
 def main() -> None:
     """Be one task: serve, or train to the last global step and write what was measured."""
+    parent.end_with_parent()
     options = _options()
     tf.disable_v2_behavior()
     cluster = tf.train.ClusterSpec(
@@ -58,6 +60,7 @@ def main() -> None:
             if record.add(int(step)):
                 record.keep(session.run(graph.weights))
     record.write()
+    record.write_weights()
 
 
 class _Graph:
@@ -136,17 +139,18 @@ class _Record:
         self._kept.append((time.time(), self._marks[-1][1], weights))
 
     def write(self) -> None:
-        """Write all, the weights beside the rest.
+        """Write what was seen.
 
         In synchronous training the last worker waits for ever when the others have ended.
         """
         told = {"local_steps": self._local_steps, "marks": self._marks}
         told["kept"] = [(when, step) for when, step, _ in self._kept]
-        for number, (_, _, weights) in enumerate(self._kept):
-            path = self._path.with_name(f"weights-{number:04d}.npz")
-            if not path.exists():
-                np.savez(path, *weights)
         self._path.write_text(json.dumps(told), encoding="utf-8")
+
+    def write_weights(self) -> None:
+        """Write the weights that were kept."""
+        for number, (_, _, weights) in enumerate(self._kept):
+            np.savez(self._path.with_name(f"weights-{number:04d}.npz"), *weights)
 
 
 def _options() -> argparse.Namespace:

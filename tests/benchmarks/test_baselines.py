@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import numpy as np
 import pytest
 
@@ -48,3 +50,46 @@ def test_both_workers_of_the_program_work(tmp_path, mnist_dir, monkeypatch, sync
     weights = [np.load(path) for _, _, path in trained.kept]
     assert [each["arr_0"].shape for each in weights] == [(784, 100)] * len(weights)
     assert not np.array_equal(weights[0]["arr_0"], weights[-1]["arr_0"])
+
+
+def process(seconds: float, code: int = 0) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sh", "-c", f"sleep {seconds}; exit {code}"])
+
+
+@pytest.mark.parametrize(
+    ("server", "workers"),
+    [
+        # A worker fails while the other waits for it; the server is gone.
+        ((60, 0), [(60, 0), (0, 1)]),
+        ((0, 0), [(60, 0), (60, 0)]),
+        ((60, 0), [(0, 0), (0.1, 3)]),
+    ],
+)
+def test_a_program_that_cannot_end_is_not_waited_for(server, workers):
+    started = [process(*each) for each in (server, *workers)]
+    try:
+        with pytest.raises(RuntimeError, match="has failed"):
+            cluster.wait(started[0], started[1:], until=len(workers))
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def test_the_last_worker_of_a_synchronous_program_is_not_waited_for():
+    started = [process(60), process(0), process(60)]
+    try:
+        cluster.wait(started[0], started[1:], until=1)
+        assert started[2].poll() is None
+    finally:
+        for each in started:
+            each.kill()
+            each.wait()
+
+
+def test_what_a_task_said_last_is_told(tmp_path, monkeypatch):
+    # Nothing can be bound there.
+    monkeypatch.setattr(cluster, "free_ports", lambda count: [1] * count)
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
+    with pytest.raises(RuntimeError, match=r"has failed: .*Error"):
+        cluster.train(tmp_path / "run", steps=10)

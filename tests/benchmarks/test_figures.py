@@ -90,27 +90,40 @@ def test_single_figures_are_measured_by_their_names(tmp_path, monkeypatch, capsy
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (KeyboardInterrupt(), "two was interrupted"),
-        (RunInterruptedError("interrupted at global step 7"), "two was interrupted"),
+        (KeyboardInterrupt(), "interrupted"),
+        (RunInterruptedError("interrupted at global step 7"), "interrupted"),
         (UserError("the disk is full"), "two has failed: the disk is full"),
         (subprocess.CalledProcessError(1, ["fit"]), "exit status 1"),
     ],
 )
-def test_what_was_measured_before_is_kept(tmp_path, monkeypatch, error, said):
+def test_what_can_be_measured_is(tmp_path, monkeypatch, capsys, error, said):
     def fail():
         raise error
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mnist, "require", lambda: None)
-    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "two": fail})
+    monkeypatch.setattr(
+        bench, "MEASURES", {"one": lambda: MOST, "two": fail, "three": lambda: LEAST}
+    )
     monkeypatch.setattr(sys, "argv", ["bench"])
     with pytest.raises(SystemExit) as end:
         bench.main()
-    message = str(end.value)
-    assert said in message
-    assert f"{bench.OUTPUT}" in message
-    assert "\n" not in message
-    assert len(json.loads(bench.OUTPUT.read_text())["figures"]) == 1
+    assert said in str(end.value)
+    measured = "a" if said == "interrupted" else "ab"
+    assert "\n" not in str(end.value)
+    written = json.loads(bench.OUTPUT.read_text())["figures"]
+    assert "".join(each["figure"] for each in written) == measured
+    printed = capsys.readouterr().out.splitlines()[1:]
+    assert "".join(line[0] for line in printed) == measured
+
+
+def test_figures_that_read_no_mnist_need_none(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
+    monkeypatch.setattr(bench, "MEASURES", {"files": lambda: LEAST})
+    monkeypatch.setattr(sys, "argv", ["bench", "files"])
+    bench.main()
+    assert bench.OUTPUT.exists()
 
 
 def test_without_a_gpu_its_figure_is_left_out(tmp_path, monkeypatch, capsys):
@@ -134,7 +147,7 @@ def test_a_figure_that_is_none_is_named(monkeypatch):
 
 
 def test_official_files_that_are_missing_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(sys, "argv", ["bench", "memory"])
+    monkeypatch.setattr(sys, "argv", ["bench", "async", "memory"])
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path))
     with pytest.raises(SystemExit) as end:
         bench.main()

@@ -47,8 +47,8 @@ def test_the_task_that_grows_most_is_judged(monkeypatch, late, ratio, holds):
     monkeypatch.setattr(memory, "watched", seen)
     tree = memory.memory().tree()
     assert (tree["ratio"], tree["holds"]) == (pytest.approx(ratio), holds)
-    assert tree["megabytes"]["ps-0"] == [500, late.tasks["ps-0"].resident_bytes // MEGABYTE]
-    assert asked == [(51_000, [5_000, 50_000])]
+    assert tree["megabytes"][0]["ps-0"] == [500, late.tasks["ps-0"].resident_bytes // MEGABYTE]
+    assert asked == [(51_000, [5_000, 50_000])] * memory.ROUNDS
 
 
 def test_tasks_are_known_by_their_folder(tmp_path):
