@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.baselines import mnist
-from benchmarks.scaling.measure import MODELS, all_measured, sizes
+from benchmarks.scaling.measure import FEW, MODELS, all_measured, sizes
 from benchmarks.scaling.model import fit
 from benchmarks.scaling.page import measured_part, put_in
 
@@ -22,12 +22,13 @@ def main() -> None:
     """Run all cases, fit the model, and write what was found."""
     mnist.require()
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
-        points = all_measured(Path(name), sys.stderr.write)
+        *points, turned = all_measured(Path(name), sys.stderr.write)
     OUTPUT.parent.mkdir(exist_ok=True)
-    rows = [asdict(point) for point in points]
+    rows = [asdict(point) for point in [*points, turned]]
     OUTPUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     variables = {model: sizes(model) for model in MODELS}
-    part = measured_part(points, fit(points), variables, os.cpu_count() or 1)
+    costs = fit([point for point in points if point.workers == FEW])
+    part = measured_part([*points, turned], costs, variables, os.cpu_count() or 1)
     PAGE.write_text(put_in(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")
     sys.stdout.write(f"{part}\n")
 

@@ -10,10 +10,13 @@ from typing import Any
 from benchmarks import launched
 from benchmarks.scaling.model import Point
 from benchmarks.watched import Look, watched
+from trainer.strategies.async_parameter_server import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
 # As many as there are workers at most.
 SHARDS = max(WORKERS)
+# Too few for turns: with many workers no update is made in one.
+STEPS = LONG_RUN - 1
 # Of the runs that are there for the model's size and `pull_every`, and not for the workers.
 FEW = 2
 PULL_EVERY = 10
@@ -42,11 +45,15 @@ def cases() -> Iterator[Case]:
     """Yield all runs: each model with two values of `pull_every`, one with many workers."""
     for model in MODELS:
         large = model == "784-1000-10"
-        yield Case(model=model, workers=FEW, pull_every=1, steps=1500 if large else 6000)
-        yield Case(model=model, workers=FEW, pull_every=PULL_EVERY, steps=500 if large else 2000)
+        yield Case(model=model, workers=FEW, pull_every=1, steps=1500 if large else STEPS)
+        yield Case(model=model, workers=FEW, pull_every=PULL_EVERY, steps=500 if large else STEPS)
     for workers in WORKERS:
         if workers != FEW:
-            yield Case(model=MIDDLE, workers=workers, pull_every=1, steps=6000)
+            yield Case(model=MIDDLE, workers=workers, pull_every=1, steps=STEPS)
+
+
+# The same as one of them, in turns.
+TURNED = Case(model=MIDDLE, workers=FEW, pull_every=1, steps=4 * LONG_RUN)
 
 
 def measured(case: Case, dataset: str, workdir: Path) -> Point:
@@ -96,10 +103,10 @@ def sizes(model: str) -> list[int]:
 
 
 def all_measured(folder: Path, say: Callable[[str], Any]) -> list[Point]:
-    """Run all cases below a folder, one after the other."""
+    """Run all cases below a folder, one after the other; the last one is in turns."""
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
     found = []
-    for number, case in enumerate(cases()):
-        say(f"{case.model}, {case.workers} workers, pull_every={case.pull_every} ...\n")
+    for number, case in enumerate([*cases(), TURNED]):
+        say(f"{case} ...\n")
         found.append(measured(case, dataset, folder / f"{number:02d}"))
     return found

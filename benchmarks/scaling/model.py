@@ -7,6 +7,7 @@ each server. What that costs in seconds of a core is taken to be linear in the b
     server   server_message + server_byte * bytes of this server
     chief    closure / steps of a closure
 
+That is of updates that go through a loop; the turns of long runs take less (see decision 0032).
 Bytes are counted once for both ways: as much is pulled as is pushed. The chief takes a share of a
 core, `chief_share`, whatever the workers do.
 """
@@ -26,6 +27,7 @@ from trainer.train import STRETCH_SECONDS
 # Closures that a worker gets in a stretch, where they are neither the largest nor the smallest:
 # half of the stretch in halves of what is left, and the rest in quarters of a worker's share.
 OF_A_WORKER = 2 * log(2) + 2
+_HALVINGS = 50
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,14 @@ class Costs:
     closure: float
     chief_share: float
     gradient: Mapping[str, float]
+
+    def worker(self, size: int, messages: int = 1) -> float:
+        """Return what an update of so many bytes costs a worker, without its gradients."""
+        return messages * self.worker_message + self.worker_byte * size
+
+    def server(self, size: int) -> float:
+        """Return what an update costs a server that holds so many bytes."""
+        return self.server_message + self.server_byte * size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,19 +146,22 @@ def shares(variables: Sequence[int], servers: int) -> list[int]:
 def predicted(
     costs: Costs, fleet: Fleet, model: str, variables: Sequence[int], pull_every: int
 ) -> Prediction:
-    """Return how fast a cluster trains a model whose variables have these sizes in bytes."""
+    """Return how fast a cluster trains a model whose variables have these sizes in bytes.
+
+    A message costs a worker as much for each server as one has cost for a single one, which also
+    holds what does not grow with the servers: workers are rather faster than this.
+    """
     total = sum(variables)
-    held = max(shares(variables, fleet.servers))
-    computing = (
-        costs.worker_message + costs.worker_byte * total + pull_every * costs.gradient[model]
-    )
+    held = shares(variables, fleet.servers)
+    messages = sum(1 for each in held if each)
+    computing = costs.worker(total, messages) + pull_every * costs.gradient[model]
     # Pull and push follow each other; the servers' parts come side by side.
     travelling = 2 * (fleet.round_trip + total / fleet.bytes_per_second)
-    serving = (costs.server_message + costs.server_byte * held) / fleet.server_cores
+    serving = costs.server(max(held))
     limits = {
-        "workers": fleet.workers / (computing + travelling),
-        "processor of the fullest server": 1 / serving,
-        "network of the fullest server": fleet.bytes_per_second / held,
+        "workers": fleet.workers / (computing + serving + travelling),
+        "processor of the fullest server": fleet.server_cores / serving,
+        "network of the fullest server": fleet.bytes_per_second / max(held),
         "chief": _most_of_chief(costs, fleet.workers),
     }
     limit = min(limits, key=lambda name: limits[name])
@@ -157,15 +170,18 @@ def predicted(
 
 def on_one_machine(costs: Costs, point: Point, cores: int) -> float:
     """Return the updates a second of a measured run by the model, where tasks share the cores."""
-    worker = (
-        costs.worker_message
-        + costs.worker_byte * point.bytes
-        + point.pull_every * costs.gradient[point.model]
-    )
-    server = costs.server_message + costs.server_byte * point.bytes
-    whole = worker + server + costs.closure / MOST
+    worker = costs.worker(point.bytes) + point.pull_every * costs.gradient[point.model]
+    both = worker + costs.server(point.bytes)
+
+    def seconds_of_cores(rate: float) -> float:
+        return rate * both + costs.closure * _closures(rate, point.workers) + costs.chief_share
+
     # A task works on one update at a time.
-    return min((cores - costs.chief_share) / whole, point.workers / (worker + server))
+    low, high = 0.0, min(cores / both, point.workers / both)
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds_of_cores(middle) <= cores else (low, middle)
+    return low
 
 
 def _closures(rate: float, workers: int) -> float:

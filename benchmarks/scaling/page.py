@@ -6,6 +6,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 
+from benchmarks.scaling.measure import FEW
 from benchmarks.scaling.model import Costs, Fleet, Point, on_one_machine, predicted
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
@@ -33,11 +34,20 @@ def put_in(page: str, measured: str) -> str:
 def measured_part(
     points: Sequence[Point], costs: Costs, variables: Mapping[str, Sequence[int]], cores: int
 ) -> str:
-    """Return runs, constants and predictions as Markdown; `variables` are their bytes, by model."""
+    """Return runs, constants and predictions as Markdown.
+
+    Args:
+        points: the last one is in turns.
+        costs: fitted to some of them.
+        variables: their bytes, by model.
+        cores: of this machine.
+    """
     return "\n\n".join(
         [
             f"On {cores} cores ({platform.machine()}, load {os.getloadavg()[0]:.1f} at the end), "
-            "one parameter server, Adam, batches of 100. Times are those of a core.",
+            "one parameter server, Adam, batches of 100. Times are those of a core. The constants "
+            f"are fitted to the runs of {FEW} workers alone; those of other numbers of workers are "
+            "predicted. Updates go through a loop, but for the last run, which is in turns.",
             _table(RUNS, [_run(point, costs, cores) for point in points]),
             "What follows for the constants:",
             _table(("constant", "value"), _constants(costs)),
@@ -55,6 +65,7 @@ RUNS = (
     "`pull_every`",
     "updates/s",
     "by the model",
+    "off by",
     "worker ms/update",
     "server ms/update",
     "chief ms/update",
@@ -64,12 +75,14 @@ _BATCH = 100
 
 
 def _run(point: Point, costs: Costs, cores: int) -> list[str]:
+    by_model = on_one_machine(costs, point, cores)
     return [
         point.model,
         f"{point.workers}",
         f"{point.pull_every}",
         f"{point.rate:.0f}",
-        f"{on_one_machine(costs, point, cores):.0f}",
+        f"{by_model:.0f}",
+        f"{by_model / point.rate - 1:+.0%}",
         *(f"{1000 * each:.3f}" for each in (point.worker, point.server, point.chief)),
     ]
 

@@ -39,6 +39,13 @@ def test_an_epoch_is_taken_whole_and_in_order():
     assert found.later > 0
 
 
+def test_the_first_epoch_has_fetched_its_files():
+    labels = tf.data.Dataset.range(8).repeat().batch(2).map(lambda label: (label, label))
+    found = speeds_of(labels, examples=8, batch_size=2, staging=1000.0)
+    assert found.first == pytest.approx(8 / 1000, rel=0.1)
+    assert found.later > 1
+
+
 def test_first_and_later_epochs_are_figures_of_the_same_rounds(monkeypatch):
     rounds = Rounds(beside=PAIRS, cached=Speeds(first=1.0, later=50.0))
     monkeypatch.setattr(examples, "_rounds", lambda: rounds)

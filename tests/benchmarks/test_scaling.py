@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.scaling import measure
 from benchmarks.scaling.__main__ import PAGE
-from benchmarks.scaling.measure import MODELS, WORKERS, Case, cases, point, sizes
+from benchmarks.scaling.measure import MODELS, TURNED, WORKERS, Case, cases, point, sizes
 from benchmarks.scaling.model import (
     OF_A_WORKER,
     Costs,
@@ -24,6 +24,7 @@ from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.watched import Look, Used
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
+from trainer.strategies.async_parameter_server import LONG_RUN
 from trainer.strategies.portions import portions
 
 TRUE = Costs(
@@ -118,9 +119,13 @@ def test_what_is_short_is_named(costs, fleet, limit):
 
 
 def test_rates_follow_from_the_costs():
-    # 1 ms of message, 8 ms of bytes, 1 ms of gradient; 2 x (0.2 + 3.2) ms on the way.
+    # 1 ms of message, 8 ms of bytes, 1 ms of gradient; 4.5 of the server; 2 x (0.2 + 3.2) ms on
+    # the way.
     alone = predicted(TRUE, replace(FLEET, workers=1), "large", [4_000_000], 1)
-    assert alone.rate == pytest.approx(1 / 16.8e-3)
+    assert alone.rate == pytest.approx(1 / 21.3e-3)
+    # A message more, and half of the bytes for each server.
+    two = predicted(TRUE, replace(FLEET, workers=1), "large", [2_000_000] * 2, 1)
+    assert two.rate == pytest.approx(1 / 20.3e-3)
     # 3.2 ms for the bytes, all on one server.
     many = predicted(FREE, replace(FLEET, workers=10_000), "large", [4_000_000], 1)
     assert many.rate == pytest.approx(1 / 3.2e-3)
@@ -129,9 +134,9 @@ def test_rates_follow_from_the_costs():
     assert many.rate == pytest.approx(4 / 4.5e-3)
     spread = predicted(FREE, replace(FAST, workers=10_000), "large", [400_000] * 10, 1)
     assert spread.rate == pytest.approx(4 / 0.9e-3)
-    # 1 + 0.08 + 10 x 0.1 ms, and 2 x (0.2 + 0.032) ms on the way.
+    # 1 + 0.08 + 10 x 0.1 ms, 0.54 of the server, and 2 x (0.2 + 0.032) ms on the way.
     rare = predicted(TRUE, replace(FLEET, workers=1), "small", [40_000], 10)
-    assert rare.rate == pytest.approx(1 / 2.544e-3)
+    assert rare.rate == pytest.approx(1 / 3.084e-3)
 
 
 @pytest.mark.parametrize(("workers", "steps"), [(57, 100), (58, 5), (196, 5), (197, 1)])
@@ -154,7 +159,10 @@ def test_one_machine_shares_its_cores():
     assert on_one_machine(TRUE, one, cores=1) == pytest.approx(0.98 / 1.77e-3)
     # One worker keeps no more than one core busy at a time.
     assert on_one_machine(TRUE, one, cores=8) == pytest.approx(1 / 1.72e-3)
-    assert on_one_machine(TRUE, replace(one, workers=8), cores=2) == pytest.approx(1.98 / 1.77e-3)
+    assert on_one_machine(TRUE, replace(one, workers=2), cores=2) == pytest.approx(1.98 / 1.77e-3)
+    # Eight get 27 closures of 5 ms in a second, however many updates they hold.
+    crowd = on_one_machine(TRUE, replace(one, workers=8), cores=2)
+    assert crowd == pytest.approx((1.98 - 8 * OF_A_WORKER * 5e-3) / 1.72e-3)
 
 
 def test_every_constant_has_the_runs_that_tell_it():
@@ -164,6 +172,9 @@ def test_every_constant_has_the_runs_that_tell_it():
         assert {case.pull_every for case in found if case.model == model} == {1, 10}
     assert len(found) == len({(c.model, c.workers, c.pull_every) for c in found})
     assert all(measure.FIRST * case.steps >= 100 for case in found)
+    # One way to make an update for all, and the other one beside the run that is like it.
+    assert all(case.steps < LONG_RUN <= TURNED.steps for case in found)
+    assert any(replace(case, steps=TURNED.steps) == TURNED for case in found)
 
 
 def test_sizes_are_those_of_the_model():
