@@ -15,6 +15,7 @@ from trainer.strategies.async_parameter_server import LONG_RUN
 WORKERS = (1, 2, 4, 8, 16)
 # As many as there are workers at most.
 SHARDS = max(WORKERS)
+ROUNDS = 3
 # Too few for turns: with many workers no update is made in one.
 STEPS = LONG_RUN - 1
 # Of the runs that are there for the model's size and `pull_every`, and not for the workers.
@@ -103,10 +104,15 @@ def sizes(model: str) -> list[int]:
 
 
 def all_measured(folder: Path, say: Callable[[str], Any]) -> list[Point]:
-    """Run all cases below a folder, one after the other; the last one is in turns."""
+    """Run all cases below a folder, each in every round; the last one is in turns.
+
+    Of each case the run of median speed is returned: a machine has slow minutes.
+    """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
-    found = []
-    for number, case in enumerate([*cases(), TURNED]):
-        say(f"{case} ...\n")
-        found.append(measured(case, dataset, folder / f"{number:02d}"))
-    return found
+    wanted = [*cases(), TURNED]
+    found: list[list[Point]] = [[] for _ in wanted]
+    for round_ in range(ROUNDS):
+        for number, case in enumerate(wanted):
+            say(f"{round_ + 1} of {ROUNDS}: {case} ...\n")
+            found[number].append(measured(case, dataset, folder / f"{round_}-{number:02d}"))
+    return [sorted(each, key=lambda point: point.rate)[ROUNDS // 2] for each in found]

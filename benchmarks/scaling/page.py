@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Mapping, Sequence
 
-from benchmarks.scaling.measure import FEW
+from benchmarks.scaling.measure import FEW, ROUNDS
 from benchmarks.scaling.model import Costs, Fleet, Point, on_one_machine, predicted
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
@@ -44,7 +43,7 @@ def measured_part(
     """
     return "\n\n".join(
         [
-            f"On {cores} cores ({platform.machine()}, load {os.getloadavg()[0]:.1f} at the end), "
+            f"On {cores} cores ({platform.machine()}), the run of median speed of {ROUNDS}, "
             "one parameter server, Adam, batches of 100. Times are those of a core. The constants "
             f"are fitted to the runs of {FEW} workers alone; those of other numbers of workers are "
             "predicted. Updates go through a loop, but for the last run, which is in turns.",

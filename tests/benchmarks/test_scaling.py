@@ -229,3 +229,22 @@ def test_the_document_has_the_place():
     written = put_in(text, "| a |\n|---|\n| b |")
     assert "\n| b |\n" in written
     assert markdown(ROOT / PAGE, written).anchors() == markdown(ROOT / PAGE, text).anchors()
+
+
+def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
+    rates = {name: iter([200.0, 100.0, 400.0]) for name in map(str, [*cases(), TURNED])}
+    monkeypatch.setattr(measure.launched, "prepared", lambda _folder, _settings: "dataset")
+
+    def measured(case, _dataset, workdir):
+        assert not workdir.exists()
+        workdir.mkdir()
+        rate = next(rates[str(case)])
+        return replace(made_up("small", case.pull_every, case.workers), rate=rate)
+
+    monkeypatch.setattr(measure, "measured", measured)
+    said = []
+    found = measure.all_measured(tmp_path, said.append)
+    assert [each.rate for each in found] == [200.0] * len(rates)
+    assert [each.workers for each in found] == [case.workers for case in [*cases(), TURNED]]
+    # A round after the other, so that a slow minute is one of one round.
+    assert said[0].replace("1 of", "2 of") == said[len(rates)]
