@@ -22,13 +22,13 @@ def main() -> None:
     """Run all cases, fit the model, and write what was found."""
     mnist.require()
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
-        *points, turned = all_measured(Path(name), sys.stderr.write)
+        *points, looped = all_measured(Path(name), sys.stderr.write)
     OUTPUT.parent.mkdir(exist_ok=True)
-    rows = [asdict(point) for point in [*points, turned]]
+    rows = [asdict(point) for point in [*points, looped]]
     OUTPUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     variables = {model: sizes(model) for model in MODELS}
-    costs = fit([point for point in points if point.workers == FEW])
-    part = measured_part([*points, turned], costs, variables, os.cpu_count() or 1)
+    costs = fit([point for point in points if point.workers == FEW], looped)
+    part = measured_part(points, costs, variables, os.cpu_count() or 1)
     PAGE.write_text(put_in(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")
     sys.stdout.write(f"{part}\n")
 

@@ -10,20 +10,20 @@ from typing import Any
 from benchmarks import launched
 from benchmarks.scaling.model import Point
 from benchmarks.watched import Look, watched
+from trainer.section import MOST
 from trainer.strategies.async_parameter_server import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
 # As many as there are workers at most.
 SHARDS = max(WORKERS)
 ROUNDS = 3
-# Too few for turns: with many workers no update is made in one.
-STEPS = LONG_RUN - 1
+STEPS = 3000
 # Of the runs that are there for the model's size and `pull_every`, and not for the workers.
 FEW = 2
 PULL_EVERY = 10
 # Where tracing is over, and where it is measured to; some steps come after, so that all tasks are
 # still there. A share of all steps.
-FIRST, LAST = 0.2, 0.9
+FIRST, LAST = 0.3, 0.9
 MODELS: dict[str, tuple[str, str]] = {
     "softmax": ("softmax", "{}"),
     "784-100-10": ("mlp", "{hidden_units: [100]}"),
@@ -34,27 +34,37 @@ MIDDLE = "784-100-10"
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What one run is; `steps` are updates."""
+    """What one run is; `steps` are updates, and checkpoints are made every so many of them."""
 
     model: str
     workers: int
     pull_every: int
     steps: int
+    checkpoint_every: int = MOST
 
 
 def cases() -> Iterator[Case]:
     """Yield all runs: each model with two values of `pull_every`, one with many workers."""
     for model in MODELS:
         large = model == "784-1000-10"
-        yield Case(model=model, workers=FEW, pull_every=1, steps=1500 if large else STEPS)
-        yield Case(model=model, workers=FEW, pull_every=PULL_EVERY, steps=500 if large else STEPS)
+        yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
+        yield Case(
+            model=model, workers=FEW, pull_every=PULL_EVERY, steps=500 if large else LONG_RUN
+        )
     for workers in WORKERS:
         if workers != FEW:
             yield Case(model=MIDDLE, workers=workers, pull_every=1, steps=STEPS)
 
 
-# The same as one of them, in turns.
-TURNED = Case(model=MIDDLE, workers=FEW, pull_every=1, steps=4 * LONG_RUN)
+# The same as one of them with too few steps for turns. It is over in seconds: checkpoints end
+# stretches where it is looked at.
+LOOPED = Case(
+    model=MIDDLE,
+    workers=FEW,
+    pull_every=1,
+    steps=LONG_RUN - 100,
+    checkpoint_every=int(FIRST * (LONG_RUN - 100)),
+)
 
 
 def measured(case: Case, dataset: str, workdir: Path) -> Point:
@@ -66,6 +76,7 @@ def measured(case: Case, dataset: str, workdir: Path) -> Point:
             "model.args": arguments,
             "training.steps": case.steps,
             "training.pull_every": case.pull_every,
+            "training.checkpoint_every": case.checkpoint_every,
             "data.shards": SHARDS,
             "cluster.workers": case.workers,
         }
@@ -104,12 +115,12 @@ def sizes(model: str) -> list[int]:
 
 
 def all_measured(folder: Path, say: Callable[[str], Any]) -> list[Point]:
-    """Run all cases below a folder, each in every round; the last one is in turns.
+    """Run all cases below a folder, each in every round; the last one is `LOOPED`.
 
     Of each case the run of median speed is returned: a machine has slow minutes.
     """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
-    wanted = [*cases(), TURNED]
+    wanted = [*cases(), LOOPED]
     found: list[list[Point]] = [[] for _ in wanted]
     for round_ in range(ROUNDS):
         for number, case in enumerate(wanted):

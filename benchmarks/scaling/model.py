@@ -7,21 +7,23 @@ each server. What that costs in seconds of a core is taken to be linear in the b
     server   server_message + server_byte * bytes of this server
     chief    closure / steps of a closure
 
-That is of updates that go through a loop; the turns of long runs take less (see decision 0032).
-Bytes are counted once for both ways: as much is pulled as is pushed. The chief takes a share of a
-core, `chief_share`, whatever the workers do.
+Where a worker makes too few updates in a stretch for turns (see decision 0032), each of them costs
+worker and server `worker_loop` and `server_loop` more. Bytes are counted once for both ways: as
+much is pulled as is pushed. The chief takes a share of a core, `chief_share`, whatever the workers
+do.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import log
 
 import numpy as np
 
+from trainer.strategies.async_parameter_server import TURN
 from trainer.strategies.placement import Sized, assign
-from trainer.strategies.portions import FEW, MOST
+from trainer.strategies.portions import FEW, MOST, unit_of
 from trainer.train import STRETCH_SECONDS
 
 # Closures that a worker gets in a stretch, where they are neither the largest nor the smallest:
@@ -64,19 +66,22 @@ class Costs:
 
     worker_message: float
     worker_byte: float
+    worker_loop: float
     server_message: float
     server_byte: float
+    server_loop: float
     closure: float
     chief_share: float
     gradient: Mapping[str, float]
 
-    def worker(self, size: int, messages: int = 1) -> float:
+    def worker(self, size: int, messages: int = 1, *, looped: bool) -> float:
         """Return what an update of so many bytes costs a worker, without its gradients."""
-        return messages * self.worker_message + self.worker_byte * size
+        loop = looped * self.worker_loop
+        return messages * self.worker_message + self.worker_byte * size + loop
 
-    def server(self, size: int) -> float:
+    def server(self, size: int, *, looped: bool) -> float:
         """Return what an update costs a server that holds so many bytes."""
-        return self.server_message + self.server_byte * size
+        return self.server_message + self.server_byte * size + looped * self.server_loop
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,31 +111,54 @@ class Prediction:
     limit: str
 
 
-def fit(points: Sequence[Point]) -> Costs:
+def fit(points: Sequence[Point], looped: Point) -> Costs:
     """Return the constants that fit best.
 
     Args:
         points: each model has to be there with two values of `pull_every`, and two models are
             needed at least.
+        looped: the same as one of them, in which no update was made in a turn.
 
     Raises:
         ValueError: the points do not tell all of the constants.
     """
-    gradient = {name: _gradient(name, points) for name in dict.fromkeys(p.model for p in points)}
-    own = [(p.bytes, p.worker - p.pull_every * gradient[p.model]) for p in points]
+    (turned,) = (p for p in points if _same_case(p, looped))
+    worker_loop = max(0.0, looped.worker - turned.worker)
+    server_loop = max(0.0, looped.server - turned.server)
+    of_turns = [
+        replace(p, worker=p.worker - worker_loop, server=p.server - server_loop)
+        if too_few_for_turns(p.rate, p.workers)
+        else p
+        for p in points
+    ]
+    gradient = {name: _gradient(name, of_turns) for name in dict.fromkeys(p.model for p in points)}
+    own = [(p.bytes, p.worker - p.pull_every * gradient[p.model]) for p in of_turns]
     worker_message, worker_byte = _line(own)
     # Where updates are seldom the server mostly waits, and that costs something too.
-    busy = [p for p in points if p.pull_every == 1]
+    busy = [p for p in of_turns if p.pull_every == 1]
     server_message, server_byte = _line([(p.bytes, p.server) for p in busy])
     chief_share, closure = _line([(_closures(p.rate, p.workers), p.chief * p.rate) for p in points])
     return Costs(
         worker_message=worker_message,
         worker_byte=worker_byte,
+        worker_loop=worker_loop,
         server_message=server_message,
         server_byte=server_byte,
+        server_loop=server_loop,
         closure=closure,
         chief_share=chief_share,
         gradient=gradient,
+    )
+
+
+def too_few_for_turns(rate: float, workers: int) -> bool:
+    """Whether a stretch at so many updates a second is handed out without turns."""
+    return unit_of(int(rate * STRETCH_SECONDS), workers, TURN) == 1
+
+
+def _same_case(one: Point, other: Point) -> bool:
+    return all(
+        getattr(one, name) == getattr(other, name) for name in ("model", "workers", "pull_every")
     )
 
 
@@ -151,13 +179,24 @@ def predicted(
     A message costs a worker as much for each server as one has cost for a single one, which also
     holds what does not grow with the servers: workers are rather faster than this.
     """
+    found = _predicted(costs, fleet, (model, variables, pull_every), looped=False)
+    if not too_few_for_turns(found.rate, fleet.workers):
+        return found
+    return _predicted(costs, fleet, (model, variables, pull_every), looped=True)
+
+
+def _predicted(
+    costs: Costs, fleet: Fleet, trained: tuple[str, Sequence[int], int], *, looped: bool
+) -> Prediction:
+    model, variables, pull_every = trained
     total = sum(variables)
     held = shares(variables, fleet.servers)
     messages = sum(1 for each in held if each)
-    computing = costs.worker(total, messages) + pull_every * costs.gradient[model]
+    gradients = pull_every * costs.gradient[model]
+    computing = costs.worker(total, messages, looped=looped) + gradients
     # Pull and push follow each other; the servers' parts come side by side.
     travelling = 2 * (fleet.round_trip + total / fleet.bytes_per_second)
-    serving = costs.server(max(held))
+    serving = costs.server(max(held), looped=looped)
     limits = {
         "workers": fleet.workers / (computing + serving + travelling),
         "processor of the fullest server": fleet.server_cores / serving,
@@ -170,8 +209,16 @@ def predicted(
 
 def on_one_machine(costs: Costs, point: Point, cores: int) -> float:
     """Return the updates a second of a measured run by the model, where tasks share the cores."""
-    worker = costs.worker(point.bytes) + point.pull_every * costs.gradient[point.model]
-    both = worker + costs.server(point.bytes)
+    turned = _shared(costs, point, cores, looped=False)
+    if not too_few_for_turns(turned, point.workers):
+        return turned
+    return _shared(costs, point, cores, looped=True)
+
+
+def _shared(costs: Costs, point: Point, cores: int, *, looped: bool) -> float:
+    gradients = point.pull_every * costs.gradient[point.model]
+    worker = costs.worker(point.bytes, looped=looped) + gradients
+    both = worker + costs.server(point.bytes, looped=looped)
 
     def seconds_of_cores(rate: float) -> float:
         return rate * both + costs.closure * _closures(rate, point.workers) + costs.chief_share

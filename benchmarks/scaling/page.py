@@ -36,7 +36,7 @@ def measured_part(
     """Return runs, constants and predictions as Markdown.
 
     Args:
-        points: the last one is in turns.
+        points: in turns where updates are as many.
         costs: fitted to some of them.
         variables: their bytes, by model.
         cores: of this machine.
@@ -46,7 +46,7 @@ def measured_part(
             f"On {cores} cores ({platform.machine()}), the run of median speed of {ROUNDS}, "
             "one parameter server, Adam, batches of 100. Times are those of a core. The constants "
             f"are fitted to the runs of {FEW} workers alone; those of other numbers of workers are "
-            "predicted. Updates go through a loop, but for the last run, which is in turns.",
+            "predicted.",
             _table(RUNS, [_run(point, costs, cores) for point in points]),
             "What follows for the constants:",
             _table(("constant", "value"), _constants(costs)),
@@ -92,6 +92,8 @@ def _constants(costs: Costs) -> list[list[str]]:
         ["`worker_byte`", f"{1e9 * costs.worker_byte:.3f} ms a megabyte"],
         ["`server_message`", f"{1e3 * costs.server_message:.3f} ms an update"],
         ["`server_byte`", f"{1e9 * costs.server_byte:.3f} ms a megabyte"],
+        ["`worker_loop`", f"{1e3 * costs.worker_loop:.3f} ms an update"],
+        ["`server_loop`", f"{1e3 * costs.server_loop:.3f} ms an update"],
         ["`closure`", f"{1e3 * costs.closure:.3f} ms of the chief"],
         ["`chief_share`", f"{costs.chief_share:.3f} of a core"],
     ]

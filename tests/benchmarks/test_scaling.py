@@ -8,7 +8,8 @@ import pytest
 
 from benchmarks.scaling import measure
 from benchmarks.scaling.__main__ import PAGE
-from benchmarks.scaling.measure import MODELS, TURNED, WORKERS, Case, cases, point, sizes
+from benchmarks.scaling.measure import LOOPED as LOOPED_CASE
+from benchmarks.scaling.measure import MODELS, WORKERS, Case, cases, point, sizes
 from benchmarks.scaling.model import (
     OF_A_WORKER,
     Costs,
@@ -19,6 +20,7 @@ from benchmarks.scaling.model import (
     on_one_machine,
     predicted,
     shares,
+    too_few_for_turns,
 )
 from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.watched import Look, Used
@@ -30,8 +32,10 @@ from trainer.strategies.portions import portions
 TRUE = Costs(
     worker_message=1e-3,
     worker_byte=2e-9,
+    worker_loop=6e-4,
     server_message=5e-4,
     server_byte=1e-9,
+    server_loop=4e-4,
     closure=5e-3,
     chief_share=0.02,
     gradient={"small": 1e-4, "large": 1e-3},
@@ -47,6 +51,7 @@ FAST = replace(FLEET, bytes_per_second=1.25e10)
 def made_up(model, pull_every, workers=2):
     size = SIZES[model]
     rate = {"small": 1000.0, "large": 400.0}[model] / pull_every
+    looped = too_few_for_turns(rate, workers)
     # A second of updates is dealt out over two workers, in closures of up to 100.
     closures = 10.0 if rate == 1000 else 2 * OF_A_WORKER
     return Point(
@@ -54,23 +59,32 @@ def made_up(model, pull_every, workers=2):
         bytes=size,
         workers=workers,
         pull_every=pull_every,
-        worker=TRUE.worker_message + TRUE.worker_byte * size + pull_every * TRUE.gradient[model],
-        server=TRUE.server_message + TRUE.server_byte * size,
+        worker=TRUE.worker(size, looped=looped) + pull_every * TRUE.gradient[model],
+        server=TRUE.server(size, looped=looped),
         chief=(TRUE.chief_share + TRUE.closure * closures) / rate,
         rate=rate,
     )
 
 
 POINTS = [made_up(model, pull) for model in SIZES for pull in (1, 10)]
+LOOPED = replace(
+    POINTS[0],
+    worker=POINTS[0].worker + TRUE.worker_loop,
+    server=POINTS[0].server + TRUE.server_loop,
+)
 
 
 def test_constants_are_found_again():
-    found = fit(POINTS)
+    # Some in turns, and some too slow for them.
+    assert {too_few_for_turns(p.rate, p.workers) for p in POINTS} == {False, True}
+    found = fit(POINTS, LOOPED)
     for name in (
         "worker_message",
         "worker_byte",
+        "worker_loop",
         "server_message",
         "server_byte",
+        "server_loop",
         "closure",
         "chief_share",
     ):
@@ -82,7 +96,7 @@ def test_no_constant_is_below_zero():
     noisy = [
         replace(p, server=1e-3 / p.bytes, worker=1e-9 * p.bytes * p.pull_every) for p in POINTS
     ]
-    found = fit(noisy)
+    found = fit(noisy, noisy[0])
     assert found.server_byte == 0
     assert found.server_message > 0
     assert min(found.worker_message, found.worker_byte, *found.gradient.values()) >= 0
@@ -91,7 +105,7 @@ def test_no_constant_is_below_zero():
 @pytest.mark.parametrize("points", [POINTS[::2], POINTS[:2]])
 def test_too_few_runs_tell_no_constants(points):
     with pytest.raises(ValueError, match="one place"):
-        fit(points)
+        fit(points, points[0])
 
 
 def test_a_variable_is_on_one_server_as_a_whole():
@@ -119,21 +133,21 @@ def test_what_is_short_is_named(costs, fleet, limit):
 
 
 def test_rates_follow_from_the_costs():
-    # 1 ms of message, 8 ms of bytes, 1 ms of gradient; 4.5 of the server; 2 x (0.2 + 3.2) ms on
-    # the way.
+    # 1 ms of message, 8 ms of bytes, 1 ms of gradient; 4.5 of the server, 1 of the loop; 2 x
+    # (0.2 + 3.2) ms on the way.
     alone = predicted(TRUE, replace(FLEET, workers=1), "large", [4_000_000], 1)
-    assert alone.rate == pytest.approx(1 / 21.3e-3)
+    assert alone.rate == pytest.approx(1 / 22.3e-3)
     # A message more, and half of the bytes for each server.
     two = predicted(TRUE, replace(FLEET, workers=1), "large", [2_000_000] * 2, 1)
-    assert two.rate == pytest.approx(1 / 20.3e-3)
+    assert two.rate == pytest.approx(1 / 21.3e-3)
     # 3.2 ms for the bytes, all on one server.
     many = predicted(FREE, replace(FLEET, workers=10_000), "large", [4_000_000], 1)
     assert many.rate == pytest.approx(1 / 3.2e-3)
-    # 0.5 ms + 4 ms on one of four cores.
+    # 0.5 ms + 4 ms on one of four cores, 0.4 of the loop.
     many = predicted(FREE, replace(FAST, workers=10_000), "large", [4_000_000], 1)
-    assert many.rate == pytest.approx(4 / 4.5e-3)
+    assert many.rate == pytest.approx(4 / 4.9e-3)
     spread = predicted(FREE, replace(FAST, workers=10_000), "large", [400_000] * 10, 1)
-    assert spread.rate == pytest.approx(4 / 0.9e-3)
+    assert spread.rate == pytest.approx(4 / 1.3e-3)
     # 1 + 0.08 + 10 x 0.1 ms, 0.54 of the server, and 2 x (0.2 + 0.032) ms on the way.
     rare = predicted(TRUE, replace(FLEET, workers=1), "small", [40_000], 10)
     assert rare.rate == pytest.approx(1 / 3.084e-3)
@@ -172,9 +186,16 @@ def test_every_constant_has_the_runs_that_tell_it():
         assert {case.pull_every for case in found if case.model == model} == {1, 10}
     assert len(found) == len({(c.model, c.workers, c.pull_every) for c in found})
     assert all(measure.FIRST * case.steps >= 100 for case in found)
-    # One way to make an update for all, and the other one beside the run that is like it.
-    assert all(case.steps < LONG_RUN <= TURNED.steps for case in found)
-    assert any(replace(case, steps=TURNED.steps) == TURNED for case in found)
+    # A long run is like the one that has too few steps for turns.
+    assert LOOPED_CASE.steps < LONG_RUN
+    (like,) = (c for c in found if (c.model, c.workers, c.pull_every) == ("784-100-10", 2, 1))
+    assert like.steps >= LONG_RUN
+    cut = {"steps": LOOPED_CASE.steps, "checkpoint_every": LOOPED_CASE.checkpoint_every}
+    assert replace(like, **cut) == LOOPED_CASE
+    # It is looked at where a stretch ends.
+    looks = [int(share * LOOPED_CASE.steps) for share in (measure.FIRST, measure.LAST)]
+    ends = [LOOPED_CASE.checkpoint_every * each for each in (1, 3)]
+    assert looks == ends
 
 
 def test_sizes_are_those_of_the_model():
@@ -202,7 +223,9 @@ def test_a_point_is_what_was_used_between_two_looks():
 
 
 def test_the_part_has_all_runs_and_predictions():
-    part = measured_part(POINTS, fit(POINTS), {name: [each] for name, each in SIZES.items()}, 2)
+    part = measured_part(
+        POINTS, fit(POINTS, LOOPED), {name: [each] for name, each in SIZES.items()}, 2
+    )
     rows = [line for line in part.splitlines() if line.startswith("| ")]
     assert len([row for row in rows if row.startswith(("| small", "| large"))]) == 4 + 2 * 2 * 2
     assert len([row for row in rows if "gradient` of" in row]) == 2
@@ -232,7 +255,7 @@ def test_the_document_has_the_place():
 
 
 def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
-    rates = {name: iter([200.0, 100.0, 400.0]) for name in map(str, [*cases(), TURNED])}
+    rates = {name: iter([200.0, 100.0, 400.0]) for name in map(str, [*cases(), LOOPED_CASE])}
     monkeypatch.setattr(measure.launched, "prepared", lambda _folder, _settings: "dataset")
 
     def measured(case, _dataset, workdir):
@@ -245,6 +268,6 @@ def test_of_each_case_the_run_of_median_speed_counts(monkeypatch, tmp_path):
     said = []
     found = measure.all_measured(tmp_path, said.append)
     assert [each.rate for each in found] == [200.0] * len(rates)
-    assert [each.workers for each in found] == [case.workers for case in [*cases(), TURNED]]
+    assert [each.workers for each in found] == [case.workers for case in [*cases(), LOOPED_CASE]]
     # A round after the other, so that a slow minute is one of one round.
     assert said[0].replace("1 of", "2 of") == said[len(rates)]
