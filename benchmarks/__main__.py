@@ -50,10 +50,11 @@ WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
 
 
 def main() -> None:
-    """Measure one figure after the other; one that fails keeps no other from being measured."""
+    """Measure one figure after the other; after one that fails with a reason the next ones come."""
     words = _words()
     found: list[figures.Figure] = []
     failed: list[str] = []
+    figures.write(found, OUTPUT)
     try:
         for word in words:
             sys.stderr.write(f"{word} ...\n")
@@ -77,6 +78,8 @@ def _words() -> list[str]:
     for word in words:
         if word not in MEASURES:
             sys.exit(f"bench: there is no figure {word!r}; it has to be {' or '.join(MEASURES)}")
+    if words == ["gpu"] and not on_gpu.present():
+        sys.exit("bench: this machine has no GPU")
     if "gpu" in words and not on_gpu.present():
         words.remove("gpu")
         sys.stderr.write("gpu: left out, as this machine has no GPU\n")

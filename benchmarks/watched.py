@@ -12,6 +12,7 @@ import psutil
 
 from pipelines import local_run
 from trainer.config import Config
+from trainer.errors import RunInterruptedError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,7 @@ def watched(
         dataset: URI of the published dataset; prepared anew when empty.
 
     Raises:
+        RunInterruptedError: SIGINT or SIGTERM came.
         RuntimeError: training has failed, a task was begun again on the way, or two of the steps
             were reached together.
     """
@@ -64,6 +66,8 @@ def watched(
 
     extra = {"dataset": dataset} if dataset else {}
     outcome = local_run.execute(run, "train_on" if dataset else "train", extra, follow)
+    if outcome.status == "interrupted":
+        raise RunInterruptedError(outcome.message)
     if outcome.status != "done":
         raise RuntimeError(f"training ended as {outcome.status}: {outcome.message}")
     if len(looks) != len(steps) or len({frozenset(each.tasks) for each in looks}) != 1:

@@ -41,9 +41,14 @@ def train(
 ) -> Trained:
     """Run the program to a global step; with `snapshots` keep the weights every so many steps.
 
+    Only in asynchronous training do all workers come to their end, where weights are written.
+
     Raises:
+        ValueError: weights of synchronous training are asked for.
         RuntimeError: a task has failed; its log says why.
     """
+    if sync and snapshots:
+        raise ValueError("weights are kept in asynchronous training only")
     folder.mkdir(parents=True)
     ps, *ports = free_ports(1 + workers)
     where = ["--ps", f"localhost:{ps}", "--workers", *map(str, ports)]

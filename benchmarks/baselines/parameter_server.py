@@ -145,7 +145,10 @@ class _Record:
         """
         told = {"local_steps": self._local_steps, "marks": self._marks}
         told["kept"] = [(when, step) for when, step, _ in self._kept]
-        self._path.write_text(json.dumps(told), encoding="utf-8")
+        # The end may come at any moment.
+        whole = self._path.with_suffix(".new")
+        whole.write_text(json.dumps(told), encoding="utf-8")
+        whole.replace(self._path)
 
     def write_weights(self) -> None:
         """Write the weights that were kept."""

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.baselines import mnist
-from benchmarks.scaling.measure import FEW, MODELS, all_measured, sizes
+from benchmarks.scaling.measure import MODELS, all_measured, sizes
 from benchmarks.scaling.model import fit
 from benchmarks.scaling.page import measured_part, put_in
 
@@ -27,8 +27,7 @@ def main() -> None:
     rows = [asdict(point) for point in [*points, looped]]
     OUTPUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
     variables = {model: sizes(model) for model in MODELS}
-    costs = fit([point for point in points if point.workers == FEW], looped)
-    part = measured_part(points, costs, variables, os.cpu_count() or 1)
+    part = measured_part(points, fit(points, looped), variables, os.cpu_count() or 1)
     PAGE.write_text(put_in(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")
     sys.stdout.write(f"{part}\n")
 

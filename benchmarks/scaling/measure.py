@@ -17,13 +17,13 @@ WORKERS = (1, 2, 4, 8, 16)
 # As many as there are workers at most.
 SHARDS = max(WORKERS)
 ROUNDS = 3
-STEPS = 3000
+STEPS = 6000
 # Of the runs that are there for the model's size and `pull_every`, and not for the workers.
 FEW = 2
 PULL_EVERY = 10
 # Where tracing is over, and where it is measured to; some steps come after, so that all tasks are
 # still there. A share of all steps.
-FIRST, LAST = 0.3, 0.9
+FIRST, LAST = 0.3, 0.7
 MODELS: dict[str, tuple[str, str]] = {
     "softmax": ("softmax", "{}"),
     "784-100-10": ("mlp", "{hidden_units: [100]}"),

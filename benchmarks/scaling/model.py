@@ -30,6 +30,8 @@ from trainer.train import STRETCH_SECONDS
 # half of the stretch in halves of what is left, and the rest in quarters of a worker's share.
 OF_A_WORKER = 2 * log(2) + 2
 _HALVINGS = 50
+# Numbers that differ by less of the larger one tell no slope.
+_SAME = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,8 +117,9 @@ def fit(points: Sequence[Point], looped: Point) -> Costs:
     """Return the constants that fit best.
 
     Args:
-        points: each model has to be there with two values of `pull_every`, and two models are
-            needed at least.
+        points: with as many workers as `looped` has, each model has to be there with two values of
+            `pull_every`, and two models are needed at least. Of the others the chief's part counts
+            alone, as it hardly differs where workers are as many.
         looped: the same as one of them, in which no update was made in a turn.
 
     Raises:
@@ -130,8 +133,10 @@ def fit(points: Sequence[Point], looped: Point) -> Costs:
         if too_few_for_turns(p.rate, p.workers)
         else p
         for p in points
+        if p.workers == looped.workers
     ]
-    gradient = {name: _gradient(name, of_turns) for name in dict.fromkeys(p.model for p in points)}
+    names = dict.fromkeys(p.model for p in of_turns)
+    gradient = {name: _gradient(name, of_turns) for name in names}
     own = [(p.bytes, p.worker - p.pull_every * gradient[p.model]) for p in of_turns]
     worker_message, worker_byte = _line(own)
     # Where updates are seldom the server mostly waits, and that costs something too.
@@ -258,7 +263,7 @@ def _gradient(model: str, points: Sequence[Point]) -> float:
 def _line(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return intercept and slope of the best line with neither below zero."""
     x, y = (np.array(each, float) for each in zip(*pairs, strict=True))
-    if len(set(x)) < 2:  # noqa: PLR2004
+    if np.ptp(x) < _SAME * x.max():
         raise ValueError(f"a line through one place only: {pairs}")
     if y.max() <= 0:
         return 0.0, 0.0

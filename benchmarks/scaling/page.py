@@ -45,8 +45,8 @@ def measured_part(
         [
             f"On {cores} cores ({platform.machine()}), the run of median speed of {ROUNDS}, "
             "one parameter server, Adam, batches of 100. Times are those of a core. The constants "
-            f"are fitted to the runs of {FEW} workers alone; those of other numbers of workers are "
-            "predicted.",
+            f"are fitted to the runs of {FEW} workers, those of the chief to all; updates a second "
+            "of other numbers of workers are predicted.",
             _table(RUNS, [_run(point, costs, cores) for point in points]),
             "What follows for the constants:",
             _table(("constant", "value"), _constants(costs)),

@@ -117,6 +117,13 @@ def test_what_can_be_measured_is(tmp_path, monkeypatch, capsys, error, said):
     assert "".join(line[0] for line in printed) == measured
 
 
+def test_a_gpu_that_is_asked_for_and_absent_is_said(monkeypatch):
+    monkeypatch.setattr(on_gpu, "present", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench", "gpu"])
+    with pytest.raises(SystemExit, match="this machine has no GPU"):
+        bench.main()
+
+
 def test_figures_that_read_no_mnist_need_none(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))

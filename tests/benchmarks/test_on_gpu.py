@@ -1,11 +1,11 @@
-"""Both sides of the figure of a GPU run, on whatever device there is."""
+"""Both sides of the figure of a GPU."""
 
 from __future__ import annotations
 
 import pytest
 
 from benchmarks import launched
-from benchmarks.on_gpu import SETTINGS, on_gpu
+from benchmarks.on_gpu import SETTINGS, on_gpu, present
 
 
 def test_the_run_is_in_16_bits_compiled_and_on_one_gpu():
@@ -18,6 +18,7 @@ def test_the_run_is_in_16_bits_compiled_and_on_one_gpu():
 
 @pytest.mark.cluster
 @pytest.mark.long
+@pytest.mark.skipif(not present(), reason="needs a GPU")
 def test_both_sides_train(mnist_dir, monkeypatch):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
     monkeypatch.setitem(launched.SAME_AS_BASELINE, "data.manual_dir", str(mnist_dir))

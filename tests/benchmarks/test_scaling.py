@@ -102,6 +102,18 @@ def test_no_constant_is_below_zero():
     assert min(found.worker_message, found.worker_byte, *found.gradient.values()) >= 0
 
 
+def test_the_chief_is_told_by_all_and_the_others_by_runs_like_the_looped_one():
+    crowd = [replace(p, workers=8, worker=9.0, server=9.0) for p in POINTS]
+    crowd = [
+        replace(p, chief=(TRUE.chief_share + TRUE.closure * _closures(p.rate, 8)) / p.rate)
+        for p in crowd
+    ]
+    found = fit([*POINTS, *crowd], LOOPED)
+    assert found.closure == pytest.approx(TRUE.closure, rel=1e-6)
+    assert found.worker_message == pytest.approx(TRUE.worker_message, rel=1e-6)
+    assert found.server_byte == pytest.approx(TRUE.server_byte, rel=1e-6)
+
+
 @pytest.mark.parametrize("points", [POINTS[::2], POINTS[:2]])
 def test_too_few_runs_tell_no_constants(points):
     with pytest.raises(ValueError, match="one place"):
@@ -193,9 +205,10 @@ def test_every_constant_has_the_runs_that_tell_it():
     cut = {"steps": LOOPED_CASE.steps, "checkpoint_every": LOOPED_CASE.checkpoint_every}
     assert replace(like, **cut) == LOOPED_CASE
     # It is looked at where a stretch ends.
-    looks = [int(share * LOOPED_CASE.steps) for share in (measure.FIRST, measure.LAST)]
-    ends = [LOOPED_CASE.checkpoint_every * each for each in (1, 3)]
-    assert looks == ends
+    first, last = (int(share * LOOPED_CASE.steps) for share in (measure.FIRST, measure.LAST))
+    every = LOOPED_CASE.checkpoint_every
+    assert first == every
+    assert 2 * every < last < 3 * every < LOOPED_CASE.steps
 
 
 def test_sizes_are_those_of_the_model():

@@ -27,6 +27,15 @@ LONG_RUN = 2000
 Update = Callable[[tf.data.Iterator], tf.Tensor]
 
 
+def turn_of(steps: int, *, whole: bool) -> int:
+    """Return how many updates make a turn in a run of so many steps; 1: none is made.
+
+    Where variables are not pulled as a `whole`, as rows of them are looked up, the gradient would
+    be traced anew for each update in the graph.
+    """
+    return TURN if whole and steps >= LONG_RUN else 1
+
+
 class AsyncParameterServer(Served):
     """One chief, parameter servers, and workers that never wait for each other."""
 
@@ -41,9 +50,7 @@ class AsyncParameterServer(Served):
         update = self._local_steps(problem) if self._pulls_seldom() else self._step(problem)
         self._has_turned = False
         self._one_by_one, self._in_turns = self._closure(update, 1), self._closure(update, TURN)
-        long = self.config.training.steps >= LONG_RUN
-        # Where rows are looked up, the gradient is traced anew for each update in the graph.
-        self._turn = TURN if long and self.pulls_whole() else 1
+        self._turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, spread over the workers as they are free."""

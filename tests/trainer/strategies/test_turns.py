@@ -6,8 +6,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainer.strategies.async_parameter_server import TURN, AsyncParameterServer
+from trainer.strategies.async_parameter_server import LONG_RUN, TURN, AsyncParameterServer, turn_of
 from trainer.strategies.tally import Tally
+
+
+@pytest.mark.parametrize(
+    ("steps", "whole", "turn"),
+    [(LONG_RUN, True, TURN), (LONG_RUN - 1, True, 1), (10 * LONG_RUN, False, 1)],
+)
+def test_long_runs_of_what_is_pulled_whole_make_turns(steps, whole, turn):
+    assert turn_of(steps, whole=whole) == turn
 
 
 class Handed(AsyncParameterServer):
