@@ -117,6 +117,17 @@ def test_what_can_be_measured_is(tmp_path, monkeypatch, capsys, error, said):
     assert "".join(line[0] for line in printed) == measured
 
 
+def test_accuracies_are_measured_where_they_are_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(mnist, "require", lambda: None)
+    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "same-two": lambda: LEAST})
+    for words, measured in [([], ["a"]), (["same-two"], ["b"]), (["same-two", "one"], ["b", "a"])]:
+        monkeypatch.setattr(sys, "argv", ["bench", *words])
+        bench.main()
+        written = json.loads(bench.OUTPUT.read_text())["figures"]
+        assert [each["figure"] for each in written] == measured
+
+
 def test_a_gpu_that_is_asked_for_and_absent_is_said(monkeypatch):
     monkeypatch.setattr(on_gpu, "present", lambda: False)
     monkeypatch.setattr(sys, "argv", ["bench", "gpu"])
