@@ -24,7 +24,7 @@ from benchmarks.figures import Figure, alternating
 from trainer import checkpoints, keeping
 
 GOAL = 0.97
-ROUNDS = 5
+ROUNDS = 3
 STEPS_OF_BASELINE, KEPT_OF_BASELINE = 4500, 100
 # Chosen for the shortest time, after a look at the test accuracy: few messages, local steps that
 # count, and a rate that falls to zero. The program keeps its own settings.
