@@ -53,5 +53,5 @@ def test_the_plain_way_learns(mnist_dir, monkeypatch):
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         return json.loads(done.stdout.splitlines()[-1])["accuracy"]
 
-    assert accuracy(settings) > 0.95
+    assert accuracy(settings) > 0.9
     assert accuracy(replace(settings, rate=0.0)) < 0.3
