@@ -57,7 +57,7 @@ def main() -> None:
     words = _words()
     found: list[figures.Figure] = []
     failed: list[str] = []
-    figures.write(found, OUTPUT)
+    _write(found)
     try:
         for word in words:
             sys.stderr.write(f"{word} ...\n")
@@ -68,12 +68,19 @@ def main() -> None:
             except (UserError, RuntimeError, subprocess.CalledProcessError) as error:
                 failed.append(f"{word} has failed: {error}")
                 sys.stderr.write(f"{failed[-1]}\n")
-            figures.write(found, OUTPUT)
+            _write(found)
     except KeyboardInterrupt:
         failed.append(f"interrupted; what was measured stands in {OUTPUT}")
     sys.stdout.write(figures.table(found) + "\n")
     if failed:
         sys.exit("\n".join(f"bench: {each}" for each in failed))
+
+
+def _write(found: list[figures.Figure]) -> None:
+    try:
+        figures.write(found, OUTPUT)
+    except OSError as error:
+        sys.exit(f"bench: cannot write {OUTPUT}: {error.strerror}; make room for it")
 
 
 def _words() -> list[str]:

@@ -117,6 +117,16 @@ def test_what_can_be_measured_is(tmp_path, monkeypatch, capsys, error, said):
     assert "".join(line[0] for line in printed) == measured
 
 
+def test_a_file_that_cannot_be_written_is_named_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "build").touch()
+    monkeypatch.setattr(mnist, "require", lambda: None)
+    monkeypatch.setattr(bench, "MEASURES", {"one": lambda: pytest.fail("was measured")})
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    with pytest.raises(SystemExit, match=r"^bench: cannot write build/bench.json: File exists"):
+        bench.main()
+
+
 def test_accuracies_are_measured_where_they_are_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mnist, "require", lambda: None)
