@@ -21,7 +21,8 @@ from benchmarks import launched
 from benchmarks.baselines import cluster
 from benchmarks.baselines.mnist import Floats, held_out_examples
 from benchmarks.figures import Figure, alternating
-from trainer import checkpoints, keeping
+from trainer.checkpoints import checkpoints
+from trainer.checkpoints.index import index_of
 
 GOAL = 0.97
 ROUNDS = 3
@@ -108,7 +109,7 @@ def seconds_at(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 
 def _course_of_checkpoints(trained: launched.Trained) -> Course:
     at = seconds_at(trained.rows)
-    for each in keeping.kept(trained.checkpoints):
+    for each in index_of(trained.checkpoints):
         if each.global_step:
             yield at[each.global_step], accuracy_of(each.uri)
 

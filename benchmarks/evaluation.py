@@ -16,12 +16,12 @@ from sklearn.calibration import calibration_curve
 
 from benchmarks.figures import Figure, alternating
 from trainer import storage
-from trainer.checkpoints import Checkpoints
-from trainer.config_file import parse
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.config.load import parse_config
 from trainer.data.records import encode
-from trainer.data.shards import ShardWriter
 from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.evaluate import evaluate
+from trainer.data.write import ShardWriter
+from trainer.evaluation.evaluate import evaluate
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -34,7 +34,7 @@ FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
     "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
 }
-CONFIG = parse({"model": {"name": "mlp", "args": {"hidden_units": [100]}}})
+CONFIG = parse_config({"model": {"name": "mlp", "args": {"hidden_units": [100]}}})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,10 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.baselines.mnist import VALIDATION, folder
-from trainer import events, local_cluster, storage
-from trainer.config_file import load
-from trainer.launcher import Job
+from trainer import events, storage
+from trainer.cluster import local
+from trainer.cluster.launcher import Job
+from trainer.config.load import load_config
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
 
@@ -71,7 +72,7 @@ def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
     """Publish MNIST below a folder, with other settings where there are some; return its URI."""
     program = (
         "import sys; from pathlib import Path; from trainer.data import prepare; "
-        "from trainer.config import DataConfig; "
+        "from trainer.config.schema import DataConfig; "
         "print(prepare.prepare(DataConfig.model_validate_json(sys.argv[1]), sys.argv[2], "
         "Path(sys.argv[3])).uri)"
     )
@@ -87,7 +88,7 @@ def configuration(settings: Mapping[str, Any]) -> Any:
     """Return the baseline's configuration with other settings."""
     whole = {**SAME_AS_BASELINE, **settings}
     whole.setdefault("training.checkpoint_every", whole.get("training.steps", 1))
-    return load(None, [f"{key}={value}" for key, value in whole.items()])
+    return load_config(None, [f"{key}={value}" for key, value in whole.items()])
 
 
 def model(settings: Mapping[str, Any] = NONE) -> Any:
@@ -104,7 +105,7 @@ def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     log = workdir / "events.jsonl"
     with mock.patch.dict(os.environ, {events.VARIABLE: str(log)}):
-        local_cluster.launch(job)
+        local.launch(job)
     rows = clocked(events.read(log))
     return Trained(
         steps_per_second=_speed(rows, lambda row: row["global_step"]),

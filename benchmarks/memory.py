@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.figures import Figure
 from benchmarks.watched import Look, watched
-from trainer.config_file import load
+from trainer.config.load import load_config
 
 ROUNDS = 3
 EARLY, LATE = 5_000, 50_000
@@ -30,7 +30,7 @@ TASKS = ("chief-0", "ps-0", "worker-0", "worker-1")
 
 def memory() -> Figure:
     """Resident bytes of chief and workers after 50,000 steps, over those after 5,000."""
-    config = load(None, [f"{key}={value}" for key, value in SETTINGS.items()])
+    config = load_config(None, [f"{key}={value}" for key, value in SETTINGS.items()])
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         runs = [watched(config, Path(name) / f"{each}", [EARLY, LATE]) for each in range(ROUNDS)]
     return Figure(

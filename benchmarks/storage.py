@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.figures import Figure, alternating
 from trainer import storage
 from trainer.errors import UserError
-from trainer.storage import parallel
+from trainer.storage import retry
 
 FILES, BYTES, LATENCY = 300, 20_000, 0.03
 ROUNDS = 3
@@ -43,13 +43,13 @@ def many_files() -> Figure:
         count = iter(range(1000))
 
         def published(threads: int) -> float:
-            with mock.patch.object(parallel, "THREADS", threads):
+            with mock.patch.object(retry, "THREADS", threads):
                 began = time.monotonic()
                 storage.publish(folder, storage.join(root, f"{next(count)}"), kind="bench")
                 return time.monotonic() - began
 
         storage.is_published(root)
-        seconds = alternating(ROUNDS, lambda: published(1), lambda: published(parallel.THREADS))
+        seconds = alternating(ROUNDS, lambda: published(1), lambda: published(retry.THREADS))
     return Figure(
         figure="300 files of 20 KB published at 30 ms a request, against one by one",
         rounds=tuple(alone / together for alone, together in seconds),

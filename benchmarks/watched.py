@@ -10,8 +10,8 @@ from typing import Any
 
 import psutil
 
-from pipelines import local_run
-from trainer.config import Config
+from pipelines.runs import local
+from trainer.config.schema import Config
 from trainer.errors import RunInterruptedError
 
 
@@ -54,7 +54,7 @@ def watched(
         RuntimeError: training has failed, a task was begun again on the way, or two of the steps
             were reached together.
     """
-    run = local_run.new_run(config, workdir)
+    run = local.new_run(config, workdir)
     looks: list[Look] = []
     left = list(steps)
 
@@ -65,7 +65,7 @@ def watched(
             left[:] = [step for step in left if step > event["global_step"]]
 
     extra = {"dataset": dataset} if dataset else {}
-    outcome = local_run.execute(run, "train_on" if dataset else "train", extra, follow)
+    outcome = local.execute(run, "train_on" if dataset else "train", extra, follow)
     if outcome.status == "interrupted":
         raise RunInterruptedError(outcome.message)
     if outcome.status != "done":

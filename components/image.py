@@ -1,6 +1,14 @@
-"""The container image of every component and of every task of a cluster."""
+"""The container image of every component and of every task of a cluster.
+
+What the pods of a job get from the run where the configuration says nothing.
+"""
+
+from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+
+from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
 IMAGE = "flotilla-python:0.1.0"
 _NAME = re.compile(
@@ -14,3 +22,22 @@ _NAME = re.compile(
 def is_image(name: str) -> bool:
     """Say whether a text is the name of an image, with or without host, tag and digest."""
     return _NAME.fullmatch(name) is not None
+
+
+#: Keys of the secret, each the variable of the same name; those that it does not have are left out.
+SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodDefaults:
+    """The run's own image, and the name of the secret that opens its object store."""
+
+    image: str = IMAGE
+    store_secret: str = KFP_SECRET
+
+    def secret_env(self) -> dict[str, str]:
+        """Return the variables of the secret, as `cluster.kubernetes` would say them."""
+        return {key: f"{self.store_secret}/{key}" for key in SECRET_KEYS if self.store_secret}
+
+
+DEFAULTS = PodDefaults()

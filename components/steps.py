@@ -13,16 +13,26 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from components import cost, launching, places, published_records, settled, shown
-from components.places import RUN_ID, folder_of_run, output_of, root_of, run_at, run_id_of
-from components.pod_defaults import PodDefaults
-from components.scratch import scratch_folder
-from components.step_record import recorded
-from trainer import checkpoint_listing, events, keeping, lineage, rival, storage
-from trainer.config import Config, DataConfig
+from components import gather_report, launchers, locations, pinned_inputs, published_record, ui
+from components.image import PodDefaults
+from components.locations import (
+    RUN_ID,
+    folder_of_run,
+    output_of,
+    root_of,
+    run_at,
+    run_id_of,
+    scratch_folder,
+)
+from components.record import recorded
+from trainer import events, storage
+from trainer.checkpoints.index import best_of, index_of, newest_checkpoint
+from trainer.cluster.launcher import Job
+from trainer.config.run_parameters import from_parameters
+from trainer.config.schema import Config, DataConfig
 from trainer.errors import UserError
-from trainer.launcher import Job
-from trainer.parameters import from_parameters
+from trainer.promotion import lineage
+from trainer.promotion.registry import opponent
 
 
 class Resolved(NamedTuple):
@@ -41,14 +51,14 @@ def resolve_config(values: Mapping[str, Any]) -> Resolved:
     `values` holds KFP's run id too, and an artifact `place` that tells the pipeline root.
     """
     place, kfp_run_id = values["place"].uri, values["kfp_run_id"]
-    at = places.run_at_first(values["storage_root"], place, kfp_run_id)
+    at = locations.run_at_first(values["storage_root"], place, kfp_run_id)
     with recorded("resolve_config", at) as record:
         config = from_parameters(values)
         root, run_id = root_of(config.storage.root, place, kfp_run_id), run_id_of(kfp_run_id)
-        config = settled.with_champion(config, root)
-        published_records.publish_config(at, config.model_dump_json(indent=2))
+        config = pinned_inputs.with_champion(config, root)
+        published_record.publish_config(at, config.model_dump_json(indent=2))
         # On this machine nothing is reused by KFP, and preparing finds the version itself.
-        data = config.data if os.environ.get(RUN_ID) else settled.with_version(config.data)
+        data = config.data if os.environ.get(RUN_ID) else pinned_inputs.with_version(config.data)
         record.figures = {"name": config.name, "data_version": data.version}
         return Resolved(
             config=config.model_dump_json(),
@@ -74,17 +84,17 @@ def prepare_data(data: str, root: str, _seal: str, artifact: Any) -> str:
     The seal is there for KFP's cache alone: it is another one in every run until the dataset is
     published, and again when it is gone or damaged, so that the cache never gives its URI then.
     """
-    at = run_at(root, places.run_id_in(artifact.uri, "prepare-data"))
+    at = run_at(root, locations.run_id_in(artifact.uri, "prepare-data"))
     with recorded("prepare_data", at) as record, scratch_folder() as scratch:
         from trainer.data import prepare
 
         section = DataConfig.model_validate_json(data)
         key = f"version of {section.dataset}"
-        chosen = section.version or settled.known(key)
+        chosen = section.version or pinned_inputs.known(key)
         prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]
-        settled.keep(key, version)
+        pinned_inputs.keep(key, version)
         if not chosen:
             events.emit("newest_version", dataset=section.dataset, version=version)
         examples = {split: each["examples"] for split, each in fields["splits"].items()}
@@ -111,20 +121,20 @@ def train_model(
     at = run_at(root, run_id)
     with recorded("train_model", at, inputs={"dataset": dataset}) as record:
         settings = _config(config)
-        record.held = cost.held_by(settings.model_dump())
+        record.held = gather_report.held_by(settings.model_dump())
         job = Job(
             config=settings,
             dataset=dataset,
             checkpoints=storage.join(root, run_id, "checkpoints"),
             workdir=folder_of_run() / "cluster",
         )
-        logs = shown.logs_of(job.checkpoints)
-        shown.write_viewers(viewers, logs)
-        launching.launch(job, PodDefaults(image=image, store_secret=store_secret))
-        uri, step = checkpoint_listing.newest(job.checkpoints)
+        logs = ui.logs_of(job.checkpoints)
+        ui.write_viewers(viewers, logs)
+        launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))
+        uri, step = newest_checkpoint(job.checkpoints)
         # What is handed on may have been damaged since it was published.
         fields = storage.verify(uri).fields
-        best = keeping.best(keeping.kept(job.checkpoints))
+        best = best_of(index_of(job.checkpoints))
         figures = {"global_step": step, **fields["metrics"]}
         if fields.get("warmed_from"):
             figures["warmed_from"] = fields["warmed_from"]
@@ -148,26 +158,26 @@ def evaluate_model(
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
     at, took = run_at(root, run_id), {"dataset": dataset}
     with recorded("evaluate_model", at, inputs=took) as record, scratch_folder() as scratch:
-        from trainer import evaluate
+        from trainer.evaluation import evaluate
 
         settings = _config(config)
-        found = rival.rival(root, settings.name, checkpoint)
+        found = opponent(root, settings.name, checkpoint)
         champion = found.uri if found else ""
         origin = (dataset, _created(checkpoint), champion, *settings.evaluation.slices)
         output = output_of(root, run_id, "evaluation", checkpoint, *origin)
         result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
         record.done(result.uri, result.metrics)
-        shown.log_metrics(metrics, result.metrics, result.uri)
+        ui.log_metrics(metrics, result.metrics, result.uri)
         measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-        shown.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
-        shown.log_roc(roc, measured.get("roc", ()))
+        ui.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
+        ui.log_roc(roc, measured.get("roc", ()))
         return result.uri
 
 
 def check_gate(config: str, root: str, run_id: str, evaluation: str, decision_path: str) -> str:
     """Return `blessed` or `refused`; the file `decision_path` gets the URI of the reasons."""
     with recorded("check_gate", run_at(root, run_id)) as record:
-        from trainer import gate
+        from trainer.promotion import gate
 
         policy = _config(config)
         output = output_of(root, run_id, "decision", evaluation, policy.gate.digest())
@@ -190,7 +200,7 @@ def export_model(
     """Export; `artifact` is a KFP Model."""
     at, took = run_at(root, run_id), {"dataset": dataset}
     with recorded("export_model", at, inputs=took) as record, scratch_folder() as scratch:
-        from trainer import export
+        from trainer.export import export
 
         settings = _config(config)
         # A decision beside another champion is another one, and so is its model.
@@ -209,7 +219,7 @@ def register_model(
 ) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
     with recorded("register_model", run_at(root, run_id)) as record, scratch_folder() as scratch:
-        from trainer import registration
+        from trainer.promotion import registration
 
         settings = _config(config)
         request = registration.Request(
@@ -265,21 +275,21 @@ def finish(
     `status` is KFP's final status of the run.
     The report is written whether the job could be ended or not.
     """
-    at = places.run_at_first(root, artifact.uri, kfp_run_id)
+    at = locations.run_at_first(root, artifact.uri, kfp_run_id)
     with recorded("finish", at, exit_step=True) as record:
-        from components import reporting
-        from trainer import summary
+        from components import gather_report
+        from trainer.report import summary
 
         run_id, folder = run_id_of(kfp_run_id), folder_of_run()
         # Without a root the first step has failed, and says so.
         with suppress(UserError):
             root = root_of(root, artifact.uri, kfp_run_id)
         try:
-            launching.end(launcher, kubernetes, run_id)
+            launchers.end(launcher, kubernetes, run_id)
         finally:
             page, words = folder / "report.html", status.error_message or ""
             uri = storage.join(root, run_id, page.name) if root else ""
-            facts = reporting.write(status.state, root, run_id, folder, page, words)
+            facts = gather_report.write(status.state, root, run_id, folder, page, words)
             Path(artifact.path).write_bytes(page.read_bytes())
             Path(glance.path).write_bytes(summary.as_markdown(facts, uri))
             if root:

@@ -8,13 +8,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from components import reporting
-from pipelines.commands import print_json
-from pipelines.display import Terminal
-from pipelines.local_run import check_run_id
+from components import gather_report
+from pipelines.cli.commands import print_json
+from pipelines.cli.display import Terminal
+from pipelines.runs.local import check_run_id
 from trainer import storage
 from trainer.errors import DONE, ConfigError
-from trainer.report import figure
+from trainer.report.report import figure
 
 _FEWEST = 2
 _COURSE = ("global_step", "loss", "validation_loss", "steps_per_second", "seconds")
@@ -46,9 +46,9 @@ def compare(runs: list[str], workdir: Path, *, as_json: bool) -> int:
 
 def _facts(workdir: Path, run: str) -> dict[str, Any]:
     folder = workdir.absolute() / run
-    found = reporting.gathered("", storage.uri_of(workdir.absolute()), run, folder)
+    found = gather_report.gathered("", storage.uri_of(workdir.absolute()), run, folder)
     root = (found["config"].get("storage") or {}).get("root")
-    return reporting.gathered("", root, run, folder) if root else found
+    return gather_report.gathered("", root, run, folder) if root else found
 
 
 def _course(facts: dict[str, Any]) -> dict[str, Any]:

@@ -9,11 +9,12 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from pipelines.commands import print_json
-from pipelines.display import Terminal, shown_place
-from trainer import registry, storage
+from pipelines.cli.commands import print_json
+from pipelines.cli.display import Terminal, shown_place
+from trainer import storage
 from trainer.errors import DONE, ConfigError, nearest
-from trainer.report import figure
+from trainer.promotion import registry
+from trainer.report.report import figure
 
 _ACCURACY = "accuracy"
 

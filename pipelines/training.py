@@ -19,9 +19,9 @@ from components.prepare_data import prepare_data
 from components.register_model import register_model
 from components.resolve_config import resolve_config
 from components.train_model import train_model
-from pipelines import steps_on_cluster
-from pipelines.step_parameters import StepParameter, step_parameters
-from trainer.parameters import Parameter, run_parameters
+from pipelines import step_settings
+from pipelines.step_settings import StepParameter, step_parameters
+from trainer.config.run_parameters import Parameter, run_parameters
 
 COMPONENTS = (
     resolve_config,
@@ -156,12 +156,12 @@ def local_pipeline(wiring: Any, name: str, *more: inspect.Parameter) -> Any:
 
 def cluster_pipeline(image: str = IMAGE) -> Any:
     """Return the whole pipeline for a KFP instance; `image` is the default of its image."""
-    function = _called(training, steps_on_cluster.place, _signature(image))
+    function = _called(training, step_settings.apply, _signature(image))
     return dsl.pipeline(
         function,
         name="flotilla-training",
         description=inspect.getdoc(training),
-        pipeline_config=steps_on_cluster.configuration(),
+        pipeline_config=step_settings.configuration(),
     )
 
 

@@ -6,9 +6,9 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from trainer.config import Config
-from trainer.config_file import load
-from trainer.section import Whole
+from trainer.config.base import Whole
+from trainer.config.load import load_config
+from trainer.config.schema import Config
 
 FOLDER = Path(__file__).parents[1] / "configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
@@ -33,7 +33,7 @@ def written(tree, known, prefix=""):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
 def test_it_is_valid(path):
-    assert load(path).name == path.stem
+    assert load_config(path).name == path.stem
 
 
 def test_digits_shows_every_key():
@@ -43,5 +43,5 @@ def test_digits_shows_every_key():
 
 
 def test_digits_shows_the_defaults():
-    config = load(FOLDER / "digits.yaml", ["model.args={}"])
+    config = load_config(FOLDER / "digits.yaml", ["model.args={}"])
     assert config == Config()

@@ -10,14 +10,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import last_words, parent, task
+from trainer.cluster import signals, termination
 from trainer.errors import DONE, FAILED, USAGE, UserError
+from trainer.training import task
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, call one stage, and return its exit code."""
     options = _parser().parse_args(arguments)
-    parent.end_with_parent()
+    signals.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         options.stage(options)
@@ -29,14 +30,14 @@ def main(arguments: list[str] | None = None) -> int:
         _tell(options.workdir, f"the code that it was given called sys.exit({end.code!r})")
         return FAILED
     except Exception as error:
-        last_words.leave(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
+        termination.leave(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
         logging.exception("a bug of Flotilla, or of the code that it was given")
         return FAILED
     return DONE
 
 
 def _tell(workdir: Path, words: str) -> None:
-    last_words.leave(workdir, words)
+    termination.leave(workdir, words)
     # The log may stand on a disk that is full.
     with suppress(OSError):
         sys.stderr.write(f"flotilla: {words}\n")

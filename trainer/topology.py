@@ -2,13 +2,168 @@
 
 Topology is data: launchers start what stands here, and roles that a strategy does not use are
 never started.
+
+The cluster as data: the tasks with their addresses, and which of them this process is.
+
+`TF_CONFIG` is TensorFlow's own format (https://www.tensorflow.org/guide/distributed_training,
+"Setting up the TF_CONFIG environment variable"), written by the local launcher and by the TFJob
+operator alike. The flags `--ps_hosts` and so on are those of TensorFlow's published examples.
 """
 
 from __future__ import annotations
 
+import json
+import re
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.cluster import Cluster, Task
+from trainer.errors import ConfigError, UserError, nearest
+
+ROLES = ("chief", "ps", "worker", "evaluator")
+_ADDRESS = re.compile(r"(?P<host>[A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """One process of the cluster."""
+
+    role: str
+    index: int
+
+    def __str__(self) -> str:
+        """Return `role-index`, the name of its folder and of its pod's end."""
+        return f"{self.role}-{self.index}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The addresses (`host:port`) of all tasks that train, by role; never the evaluator."""
+
+    addresses: Mapping[str, tuple[str, ...]]
+
+    def count(self, role: str) -> int:
+        """Return how many tasks have this role."""
+        return len(self.addresses.get(role, ()))
+
+    def address(self, task: Task) -> str:
+        """Return `host:port` of a task."""
+        return self.addresses[task.role][task.index]
+
+    def tf_config(self, task: Task) -> str:
+        """Return the TF_CONFIG of one task as JSON."""
+        cluster = {role: list(hosts) for role, hosts in self.addresses.items()}
+        return json.dumps({"cluster": cluster, "task": {"type": task.role, "index": task.index}})
+
+    def spec(self) -> dict[str, list[str]]:
+        """Return what `tf.train.ClusterSpec` takes."""
+        return {role: list(hosts) for role, hosts in self.addresses.items()}
+
+
+def from_tf_config(text: str) -> tuple[Cluster, Task]:
+    """Read TF_CONFIG into the cluster and this process's task.
+
+    The evaluator is taken out of the cluster: TensorFlow's parameter-server strategy waits for it
+    for ever, and the TFJob operator writes it into every pod.
+
+    Raises:
+        ConfigError: TF_CONFIG is missing or says something that cannot be.
+    """
+    if not text.strip():
+        raise ConfigError(
+            "TF_CONFIG is not set; the launcher or the TFJob operator sets it, or give --job_name "
+            "and the hosts of each role"
+        )
+    try:
+        tree = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"TF_CONFIG is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError("TF_CONFIG has to be an object with 'cluster' and 'task'")
+    return _read("TF_CONFIG", tree)
+
+
+def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
+    """Read the flags of TensorFlow's published examples into the cluster and this task.
+
+    Args:
+        hosts: `host:port,host:port` by role; a role with an empty text is not in the cluster.
+        job_name: the role of this process.
+        task_index: its number among the tasks of its role.
+
+    Raises:
+        ConfigError: the flags say something that cannot be.
+    """
+    named = {role: text.split(",") for role, text in hosts.items() if text}
+    task = {"type": job_name, "index": task_index}
+    return _read("the flags", {"cluster": named, "task": task})
+
+
+def _read(source: str, tree: Mapping[str, Any]) -> tuple[Cluster, Task]:
+    addresses = _addresses(source, tree.get("cluster"))
+    task = _task(source, tree.get("task"))
+    if task.role != "evaluator" and task.index >= len(addresses.get(task.role, ())):
+        raise ConfigError(f"{source}: task {task} is not in the cluster")
+    training = {role: hosts for role, hosts in addresses.items() if role != "evaluator"}
+    return Cluster(addresses=training), task
+
+
+def check_port(cluster: Cluster, task: Task) -> None:
+    """Raise a `UserError` when another process listens on the port of `task`."""
+    address = cluster.address(task)
+    port = int(address.rpartition(":")[2])
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            raise UserError(
+                f"{task} cannot serve on {address}: {error.strerror}; "
+                "end the process that holds the port, or give the task another one"
+            ) from None
+
+
+def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
+    if not isinstance(tree, dict) or not tree:
+        raise ConfigError(f"{source}: 'cluster' has to map roles to lists of host:port")
+    seen: set[str] = set()
+    addresses: dict[str, tuple[str, ...]] = {}
+    for role, hosts in tree.items():
+        if role not in ROLES:
+            raise ConfigError(f"{source}: no role {role!r}{_hint(role)}")
+        if not isinstance(hosts, list):
+            raise ConfigError(f"{source}: the tasks of {role!r} have to be a list of host:port")
+        for host in hosts:
+            _check_address(source, role, host)
+            if host in seen:
+                raise ConfigError(f"{source}: {host} stands twice in the cluster")
+            seen.add(host)
+        addresses[role] = tuple(hosts)
+    return addresses
+
+
+def _check_address(source: str, role: str, host: Any) -> None:
+    match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
+    if not match or not 0 < int(match["port"]) < 2**16:
+        raise ConfigError(f"{source}: {host!r} of {role!r} is not host:port")
+
+
+def _task(source: str, tree: Any) -> Task:
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{source}: 'task' has to be an object with 'type' and 'index'")
+    role, index = tree.get("type"), tree.get("index", 0)
+    if role not in ROLES:
+        raise ConfigError(f"{source}: no task type {role!r}{_hint(str(role))}")
+    if isinstance(index, str) and re.fullmatch(r"[0-9]{1,5}", index):
+        index = int(index)
+    if not isinstance(index, int) or isinstance(index, bool) or index < 0:
+        raise ConfigError(f"{source}: task index {index!r} is not a number from 0 on")
+    return Task(role=role, index=index)
+
+
+def _hint(role: str) -> str:
+    return nearest(role, ROLES) or f" (one of {', '.join(ROLES)})"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.ports import free_ports
-from trainer import parent
+from trainer.cluster import signals
 
 # Of the time when all workers were there; before it they import, connect and trace.
 _WARM = 0.1
@@ -93,7 +93,7 @@ def _start(folder: Path, name: str, words: list[str], index: int = 0) -> subproc
     job = name.partition("-")[0]
     command = [sys.executable, "-m", "benchmarks.baselines.parameter_server", "--job", job]
     command += ["--index", str(index), "--record", str(folder / f"{name}.json"), *words]
-    environment = {**os.environ, **parent.environment()}
+    environment = {**os.environ, **signals.parent_environment()}
     with (folder / f"{name}.log").open("wb") as log:
         return subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 

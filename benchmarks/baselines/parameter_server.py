@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow.compat.v1 as tf
 
 from benchmarks.baselines.mnist import Batches, training_examples
-from trainer import parent
+from trainer.cluster import signals
 
 PIXELS, HIDDEN, CLASSES = 784, 100, 10
 BATCH, RATE = 100, 0.01
@@ -30,7 +30,7 @@ EVERY, WRITTEN_EVERY = 20, 100
 
 def main() -> None:
     """Be one task: serve, or train to the last global step and write what was measured."""
-    parent.end_with_parent()
+    signals.end_with_parent()
     options = _options()
     tf.disable_v2_behavior()
     cluster = tf.train.ClusterSpec(

@@ -15,10 +15,10 @@ import numpy as np
 
 from benchmarks.baselines import mnist
 from trainer import storage
-from trainer.config_file import load
+from trainer.checkpoints.history import read_history
+from trainer.config.load import load_config
 from trainer.errors import UserError
-from trainer.evaluate import evaluate
-from trainer.history import read
+from trainer.evaluation.evaluate import evaluate
 
 # Also the checkpoint that is made before the first step.
 KEEP_ALL = "training.keep=1000"
@@ -71,7 +71,7 @@ def measured(run: Run, folder: Path) -> Measured:
         UserError: the run has failed; what it said stands on standard error.
     """
     settings = (*run.settings, f"data.manual_dir={mnist.folder()}", KEEP_ALL)
-    kept = folder / f"{load(Path(run.config), settings).digest()}.json"
+    kept = folder / f"{load_config(Path(run.config), settings).digest()}.json"
     if kept.exists():
         return Measured(**json.loads(kept.read_text(encoding="utf-8"))["figures"])
     ended = _ended(run, settings, folder / "runs")
@@ -96,7 +96,7 @@ def _ended(run: Run, settings: tuple[str, ...], workdir: Path) -> dict[str, Any]
 def _figures(run: Run, settings: tuple[str, ...], ended: dict[str, Any]) -> Measured:
     artifacts = ended["artifacts"]
     checkpoints = artifacts["checkpoint"].rpartition("/")[0]
-    rows = read(checkpoints)
+    rows = read_history(checkpoints)
     reached = [row["global_step"] for row in rows]
     stretches = [after - before for before, after in pairwise([0, *reached])]
     workers = rows[-1].get("workers", {})
@@ -117,7 +117,7 @@ def _first_loss(run: Run, settings: tuple[str, ...], dataset: str, checkpoints: 
     with tempfile.TemporaryDirectory() as name:
         scratch = Path(name)
         found = evaluate(
-            load(Path(run.config), settings),
+            load_config(Path(run.config), settings),
             dataset,
             storage.join(checkpoints, "step-00000000"),
             (scratch / "evaluation").as_uri(),

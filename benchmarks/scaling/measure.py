@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import launched
 from benchmarks.scaling.model import Point
 from benchmarks.watched import Look, watched
-from trainer.section import MOST
+from trainer.config.base import MOST
 from trainer.strategies.async_parameter_server import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)

@@ -21,10 +21,9 @@ from math import log
 
 import numpy as np
 
-from trainer.strategies.async_parameter_server import TURN
+from trainer.strategies.async_parameter_server import FEW, MOST, TURN, unit_of
 from trainer.strategies.placement import Sized, assign
-from trainer.strategies.portions import FEW, MOST, unit_of
-from trainer.train import STRETCH_SECONDS
+from trainer.training.loop import STRETCH_SECONDS
 
 # Closures that a worker gets in a stretch, where they are neither the largest nor the smallest:
 # half of the stretch in halves of what is left, and the rest in quarters of a worker's share.

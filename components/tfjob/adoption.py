@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 from components.tfjob import names, state
-from components.tfjob.api import Api, RefusedError, Tree
-from components.tfjob.patience import patiently, refused
+from components.tfjob.client import Api, RefusedError, Tree
+from components.tfjob.retry import refused, with_retry
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -101,7 +101,7 @@ class Adoption:
 
     def _ask(self, call: Callable[[], Any]) -> Any:
         try:
-            return patiently(call, self._unreachable, self._wait)
+            return with_retry(call, self._unreachable, self._wait)
         except RefusedError as error:
             raise UserError(refused(error)) from None
 

@@ -23,12 +23,11 @@ from pathlib import Path
 from types import FrameType
 
 from components.tfjob import names
-from components.tfjob.pods import CONFIG_FILE, CONFIG_VARIABLE, LAUNCHER_VARIABLE
-from components.tfjob.tether import NOTICE_SECONDS, Anchor, Tether
-from trainer import last_words
-from trainer.cluster import Cluster, Task, from_tf_config
+from components.tfjob.manifest import CONFIG_FILE, CONFIG_VARIABLE, LAUNCHER_VARIABLE
+from components.tfjob.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
+from trainer.cluster import termination
 from trainer.errors import FAILED, USAGE, UserError
-from trainer.topology import leader
+from trainer.topology import Cluster, Task, from_tf_config, leader
 
 log = logging.getLogger(__name__)
 # How often the sign is read before the launcher is given up.
@@ -38,7 +37,7 @@ END_SECONDS = 110.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Standing:
+class HeartbeatAge:
     """How long a sign has stood still, in seconds during which it could be read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -89,7 +88,7 @@ class Guard:
         code = self._process.wait()
         if self._abandoned:
             folder = Path.cwd()
-            last_words.leave(folder, f"{self._abandoned}; {last_words.read(folder)}")
+            termination.leave(folder, f"{self._abandoned}; {termination.read(folder)}")
             return FAILED
         return code if code >= 0 else 128 - code
 
@@ -139,10 +138,10 @@ def _heed_signals(guard: Guard, tasks: Cluster | None, this: Task | None) -> Non
     """Pass signals on; from a server only when its leader has ended."""
     tell: Callable[[], None] = lambda: None  # noqa: E731
     if tasks is not None and this == leader(tasks):
-        tell = Anchor().ending
+        tell = ShutdownServer().ending
     elif tasks is not None and this is not None and this.role in ("ps", "worker"):
         host, _, _ = tasks.address(leader(tasks)).rpartition(":")
-        _hold(guard, Tether(host))
+        _hold(guard, ShutdownConnection(host))
         return
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
@@ -153,7 +152,7 @@ def _heed_signals(guard: Guard, tasks: Cluster | None, this: Task | None) -> Non
         signal.signal(number, pass_on)
 
 
-def _hold(guard: Guard, tether: Tether) -> None:
+def _hold(guard: Guard, tether: ShutdownConnection) -> None:
     def end() -> None:
         tether.wait(NOTICE_SECONDS, END_SECONDS)
         guard.pass_on(signal.SIGTERM)
@@ -167,11 +166,10 @@ def _hold(guard: Guard, tether: Tether) -> None:
 
 def _watch(guard: Guard, place: Mapping[str, str]) -> None:
     # The client of the API takes a while to import, which nothing has to wait for.
-    from components.tfjob.api import Api, RefusedError, UnreachableError
-    from components.tfjob.connection import connect
+    from components.tfjob.client import Api, RefusedError, UnreachableError, connect
 
     limit = float(place["seconds"])
-    standing = Standing()
+    standing = HeartbeatAge()
     try:
         api = Api(connect(), place["namespace"])
     except UserError as error:
@@ -199,8 +197,7 @@ def _watch(guard: Guard, place: Mapping[str, str]) -> None:
 
 def _delete(place: Mapping[str, str]) -> None:
     """Delete the job if that is allowed; its failed leader ends it otherwise."""
-    from components.tfjob.api import Api, RefusedError, UnreachableError
-    from components.tfjob.connection import connect
+    from components.tfjob.client import Api, RefusedError, UnreachableError, connect
 
     with suppress(UserError, RefusedError, UnreachableError):
         Api(connect(), place["namespace"]).delete_job(place["job"])

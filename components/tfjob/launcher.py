@@ -3,6 +3,11 @@
 It ends with the job, whatever happens: the first act of the signal handler is the delete; this
 function deletes in its own end; the exit step deletes by label; a guard beside the leading task
 misses the heartbeat; the job belongs to the step's pod; and it has a deadline of its own.
+
+The launcher's sign of life: an annotation on the job that it renews.
+
+A guard beside the leading task ends training when the sign stands still, so that a launcher that
+vanished without a word leaves no job. An annotation needs no permission beyond the job's own.
 """
 
 from __future__ import annotations
@@ -10,32 +15,72 @@ from __future__ import annotations
 import logging
 import os
 import queue
+import secrets
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from components.pod_defaults import DEFAULTS, PodDefaults
+from components.image import DEFAULTS, PodDefaults
 from components.tfjob import names
 from components.tfjob.adoption import Adoption
-from components.tfjob.api import Api, RefusedError, Tree, UnreachableError
-from components.tfjob.connection import Connection, connect
-from components.tfjob.heartbeat import Heartbeat
-from components.tfjob.logs import Logs
-from components.tfjob.manifest import Place, leading, manifest, replicas
-from components.tfjob.patience import patiently
-from components.tfjob.pods import GRACE_SECONDS
-from components.tfjob.progress import Progress
-from components.tfjob.stages import Stages
-from components.tfjob.supervisor import DRAIN_SECONDS, Happenings, Supervisor
-from components.tfjob.watching import Watching
-from trainer.cluster import Task
+from components.tfjob.client import Api, Connection, RefusedError, Tree, UnreachableError, connect
+from components.tfjob.deadlines import Stages
+from components.tfjob.logs import Logs, Progress
+from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
+from components.tfjob.retry import with_retry
+from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
+from components.tfjob.watch import Watch
+from trainer.cluster.launcher import Job
+from trainer.cluster.signals import on_interrupt
+from trainer.config.kubernetes import KubernetesConfig
 from trainer.errors import ConfigError, RunInterruptedError, UserError
-from trainer.interrupts import on_interrupt
-from trainer.launcher import Job
+from trainer.topology import Task
 
 log = logging.getLogger(__name__)
+# A sign may be missed a few times before the guard takes the launcher for gone.
+HEARTBEATS = 10
+MOST_HEARTBEAT_SECONDS = 20.0
+
+
+class Heartbeat(threading.Thread):
+    """Renews the annotation of a job until stopped."""
+
+    def __init__(self, api: Api, name: str, deadline: float) -> None:
+        """Beat `SIGNS` times in the seconds after which the guard gives the launcher up."""
+        super().__init__(name="heartbeat", daemon=True)
+        self._api = api
+        self._name = name
+        self._every = min(deadline / HEARTBEATS, MOST_HEARTBEAT_SECONDS)
+        self._token = secrets.token_hex(4)
+        self._count = 0
+        self._halted = threading.Event()
+
+    def sign(self) -> dict[str, str]:
+        """Return the next value of the annotation; two launchers never give the same."""
+        self._count += 1
+        return {names.HEARTBEAT: f"{self._token}-{self._count}"}
+
+    def stop(self) -> None:
+        """Give no further sign."""
+        self._halted.set()
+
+    def run(self) -> None:
+        """Give signs."""
+        while not self._halted.wait(self._every):
+            try:
+                self._api.patch_job(self._name, {"metadata": {"annotations": self.sign()}})
+            except UnreachableError as error:
+                log.debug("no sign could be given: %s", error)
+            except RefusedError as error:
+                if error.is_forbidden:
+                    log.warning("the job cannot be annotated, so that no guard watches: %s", error)
+                    return
+
+
 # Variables of the step that say where the object store is; what opens it comes from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
@@ -43,10 +88,12 @@ ENDPOINTS = (
 )  # fmt: skip
 # After their time to end, pods still have to be taken off their nodes.
 SLACK_SECONDS = 60
+# For so long the exit step asks an API that is out of reach.
+DELETE_SECONDS = 120.0
 
 
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` as a TFJob; see `trainer.launcher.Launcher`.
+    """Train `job` as a TFJob; see `trainer.cluster.launcher.Launcher`.
 
     SIGINT and SIGTERM delete the job, whose chief publishes a last checkpoint in its time to end;
     a second one ends at once. `defaults` hold where the configuration says nothing.
@@ -80,7 +127,7 @@ class _Launch:
         self._gone_seconds = grace + SLACK_SECONDS
         self._uid = ""
         self._is_asked = False
-        self._happenings: Happenings = queue.SimpleQueue()
+        self._happenings: JobEvents = queue.SimpleQueue()
         self._heartbeat = Heartbeat(self._api, self._name, settings.deadlines.heartbeat)
 
     def run(self) -> None:
@@ -155,7 +202,7 @@ class _Launch:
     def _delete(self) -> None:
         """Delete the job, unless it is gone or another one has its name by now."""
         try:
-            patiently(
+            with_retry(
                 lambda: self._api.delete_job(self._name, self._uid), SLACK_SECONDS, time.sleep
             )
         except (RefusedError, UserError) as error:
@@ -167,12 +214,28 @@ class _Launch:
             if self._happenings.get(timeout=seconds) is None:
                 raise RunInterruptedError("interrupted before training began")
 
-    def _watching(self, plural: str, query: Mapping[str, str], kind: str) -> Watching:
+    def _watching(self, plural: str, query: Mapping[str, str], kind: str) -> Watch:
         def tell(tree: Tree, gone: bool) -> None:
             # Objects in a list do not say their kind.
             self._happenings.put(({**tree, "kind": kind}, gone))
 
-        return Watching(self._api, plural, query, tell, self._happenings.put)
+        return Watch(self._api, plural, query, tell, self._happenings.put)
+
+
+def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
+    """Delete the jobs of a run that are left, and return their names; raises `UserError`."""
+    connection = connect()
+    api = Api(connection, settings.namespace or connection.namespace)
+    label = f"{names.RUN}={names.run_label(run_id)}"
+    try:
+        left = with_retry(lambda: api.jobs(label), DELETE_SECONDS, time.sleep)
+        for job in left:
+            name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+            log.warning("the job %s was left, and is deleted", name)
+            with_retry(partial(api.delete_job, name, uid), DELETE_SECONDS, time.sleep)
+    except RefusedError as error:
+        raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
+    return [job["metadata"]["name"] for job in left]
 
 
 def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:

@@ -6,9 +6,9 @@ import signal
 from dataclasses import dataclass, replace
 
 from components.tfjob import names
-from components.tfjob.api import Tree
-from components.tfjob.pods import CONTAINER
-from trainer.cluster import Task
+from components.tfjob.client import Tree
+from components.tfjob.manifest import CONTAINER
+from trainer.topology import Task
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
 

@@ -1,23 +1,110 @@
-"""Watch one job to its end: stages, restarts, logs, and what to say when it fails."""
+"""Watch one job to its end: stages, restarts, logs, and what to say when it fails.
+
+The report of a failure in one line: which task, how it ended, what it and Kubernetes said.
+
+How often tasks have been started again: counted here, since the operator counts only some.
+"""
 
 from __future__ import annotations
 
 import logging
 import queue
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 
 from components.tfjob import names, state
-from components.tfjob.api import Api, RefusedError, Tree, UnreachableError
-from components.tfjob.failure import Reporter
+from components.tfjob.client import Api, RefusedError, Tree, UnreachableError
+from components.tfjob.deadlines import Stages
 from components.tfjob.logs import Logs
-from components.tfjob.manifest import leading
-from components.tfjob.patience import refused, unreachable
-from components.tfjob.restarts import Restarts
-from components.tfjob.stages import Stages
+from components.tfjob.manifest import leading, replicas, restart_policy
+from components.tfjob.retry import refused, unreachable
 from components.tfjob.state import Ended
-from trainer.errors import DONE, RunInterruptedError, UserError
-from trainer.launcher import Job
+from trainer import events
+from trainer.cluster.launcher import Job
+from trainer.config.schema import Config
+from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, RunInterruptedError, UserError
+from trainer.topology import Task
+
+LAST_EVENTS = 3
+
+
+class Reporter:
+    """Writes reports; what needs a permission that is missing is left out, and said so once."""
+
+    def __init__(self, api: Api) -> None:
+        """Ask nothing yet."""
+        self._api = api
+
+    def of_task(self, ended: Ended, tail: Iterable[str]) -> str:
+        """Return the report of a task that ended badly."""
+        if ended.code in (FAILED, USAGE) and ended.words:
+            return f"{ended.words} ({ended.task}, pod {ended.pod})"
+        said = f"{ended.task} ended with {ended.cause}"
+        lines = " | ".join(tail) or ended.words
+        last = f"; its last lines: {lines}" if lines and ended.code is not None else ""
+        return f"{said} (pod {ended.pod}){self.events(ended.pod)}{last}"
+
+    def events(self, about: str) -> str:
+        """Return the last events about an object, or nothing."""
+        try:
+            found = sorted(self._api.events(about), key=_time)[-LAST_EVENTS:]
+        except UnreachableError:
+            return ""
+        except RefusedError as error:
+            if error.is_forbidden:
+                return "; its events may not be read with these permissions"
+            return ""
+        said = (f"{each.get('reason')}: {each.get('message')}" for each in found)
+        text = " ".join(" | ".join(said).split())
+        return f"; last events: {text}" if text else ""
+
+
+def _time(event: Tree) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
+
+
+# Under the operator's policy `ExitCode` a task with a lower code is not started again.
+RETRYABLE = 128
+
+
+class Restarts:
+    """The restarts of all tasks of a job together."""
+
+    def __init__(self, config: Config) -> None:
+        """Count from 0 up to `cluster.max_restarts`."""
+        self.limit = config.cluster.max_restarts
+        self._config = config
+        self._count = 0
+        # How many restarts there had been when a task was last started.
+        self._born = {
+            Task(role=role, index=index): 0
+            for role, number in replicas(config).items()
+            for index in range(number)
+        }
+
+    def is_final(self, ended: Ended) -> bool:
+        """Say whether the operator does not start the task again, so that the job fails."""
+        policy = restart_policy(self._config, ended.task.role)
+        if policy == "ExitCode":
+            return ended.code is not None and ended.code < RETRYABLE
+        return policy == "Never"
+
+    def count(self, ended: Ended) -> bool:
+        """Count a task that is started again; False where the limit was reached before."""
+        if self.is_final(ended):
+            return True
+        again = ended.code == BEGIN_AGAIN and self._born.get(ended.task, 0) < self._count
+        # A task that begins again because another one was lost is the same incident, and training
+        # never notices the evaluator.
+        if not again and ended.task.role != "evaluator":
+            if self._count >= self.limit:
+                return False
+            self._count += 1
+        self._born[ended.task] = self._count
+        events.emit("restart", task=str(ended.task), cause=ended.cause, restarts=self._count)
+        return True
+
 
 log = logging.getLogger(__name__)
 # What is asked of the API, or waited for, again at least so often.
@@ -25,15 +112,15 @@ LOOK_SECONDS = 5.0
 DRAIN_SECONDS = 10.0
 
 # An object with whether it is gone, what the API will not tell, or None: an end was asked for.
-Happening = tuple[Tree, bool] | RefusedError | None
-Happenings = queue.SimpleQueue[Happening]
+JobEvent = tuple[Tree, bool] | RefusedError | None
+JobEvents = queue.SimpleQueue[JobEvent]
 
 
 class Supervisor:
     """Takes what happens to a job and its pods, one after the other."""
 
     def __init__(
-        self, job: Job, made: Tree, api: Api, logs: Logs, stages: Stages, happenings: Happenings
+        self, job: Job, made: Tree, api: Api, logs: Logs, stages: Stages, happenings: JobEvents
     ) -> None:
         """Take the run, the job as the API made it, and what tells of it."""
         self._asked = 0

@@ -9,9 +9,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
 from components.tfjob.manifest import replicas
-from pipelines.doctor.finding import Finding
+from pipelines.doctor.check import Finding
 from trainer import storage
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.topology import topology_of
 
 _SERVER = re.compile(r"ps:(\d+)")

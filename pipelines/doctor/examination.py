@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from pipelines.doctor.finding import Check, Finding, Trace
+from pipelines.doctor.check import Check, Finding, Trace
+from trainer.cluster.signals import on_interrupt
 from trainer.errors import RunInterruptedError, UserError
-from trainer.interrupts import on_interrupt
 
 # For what a check has left to be removed, when it was interrupted or did not come to its end.
 TIDY_SECONDS = 8.0

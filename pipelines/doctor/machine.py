@@ -8,8 +8,8 @@ from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipelines.doctor.finding import Finding, State
-from trainer.config import Config
+from pipelines.doctor.check import Finding, State
+from trainer.config.schema import Config
 
 # Less than that and a run of the embedded dataset does not end; less than the second is soon full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30

@@ -8,7 +8,7 @@ import pytest
 from benchmarks import accuracy, launched
 from benchmarks.accuracy import first_reach, seconds_at
 from benchmarks.baselines import mnist
-from trainer.config import Config
+from trainer.config.schema import Config
 
 COURSE = [(1.0, 0.5), (2.0, 0.97), (3.0, 0.96), (4.0, 0.98)]
 

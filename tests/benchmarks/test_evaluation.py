@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import evaluation
 from trainer import storage
-from trainer.evaluate import evaluate
+from trainer.evaluation.evaluate import evaluate
 
 
 def test_both_sides_measure_the_same(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from benchmarks.experiments.measure import Measured, Run, measured
 from benchmarks.experiments.programs import PROGRAMS
 from benchmarks.experiments.rows import ROWS, accuracy_of, fallen, same_losses, synchronous
 from benchmarks.experiments.table import page
-from trainer.config_file import load
+from trainer.config.load import load_config
 
 ROOT = Path(__file__).parents[2]
 GOOD = Measured(
@@ -30,7 +30,7 @@ GOOD = Measured(
 def test_runs_are_valid_and_pass_the_gate_only_where_the_goal_is_reached(row):
     assert row.program in PROGRAMS
     for run in row.runs:
-        config = load(ROOT / run.config, run.settings)
+        config = load_config(ROOT / run.config, run.settings)
         if "accuracy" in config.gate.min and not row.goal.startswith("none"):
             assert row.goal.startswith(str(config.gate.min["accuracy"]))
 

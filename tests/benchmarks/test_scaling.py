@@ -26,8 +26,7 @@ from benchmarks.scaling.page import BEGIN, END, measured_part, put_in
 from benchmarks.watched import Look, Used
 from tests.conftest import ROOT
 from tests.docs.markdown import page as markdown
-from trainer.strategies.async_parameter_server import LONG_RUN
-from trainer.strategies.portions import portions
+from trainer.strategies.async_parameter_server import LONG_RUN, portions
 
 TRUE = Costs(
     worker_message=1e-3,

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import memory, watched, whole_run
 from benchmarks.watched import Look, Used, tasks_below
-from trainer.config_file import load
+from trainer.config.load import load_config
 
 MEGABYTE = 1 << 20
 
@@ -78,7 +78,7 @@ def test_tasks_are_known_by_their_folder(tmp_path):
 @pytest.mark.cluster
 @pytest.mark.long
 def test_a_run_is_looked_at_when_its_steps_are_reached(tmp_path):
-    config = load(None, ["training.steps=600", "model.name=softmax", "model.args={}"])
+    config = load_config(None, ["training.steps=600", "model.name=softmax", "model.args={}"])
     first, last = watched.watched(config, tmp_path, [100, 400])
     assert 100 <= first.global_step < 400 <= last.global_step <= 600
     assert set(last.tasks) == {"chief-0", "ps-0", "worker-0", "worker-1"}
@@ -89,7 +89,7 @@ def test_a_run_is_looked_at_when_its_steps_are_reached(tmp_path):
 
 
 def test_a_run_that_fails_is_told(tmp_path):
-    config = load(None, ["data.dataset=no_such_dataset"])
+    config = load_config(None, ["data.dataset=no_such_dataset"])
     with pytest.raises(RuntimeError, match="no_such_dataset"):
         watched.watched(config, tmp_path, [100])
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import checkpoint_listing, storage
+from trainer import storage
+from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
 
 # A closure of asynchronous training that a killed worker had begun is done again as a whole.
@@ -64,7 +65,7 @@ def an_end_before_is_one_line_and_can_be_resumed(lived: Lived) -> Iterator[str]:
 
 def no_checkpoint_is_torn(lived: Lived) -> Iterator[str]:
     """What is published is whole, but for what chaos has torn."""
-    for uri, _ in checkpoint_listing.listed(lived.checkpoints):
+    for uri, _ in list_checkpoints(lived.checkpoints):
         try:
             storage.verify(uri)
         except UserError as error:
@@ -74,7 +75,7 @@ def no_checkpoint_is_torn(lived: Lived) -> Iterator[str]:
 
 def all_steps_are_trained(lived: Lived) -> Iterator[str]:
     """The last checkpoint has all steps; a lost worker may add those of its closure."""
-    step = checkpoint_listing.newest(lived.checkpoints)[1]
+    step = newest_checkpoint(lived.checkpoints)[1]
     most = lived.steps + STEPS_OF_A_CLOSURE * restarts(lived)
     if not lived.steps <= step <= most:
         yield f"the last checkpoint is of step {step}, and {lived.steps} were asked for"

@@ -20,7 +20,7 @@ from trainer import storage
 
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
-FLOTILLA = [sys.executable, "-c", "from pipelines.cli import main; main()"]
+FLOTILLA = [sys.executable, "-c", "from pipelines.cli.__main__ import main; main()"]
 # Whose loss costs no steps under which strategy.
 SPARED = {
     "async_parameter_server": ("worker", "evaluator"),

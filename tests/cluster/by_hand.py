@@ -11,9 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer import parent, storage
-from trainer.cluster import Cluster, Task
-from trainer.config_file import parse
+from trainer import storage
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.topology import Cluster, Task
 
 PS, CHIEF = (Task(role=role, index=0) for role in ("ps", "chief"))
 # A ceiling for a machine that is busy with other things.
@@ -42,8 +43,8 @@ class ByHand:
     def start(self, task: Task, flags: tuple[str, ...] = ()) -> None:
         """Start a task, told by TF_CONFIG or else by flags."""
         config = self.folder / "config.json"
-        config.write_text(parse(self.config).model_dump_json(), encoding="utf-8")
-        settings = {**os.environ, **parent.environment(), "GRPC_FAIL_FAST": "use_caller"}
+        config.write_text(parse_config(self.config).model_dump_json(), encoding="utf-8")
+        settings = {**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"}
         if not flags:
             settings["TF_CONFIG"] = self.cluster.tf_config(task)
         stage = ["--config", str(config), "--workdir", str(self.folder / str(task))]

@@ -7,10 +7,11 @@ import os
 import sys
 from pathlib import Path
 
-from trainer import events, local_cluster
-from trainer.config_file import parse
+from trainer import events
+from trainer.cluster import local
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
 from trainer.errors import UserError
-from trainer.launcher import Job
 
 
 def main() -> int:
@@ -19,9 +20,9 @@ def main() -> int:
     os.open(os.environ[events.VARIABLE], os.O_WRONLY)
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     try:
-        local_cluster.launch(
+        local.launch(
             Job(
-                config=parse(job["config"]),
+                config=parse_config(job["config"]),
                 dataset=job["dataset"],
                 checkpoints=job["checkpoints"],
                 workdir=Path(job["workdir"]),

@@ -14,7 +14,9 @@ from typing import Any, TextIO
 
 import psutil
 
-from trainer import checkpoint_listing, events, history, storage
+from trainer import events, storage
+from trainer.checkpoints.history import read_history
+from trainer.checkpoints.index import newest_checkpoint
 
 SECONDS = 120
 Event = dict[str, Any]
@@ -68,13 +70,13 @@ class Launched:
 
     def newest(self) -> int:
         """Return the global step of the newest checkpoint, verified."""
-        uri, step = checkpoint_listing.newest(self.checkpoints)
+        uri, step = newest_checkpoint(self.checkpoints)
         storage.verify(uri)
         return step
 
     def history(self) -> list[dict[str, Any]]:
         """Return the rows of the run's history."""
-        return history.read(self.checkpoints)
+        return read_history(self.checkpoints)
 
 
 @contextmanager

@@ -13,10 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer import parent
-from trainer.cluster import Cluster, Task, from_tf_config
-from trainer.config_file import parse
+from trainer.cluster import signals
+from trainer.config.load import parse_config
 from trainer.strategies import registry
+from trainer.topology import Cluster, Task, from_tf_config
 
 
 def say(**words: Any) -> None:
@@ -27,13 +27,13 @@ def say(**words: Any) -> None:
 
 def main() -> None:
     """Build the strategy, run it, and say what came of it."""
-    parent.end_with_parent()
+    signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "TF_CONFIG" in os.environ:
         cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     else:
         cluster, task = Cluster(addresses={}), Task(role="chief", index=0)
-    strategy = registry.create(parse(spec["config"]), cluster, task)
+    strategy = registry.create(parse_config(spec["config"]), cluster, task)
     module, _, name = spec["problem"].partition(":")
     problem = getattr(importlib.import_module(module), name)(**spec["arguments"])
     strategy.build(problem)

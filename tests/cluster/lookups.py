@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from tests.cluster.lead import say
 from tests.cluster.relay import count
-from trainer import parent
-from trainer.cluster import from_tf_config
-from trainer.config import Config
-from trainer.config_file import parse
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.optimizers import build_optimizer
 from trainer.strategies import registry
-from trainer.strategies.interface import Problem
+from trainer.strategies.strategy import Problem
+from trainer.topology import from_tf_config
+from trainer.training.optimizers import build_optimizer
 
 STEPS = 20
 DIMENSION = 16
@@ -54,9 +54,9 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
 
 def main() -> None:
     """Run the trials one after the other, on one connection."""
-    parent.end_with_parent()
+    signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    config = parse(spec["config"])
+    config = parse_config(spec["config"])
     strategy = registry.create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     for rows, batch in spec["trials"]:
         strategy.build(problem(config, rows, batch))

@@ -13,8 +13,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
-from trainer import evaluate
-from trainer.strategies.interface import Problem
+from trainer.evaluation import evaluate
+from trainer.strategies.strategy import Problem
 
 FEATURES = 6
 CLASSES = 3

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from trainer import parent
+from trainer.cluster import signals
 
 CHUNK = 1 << 18
 
@@ -82,7 +82,7 @@ def _served(answer: Callable[[socket.socket], None]) -> str:
 
 def main() -> None:
     """Serve until the test's process ends."""
-    parent.end_with_parent()
+    signals.end_with_parent()
     relay = Relay()
     said = {
         "addresses": [_served(relay.to(int(port))) for port in sys.argv[1:]],

@@ -6,13 +6,13 @@ import os
 
 import tensorflow as tf
 
-from trainer import parent
-from trainer.cluster import from_tf_config
+from trainer.cluster import signals
+from trainer.topology import from_tf_config
 
 
 def main() -> None:
     """Serve until killed, or until the test's process ends."""
-    parent.end_with_parent()
+    signals.end_with_parent()
     cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index

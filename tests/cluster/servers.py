@@ -20,9 +20,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import parent
-from trainer.cluster import Cluster, Task
-from trainer.local_ports import held_cluster
+from trainer.cluster import signals
+from trainer.cluster.local import held_cluster
+from trainer.topology import Cluster, Task
 
 Words = dict[str, Any]
 CHIEF = Task(role="chief", index=0)
@@ -135,7 +135,7 @@ class Servers:
         (folder / "number.txt").write_text(str(task.index), encoding="utf-8")
         settings = {
             **os.environ,
-            **parent.environment(),
+            **signals.parent_environment(),
             "GRPC_FAIL_FAST": "use_caller",
             "PYTHONPATH": str(Path(__file__).parents[2]),
         }

@@ -15,7 +15,7 @@ from keras.src.utils.naming import reset_uids
 
 from tests.cluster.problems import CLASSES, FEATURES, dealt, number, problem
 from trainer.models.spec import InputSpec
-from trainer.strategies.interface import Problem
+from trainer.strategies.strategy import Problem
 
 ROWS = 12
 

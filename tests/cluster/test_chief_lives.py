@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from tests.cluster.launched import launched
-from trainer.server_memory import MOST_GROWTH
+from trainer.cluster.supervisor import MOST_GROWTH
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 

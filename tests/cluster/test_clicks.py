@@ -9,12 +9,14 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.launched import launched
-from trainer import checkpoint_listing, gate, storage
-from trainer.config_file import load
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.config.load import load_config
 from trainer.data import clicks
 from trainer.data.prepare import prepare
-from trainer.evaluate import evaluate
-from trainer.export import export
+from trainer.evaluation.evaluate import evaluate
+from trainer.export.export import export
+from trainer.promotion import gate
 
 pytestmark = [
     pytest.mark.long,
@@ -24,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
 
-CONFIG = load(Path(__file__).parents[2] / "configs" / "clicks.yaml")
+CONFIG = load_config(Path(__file__).parents[2] / "configs" / "clicks.yaml")
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,7 @@ def exported(tmp_path_factory):
     with launched(CONFIG.model_dump(mode="json"), dataset, folder) as run:
         code, said = run.end()
     assert code == 0, said
-    checkpoint, _ = checkpoint_listing.newest(run.checkpoints)
+    checkpoint, _ = newest_checkpoint(run.checkpoints)
     places = {name: storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")}
     scratch = folder / "scratch"
     evaluation = evaluate(CONFIG, dataset, checkpoint, places["evaluation"], scratch)

@@ -10,7 +10,8 @@ from contextlib import suppress
 import pytest
 
 from tests.cluster.launched import launched
-from trainer import checkpoint_listing, storage
+from trainer import storage
+from trainer.checkpoints.index import list_checkpoints
 
 pytestmark = pytest.mark.cluster
 
@@ -83,9 +84,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
     with launched(settings(3 * EVERY), dataset, tmp_path) as run:
         code, said = run.end()
     assert code == 0, said
-    paths = {
-        step: storage.local_path(uri) for uri, step in checkpoint_listing.listed(run.checkpoints)
-    }
+    paths = {step: storage.local_path(uri) for uri, step in list_checkpoints(run.checkpoints)}
     data = bytearray((paths[3 * EVERY] / DATA).read_bytes())
     data[100] ^= 1
     (paths[3 * EVERY] / DATA).write_bytes(data)
@@ -96,7 +95,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
     assert [event["global_step"] for event in again.happened("life")] == [EVERY]
     (passed,) = again.happened("checkpoint_passed_over")
     assert f"{DATA} has crc32c" in passed["reason"]
-    for uri, _ in checkpoint_listing.listed(run.checkpoints):
+    for uri, _ in list_checkpoints(run.checkpoints):
         storage.verify(uri)
     assert again.newest() == 4 * EVERY
 

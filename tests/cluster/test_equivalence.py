@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from tests.cluster.servers import Outcome, Servers, Trial, serving
-from trainer.cluster import Task
-from trainer.strategies.async_parameter_server import LONG_RUN, TURN
-from trainer.strategies.portions import portions
+from trainer.strategies.async_parameter_server import LONG_RUN, TURN, portions
+from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 

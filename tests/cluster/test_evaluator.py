@@ -5,11 +5,14 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.launched import launched
-from trainer import evaluate, keeping, storage, validations
-from trainer.checkpoints import restore_model
-from trainer.config_file import parse
+from trainer import storage
+from trainer.checkpoints.checkpoints import restore_model
+from trainer.checkpoints.history import read_validations
+from trainer.checkpoints.index import best_of, index_of
+from trainer.config.load import parse_config
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
+from trainer.evaluation import evaluate
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -26,7 +29,7 @@ def measured(dataset, uri, folder):
     """Return the validation loss of a checkpoint, measured here."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     model = registry.build(
-        parse({}).model, InputSpec.of(spec.features, spec.inputs, spec.num_classes), 0
+        parse_config({}).model, InputSpec.of(spec.features, spec.inputs, spec.num_classes), 0
     )
     restore_model(uri, model, folder / "scratch")
     files = stage_shards(dataset, folder / "validation", "validation")
@@ -45,14 +48,14 @@ def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_pa
     assert [e["task"] for e in run.happened("restart")] == ["evaluator-0"] * 5
     assert len(run.happened("life")) == 1
     assert run.newest() == STEPS
-    rows = validations.read(run.checkpoints)
+    rows = read_validations(run.checkpoints)
     steps = [row["global_step"] for row in rows]
     assert steps == [*range(0, STEPS, EVERY), STEPS]
     best = min(rows, key=lambda row: row["validation_loss"])
-    found = keeping.kept(run.checkpoints)
-    assert keeping.best(found).global_step == best["global_step"]
+    found = index_of(run.checkpoints)
+    assert best_of(found).global_step == best["global_step"]
     assert {each.global_step for each in found[-KEEP:]} == {STEPS, steps[-2]}
-    loss = measured(dataset, keeping.best(found).uri, tmp_path)
+    loss = measured(dataset, best_of(found).uri, tmp_path)
     assert loss == pytest.approx(best["validation_loss"], rel=1e-4)
 
 
@@ -67,7 +70,7 @@ def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
     with launched({**SETTINGS, "training": training}, dataset, tmp_path) as run:
         code, said = run.end()
     assert code == 0, said
-    losses = [row["validation_loss"] for row in validations.read(run.checkpoints)]
+    losses = [row["validation_loss"] for row in read_validations(run.checkpoints)]
     assert len(losses) >= 3
     assert len(set(losses)) == 1
     assert run.newest() < 10**7

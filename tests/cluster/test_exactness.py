@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.launched import Launched, launched
-from trainer import checkpoint_listing, storage
-from trainer.config import STRATEGIES
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.config.schema import STRATEGIES
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -36,7 +37,7 @@ def settings(strategy: str, steps: int, **cluster: object) -> dict[str, Any]:
 def counted(run: Launched) -> int:
     """Return the global step of the newest checkpoint, by its manifest and by the counter in it."""
     step = run.newest()
-    uri, _ = checkpoint_listing.newest(run.checkpoints)
+    uri, _ = newest_checkpoint(run.checkpoints)
     assert storage.read_manifest(uri).fields["global_step"] == step
     assert run.history()[-1]["global_step"] == step
     return step

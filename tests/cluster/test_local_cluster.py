@@ -10,13 +10,15 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.launched import launched
-from trainer import checkpoint_listing, checkpoints, storage
-from trainer.cluster import Cluster, Task, check_port
-from trainer.config_file import parse
+from trainer import storage
+from trainer.checkpoints import checkpoints
+from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
+from trainer.config.load import parse_config
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.topology import Cluster, Task, check_port
 
 pytestmark = pytest.mark.cluster
 
@@ -45,7 +47,7 @@ def test_ends_well_at_exactly_the_steps_asked_for(trained):
 
 def test_keeps_the_newest_checkpoints_at_their_boundaries(trained):
     run, _ = trained
-    assert [step for _, step in checkpoint_listing.listed(run.checkpoints)] == [100, 200, 300]
+    assert [step for _, step in list_checkpoints(run.checkpoints)] == [100, 200, 300]
 
 
 def test_learns(trained):
@@ -80,7 +82,7 @@ def test_each_task_has_a_folder_and_a_log_of_its_own(trained):
 
 def test_the_optimizer_has_counted_every_update(trained):
     run, _ = trained
-    uri, _ = checkpoint_listing.newest(run.checkpoints)
+    uri, _ = newest_checkpoint(run.checkpoints)
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     names = {name for name in reader.get_variable_to_shape_map() if "global_step" in name}
     assert {int(reader.get_tensor(name)) for name in names} == {300}
@@ -90,9 +92,9 @@ def test_the_checkpoint_restores_into_a_model_of_one_process(trained, dataset, t
     run, _ = trained
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    model = registry.build(parse({}).model, inputs, seed=1)
+    model = registry.build(parse_config({}).model, inputs, seed=1)
     before = [variable.numpy() for variable in model.variables]
-    uri, _ = checkpoint_listing.newest(run.checkpoints)
+    uri, _ = newest_checkpoint(run.checkpoints)
     manifest = checkpoints.restore_model(uri, model, tmp_path)
     assert manifest.fields["strategy"] == "async_parameter_server"
     for variable, old in zip(model.trainable_variables, before, strict=True):
@@ -113,7 +115,7 @@ def test_tensorboard_finds_the_figures(trained):
 def test_says_nothing_secret_on_the_command_line(trained):
     run, _ = trained
     config = json.loads((run.folder / "cluster" / "chief-0" / "config.json").read_text())
-    assert parse(config) == parse(settings())
+    assert parse_config(config) == parse_config(settings())
 
 
 @pytest.mark.slow

@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from tests.cluster.launched import SECONDS, launched
-from trainer import events, lock_holder, storage
+from trainer import events, storage
+from trainer.cluster import lease
+from trainer.cluster.lease import lease_uri
 
 pytestmark = pytest.mark.cluster
 
@@ -59,7 +61,7 @@ def kill_all(run):
 
 
 def holders(run):
-    return list(lock_holder.holders(run.checkpoints).values())
+    return list(lease.holders(run.checkpoints).values())
 
 
 def content(run):
@@ -110,8 +112,8 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
 
 def left_elsewhere(run):
     """Let the lock that a dead one left be of another machine; return where it stands."""
-    (number,) = lock_holder.holders(run.checkpoints)
-    place = lock_holder.place(run.checkpoints, number)
+    (number,) = lease.holders(run.checkpoints)
+    place = lease_uri(run.checkpoints, number)
     left = json.loads(storage.read_bytes(place))
     # Long enough for a machine that is busy with other things.
     other = {"writer": "another-boot.1/1/77", "renewed": time.time() + 600}
@@ -157,12 +159,10 @@ def test_who_loses_the_lock_stops_writing_with_one_line(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)
         (holder,) = holders(run)
-        (number,) = lock_holder.holders(run.checkpoints)
-        place = lock_holder.place(run.checkpoints, number)
+        (number,) = lease.holders(run.checkpoints)
+        place = lease_uri(run.checkpoints, number)
         later = json.loads(storage.read_bytes(place)) | {"run": "later", "token": "1", "job": ""}
-        storage.write_bytes(
-            lock_holder.place(run.checkpoints, number + 1), json.dumps(later).encode()
-        )
+        storage.write_bytes(lease_uri(run.checkpoints, number + 1), json.dumps(later).encode())
         before = content(run)
         code, said = run.end()
     assert code == 1

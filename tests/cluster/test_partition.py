@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from trainer import storage
-from trainer.cluster import Cluster, Task
-from trainer.config_file import parse
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
 from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec
-from trainer.input import PATTERN, stage_input
-from trainer.launcher import Job
+from trainer.topology import Cluster, Task
+from trainer.training.input import PATTERN, stage_input
 
 BATCH = 16
 
@@ -22,7 +22,7 @@ BATCH = 16
 def staged(dataset: str, folder: Path, workers: int, partition: str = "disjoint") -> list[Path]:
     """Stage the examples of every worker; return their working folders."""
     cluster = Cluster(addresses={"worker": tuple(f"host-{i}:1" for i in range(workers))})
-    config = parse({"data": {"partition": partition}, "cluster": {"workers": workers}})
+    config = parse_config({"data": {"partition": partition}, "cluster": {"workers": workers}})
     folders = [folder / f"worker-{index}" for index in range(workers)]
     for index, workdir in enumerate(folders):
         workdir.mkdir()

@@ -13,9 +13,9 @@ import pytest
 
 from tests.cluster.lookups import DIMENSION
 from tests.cluster.servers import CHIEF, Leading, Servers
-from trainer import parent
-from trainer.cluster import Cluster, Task
-from trainer.local_ports import held_cluster
+from trainer.cluster import signals
+from trainer.cluster.local import held_cluster
+from trainer.topology import Cluster, Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -35,7 +35,7 @@ def relayed(tmp_path_factory):
         ports = [real.addresses[task.role][task.index].rpartition(":")[2] for task in SERVING]
         relay = subprocess.Popen(
             [sys.executable, "-m", "tests.cluster.relay", *ports],
-            env={**parent.environment()},
+            env={**signals.parent_environment()},
             stdout=subprocess.PIPE,
             text=True,
         )

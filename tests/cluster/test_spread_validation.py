@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.cluster.servers import Outcome, Servers, Trial, serving
-from trainer.cluster import Task
+from trainer.topology import Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.cluster.by_hand import by_hand
 from tests.cluster.launched import launched
-from trainer import last_words
-from trainer.cluster import Task
+from trainer.cluster import termination
+from trainer.cluster.local import held_cluster
 from trainer.errors import BEGIN_AGAIN
-from trainer.local_ports import held_cluster
+from trainer.topology import Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -101,7 +101,7 @@ def test_who_waits_says_for_whom_where_nobody_watches_from_outside(dataset, tmp_
         tasks.wait_for(waits, '"event": "progress"')
         tasks.processes[stops].send_signal(signal.SIGSTOP)
         assert tasks.end_of(waits) == BEGIN_AGAIN, tasks.log(waits)
-    words = last_words.read(tmp_path / str(waits))
+    words = termination.read(tmp_path / str(waits))
     # TensorFlow's own heartbeats may have stood still for long enough before.
     assert words.startswith(
         (f"no progress for {SECONDS} s: worker-1 does not answer", "a task of the cluster is gone")

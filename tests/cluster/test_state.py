@@ -10,11 +10,13 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.launched import Launched, launched
-from trainer import checkpoint_listing, gate, storage
-from trainer.config import STRATEGIES
-from trainer.config_file import parse
-from trainer.evaluate import evaluate
-from trainer.export import export
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.config.load import parse_config
+from trainer.config.schema import STRATEGIES
+from trainer.evaluation.evaluate import evaluate
+from trainer.export.export import export
+from trainer.promotion import gate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
@@ -37,7 +39,7 @@ def settings(strategy: str, steps: int) -> dict[str, Any]:
 
 def state(run: Launched) -> dict[str, np.ndarray]:
     """Return what the newest checkpoint says of moving averages and seeds."""
-    uri, _ = checkpoint_listing.newest(run.checkpoints)
+    uri, _ = newest_checkpoint(run.checkpoints)
     reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
     wanted = ("moving_mean", "moving_variance", "seed_generator_state")
     return {
@@ -75,11 +77,11 @@ def test_state_is_trained_saved_resumed_and_exported(dataset, tmp_path, strategy
     assert after["seed_generator_state"][0] == before["seed_generator_state"][0]
     assert after["seed_generator_state"][1] > before["seed_generator_state"][1]
     assert (after["moving_mean"] != before["moving_mean"]).any()
-    _export(run, parse(settings(strategy, 400)), dataset, tmp_path)
+    _export(run, parse_config(settings(strategy, 400)), dataset, tmp_path)
 
 
 def _export(run: Launched, config: Any, dataset: str, folder: Path) -> None:
-    checkpoint, _ = checkpoint_listing.newest(run.checkpoints)
+    checkpoint, _ = newest_checkpoint(run.checkpoints)
     evaluation, decision, model = (
         storage.uri_of(folder / name) for name in ("evaluation", "decision", "model")
     )

@@ -11,7 +11,7 @@ import pytest
 
 from tests.cluster.servers import CHIEF, Leading, Outcome, Servers, Trial, serving
 from tests.cluster.uneven import FAILURE
-from trainer.cluster import Task
+from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 

@@ -7,9 +7,10 @@ import pytest
 from tests.cluster.by_hand import CHIEF, PS, by_hand
 from tests.cluster.launched import launched
 from tests.cluster.test_locked import left_elsewhere
-from trainer import checkpoint_listing, storage
-from trainer.cluster import Task
-from trainer.local_ports import held_cluster
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.cluster.local import held_cluster
+from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 
@@ -32,7 +33,7 @@ def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, to
             tasks.start(task, tasks.flags(task) if told_by == "flags" else ())
         assert tasks.end_of(WORKERS[0]) == 0, tasks.log(WORKERS[0])
         assert [tasks.processes[task].poll() for task in (PS, WORKERS[1])] == [None, None]
-        uri, step = checkpoint_listing.newest(tasks.checkpoints)
+        uri, step = newest_checkpoint(tasks.checkpoints)
     assert step == STEPS
     figures = storage.verify(uri).fields["metrics"]["workers"]
     assert sum(each["local_steps"] for each in figures.values()) == STEPS
@@ -71,13 +72,13 @@ def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset,
         tasks.processes[CHIEF].kill()
         tasks.end_of(CHIEF)
         place = left_elsewhere(tasks)
-        _, reached = checkpoint_listing.newest(tasks.checkpoints)
+        _, reached = newest_checkpoint(tasks.checkpoints)
         tasks.config = {**config, "training": {**config["training"], "steps": reached + 100}}
         tasks.start(CHIEF)
         tasks.wait_for(CHIEF, "it may be dead")
         storage.delete(place)
         assert tasks.end_of(CHIEF) == 0, tasks.log(CHIEF)
-        assert checkpoint_listing.newest(tasks.checkpoints)[1] == reached + 100
+        assert newest_checkpoint(tasks.checkpoints)[1] == reached + 100
 
 
 def test_servers_are_joined_by_a_chief_only(dataset, tmp_path, monkeypatch):

@@ -8,12 +8,14 @@ import signal
 
 import pytest
 
-from components.tfjob.ending import end_run
+from components.tfjob.launcher import delete_jobs
 from tests.components.tfjob.attempts import step
 from tests.kubernetes.cluster import real_cluster
 from tests.pipelines.called import call, setting
-from trainer import checkpoint_listing, storage, validations
-from trainer.config import Config
+from trainer import storage
+from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.config.schema import Config
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 KILLS = int(os.environ.get("FLOTILLA_KILLS", "3"))
@@ -37,7 +39,7 @@ def settings(steps, **kubernetes):
 
 def newest(folder):
     """Return the global step of the newest checkpoint, whole."""
-    uri, reached = checkpoint_listing.newest(storage.uri_of(folder / "run-1" / "checkpoints"))
+    uri, reached = newest_checkpoint(storage.uri_of(folder / "run-1" / "checkpoints"))
     storage.verify(uri)
     return reached
 
@@ -113,10 +115,10 @@ def test_an_evaluator_beside_training_measures_its_checkpoints(attempt, kube, tm
         code, _, said = process.end()
     assert (code, newest(tmp_path)) == (0, 600), said
     assert line.startswith("[evaluator-0]")
-    rows = validations.read(storage.uri_of(tmp_path / "run-1" / "checkpoints"))
+    rows = read_validations(storage.uri_of(tmp_path / "run-1" / "checkpoints"))
     assert rows
     assert {row["global_step"] for row in rows} <= {0, 200, 400, 600}
-    assert all(0 < row[validations.LOSS] < 5 for row in rows)
+    assert all(0 < row[VALIDATION_LOSS] < 5 for row in rows)
     kube.wait_gone()
 
 
@@ -152,7 +154,7 @@ def test_a_launcher_that_is_killed_at_random_leaves_no_job_and_a_whole_model(
             process.ask(signal.SIGKILL)
             process.end()
         if chance.random() < 0.3:
-            end_run(Config().cluster.kubernetes, "run-1")
+            delete_jobs(Config().cluster.kubernetes, "run-1")
             kube.wait_gone()
     with attempt(tree) as process:
         code, _, said = process.end()

@@ -7,8 +7,9 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.launched import launched
-from trainer import checkpoint_listing, storage
-from trainer.config import STRATEGIES, DataConfig
+from trainer import storage
+from trainer.checkpoints.index import list_checkpoints
+from trainer.config.schema import STRATEGIES, DataConfig
 from trainer.data.prepare import prepare
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -40,7 +41,7 @@ def trained(folder, dataset, *, steps, strategy, model, **training):
     with launched(config, dataset, folder) as run:
         code, said = run.end()
     assert code == 0, said
-    return {step: uri for uri, step in checkpoint_listing.listed(run.checkpoints)}, run
+    return {step: uri for uri, step in list_checkpoints(run.checkpoints)}, run
 
 
 @pytest.fixture(scope="module")
@@ -110,4 +111,4 @@ def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
     assert said.count("\n") == 1
     assert said.startswith(f"training.warm_start: {uri} is the checkpoint of another model: it has")
     assert run.happened("restart") == run.happened("progress") == []
-    assert checkpoint_listing.listed(run.checkpoints) == []
+    assert list_checkpoints(run.checkpoints) == []

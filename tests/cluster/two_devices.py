@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
-from trainer.strategies.replicated import Replicated
+from trainer.strategies.mirrored import Replicated
 
 
 class TwoDevices(Replicated):

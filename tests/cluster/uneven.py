@@ -8,7 +8,7 @@ import tensorflow as tf
 from tensorflow.python.data.experimental.ops.testing import sleep
 
 from tests.cluster.problems import equal, number
-from trainer.strategies.interface import Problem
+from trainer.strategies.strategy import Problem
 
 FAILURE = "the well is dry"
 

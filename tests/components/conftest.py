@@ -2,7 +2,7 @@
 
 import pytest
 
-from components import places
+from components import locations
 from tests.trainer.small_run import small_run
 from trainer import events, storage
 
@@ -12,7 +12,7 @@ def happened(tmp_path, monkeypatch):
     """Be the process of a step, and return what was written to the events."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setenv(places.RUN_FOLDER, str(tmp_path / "folder"))
+    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / "folder"))
     (tmp_path / "folder").mkdir()
     return lambda: list(events.read(path))
 

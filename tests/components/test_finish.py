@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import places, steps
+from components import locations, steps
 from tests.components.called_steps import ended as final
 from tests.trainer.page import Page
 from trainer import events, storage
@@ -19,7 +19,7 @@ RUN = "digits-1"
 def happened(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setenv(places.RUN_FOLDER, str(tmp_path))
+    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path))
     return lambda: list(events.read(path))
 
 

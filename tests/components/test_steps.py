@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from kfp import dsl
 
-from components import shown, steps
+from components import steps, ui
 from tests.components.called_steps import RUN, ended, refused, text_of
 from tests.trainer.page import Page
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
@@ -68,7 +68,7 @@ class TestJudging:
         assert (points[0]["recall"], points[-1]["recall"]) == (0, 1)
 
     def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(self, run, root, monkeypatch):
-        monkeypatch.setattr(shown, "MOST_CLASSES", 9)
+        monkeypatch.setattr(ui, "MOST_CLASSES", 9)
         uri, metrics, confusion, _ = self.evaluated(run, root)
         assert confusion.metadata == {"left_out": "10 classes are more than 9"}
         assert metrics.metadata["uri"] == uri

@@ -10,7 +10,7 @@ from components import steps
 from components.image import IMAGE
 from components.resolve_config import resolve_config
 from pipelines.training import COMPONENTS
-from trainer.parameters import run_parameters
+from trainer.config.run_parameters import run_parameters
 
 
 def function_of(component):

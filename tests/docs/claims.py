@@ -6,12 +6,12 @@ import re
 
 import typer
 
-from pipelines.app import app
+from pipelines.cli.app import app
 from tests.conftest import ROOT
 from tests.house_rules.source import files, text
 from trainer.__main__ import _parser
-from trainer.config import Config
-from trainer.config_file import load
+from trainer.config.load import load_config
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
 GROUP = typer.main.get_command(app)
@@ -52,7 +52,7 @@ def wrong_settings(params):
     # A file of the reader's own stands on the page, and is checked there.
     there = ROOT / path if path and (ROOT / path).is_file() else ROOT / "configs/digits.yaml"
     try:
-        load(there, params.get("assignments") or ())
+        load_config(there, params.get("assignments") or ())
     except ConfigError as error:
         return str(error)
     return ""
@@ -96,7 +96,7 @@ def wrong_key(word):
     key, _, value = word.partition(": ")
     if value:
         try:
-            load(None, [f"{key}={value}"])
+            load_config(None, [f"{key}={value}"])
         except ConfigError as error:
             # What it needs beside it does not stand in one line of prose.
             is_wrong = any(words in str(error) for words in ("no such key", " is not allowed"))

@@ -9,14 +9,14 @@ import re
 import pytest
 import yaml
 
+from components.tfjob.manifest import document as manifest
 from pipelines.compile import compile_pipeline
-from pipelines.manifest import document as manifest
 from tests.conftest import ROOT
 from tests.docs.claims import missing_path, wrong_command, wrong_key
 from tests.docs.markdown import read, simple_commands
 from tests.house_rules.source import files, python_files, text
-from trainer.config import Config
-from trainer.config_file import parse
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
 
 PAGES = [
     read(ROOT / path, ROOT)
@@ -50,7 +50,7 @@ def test_every_snippet_of_a_configuration_is_valid(document):
         tree = yaml.safe_load(block.text)
         if "apiVersion" not in tree:
             # As far as what its TFJob would be.
-            assert manifest(parse(tree))["kind"] == "TFJob"
+            assert manifest(parse_config(tree))["kind"] == "TFJob"
 
 
 @NAMED

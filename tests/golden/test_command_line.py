@@ -4,7 +4,7 @@ import json
 
 import typer
 
-from pipelines.app import app
+from pipelines.cli.app import app
 
 
 def flat(commands, before=""):

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from pipelines.manifest import document
-from trainer.config_file import parse
+from components.tfjob.manifest import document
+from trainer.config.load import parse_config
 
 SPOT = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
 CASES = {
@@ -52,5 +52,5 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_manifest_is_the_golden_file(golden, name):
-    text = yaml.safe_dump(document(parse(CASES[name])), sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump(document(parse_config(CASES[name])), sort_keys=False, allow_unicode=True)
     golden(f"manifest-{name}.yaml", text)

@@ -7,17 +7,14 @@ import typer
 import yaml
 from pydantic import BaseModel
 
-from pipelines.app import app
+from pipelines.cli.app import app
 from pipelines.compile import compile_pipeline
-from pipelines.reference.command_line import command_line, flat
-from pipelines.reference.components import components
-from pipelines.reference.configuration import configuration
-from pipelines.reference.parameters import parameters
+from pipelines.reference import command_line, components, configuration, flat, parameters
 from pipelines.training import COMPONENTS
 from tests.conftest import ROOT
-from trainer.config import Config
-from trainer.kubernetes_config import PodConfig
-from trainer.parameters import run_parameters
+from trainer.config.kubernetes import PodConfig
+from trainer.config.run_parameters import run_parameters
+from trainer.config.schema import Config
 
 GROUP = typer.main.get_command(app)
 REFERENCE = ROOT / "docs" / "reference"

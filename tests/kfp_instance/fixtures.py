@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 from kfp import client as sdk
 
-from pipelines import app, compile, package, watching
-from pipelines.package import Package, package_of
+from pipelines import compile
+from pipelines.cli import app
+from pipelines.compile import Package, package_of
+from pipelines.runs import follow
 from tests.kfp_instance.server import Instance
 
 
@@ -40,7 +42,7 @@ Flotilla = Callable[..., Told]
 @pytest.fixture
 def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
     """A KFP instance; a home folder of its own, and looks that do not wait."""
-    monkeypatch.setattr(watching, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
@@ -55,7 +57,7 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
     # Compiling takes seconds, and always gives the same.
-    monkeypatch.setattr(package, "compile_all", _compiled_before)
+    monkeypatch.setattr(compile, "compile_all", _compiled_before)
 
     def call(*words: object) -> Told:
         capsys.readouterr()

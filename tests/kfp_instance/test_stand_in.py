@@ -10,8 +10,8 @@ import pytest
 from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
-from pipelines.instance import Access, Client
-from pipelines.upload import containing
+from pipelines.runs.kfp_client import Access, Client
+from pipelines.runs.upload import containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance
 from tests.kfp_instance.shapes import ShapeError, check

@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.kubernetes.logs import Logs
 from tests.kubernetes.pods import finished, running
 from tests.kubernetes.store import RefusedError, Store, Tree
-from trainer.local_ports import free_port
+from trainer.cluster.local import free_port
 
 ROOT = Path(__file__).parents[2]
 LOOK_SECONDS = 0.2

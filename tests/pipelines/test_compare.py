@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from pipelines import app
-from tests.pipelines.happenings import done
+from pipelines.cli import app
+from tests.pipelines.happened import done
 from trainer import storage
-from trainer.config_file import parse
+from trainer.config.load import parse_config
 
 RUNS = ("digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb")
 
@@ -20,7 +20,7 @@ def workdir(tmp_path):
     for number, run in enumerate(RUNS):
         folder = tmp_path / "runs" / run
         (folder / "made").mkdir(parents=True)
-        config = parse({"training": {"steps": 100 * (number + 1)}})
+        config = parse_config({"training": {"steps": 100 * (number + 1)}})
         (folder / "config.json").write_text(config.model_dump_json())
         metrics = {"metrics": {"accuracy": 0.9 + number / 100}}
         (folder / "made" / "metrics.json").write_text(json.dumps(metrics))

@@ -7,8 +7,7 @@ import pytest
 import yaml
 from kfp import components as kfp_components
 
-from components.image import IMAGE
-from components.pod_defaults import SECRET_KEYS
+from components.image import IMAGE, SECRET_KEYS
 from pipelines.compile import compile_all, compile_components, compile_pipeline
 from pipelines.training import COMPONENTS
 from trainer.errors import ConfigError, UserError

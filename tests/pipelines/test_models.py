@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from pipelines import app
-from trainer import registry, storage
+from pipelines.cli import app
+from trainer import storage
+from trainer.promotion import registry
 
 LINEAGE = {
     "run_id": "digits-9",

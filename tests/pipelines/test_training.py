@@ -4,9 +4,9 @@ import pytest
 import yaml
 
 from pipelines.compile import compile_pipeline
-from pipelines.step_parameters import step_parameters
+from pipelines.step_settings import step_parameters
 from pipelines.training import COMPONENTS, PIPELINES, SIGNATURE
-from trainer.parameters import run_parameters
+from trainer.config.run_parameters import run_parameters
 
 KFP_TYPES = {
     str: "STRING", dict: "STRUCT", list: "LIST", bool: "BOOLEAN",

@@ -8,7 +8,8 @@ from typing import Any
 from kfp import dsl
 
 from components.image import IMAGE
-from pipelines import local_child, training
+from pipelines import training
+from pipelines.runs import local_child
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)

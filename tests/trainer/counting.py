@@ -9,14 +9,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer import events, history, storage
-from trainer.checkpoint_listing import listed
-from trainer.checkpoints import Checkpoints
-from trainer.cluster import Cluster, Task
-from trainer.config import Config
-from trainer.config_file import parse
-from trainer.strategies.interface import Problem, Report, Strategy
-from trainer.train import Surroundings, train
+from trainer import events, storage
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.history import read_history
+from trainer.checkpoints.index import list_checkpoints
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.strategies.strategy import Problem, Report, Strategy
+from trainer.topology import Cluster, Task
+from trainer.training.loop import Surroundings, train
 
 CHANCE_LOSS = 2.0
 
@@ -68,9 +69,9 @@ class Run:
 
     def steps(self) -> list[int]:
         """Return the global steps of the checkpoints, all of them whole."""
-        for uri, _ in listed(self.uri):
+        for uri, _ in list_checkpoints(self.uri):
             storage.verify(uri)
-        return [step for _, step in listed(self.uri)]
+        return [step for _, step in list_checkpoints(self.uri)]
 
     def fields(self, step: int) -> Mapping[str, Any]:
         """Return what the manifest of a checkpoint says."""
@@ -84,7 +85,7 @@ class Run:
 
     def rows(self, name: str = "global_step") -> list[Any]:
         """Return one figure of each row of the history that has it."""
-        return [row[name] for row in history.read(self.uri) if name in row]
+        return [row[name] for row in read_history(self.uri) if name in row]
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of a kind."""
@@ -120,7 +121,7 @@ class Run:
 
 def config_of(**training: Any) -> Config:
     """Return a configuration that looks at the world every ten steps."""
-    return parse({"training": {"checkpoint_every": 10, "validate_every": 10, **training}})
+    return parse_config({"training": {"checkpoint_every": 10, "validate_every": 10, **training}})
 
 
 def nothing(_start: int) -> Problem:

@@ -9,11 +9,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.cluster import Cluster, Task
-from trainer.config import Config, OptimizerConfig, TrainingConfig
+from trainer.config.schema import Config, OptimizerConfig, TrainingConfig
 from trainer.models.registry import reset_uids
-from trainer.optimizers import build_optimizer
-from trainer.strategies.interface import (
+from trainer.strategies.strategy import (
     Problem,
     Report,
     Strategy,
@@ -21,6 +19,8 @@ from trainer.strategies.interface import (
     exact_counter,
     step_of,
 )
+from trainer.topology import Cluster, Task
+from trainer.training.optimizers import build_optimizer
 
 CLASSES = 3
 NOBODY = Cluster(addresses={})

@@ -11,19 +11,19 @@ import pytest
 import tensorflow as tf
 from sklearn.datasets import load_digits
 
-from trainer import gate, storage
-from trainer.checkpoints import Checkpoints
-from trainer.config import Config
-from trainer.config_file import parse
+from trainer import storage
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.config.load import parse_config
+from trainer.config.schema import Config, GateConfig
 from trainer.data.records import encode
-from trainer.data.shards import ShardWriter
 from trainer.data.spec import SCHEMA, FeatureSpec
+from trainer.data.write import ShardWriter
 from trainer.errors import UserError
-from trainer.evaluate import evaluate
-from trainer.export import Exported, export
-from trainer.gate_config import GateConfig
+from trainer.evaluation.evaluate import evaluate
+from trainer.export.export import Exported, export
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.promotion import gate
 
 TEST_EXAMPLES = 97
 CLASSES = 10
@@ -58,7 +58,7 @@ def small_run(root: Path) -> SmallRun:
     """Publish digits and the checkpoint of a softmax model that knows the mean image of a class."""
     images, labels = digits()
     dataset = publish_dataset(root / "dataset", (images, labels))
-    config = parse({"model": {"name": "softmax"}, "evaluation": {"batch_size": 10}})
+    config = parse_config({"model": {"name": "softmax"}, "evaluation": {"batch_size": 10}})
     model = template_model(config, images, labels)
     checkpoint = publish_checkpoint(root / "checkpoints", model)
     return SmallRun(

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from trainer import __main__ as module
-from trainer import cluster, errors, last_words
+from trainer import errors, topology
 from trainer.__main__ import main
-from trainer.config import Config
+from trainer.cluster import termination
+from trainer.config.schema import Config
 
 ROOT = Path(module.__file__).parents[1]
 
@@ -37,7 +38,7 @@ def flat(options):
 
 
 def words(options):
-    return last_words.read(Path(options["--workdir"])) + "\n"
+    return termination.read(Path(options["--workdir"])) + "\n"
 
 
 NEEDS_PS = "training.strategy: async_parameter_server needs a ps; the cluster has none"
@@ -154,7 +155,7 @@ def test_a_port_in_use(capsys, monkeypatch, options):
 )
 def test_an_error_of_the_user_is_its_line_and_its_code(capsys, monkeypatch, options, error, code):
     monkeypatch.setenv("TF_CONFIG", tf_config())
-    monkeypatch.setattr(cluster, "check_port", fails_with(error))
+    monkeypatch.setattr(topology, "check_port", fails_with(error))
     assert main(flat(options)) == code
     assert capsys.readouterr().err == "flotilla: a cause\n"
     assert words(options) == "a cause\n"
@@ -169,11 +170,11 @@ def fails_with(error):
 
 def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monkeypatch, options):
     monkeypatch.setenv("TF_CONFIG", tf_config())
-    monkeypatch.setattr(cluster, "check_port", fails_with(KeyError("two\nlines")))
+    monkeypatch.setattr(topology, "check_port", fails_with(KeyError("two\nlines")))
     assert main(flat(options)) == errors.FAILED
     assert "Traceback" in caplog.text
     assert one_line(words(options)) == r"KeyError: 'two\nlines'"
-    monkeypatch.setattr(cluster, "check_port", fails_with(RuntimeError(" two\n lines ")))
+    monkeypatch.setattr(topology, "check_port", fails_with(RuntimeError(" two\n lines ")))
     assert main(flat(options)) == errors.FAILED
     assert one_line(words(options)) == "RuntimeError: two lines"
 
@@ -183,7 +184,7 @@ def test_code_of_the_user_that_ends_the_process_has_failed_for_good(
     capsys, monkeypatch, options, code
 ):
     monkeypatch.setenv("TF_CONFIG", tf_config())
-    monkeypatch.setattr(cluster, "check_port", fails_with(SystemExit(code)))
+    monkeypatch.setattr(topology, "check_port", fails_with(SystemExit(code)))
     assert main(flat(options)) == errors.FAILED
     line = one_line(capsys.readouterr().err)
     assert line == f"flotilla: the code that it was given called sys.exit({code!r})"
@@ -212,7 +213,7 @@ def test_where_no_words_can_be_left_the_exit_code_still_arrives(
     capsys, monkeypatch, options, tmp_path, way
 ):
     monkeypatch.setenv("TF_CONFIG", tf_config())
-    monkeypatch.setattr(cluster, "check_port", fails_with(errors.ClusterLostError("a cause")))
+    monkeypatch.setattr(topology, "check_port", fails_with(errors.ClusterLostError("a cause")))
     if way == "no room":
         (tmp_path / "words.txt").symlink_to("/dev/full")
     else:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster import Cluster, Task
-from trainer.topology import TOPOLOGIES, leader, topology_of
+from trainer.topology import TOPOLOGIES, Cluster, Task, leader, topology_of
 
 SERVED = {"ps": 2, "worker": 3, "chief": 1}
 TASKS = {

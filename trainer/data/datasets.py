@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow_datasets as tfds
 
-from trainer.config import DataConfig
+from trainer.config.schema import DataConfig
 from trainer.errors import ConfigError, nearest
 
 # By name, so that what one needs is loaded only when it is asked for.

@@ -1,24 +1,180 @@
-"""Read a prepared TFDS dataset in batches and write its examples into shards."""
+"""Read a prepared TFDS dataset in batches and write its examples into shards.
+
+Write the shards of one split, any number of them, with one file open at a time. TensorFlow-free.
+
+The format is TFRecord: for each record its length (8 bytes, little-endian), the masked crc32c of
+the length, the record, and its masked crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord,
+"TFRecords format details").
+
+Read the examples of a prepared TFDS dataset in batches, in the order of its files.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import google_crc32c
 import numpy as np
+import tensorflow as tf
 import tensorflow_datasets as tfds
 from numpy.typing import NDArray
 
-from trainer.data.examples import batches
 from trainer.data.features import Selection
 from trainer.data.records import encode
-from trainer.data.shards import ShardWriter
-from trainer.data.spec import SPLITS
+from trainer.data.spec import SPLITS, shard_name
 from trainer.data.splits import Plan
 from trainer.errors import UserError
+
+BUFFER_BYTES = 64 << 20
+_MASK = 0xA282EAD8
+_WORD = 0xFFFFFFFF
+
+
+class ShardWriter:
+    """Deals records out over the shards in turn, so that their sizes differ by at most one.
+
+    A writer of TensorFlow's keeps its file open; a thousand shards would need a thousand. Records
+    are gathered in memory instead, and appended when there are enough of them.
+    """
+
+    def __init__(self, folder: Path, split: str, count: int) -> None:
+        """Write `count` shards of `split` into `folder`."""
+        self._paths = [folder / shard_name(split, index, count) for index in range(count)]
+        self._pending: list[list[bytes]] = [[] for _ in range(count)]
+        self._pending_bytes = 0
+        self._added = 0
+        self._crcs = [0] * count
+
+    def add(self, record: bytes) -> None:
+        """Add a record to the shard whose turn it is."""
+        framed = _frame(record)
+        self._pending[self._added % len(self._paths)].append(framed)
+        self._added += 1
+        self._pending_bytes += len(framed)
+        if self._pending_bytes >= BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been added."""
+        for index, path in enumerate(self._paths):
+            data = b"".join(self._pending[index])
+            with path.open("ab") as file:
+                file.write(data)
+            self._crcs[index] = google_crc32c.extend(self._crcs[index], data)
+            self._pending[index].clear()
+        self._pending_bytes = 0
+
+    @property
+    def examples(self) -> list[int]:
+        """Records of each shard."""
+        share, more = divmod(self._added, len(self._paths))
+        return [share + (index < more) for index in range(len(self._paths))]
+
+    @property
+    def crcs(self) -> list[str]:
+        """The crc32c of each shard, as far as it is written."""
+        return [f"{crc:08x}" for crc in self._crcs]
+
+
+def _frame(record: bytes) -> bytes:
+    length = struct.pack("<Q", len(record))
+    return b"".join((length, _masked_crc(length), record, _masked_crc(record)))
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & _WORD)
+
+
+BATCH = 1024
+# What these are in a record is plain: a number, a text, an encoded image.
+_PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
+
+
+def batches(
+    name: str, source: tfds.core.DatasetBuilder, selection: Selection, split: str
+) -> Iterator[dict[str, Any]]:
+    """Yield the selected features of a split's examples as arrays, by feature name.
+
+    Args:
+        name: of the dataset, for errors.
+        source: a builder whose dataset is prepared.
+        selection: the features to read.
+        split: of the source.
+
+    Raises:
+        UserError: a file is missing or damaged, or holds not as many examples as announced.
+    """
+    left = source.info.splits[split].num_examples
+    try:
+        for batch in _dataset(source, selection, split).prefetch(2).as_numpy_iterator():
+            left -= len(batch[selection.label])
+            if left < 0:
+                break
+            yield batch
+    except tf.errors.OpError as error:
+        reason = error.message.splitlines()[0]
+        raise UserError(_unreadable(name, source, split, reason)) from error
+    if left:
+        reason = f"{abs(left)} examples {'too few' if left > 0 else 'too many'}"
+        raise UserError(_unreadable(name, source, split, reason))
+
+
+def _dataset(source: tfds.core.DatasetBuilder, selection: Selection, split: str) -> tf.data.Dataset:
+    if _is_plain(source, selection):
+        return _records(source, selection, split)
+    order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
+    examples = source.as_dataset(split=split, read_config=order)
+    kept = examples.map(lambda example: {path: _at(example, path) for path in selection.specs})
+    return kept.batch(BATCH, num_parallel_calls=2)
+
+
+def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
+    # An exact type: a subclass may store anything.
+    return source.info.file_format == tfds.core.FileFormat.TFRECORD and all(
+        type(connector) in _PLAIN and path in source.info.features
+        for path, connector in selection.connectors.items()
+    )
+
+
+def _records(source: tfds.core.DatasetBuilder, selection: Selection, split: str) -> tf.data.Dataset:
+    """Parse whole batches of records: three times as fast as TFDS, which takes one by one."""
+    classes = tfds.features.ClassLabel
+    wire = {
+        name: tf.io.FixedLenFeature((), tf.int64 if type(connector) is classes else tf.string)
+        for name, connector in selection.connectors.items()
+    }
+
+    def parse(records: tf.Tensor) -> dict[str, tf.Tensor]:
+        columns = tf.io.parse_example(records, wire)
+        return {
+            name: connector.decode_batch_example(columns[name])
+            for name, connector in selection.connectors.items()
+        }
+
+    paths = [str(path) for path in source.info.splits[split].filepaths]
+    return tf.data.TFRecordDataset(paths).batch(BATCH).map(parse, num_parallel_calls=2)
+
+
+def _at(example: Any, path: str) -> Any:
+    if path in example:
+        return example[path]
+    outer, _, inner = path.partition("/")
+    return _at(example[outer], inner)
+
+
+def _unreadable(name: str, source: tfds.core.DatasetBuilder, split: str, reason: str) -> str:
+    return (
+        f"data.dataset: the split {split!r} of {name} in {source.data_dir} cannot be read "
+        f"({reason}); remove that folder, and it is made again"
+    )
+
 
 # More than any list of classes; beyond it an integer "label" is a quantity.
 MOST_CLASSES = 1_000_000

@@ -1,22 +1,45 @@
-"""Make a model by its name, or by the user's own `package.module:function`."""
+"""Make a model by its name, or by the user's own `package.module:function`.
+
+What a model says of an example that it does not take, told in one line.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 
 import keras
+import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
-from trainer.config import ModelConfig
-from trainer.errors import ConfigError, nearest
-from trainer.models.cnn import cnn
-from trainer.models.mlp import mlp
-from trainer.models.softmax import softmax
+from trainer.config.schema import ModelConfig
+from trainer.errors import ConfigError, UserError, nearest
+from trainer.models.classifiers import cnn, mlp, softmax
 from trainer.models.spec import InputSpec
 from trainer.models.two_tower import two_tower
+
+_ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
+
+
+@contextmanager
+def refused_input() -> Iterator[None]:
+    """Make a `UserError` of an assertion that failed in a model's graph, wherever that has run.
+
+    TensorFlow tells it many times over, with the stack of every task that it passed on its way.
+    """
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        found = _ASSERTION.search(str(error))
+        if not found:
+            raise
+        words = " ".join([found[1], *re.findall(r"\[([^]]*)\]", found[2])])
+        raise UserError(f"the model refused its input: {words}") from error
+
 
 ModelFunction = Callable[..., keras.Model]
 

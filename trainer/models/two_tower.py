@@ -14,9 +14,8 @@ from typing import Any
 import keras
 
 from trainer.errors import ConfigError
-from trainer.models import arguments
 from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
-from trainer.models.spec import InputSpec
+from trainer.models.spec import InputSpec, size, sizes
 
 TOWERS = 2
 CLASSES = 2
@@ -43,8 +42,8 @@ def two_tower(  # noqa: PLR0913
         unknown: what an id outside of its table gets: "error", or "wrap" for `id mod rows`.
     """
     sizes = _sizes(spec, rows)
-    dimension = arguments.size("dimension", dimension)
-    shards = arguments.size("shards", shards)
+    dimension = size("dimension", dimension)
+    shards = size("shards", shards)
     if unknown not in UNKNOWN:
         raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
     given = spec.symbols()
@@ -69,7 +68,7 @@ def two_tower(  # noqa: PLR0913
 
 
 def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> Any:
-    for index, units in enumerate(arguments.sizes("hidden_units", hidden_units)):
+    for index, units in enumerate(sizes("hidden_units", hidden_units)):
         x = keras.layers.Dense(units, activation="relu", name=f"{name}_hidden_{index}")(x)
     return keras.layers.Dense(dimension, name=f"{name}_vector")(x)
 
@@ -87,7 +86,7 @@ def _sizes(spec: InputSpec, rows: Mapping[str, int] | None) -> dict[str, int]:
     if not isinstance(rows, Mapping) or rows.keys() != spec.shape.keys():
         wanted = ", ".join(f"{name}: COUNT" for name in spec.shape)
         raise ConfigError(f"rows: {rows!r} is not allowed; it has to be {{{wanted}}}")
-    return {name: arguments.size(f"rows of {name}", rows[name]) for name in spec.shape}
+    return {name: size(f"rows of {name}", rows[name]) for name in spec.shape}
 
 
 def _described(spec: InputSpec) -> str:

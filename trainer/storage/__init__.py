@@ -16,7 +16,6 @@ from trainer.storage.errors import (
     Unavailable,
     UnknownSchema,
 )
-from trainer.storage.fetching import fetch
 from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
 from trainer.storage.publishing import (
     children,
@@ -24,6 +23,7 @@ from trainer.storage.publishing import (
     create_bytes,
     delete,
     exists,
+    fetch,
     is_published,
     names,
     newest,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from trainer.storage.checksum import Checksum
+from trainer.storage.manifest import Checksum
 
 Result = TypeVar("Result")
 # What is larger is sent in parts of this size, so that it never stands in memory as a whole.

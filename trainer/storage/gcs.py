@@ -29,8 +29,8 @@ from trainer.storage.bucket import (
     Stored,
     Trouble,
 )
-from trainer.storage.checksum import Checksum
-from trainer.storage.parallel import THREADS
+from trainer.storage.manifest import Checksum
+from trainer.storage.retry import THREADS
 
 _PASSING = (
     ConnectionError,

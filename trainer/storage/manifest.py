@@ -4,6 +4,8 @@
 
 Paths are relative, with forward slashes. `fields` are the kind's own and stand beside the others.
 A file may have `"at"` too: the path at which it is stored, where something else had its place.
+
+Size and crc32c of a file.
 """
 
 from __future__ import annotations
@@ -13,10 +15,38 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
-from trainer.storage.checksum import Checksum
+import google_crc32c
+
 from trainer.storage.errors import Corrupt, UnknownSchema
+
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class Checksum:
+    """Size in bytes, and crc32c as eight hexadecimal digits."""
+
+    bytes: int
+    crc32c: str
+
+
+def checksum(path: Path) -> Checksum:
+    """Read a local file and return its size and crc32c."""
+    size = crc = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            size += len(chunk)
+            crc = google_crc32c.extend(crc, chunk)
+    return Checksum(size, f"{crc:08x}")
+
+
+def checksum_of(data: bytes) -> Checksum:
+    """Return size and crc32c of bytes in memory."""
+    return Checksum(len(data), f"{google_crc32c.value(data):08x}")
+
 
 MANIFEST = "MANIFEST.json"
 SCHEMA = 1

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from trainer.errors import UserError
 from trainer.storage.errors import Refusal, Silence
-from trainer.storage.patience import impatient, words
+from trainer.storage.retry import shorter_retry, words
 from trainer.storage.schemes import store_for
 from trainer.storage.uri import join, local_path, name_of
 
@@ -60,7 +60,7 @@ class Probe:
         """
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
-        with impatient(SECONDS):
+        with shorter_retry(SECONDS):
             store = store_for(self.uri)
             try:
                 self._written = self._writing = True
@@ -85,7 +85,7 @@ class Probe:
         """Remove what was written; raises an `OSError` where that is not possible."""
         if not self._written:
             return
-        with impatient(SECONDS):
+        with shorter_retry(SECONDS):
             store_for(self.uri).discard(self.uri)
         for folder in self._missing:
             with suppress(OSError):

@@ -7,9 +7,9 @@ from functools import partial
 
 from trainer.errors import UserError
 from trainer.storage.bucket import Ask, Bucket
-from trainer.storage.endpoint import endpoint_of
-from trainer.storage.file import FileStore
-from trainer.storage.objects import ObjectStore
+from trainer.storage.local import FileStore
+from trainer.storage.object_store import ObjectStore
+from trainer.storage.s3_endpoint import endpoint_of
 from trainer.storage.store import Store
 from trainer.storage.uri import Location, locate, scheme_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
-from trainer.storage.checksum import Checksum
-from trainer.storage.manifest import Manifest
+from trainer.storage.manifest import Checksum, Manifest
 
 
 class Store(Protocol):

@@ -12,10 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.cluster import Task
-from trainer.strategies.interface import Problem, Report
-from trainer.strategies.served import Served
-from trainer.strategies.tally import Tally
+from trainer.strategies.parameter_server import Served, Tally
+from trainer.strategies.strategy import Problem, Report
+from trainer.topology import Task
 
 
 class InGraph(Served):

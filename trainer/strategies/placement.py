@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from trainer.errors import ConfigError, nearest
-from trainer.fused import fuse
+from trainer.strategies.fused_updates import fuse
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib
 
-from trainer.cluster import Cluster, Task
-from trainer.config import Config
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.strategies.interface import Strategy
+from trainer.strategies.strategy import Strategy
+from trainer.topology import Cluster, Task
 
 _BUILT_IN = {
-    "single": "trainer.strategies.single:Single",
+    "single": "trainer.strategies.mirrored:Single",
     "async_parameter_server": "trainer.strategies.async_parameter_server:AsyncParameterServer",
     "sync_parameter_server": "trainer.strategies.sync_parameter_server:SyncParameterServer",
     "in_graph": "trainer.strategies.in_graph:InGraph",
-    "multi_worker_mirrored": "trainer.strategies.multi_worker_mirrored:MultiWorkerMirrored",
+    "multi_worker_mirrored": "trainer.strategies.mirrored:MultiWorkerMirrored",
 }
 
 

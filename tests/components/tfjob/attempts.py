@@ -15,15 +15,15 @@ from typing import Any
 
 from components.tfjob.launcher import launch
 from tests.kubernetes.cluster import Cluster
-from trainer.config_file import parse
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
 from trainer.errors import UserError
-from trainer.launcher import Job
 
 SECONDS = 60
 ROOT = Path(__file__).parents[3]
 LAUNCH = (
     "import json, sys\n"
-    "from components.launching import launch\n"
+    "from components.launchers import launch\n"
     "from tests.components.tfjob.attempts import job_of\n"
     "from trainer.errors import UserError\n"
     "try:\n"
@@ -36,7 +36,10 @@ LAUNCH = (
 def job_of(tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs://b/d") -> Job:
     config = {**tree, "cluster": {"launcher": "tfjob", **tree.get("cluster", {})}}
     return Job(
-        config=parse(config), dataset=dataset, checkpoints=f"{root}/checkpoints", workdir=Path()
+        config=parse_config(config),
+        dataset=dataset,
+        checkpoints=f"{root}/checkpoints",
+        workdir=Path(),
     )
 
 

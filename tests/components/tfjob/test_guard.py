@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.tfjob import names
-from components.tfjob.guard import Standing
-from components.tfjob.tether import Anchor, Tether
+from components.tfjob.guard import HeartbeatAge
+from components.tfjob.shutdown import ShutdownConnection, ShutdownServer
 from tests.components.tfjob.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
-from trainer import last_words
-from trainer.local_ports import free_port
+from trainer.cluster import termination
+from trainer.cluster.local import free_port
 
 pytestmark = pytest.mark.cluster
 HEEDS = (
@@ -129,9 +129,9 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path):
 
 def test_a_tether_that_is_made_late_hears_that_the_leader_is_ending():
     port = free_port()
-    anchor = Anchor(port)
+    anchor = ShutdownServer(port)
     anchor.ending()
-    tether = Tether("127.0.0.1", port)
+    tether = ShutdownConnection("127.0.0.1", port)
     waited = threading.Thread(target=tether.wait, args=(30, 30))
     waited.start()
     # The leader is still there.
@@ -169,7 +169,7 @@ def test_a_standing_heartbeat_ends_training_with_a_checkpoint_and_the_job(
     with guard(tmp_path, HEEDS, **watched) as process:
         # 1: the operator does not start the leader again, and the job has failed.
         assert ended(process) == 1
-    words = last_words.read(tmp_path)
+    words = termination.read(tmp_path)
     assert words == "the launcher has given no sign of life for 1 s; interrupted at global step 7"
     assert bool(kube.jobs()) is not allowed
 
@@ -203,7 +203,7 @@ def test_without_permission_the_launcher_is_not_watched_and_training_goes_on(
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["same", "new", "silent"]))))
 def test_only_time_in_which_the_same_sign_was_read_counts(course):
-    now, standing, number, expected, readable = 0.0, Standing(lambda: now), 0, 0.0, False
+    now, standing, number, expected, readable = 0.0, HeartbeatAge(lambda: now), 0, 0.0, False
     for seconds, kind in course:
         now += seconds
         if kind == "silent":

@@ -7,15 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.tfjob import logs
-from components.tfjob.api import Api
-from components.tfjob.connection import connect
+from components.tfjob.client import Api, connect
 from components.tfjob.logs import Logs, Position
 from components.tfjob.manifest import Place, manifest
 from tests.components.tfjob.attempts import job_of, settings
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.logs import stamp
-from trainer.cluster import Task
+from trainer.topology import Task
 
 BEGIN = 1_760_000_000 * 10**9
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,12 +14,12 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from kubeflow import training
 
-from components.tfjob import names, pods
+from components.tfjob import names
 from components.tfjob.manifest import REPLICAS, Place, leading, manifest, replicas
 from tests.components.tfjob.settings import configurations
-from trainer.config import Config
-from trainer.config_file import parse
-from trainer.launcher import Job
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
 
 CRD = Path(__file__).parents[3] / "../shared/schemas/kubeflow.org_tfjobs.yaml"
 PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
@@ -31,7 +32,7 @@ def job_of(config: Config) -> Job:
 
 
 def made(tree=None, place=PLACE):
-    return manifest(job_of(parse(tree or {})), place)
+    return manifest(job_of(parse_config(tree or {})), place)
 
 
 def template(tree, role):
@@ -99,7 +100,7 @@ def test_the_operators_own_models_lose_no_field(tree):
 @tried(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
 def test_what_the_operator_and_kubernetes_ask_for_holds_always(tree):
-    config = parse(tree)
+    config = parse_config(tree)
     job = manifest(job_of(config), PLACE)
     counts = replicas(config)
     leader = leading(config)
@@ -120,7 +121,7 @@ def test_what_the_operator_and_kubernetes_ask_for_holds_always(tree):
         assert len(there) == len(mounted)
         given_names = [each["name"] for each in own["env"]]
         assert len(set(given_names)) == len(given_names)
-    assert job == manifest(job_of(parse(tree)), PLACE)
+    assert job == manifest(job_of(parse_config(tree)), PLACE)
 
 
 def expanded(text):
@@ -133,7 +134,9 @@ def expanded(text):
 def test_a_task_gets_the_configuration_that_was_written(tree):
     job = made(tree)
     for role in job["spec"]["tfReplicaSpecs"]:
-        assert parse(json.loads(expanded(variables(job, role)["FLOTILLA_CONFIG"]))) == parse(tree)
+        assert parse_config(
+            json.loads(expanded(variables(job, role)["FLOTILLA_CONFIG"]))
+        ) == parse_config(tree)
 
 
 def test_text_that_kubernetes_would_expand_arrives_as_it_is():
@@ -228,7 +231,7 @@ def test_istio_stays_out_unless_it_is_asked_for():
 
 
 def test_without_a_chief_worker_0_leads():
-    config = parse({"cluster": {"kubernetes": {"chiefless": True}}})
+    config = parse_config({"cluster": {"kubernetes": {"chiefless": True}}})
     assert replicas(config) == {"ps": 1, "worker": 2}
     assert str(leading(config)) == "worker-0"
     job = manifest(job_of(config), PLACE)
@@ -262,7 +265,7 @@ def test_the_digest_tells_a_job_from_another():
 
 
 def test_every_setting_of_a_pod_is_used():
-    source = Path(pods.__file__).read_text(encoding="utf-8")
+    source = Path(inspect.getfile(manifest)).read_text(encoding="utf-8")
     settings = Config().cluster.kubernetes.pod
     unused = [name for name in type(settings).model_fields if f"pod.{name}" not in source]
     assert unused == ["restart_policy"]

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pipelines import access, app
+from pipelines.cli import app
+from pipelines.runs import kfp_access
 from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
 
 RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"
@@ -46,7 +47,7 @@ def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
     home = tmp_path / "home"
     home.mkdir()
     monkeypatch.chdir(home)
-    monkeypatch.setattr(access, "TOKEN_VOLUME", tmp_path / "no-volume")
+    monkeypatch.setattr(kfp_access, "TOKEN_VOLUME", tmp_path / "no-volume")
 
     def call(*settings: str, options: tuple[str, ...] = ()) -> Report:
         sets = [word for each in settings for word in ("--set", each)]

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from pipelines.doctor import examination
+from pipelines.doctor.check import Check, Finding
 from pipelines.doctor.examination import examine
-from pipelines.doctor.finding import Check, Finding
 from trainer.errors import RunInterruptedError, UserError
 
 OK = Finding("ok", "fine")

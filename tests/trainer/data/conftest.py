@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 from trainer import storage
-from trainer.config import DataConfig
+from trainer.config.schema import DataConfig
 from trainer.data.prepare import PreparedDataset, prepare
 from trainer.data.read import DatasetSpec
 from trainer.data.records import encode, parse
-from trainer.data.shards import ShardWriter
 from trainer.data.spec import FeatureSpec
+from trainer.data.write import ShardWriter
 
 ROOT = Path(__file__).parents[3]
 Prepare = Callable[..., PreparedDataset]

@@ -6,7 +6,7 @@ import hashlib
 
 import numpy as np
 
-from trainer.config import DataConfig
+from trainer.config.schema import DataConfig
 from trainer.data import clicks, datasets
 from trainer.data.features import select
 

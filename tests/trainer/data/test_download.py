@@ -11,8 +11,7 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import builders
 from trainer.data import download as module
-from trainer.data.download import download
-from trainer.data.network import UnreachableError
+from trainer.data.download import UnreachableError, download
 from trainer.errors import ConfigError, UserError
 
 MNIST = [

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from trainer import storage
-from trainer.config import DataConfig
+from trainer.config.schema import DataConfig
 from trainer.data.key import dataset_key, seal
 from trainer.data.spec import KIND
 from trainer.errors import UserError

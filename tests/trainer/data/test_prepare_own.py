@@ -12,7 +12,7 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import builders
 from trainer import storage
-from trainer.data import examples, prepare
+from trainer.data import prepare, write
 from trainer.data.read import DatasetSpec
 from trainer.errors import UserError
 
@@ -74,15 +74,15 @@ def test_every_example_is_in_one_place(prepared, contents):
 @pytest.mark.parametrize("name", ["Pictures", "Everything"])
 def test_both_ways_of_reading_agree(prepared, monkeypatch, name):
     short = prepared(name)
-    monkeypatch.setattr(examples, "_is_plain", lambda *_: False)
+    monkeypatch.setattr(write, "_is_plain", lambda *_: False)
     storage.delete(short.uri)
     assert prepared(name).manifest.same_content(short.manifest)
 
 
 def test_pictures_are_read_the_short_way(prepared, monkeypatch):
     used = []
-    read = examples._records
-    monkeypatch.setattr(examples, "_records", lambda *args: used.append(args[2]) or read(*args))
+    read = write._records
+    monkeypatch.setattr(write, "_records", lambda *args: used.append(args[2]) or read(*args))
     prepared("Pictures")
     assert used == ["train", "test"]
     prepared("Everything")

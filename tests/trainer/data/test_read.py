@@ -8,12 +8,7 @@ import pytest
 import tensorflow as tf
 
 from trainer.data import read
-from trainer.data.read import (
-    DatasetSpec,
-    evaluation_batches,
-    labelled_columns,
-    training_batches,
-)
+from trainer.data.read import DatasetSpec, evaluation_batches, labelled_columns, training_batches
 from trainer.data.records import encode
 from trainer.data.spec import FeatureSpec
 

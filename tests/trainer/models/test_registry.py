@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config import ModelConfig
+from trainer.config.schema import ModelConfig
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError, UserError
 from trainer.models import registry
+from trainer.models.registry import refused_input
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.refused_input import refused_input
 
 ROWS, DIMENSION = 11, 3
 BATCHES = [[4], [0, 10, 5], [3, 3, 3], [[1, 2], [9, 2]], [[[7]]]]

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config import ModelConfig
-from trainer.config_file import parse
+from trainer.config.load import parse_config
+from trainer.config.schema import ModelConfig
 from trainer.data import clicks
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
-from trainer.optimizers import build_optimizer
-from trainer.strategies.interface import step_of
+from trainer.strategies.strategy import step_of
+from trainer.training.optimizers import build_optimizer
 
 PAIRS = InputSpec(
     shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, num_classes=2
@@ -154,7 +154,9 @@ def test_wrong_arguments_are_named(args, message):
 def test_it_learns_tastes_that_popularity_does_not_show():
     users, items, labels = clicks.draw()
     model = build(rows={"user": clicks.USERS, "item": clicks.ITEMS}, dimension=8)
-    training = parse({"training": {"optimizer": {"name": "adam", "learning_rate": 0.01}}}).training
+    training = parse_config(
+        {"training": {"optimizer": {"name": "adam", "learning_rate": 0.01}}}
+    ).training
     step = tf.function(
         step_of(
             model,

@@ -10,7 +10,7 @@ import pytest
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from trainer import storage
-from trainer.storage import patience
+from trainer.storage import retry
 from trainer.storage.probe import Probe, Unfit
 
 
@@ -167,7 +167,7 @@ def test_what_arrives_after_it_was_removed_is_not_forgotten(bucket):
 
 
 def test_patience_comes_back():
-    before = patience.Patience()._seconds
-    with patience.impatient(1.0):
-        assert patience.Patience()._seconds == 1.0
-    assert patience.Patience()._seconds == before == patience.DEADLINE
+    before = retry.Retry()._seconds
+    with retry.shorter_retry(1.0):
+        assert retry.Retry()._seconds == 1.0
+    assert retry.Retry()._seconds == before == retry.DEADLINE

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster import Cluster, Task
-from trainer.config import STRATEGIES, Config, TrainingConfig
+from trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import registry
 from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.registry import create
+from trainer.topology import Cluster, Task
 
 CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
 CHIEF = Task(role="chief", index=0)
 OWN = """
 from tests.trainer.plain import Plain
-from trainer.strategies.interface import Strategy
+from trainer.strategies.strategy import Strategy
 
 class Good(Plain): ...
 

@@ -1,0 +1,249 @@
+"""The facts of a run for its report: from what is published and from the run's events.
+
+Where the steps share no folder there are no events, and their published records have to do.
+
+What a run has cost: the tasks and GPUs that training held, by the time it held them.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from components import published_record
+from components.record import step_records
+from trainer import events, storage
+from trainer.checkpoints.history import merge_validations, read_history, read_validations
+from trainer.errors import UserError
+from trainer.report import report
+from trainer.topology import topology_of
+
+
+def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a training cluster of this configuration holds: `tasks` of each role, `gpus`."""
+    cluster = config["cluster"]
+    tasks = topology_of(config["training"]["strategy"]).tasks(
+        servers=cluster["parameter_servers"], workers=cluster["workers"]
+    )
+    return {"tasks": tasks, "gpus": cluster["gpus_per_worker"] * tasks.get("worker", 1)}
+
+
+def spent(step: Mapping[str, Any]) -> float:
+    """Return the seconds of a step, its earlier tries included."""
+    return float(step["seconds"] + step.get("earlier_seconds", 0.0))
+
+
+def cost(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the cost of a run by the records of its steps; nothing where it never trained.
+
+    Args:
+        config: the run's configuration; empty where it is not known.
+        steps: the records; that of training may say itself what it held.
+    """
+    steps = list(steps)
+    train = next((step for step in steps if step["step"] == "train_model"), {})
+    held = train.get("held") or (held_by(config) if config else {})
+    if not (train and held):
+        return {}
+    seconds = spent(train)
+    return {
+        "tasks": held["tasks"],
+        "task_hours": sum(held["tasks"].values()) * seconds / 3600,
+        "gpu_hours": held["gpus"] * seconds / 3600,
+        "seconds_of_all_steps": round(sum(map(spent, steps)), 1),
+    }
+
+
+log = logging.getLogger(__name__)
+_INCIDENTS = ("restart", "stalled", "task_failed", "evaluator_left", "checkpoint_passed_over")
+_LINEAGE = (
+    "run_id", "commit", "image", "config", "dataset", "fingerprint", "checkpoint", "evaluation",
+    "decision",
+)  # fmt: skip
+# A KFP instance says `COMPLETE` or `SUCCEEDED`, by its version, and `RUNNING` where it lost count;
+# the local runner says `SUCCESS` too.
+_WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE", "CACHED")
+_ILL = ("FAILED", "CANCELED", "CANCELLED")
+_MOST_WORDS = 500
+# What KFP reuses leaves no record either.
+_UNHEARD = {"prepare_data": "prepare_data, or train_model if the dataset came from KFP's cache,"}
+_ORDER = (
+    "resolve_config", "prepare_data", "train_model", "evaluate_model", "check_gate",
+    "export_model", "register_model",
+)  # fmt: skip
+
+
+def write(
+    state: str, root: str, run_id: str, folder: Path, path: Path, words: str = ""
+) -> dict[str, Any]:
+    """Write `report.html` to `path` from whatever the run has left so far; return the facts.
+
+    Args:
+        state: the final state that KFP gives the pipeline, such as `SUCCEEDED`.
+        root: URI below which the run has published.
+        run_id: the run.
+        folder: the run's folder on this machine, which may hold its events.
+        path: the file to be written.
+        words: what KFP says of a failure, if anything.
+    """
+    facts = gathered(state, root, run_id, folder, words)
+    report.write(facts, path)
+    return facts
+
+
+def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
+    """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
+    happened = _events(folder)
+    # The exit step is the one that writes this.
+    shared = [each for each in step_records(happened) if each["step"] != "finish"]
+    steps = shared or _published(state, root, run_id)
+    made = _Made(steps, root, run_id, every=bool(shared))
+    decision = made.read("check_gate", "decision", "decision.json")
+    evaluation = made.read("evaluate_model", "evaluation", "metrics.json")
+    registered = made.read("register_model", "registration", "registration.json")
+    config = _config(folder, root, run_id)
+    verdict = _verdict(state, decision, registered, steps)
+    return {
+        "run_id": run_id,
+        "verdict": verdict,
+        "error": _unsaid(steps, words, shared=bool(shared)) if verdict == "failed" else "",
+        "config": config,
+        "steps": steps,
+        "metrics": evaluation.get("metrics", {}),
+        "rules": decision.get("rules", []),
+        "reasons": decision.get("reasons", []),
+        "history": _history(root, run_id),
+        "incidents": [each for each in happened if _is_incident(each)],
+        "checkpoints": [each for each in happened if each["event"] == "checkpoint"],
+        "evaluation": evaluation,
+        "curves": made.curves(),
+        "pictures": made.pictures(evaluation),
+        "registered": registered,
+        "lineage": _lineage(registered),
+        "cost": cost(config, steps),
+    }
+
+
+def _is_incident(event: dict[str, Any]) -> bool:
+    return event["event"] in _INCIDENTS or (event["event"] == "life" and event["resumed"])
+
+
+def _verdict(
+    state: str,
+    decision: dict[str, Any],
+    registered: dict[str, Any],
+    steps: list[dict[str, Any]],
+) -> str:
+    for step in steps:
+        if step["status"] != "done":
+            return str(step["status"])
+    if state in _ILL or (state and state not in _WELL and not decision):
+        return "failed"
+    if registered.get("decision") == "refused":
+        return "refused"
+    return str(decision.get("decision", "done"))
+
+
+def _unsaid(steps: list[dict[str, Any]], words: str, *, shared: bool) -> str:
+    """Return what is known of a failure that no step has told; empty where one has."""
+    said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
+    failed = [each for each in steps if each["status"] != "done"]
+    if failed:
+        # A step that was killed had no last word.
+        return said if not shared and "ended" not in failed[0] else ""
+    last = max((_ORDER.index(each["step"]) for each in steps if each["step"] in _ORDER), default=-1)
+    after = _ORDER[last + 1 : last + 2] if steps else ()
+    unheard = [
+        f"{_UNHEARD.get(step, step)} left no record: its pod did not start, or could write nothing"
+        for step in after
+    ]
+    return "; ".join([*(unheard or ["no step has told why; see its log"]), *filter(None, [said])])
+
+
+def _published(state: str, root: str, run_id: str) -> list[dict[str, Any]]:
+    with _left_out_if_unreadable():
+        if root:
+            return published_record.read(storage.join(root, run_id), well=state in _WELL)
+    return []
+
+
+class _Made:
+    """What the steps of this run have published, and not what an earlier try of one had.
+
+    Where not `every` step has left a record the newest of its kind has to do.
+    """
+
+    def __init__(self, steps: list[dict[str, Any]], root: str, run_id: str, *, every: bool) -> None:
+        self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
+
+    def uri(self, step: str, kind: str) -> str:
+        told = next((each["uri"] for each in self._steps if each["step"] == step), "")
+        if told or self._every:
+            return told
+        found = storage.published(storage.join(self._root, self._run_id, kind))
+        uri, _ = max(found, key=lambda pair: pair[1].created, default=("", None))
+        return uri
+
+    def read(self, step: str, kind: str, name: str) -> dict[str, Any]:
+        with _left_out_if_unreadable():
+            uri = self.uri(step, kind)
+            return dict(json.loads(storage.read_file(uri, name))) if uri else {}
+        return {}
+
+    def curves(self) -> list[dict[str, Any]]:
+        with _left_out_if_unreadable():
+            uri = self.uri("evaluate_model", "evaluation")
+            return list(json.loads(storage.read_file(uri, "curves.json"))) if uri else []
+        return []
+
+    def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
+        found = {}
+        with _left_out_if_unreadable():
+            uri = self.uri("evaluate_model", "evaluation")
+            for row in evaluation.get("worst", []):
+                if path := row.get("picture"):
+                    content = storage.read_file(uri, path)
+                    found[path] = base64.b64encode(content).decode()
+        return found
+
+
+def _lineage(registered: dict[str, Any]) -> dict[str, Any]:
+    told = registered.get("lineage") or {}
+    return {key: told[key] for key in _LINEAGE if key in told}
+
+
+def _events(folder: Path) -> list[dict[str, Any]]:
+    with _left_out_if_unreadable():
+        return list(events.read(folder / "events.jsonl"))
+    return []
+
+
+def _history(root: str, run_id: str) -> list[dict[str, Any]]:
+    with _left_out_if_unreadable():
+        uri = storage.join(root, run_id, "checkpoints")
+        return merge_validations(read_history(uri), read_validations(uri))
+    return []
+
+
+def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
+    path = folder / published_record.CONFIG
+    with _left_out_if_unreadable(), suppress(storage.Missing):
+        if path.exists():
+            return dict(json.loads(path.read_text(encoding="utf-8")))
+        if root:
+            return dict(json.loads(storage.read_bytes(storage.join(root, run_id, path.name))))
+    return {}
+
+
+@contextmanager
+def _left_out_if_unreadable() -> Iterator[None]:
+    # A report with a gap tells more of a run that failed than no report.
+    try:
+        yield
+    except (UserError, ValueError, OSError) as error:
+        log.warning("left out of the report: %s", error)

@@ -1,0 +1,50 @@
+"""Which launcher trains a job: `cluster.launcher` names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from components.image import DEFAULTS, PodDefaults
+from trainer.cluster import local
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config, parse_value
+from trainer.errors import ConfigError
+
+
+def _local(job: Job, _defaults: PodDefaults) -> None:
+    local.launch(job)
+
+
+def _tfjob(job: Job, defaults: PodDefaults) -> None:
+    # The client of Kubernetes costs half a second, which a local run need not wait for.
+    from components.tfjob.launcher import launch
+
+    launch(job, defaults)
+
+
+LAUNCHERS: dict[str, Callable[[Job, PodDefaults], None]] = {"local": _local, "tfjob": _tfjob}
+
+
+def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
+    """Train `job` with the launcher that its configuration names."""
+    LAUNCHERS[job.config.cluster.launcher](job, defaults)
+
+
+def end(launcher: str, kubernetes: str, run_id: str) -> None:
+    """End what a run has left on a cluster; raises `UserError`.
+
+    Args:
+        launcher: `cluster.launcher`, as the run parameter says it.
+        kubernetes: `cluster.kubernetes`, likewise.
+        run_id: the run.
+    """
+    if launcher != "tfjob":
+        return
+    try:
+        config = parse_config({"cluster": {"kubernetes": parse_value(kubernetes)}})
+    except ConfigError:
+        # The first step has refused it, so that nothing was launched.
+        return
+    from components.tfjob.launcher import delete_jobs
+
+    delete_jobs(config.cluster.kubernetes, run_id)

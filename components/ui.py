@@ -1,0 +1,61 @@
+"""What the KFP UI shows of a step: plain, finite values, and no more than it can draw."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import storage
+
+# A larger matrix is no picture, and its cells are kept in a database with every run.
+MOST_CLASSES = 50
+#: The name by which the UI looks for viewers that are not among the artifact types of KFP v2.
+VIEWERS = "mlpipeline_ui_metadata"
+
+
+def log_metrics(metrics: Any, found: Mapping[str, float], uri: str) -> None:
+    """Log all figures that are finite numbers, and where the rest is; `metrics` is KFP Metrics."""
+    for name, value in found.items():
+        if math.isfinite(value):
+            metrics.log_metric(name, float(value))
+    metrics.metadata["uri"] = uri
+
+
+def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
+    """Log the matrix, whose rows are the true classes; `confusion` is ClassificationMetrics."""
+    if len(labels) > MOST_CLASSES:
+        confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
+        return
+    # The UI finds a row by its name, and two classes may have one.
+    names = [f"{name} ({i})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]
+    confusion.log_confusion_matrix(names, [[int(cell) for cell in row] for row in matrix])
+
+
+def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
+    """Log points of false positive rate, true positive rate, threshold; see `metrics.roc`.
+
+    `roc` is KFP ClassificationMetrics.
+    """
+    if curve:
+        columns = zip(*curve, strict=True)
+        false, true, thresholds = ([float(value) for value in each] for each in columns)
+        roc.log_roc_curve(false, true, thresholds)
+
+
+def write_viewers(artifact: Any, logs: str) -> None:
+    """Write what makes the UI offer TensorBoard for the folder at the URI `logs`."""
+    # The viewer gets its endpoint from KFP, and knows nothing of ours.
+    source, _, _ = logs.partition("?")
+    tree = {"version": 1, "outputs": [{"type": "tensorboard", "source": source}]}
+    path = Path(artifact.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(tree), encoding="utf-8")
+    artifact.metadata["tensorboard"] = source
+
+
+def logs_of(checkpoints: str) -> str:
+    """Return the folder of TensorBoard's files beside checkpoints."""
+    return storage.join(checkpoints, "logs")

@@ -1,0 +1,324 @@
+"""What a person sees of a run: live progress on standard error, and a closing table.
+
+What a person sees of runs on a KFP instance: live steps, and tables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pipelines.runs.kfp_run import RemoteRun, Step
+from pipelines.runs.outcome import Outcome
+from trainer import storage
+
+# Without a terminal a line of progress comes at most so often.
+LINE_SECONDS = 5.0
+_MARKS = {
+    "done": "[green]done[/]",
+    "cached": "[green]cached[/]",
+    "failed": "[red]failed[/]",
+    "interrupted": "[yellow]interrupted[/]",
+    "running": "[cyan]running[/]",
+    "skipped": "skipped",
+}
+
+
+class Terminal(Console):
+    """Where a person looks. A run goes on, and ends as it does, when nobody looks any more."""
+
+    def __init__(self, *, stderr: bool = False) -> None:
+        """Write texts as they are: `package.module:x:` is a name and no emoji."""
+        super().__init__(stderr=stderr, highlight=False, emoji=False)
+
+    def on_broken_pipe(self) -> None:
+        """Write to nowhere from now on; rich itself would end the process, and the run with it."""
+        write_nowhere(self.file)
+
+
+def write_nowhere(stream: IO[str]) -> None:
+    """Let what is still to be written to a stream whose reader has gone vanish."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+class Display:
+    """Follows the events of one run; to be used as a context manager."""
+
+    def __init__(self) -> None:
+        """Write to standard error."""
+        self._console = Terminal(stderr=True)
+        self._bars = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._bar: TaskID | None = None
+        self._line_at = 0.0
+
+    def __enter__(self) -> Display:
+        """Begin to draw."""
+        self._bars.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave the terminal as it was."""
+        self._bars.stop()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        """Show one event."""
+        show = _SHOWN.get(event["event"])
+        if show:
+            show(self, event)
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True)
+
+    def step_begin(self, event: dict[str, Any]) -> None:
+        """A step has begun."""
+        self._say(f"{event['step']} ...")
+
+    def step_end(self, event: dict[str, Any]) -> None:
+        """A step has ended."""
+        if self._bar is not None:
+            self._bars.remove_task(self._bar)
+            self._bar = None
+        mark = _MARKS[event["status"]]
+        self._say(f"{event['step']} {mark} in {event['seconds']:.1f} s")
+
+    def life(self, event: dict[str, Any]) -> None:
+        """The chief has begun to train."""
+        if event["resumed"]:
+            self._say(f"training goes on from global step {event['global_step']}")
+
+    def newest_version(self, event: dict[str, Any]) -> None:
+        """No version of the dataset was named."""
+        text = f"{event['dataset']} {event['version']} is its newest version"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def warm_start(self, event: dict[str, Any]) -> None:
+        """A fresh run begins with the weights of another checkpoint."""
+        text = f"training begins with the weights of {event['uri']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def from_scratch(self, event: dict[str, Any]) -> None:
+        """There was nothing to begin with."""
+        text = f"training begins from scratch: {event['reason']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def lock_taken_over(self, event: dict[str, Any]) -> None:
+        """Another run has left its checkpoints locked."""
+        text = f"took over the lock of {event['uri']} from {event['holder']}, which "
+        self._console.print(text + event["reason"], markup=False, soft_wrap=True)
+
+    def lock_awaited(self, event: dict[str, Any]) -> None:
+        """Whoever holds the lock of the checkpoints may be dead."""
+        text = f"waiting for the lock of {event['uri']}: {event['holder']} may be dead, and holds "
+        self._console.print(f"{text}it until {event['until']}", markup=False, soft_wrap=True)
+
+    def stalled(self, event: dict[str, Any]) -> None:
+        """Tasks do not answer."""
+        self._say(f"no progress for {event['seconds']:g} s: {', '.join(event['tasks'])} silent")
+
+    def evaluator_left(self, event: dict[str, Any]) -> None:
+        """Training goes on without its evaluator."""
+        text = f"going on without the evaluator: {event['reason']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def task_failed(self, event: dict[str, Any]) -> None:
+        """A task is given up: its last lines."""
+        for line in (f"{event['task']} ended with {event['cause']}:", *event["last_lines"]):
+            self._console.print(line, markup=False, soft_wrap=True)
+
+    def restart(self, event: dict[str, Any]) -> None:
+        """A task was started again."""
+        self._say(f"{event['task']} ended with {event['cause']} and is started again")
+
+    def checkpoint_passed_over(self, event: dict[str, Any]) -> None:
+        """A damaged checkpoint was not used."""
+        text = f"passed over {event['uri']}: {event['reason']}"
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def _progress_line(self, event: dict[str, Any]) -> str:
+        return (
+            f"loss {event['loss']:.4f}  {event['steps_per_second']:.0f} steps/s  "
+            f"{event['seconds_left']:.0f} s left"
+        )
+
+    def progress(self, event: dict[str, Any]) -> None:
+        """Training has come further."""
+        line = self._progress_line(event)
+        if not self._console.is_terminal:
+            if event["time"] - self._line_at >= LINE_SECONDS:
+                self._line_at = event["time"]
+                self._say(f"global step {event['global_step']}/{event['steps']}  {line}")
+            return
+        if self._bar is None:
+            self._bar = self._bars.add_task("training", total=event["steps"], figures="")
+        self._bars.update(self._bar, completed=event["global_step"], figures=line)
+
+
+_SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
+    "step_begin": Display.step_begin,
+    "step_end": Display.step_end,
+    "life": Display.life,
+    "newest_version": Display.newest_version,
+    "warm_start": Display.warm_start,
+    "from_scratch": Display.from_scratch,
+    "lock_awaited": Display.lock_awaited,
+    "lock_taken_over": Display.lock_taken_over,
+    "restart": Display.restart,
+    "stalled": Display.stalled,
+    "evaluator_left": Display.evaluator_left,
+    "task_failed": Display.task_failed,
+    "checkpoint_passed_over": Display.checkpoint_passed_over,
+    "progress": Display.progress,
+}
+
+
+def closing_table(outcome: Outcome) -> Table:
+    """Return the table of all steps: status, seconds, key figures, where."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("step", "status", "seconds", "figures", "where"):
+        table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
+    for step in outcome.steps:
+        table.add_row(
+            step["step"],
+            _MARKS[step["status"]],
+            f"{step['seconds']:.1f}",
+            escape(_figures(step["figures"])),
+            escape(_where(step)),
+        )
+    return table
+
+
+def shown_place(uri: str) -> str:
+    """Return a path where there is one, below the current folder a relative one."""
+    path = storage.local_path(uri) if uri else None
+    if path is None:
+        return uri
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def _where(step: dict[str, Any]) -> str:
+    if step["status"] == "cached" and not step["uri"]:
+        return "KFP's cache does not say"
+    return shown_place(step["uri"])
+
+
+def _figures(figures: dict[str, Any]) -> str:
+    shown = [(name, value) for name, value in figures.items() if not isinstance(value, list | dict)]
+    return " ".join(f"{name}={_short(value)}" for name, value in shown[:4])
+
+
+def _short(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+_WORDS = {
+    "PENDING": "waiting",
+    "RUNTIME_STATE_UNSPECIFIED": "waiting",
+    "RUNNING": "[cyan]running[/]",
+    "SUCCEEDED": "[green]done[/]",
+    "SKIPPED": "skipped",
+    "FAILED": "[red]failed[/]",
+    "CANCELING": "[yellow]ending[/]",
+    "CANCELED": "[yellow]canceled[/]",
+    "PAUSED": "paused",
+}
+
+
+class Steps:
+    """Shows the steps of one run while it goes on; to be used as a context manager."""
+
+    def __init__(self) -> None:
+        """Write to standard error: a table that changes on a terminal, else a line a change."""
+        self._console = Terminal(stderr=True)
+        self._live = Live(console=self._console, auto_refresh=False, transient=True)
+        self._seen: dict[str, str] = {}
+
+    def __enter__(self) -> Steps:
+        """Begin to draw."""
+        if self._console.is_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Leave the terminal as it was."""
+        if self._console.is_terminal:
+            self._live.stop()
+
+    def show(self, run: RemoteRun) -> None:
+        """Show what has changed."""
+        if self._console.is_terminal:
+            self._live.update(steps_table(run.steps), refresh=True)
+            return
+        for step in run.steps:
+            if self._seen.get(step.name) != _word(step):
+                self._seen[step.name] = _word(step)
+                self._console.print(_line(step), soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Show a line that stays, as it is."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+
+def steps_table(steps: Iterable[Step]) -> Table:
+    """Return the table of steps: state and seconds."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("step", "status", "seconds"):
+        table.add_column(title, justify="right" if title == "seconds" else "left")
+    for step in steps:
+        table.add_row(escape(step.name), _word(step), f"{step.seconds:.0f}")
+    return table
+
+
+def runs_table(runs: Iterable[RemoteRun]) -> Table:
+    """Return the table of runs."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "name", "status", "created (UTC)"):
+        # What is to be copied stays whole.
+        table.add_column(title, overflow="fold", no_wrap=title == "run")
+    for run in runs:
+        table.add_row(run.run_id, escape(run.name), word(run.state), stamp(run.created))
+    return table
+
+
+def word(state: str) -> str:
+    """Return our word for a state of KFP, with its colour."""
+    return _WORDS.get(state, escape(state.lower()))
+
+
+def stamp(moment: datetime | None) -> str:
+    """Return a moment for a table."""
+    return f"{moment:%Y-%m-%d %H:%M}" if moment else ""
+
+
+def _word(step: Step) -> str:
+    return "[green]cached[/]" if step.cached else word(step.state)
+
+
+def _line(step: Step) -> str:
+    if step.cached:
+        return f"{escape(step.name)} {_word(step)}"
+    if step.state == "RUNNING":
+        return f"{escape(step.name)} ..."
+    if step.state in ("SUCCEEDED", "FAILED"):
+        return f"{escape(step.name)} {word(step.state)} in {step.seconds:.1f} s"
+    return f"{escape(step.name)} {word(step.state)}"

@@ -1,0 +1,144 @@
+"""Arguments and options that more than one command takes.
+
+Arguments and options of the commands that talk to a KFP instance.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from pipelines.runs.kfp_access import Access, found_access
+
+# In the help of a command that trains.
+TRAINED = "--json adds `global_step`, the updates that were applied."
+
+Config = Annotated[
+    Path | None, typer.Argument(help="YAML file of the run; configs/digits.yaml when left out.")
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated."),
+]
+Workdir = Annotated[
+    Path, typer.Option(metavar="DIR", help="Folder below which everything is written.")
+]
+Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with this run.")]
+Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
+Root = Annotated[
+    str, typer.Option(metavar="URI", help="Where all is stored; the workdir when left out.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+
+Endpoint = Annotated[
+    str,
+    typer.Option(metavar="URL", help="The KFP instance; KF_PIPELINES_ENDPOINT when left out."),
+]
+Namespace = Annotated[
+    str, typer.Option("-n", "--namespace", help="Where several users share it; or KFP_NAMESPACE.")
+]
+TokenFile = Annotated[
+    str,
+    typer.Option(
+        metavar="FILE",
+        help="File with a bearer token; or KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH.",
+    ),
+]
+CookiesFile = Annotated[
+    str,
+    typer.Option(metavar="FILE", help="File with the session's Cookie header; or KFP_COOKIES."),
+]
+CaFile = Annotated[
+    str,
+    typer.Option(metavar="FILE", help="PEM of the authority behind its TLS; or KFP_CA_FILE."),
+]
+Image = Annotated[
+    str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
+]
+Pipeline = Annotated[str, typer.Option(metavar="NAME", help="The uploaded pipeline.")]
+Version = Annotated[
+    str, typer.Option(help="Name or id of the uploaded version; the newest when left out.")
+]
+Experiment = Annotated[
+    str, typer.Option(metavar="NAME", help="Group of runs; made where it is not there.")
+]
+PipelineRoot = Annotated[
+    str, typer.Option(metavar="URI", help="Where KFP keeps artifacts; its default when empty.")
+]
+ServiceAccount = Annotated[
+    str, typer.Option(metavar="NAME", help="Of the pods; the instance's default when empty.")
+]
+Parameters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--parameter",
+        metavar="NAME=VALUE",
+        help="A run parameter of the steps, such as step_memory=16Gi; may be repeated.",
+    ),
+]
+Cron = Annotated[str, typer.Option(metavar="CRON", help="Five fields, or six with seconds first.")]
+Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90s, 30m, 6h or 1d.")]
+Timezone = Annotated[
+    str, typer.Option(metavar="ZONE", help="The one in which the instance reads --cron.")
+]
+Latest = Annotated[bool, typer.Option("--latest", help="Each run takes the newest version then.")]
+CatchUp = Annotated[bool, typer.Option("--catch-up", help="Make up for runs that were missed.")]
+AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
+Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
+RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line says of the instance; what it leaves out is in the environment."""
+
+    endpoint: str = ""
+    namespace: str = ""
+    token_file: str = ""
+    cookies_file: str = ""
+    ca_file: str = ""
+
+    def access(self) -> Access:
+        """Return the access; raises `UserError`."""
+        return found_access(**vars(self))
+
+
+_OPTIONS = {
+    "endpoint": Endpoint,
+    "namespace": Namespace,
+    "token_file": TokenFile,
+    "cookies_file": CookiesFile,
+    "ca_file": CaFile,
+}
+
+
+def of_instance(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command, in place of its parameter `given`, the options of an instance."""
+    own = inspect.signature(command).parameters
+    hints = get_type_hints(command, include_extras=True)
+    parameters = [
+        each.replace(annotation=hints[name]) for name, each in own.items() if name != "given"
+    ]
+    parameters += [
+        inspect.Parameter(
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=option
+        )
+        for name, option in _OPTIONS.items()
+    ]
+
+    @functools.wraps(command)
+    def called(**named: Any) -> None:
+        given = Given(**{name: named.pop(name) for name in _OPTIONS})
+        command(given=given, **named)
+
+    del called.__wrapped__
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called

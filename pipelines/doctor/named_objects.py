@@ -1,0 +1,208 @@
+"""Whether what the job names is there: secrets with their keys, config maps, claims, classes.
+
+Whether the images that a job names are names of images, and can be found from a node.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from urllib.parse import quote
+
+from components.image import IMAGE, is_image
+from pipelines.doctor.check import Finding
+from pipelines.doctor.kubernetes_api import Kubernetes, Tree, told
+
+SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
+ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
+# What each is called in the report.
+KINDS = {
+    SECRETS: "secrets",
+    LOGINS: "image pull secrets",
+    MAPS: "config maps",
+    CLAIMS: "volume claims",
+    ACCOUNTS: "service accounts of tasks",
+    CLASSES: "priority classes",
+}
+
+
+@dataclass(frozen=True, order=True)
+class Named:
+    """An object that a job names, and the key in it that it reads (empty: all)."""
+
+    kind: str
+    name: str
+    key: str = ""
+
+
+def named(manifest: Tree) -> frozenset[Named]:
+    """Return all that the pods of a job, and its group of pods, name."""
+    found = set()
+    policy = manifest["spec"]["runPolicy"].get("schedulingPolicy", {})
+    if "priorityClass" in policy:
+        found.add(Named(CLASSES, policy["priorityClass"]))
+    for replica in manifest["spec"]["tfReplicaSpecs"].values():
+        found.update(_of_pod(replica["template"]["spec"]))
+    return frozenset(found)
+
+
+def _of_pod(pod: Tree) -> Iterator[Named]:
+    container = pod["containers"][0]
+    for each in container.get("envFrom", []):
+        if "secretRef" in each:
+            yield Named(SECRETS, each["secretRef"]["name"])
+        if "configMapRef" in each:
+            yield Named(MAPS, each["configMapRef"]["name"])
+    for each in container.get("env", []):
+        reference = each.get("valueFrom", {}).get("secretKeyRef")
+        if reference:
+            yield Named(SECRETS, reference["name"], reference["key"])
+    for each in pod.get("imagePullSecrets", []):
+        yield Named(LOGINS, each["name"])
+    if "serviceAccountName" in pod:
+        yield Named(ACCOUNTS, pod["serviceAccountName"])
+    if "priorityClassName" in pod:
+        yield Named(CLASSES, pod["priorityClassName"])
+    for volume in pod.get("volumes", []):
+        yield from _of_volume(volume)
+
+
+def _of_volume(volume: Tree) -> Iterator[Named]:
+    # What a person wrote there may be of any form.
+    for kind, source, name in (
+        (CLAIMS, "persistentVolumeClaim", "claimName"),
+        (SECRETS, "secret", "secretName"),
+        (MAPS, "configMap", "name"),
+    ):
+        said = volume.get(source)
+        if isinstance(said, dict) and isinstance(said.get(name), str):
+            yield Named(kind, said[name])
+
+
+def present(kubernetes: Kubernetes, kind: str, objects: frozenset[Named]) -> Finding:
+    """Check that all objects of one kind are there, with the keys that the job reads."""
+    by_name: dict[str, set[str]] = {}
+    for each in sorted(objects):
+        by_name.setdefault(each.name, set()).update({each.key} - {""})
+    missing, remedies = [], []
+    for name, keys in by_name.items():
+        answer = kubernetes.get(_path(kubernetes.namespace, kind, name))
+        remedy = REMEDIES[kind](kubernetes.namespace, name, sorted(keys))
+        if answer.is_missing:
+            missing.append(name)
+            remedies.append(remedy)
+        elif not answer.is_good:
+            return told(
+                answer, f"{KINDS[kind]} {', '.join(by_name)}", _show(kubernetes, kind, name)
+            )
+        elif absent := sorted(keys - _keys(answer.tree)):
+            missing.append(f"{name} (without {', '.join(absent)})")
+            remedies.append(_patch(kubernetes.namespace, name, absent))
+    if missing:
+        said = f"not there in {kubernetes.namespace}: {', '.join(missing)}"
+        return Finding("fail", said, " && ".join(remedies))
+    return Finding("ok", ", ".join(by_name))
+
+
+def _keys(tree: Tree) -> set[str]:
+    data = tree.get("data")
+    return set(data) if isinstance(data, Mapping) else set()
+
+
+def _path(namespace: str, kind: str, name: str) -> str:
+    if kind == CLASSES:
+        return f"/apis/scheduling.k8s.io/v1/priorityclasses/{quote(name)}"
+    plural = SECRETS if kind == LOGINS else kind
+    return f"/api/v1/namespaces/{quote(namespace)}/{plural}/{quote(name)}"
+
+
+def _show(kubernetes: Kubernetes, kind: str, name: str) -> str:
+    plural = SECRETS if kind == LOGINS else kind
+    place = "" if kind == CLASSES else f" --namespace {kubernetes.namespace}"
+    return f"kubectl get {plural} {name}{place}"
+
+
+def _secret(namespace: str, name: str, keys: list[str]) -> str:
+    literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
+    return f"kubectl create secret generic {name} --namespace {namespace} {literals}"
+
+
+def _patch(namespace: str, name: str, keys: list[str]) -> str:
+    values = json.dumps({"stringData": dict.fromkeys(keys, "VALUE")})
+    return f"kubectl patch secret {name} --namespace {namespace} --patch '{values}'"
+
+
+def _login(namespace: str, name: str, _keys: list[str]) -> str:
+    return (
+        f"kubectl create secret docker-registry {name} --namespace {namespace} "
+        "--docker-server=HOST --docker-username=USER --docker-password=PASSWORD"
+    )
+
+
+def _map(namespace: str, name: str, _keys: list[str]) -> str:
+    return f"kubectl create configmap {name} --namespace {namespace} --from-literal=KEY=VALUE"
+
+
+def _claim(namespace: str, name: str, _keys: list[str]) -> str:
+    spec = (
+        f'{{"apiVersion":"v1","kind":"PersistentVolumeClaim","metadata":{{"name":"{name}"}},'
+        '"spec":{"accessModes":["ReadWriteMany"],"resources":{"requests":{"storage":"50Gi"}}}}'
+    )
+    return f"echo '{spec}' | kubectl create --namespace {namespace} --filename -"
+
+
+def _account(namespace: str, name: str, _keys: list[str]) -> str:
+    if name == "flotilla-trainer":
+        return f"kubectl apply --namespace {namespace} --filename deploy/rbac.yaml"
+    return f"kubectl create serviceaccount {name} --namespace {namespace}"
+
+
+def _class(_namespace: str, name: str, _keys: list[str]) -> str:
+    return f"kubectl create priorityclass {name} --value=1000"
+
+
+REMEDIES: dict[str, Callable[[str, str, list[str]], str]] = {
+    SECRETS: _secret,
+    LOGINS: _login,
+    MAPS: _map,
+    CLAIMS: _claim,
+    ACCOUNTS: _account,
+    CLASSES: _class,
+}
+
+
+_BUILD = "docker build --tag HOST/NAME:TAG . && docker push HOST/NAME:TAG"
+_GIVE = "flotilla doctor --image HOST/NAME:TAG"
+
+
+def image_names(manifest: Tree) -> set[str]:
+    """Return the images of all roles of a job."""
+    replicas = manifest["spec"]["tfReplicaSpecs"].values()
+    return {each["template"]["spec"]["containers"][0]["image"] for each in replicas}
+
+
+def judge_images(images: Iterable[str]) -> Finding:
+    """Check images by the rule of `flotilla compile --image`."""
+    names = sorted(images)
+    for image in names:
+        if not is_image(image):
+            said = f"{image!r} is not the name of an image: write it as host/name:tag"
+            setting = "flotilla doctor --set cluster.kubernetes.pod.image=HOST/NAME:TAG"
+            return Finding("fail", said, setting)
+    local = [image for image in names if not _has_host(image)]
+    if IMAGE in local:
+        said = (
+            "none is named, and that of the upload is not known here: give it by --image; without "
+            f"an upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
+        )
+        return Finding("warn", said, _GIVE)
+    if local:
+        said = f"{', '.join(local)} names no registry: every node has to have it already"
+        return Finding("warn", said, f"{_BUILD} && {_GIVE}")
+    return Finding("ok", ", ".join(names))
+
+
+def _has_host(image: str) -> bool:
+    host, slash, _ = image.partition("/")
+    return bool(slash) and ("." in host or ":" in host or host == "localhost")

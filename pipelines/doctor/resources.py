@@ -1,0 +1,280 @@
+"""Whether the quotas of the namespace have room for all pods of the job at once.
+
+What the pods of a TFJob ask for, role by role, from its manifest.
+
+Whether the nodes have the GPUs that the job asks for, under the name by which it asks.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+from kubernetes.utils.quantity import parse_quantity
+
+from components.tfjob.names import GROUP, PLURAL
+from pipelines.doctor.check import Finding
+from pipelines.doctor.kubernetes_api import Kubernetes, told
+
+Tree = dict[str, Any]
+Amounts = Mapping[str, Decimal]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Role:
+    """The pods of one role.
+
+    Attributes:
+        name: as the operator calls it.
+        count: how many there are.
+        requests: what the scheduler sets aside for one.
+        limits: the most that one may use.
+        pod: the specification of one.
+    """
+
+    name: str
+    count: int
+    requests: Amounts
+    limits: Amounts
+    pod: Tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defaults:
+    """What a namespace lays below the pods that name nothing (`LimitRange`)."""
+
+    requests: Mapping[str, str]
+    limits: Mapping[str, str]
+
+
+NO_DEFAULTS = Defaults(requests={}, limits={})
+
+
+def roles(manifest: Tree, defaults: Defaults = NO_DEFAULTS) -> list[Role]:
+    """Return the roles of a TFJob, with what Kubernetes adds to what they say."""
+    found = []
+    for name, replica in manifest["spec"]["tfReplicaSpecs"].items():
+        pod = replica["template"]["spec"]
+        resources = pod["containers"][0].get("resources", {})
+        limits = resources.get("limits", {})
+        # Whoever names a limit alone asks for as much.
+        requests = {**defaults.requests, **limits, **resources.get("requests", {})}
+        found.append(
+            Role(
+                name=name,
+                count=replica["replicas"],
+                requests=_amounts(requests),
+                limits=_amounts({**defaults.limits, **limits}),
+                pod=pod,
+            )
+        )
+    return found
+
+
+def defaults_of(limit_ranges: Iterable[Tree]) -> Defaults:
+    """Return what the LimitRanges of a namespace give to containers."""
+    requests: dict[str, str] = {}
+    limits: dict[str, str] = {}
+    for limit_range in limit_ranges:
+        for each in limit_range["spec"].get("limits", []):
+            if each.get("type") == "Container":
+                limits |= each.get("default", {})
+                requests |= {**each.get("default", {}), **each.get("defaultRequest", {})}
+    return Defaults(requests=requests, limits=limits)
+
+
+def amount(text: object) -> Decimal:
+    """Return what a quantity such as `500m` or `2Gi` stands for."""
+    return Decimal(parse_quantity(str(text)))
+
+
+def written(number: Decimal) -> str:
+    """Write an amount as Kubernetes reads it: whole, in thousandths, or in binary units."""
+    if number != number.to_integral_value():
+        return f"{int((number * 1000).to_integral_value(rounding='ROUND_CEILING'))}m"
+    whole = int(number)
+    for unit, size in (("Gi", 2**30), ("Mi", 2**20), ("Ki", 2**10)):
+        if whole and whole % size == 0:
+            return f"{whole // size}{unit}"
+    return str(whole)
+
+
+def _amounts(texts: Mapping[str, str]) -> Amounts:
+    return {name: amount(text) for name, text in texts.items()}
+
+
+# A pod that says nothing of these is refused where a quota counts them.
+_DEMANDED = ("cpu", "memory")
+
+
+def room(kubernetes: Kubernetes, manifest: Tree) -> Finding:
+    """Check the job against every `ResourceQuota` and what is used of it."""
+    where = kubernetes.namespace
+    show = f"kubectl describe resourcequotas --namespace {where}"
+    answer = kubernetes.find("resourcequotas")
+    if not answer.is_good:
+        return told(answer, f"the quotas of {where}", show)
+    if not answer.items:
+        return Finding("ok", f"{where} has no quota")
+    wanted = roles(manifest, defaults_of(kubernetes.find("limitranges").items))
+    scoped = [each["metadata"]["name"] for each in answer.items if _is_scoped(each)]
+    plain = [each for each in answer.items if not _is_scoped(each)]
+    for quota in plain:
+        if finding := _exceeded(where, quota, wanted) or _refused(quota, wanted):
+            return finding
+    if scoped:
+        said = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
+        return Finding("warn", said, show)
+    names = ", ".join(each["metadata"]["name"] for each in plain)
+    return Finding("ok", f"room for the job in {names}")
+
+
+def _is_scoped(quota: Tree) -> bool:
+    return bool(quota["spec"].get("scopes") or quota["spec"].get("scopeSelector"))
+
+
+def _exceeded(where: str, quota: Tree, wanted: Sequence[Role]) -> Finding | None:
+    name = quota["metadata"]["name"]
+    hard, used = _limits(quota), quota.get("status", {}).get("used", {})
+    needed = {key: amount(used.get(key, 0)) + _wanted(key, wanted) for key in hard}
+    over = {key: total for key, total in needed.items() if total > amount(hard[key])}
+    own = {key: total for key, total in over.items() if _wanted(key, wanted)}
+    if not own:
+        return None
+    said = "; ".join(
+        f"{key}: the job asks for {written(_wanted(key, wanted))}, {used.get(key, 0)} of "
+        f"{hard[key]} are used"
+        for key in own
+    )
+    patch = json.dumps({"spec": {"hard": {key: written(total) for key, total in own.items()}}})
+    remedy = f"kubectl patch resourcequota {name} --namespace {where} --patch {shlex.quote(patch)}"
+    return Finding("fail", f"the quota {name} is too small: {said}", remedy)
+
+
+def _refused(quota: Tree, wanted: Sequence[Role]) -> Finding | None:
+    """Return the finding where pods have to name what they do not name."""
+    for key in _limits(quota):
+        kind, _, resource = key.rpartition(".")
+        if resource not in _DEMANDED:
+            continue
+        side = "limits" if kind == "limits" else "requests"
+        silent = [role for role in wanted if resource not in getattr(role, side)]
+        if silent:
+            names = ", ".join(role.name for role in silent)
+            said = (
+                f"the quota {quota['metadata']['name']} counts {key}, of which the job says "
+                f"nothing for {names}: its pods would be refused"
+            )
+            setting = f"cluster.kubernetes.pod.resources.{side}.{resource}=AMOUNT"
+            return Finding("fail", said, f"flotilla doctor --set {setting}")
+    return None
+
+
+def _limits(quota: Tree) -> dict[str, str]:
+    return dict(quota.get("status", {}).get("hard") or quota["spec"].get("hard", {}))
+
+
+def _wanted(key: str, wanted: Sequence[Role]) -> Decimal:
+    """Return how much of what a quota counts as `key` the job asks for."""
+    if key in ("pods", "count/pods", "services", "count/services"):
+        # The operator makes a service for every pod.
+        return Decimal(sum(role.count for role in wanted))
+    if key == f"count/{PLURAL}.{GROUP}":
+        return Decimal(1)
+    limited = key.startswith("limits.")
+    resource = key.removeprefix("limits.").removeprefix("requests.")
+    return sum(
+        (
+            role.count * (role.limits if limited else role.requests).get(resource, Decimal(0))
+            for role in wanted
+        ),
+        Decimal(0),
+    )
+
+
+def devices(manifest: Tree) -> list[str]:
+    """Return the resources of the job that only some nodes have, such as GPUs."""
+    return sorted({name for role in roles(manifest) for name in role.limits if "/" in name})
+
+
+def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
+    """Check that nodes that take the pods offer enough of a resource; what is in use counts too."""
+    wanted = [each for each in roles(manifest) if each.limits.get(resource)]
+    columns = f"custom-columns=NAME:.metadata.name,HAS:{_allocatable_path(resource)}"
+    show = f"kubectl get nodes --output '{columns}'"
+    answer = kubernetes.get("/api/v1/nodes")
+    if not answer.is_good:
+        return told(answer, "the nodes", show)
+    nodes = [each for each in answer.items if not each.get("spec", {}).get("unschedulable")]
+    if not any(_count(node, resource) for node in nodes):
+        others = sorted({name for node in nodes for name in _devices_of(node)})
+        known = f"they have {', '.join(others)}" if others else "they have no devices at all"
+        said = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
+        if len(others) == 1:
+            show = f"flotilla doctor --set cluster.kubernetes.gpu_resource={others[0]}"
+        return Finding("fail", said, show)
+    for role in wanted:
+        fitting = [node for node in nodes if _takes(node, role)]
+        each = int(role.limits[resource])
+        places = sum(_count(node, resource) // each for node in fitting)
+        if places < role.count:
+            most = max((_count(node, resource) for node in fitting), default=0)
+            said = (
+                f"{role.count} {role.name} pods ask for {each} {resource} each; the "
+                f"{len(fitting)} nodes that take them have room for {places} ({most} on one node "
+                "at most)"
+            )
+            return Finding("fail", said, show)
+    total = sum(int(role.limits[resource]) * role.count for role in wanted)
+    has = sum(_count(node, resource) for node in nodes)
+    if total > has:
+        return Finding("fail", f"the job asks for {total} {resource}, the nodes have {has}", show)
+    return Finding("ok", f"{total} of {has} {resource}; how many of them are free was not counted")
+
+
+def _takes(node: Tree, role: Role) -> bool:
+    labels = node["metadata"].get("labels", {})
+    selector = role.pod.get("nodeSelector", {})
+    tainted = any(not _tolerated(taint, role.pod) for taint in _taints(node))
+    return not tainted and all(labels.get(key) == value for key, value in selector.items())
+
+
+def _taints(node: Tree) -> Iterable[Tree]:
+    found = node.get("spec", {}).get("taints") or []
+    return [taint for taint in found if taint.get("effect") in ("NoSchedule", "NoExecute")]
+
+
+def _tolerated(taint: Tree, pod: Tree) -> bool:
+    """Say whether a pod may run where a taint is.
+
+    A taint that is called as the resource itself is tolerated by whoever asks for it
+    (`ExtendedResourceToleration`).
+    """
+    container = pod["containers"][0]
+    if taint["key"] in container.get("resources", {}).get("limits", {}):
+        return True
+    for each in pod.get("tolerations", []):
+        same_effect = each.get("effect") in (None, "", taint["effect"])
+        same_key = each.get("key") in (None, "", taint["key"])
+        any_value = each.get("operator") == "Exists"
+        if same_effect and same_key and (any_value or each.get("value") == taint.get("value")):
+            return True
+    return False
+
+
+def _count(node: Tree, resource: str) -> int:
+    return int(amount(node.get("status", {}).get("allocatable", {}).get(resource, 0)))
+
+
+def _devices_of(node: Tree) -> list[str]:
+    """Return the names of what a node has more than Kubernetes itself knows of."""
+    allocatable = node.get("status", {}).get("allocatable", {})
+    return [name for name in allocatable if "/" in name and _count(node, name)]
+
+
+def _allocatable_path(resource: str) -> str:
+    return ".status.allocatable." + resource.replace(".", "\\.")

@@ -1,0 +1,120 @@
+"""Whether `storage.root` can be written, read, listed and deleted from, with these credentials.
+
+The secret that opens the object store for the pods of a run: it may lack keys, or be absent.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+
+from pipelines.doctor.check import Finding
+from pipelines.doctor.kubernetes_api import Kubernetes, told
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.storage.bucket import Trouble
+from trainer.storage.probe import SILENT, Probe, Unfit
+from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, endpoint_of
+from trainer.storage.uri import Location, locate
+
+_LOGINS = {
+    "gs": "gcloud auth application-default login",
+    "s3": "aws sts get-caller-identity",
+    "minio": (
+        "export AWS_ACCESS_KEY_ID=$(kubectl get secret mlpipeline-minio-artifact --namespace "
+        "kubeflow --output 'go-template={{.data.accesskey | base64decode}}') "
+        "AWS_SECRET_ACCESS_KEY=$(kubectl get secret mlpipeline-minio-artifact --namespace "
+        "kubeflow --output 'go-template={{.data.secretkey | base64decode}}')"
+    ),
+}
+_POLICY = (
+    '{"Version":"2012-10-17","Statement":[{"Effect":"Allow","Action":["s3:GetObject",'
+    '"s3:PutObject","s3:DeleteObject","s3:AbortMultipartUpload","s3:ListBucket"],"Resource":'
+    '["arn:aws:s3:::BUCKET","arn:aws:s3:::BUCKET/*"]}]}'
+)
+
+
+def usable(root: str, probe: Probe) -> Finding:
+    """Check `root` with a probe, and say what is missing: the bucket, a permission, an answer."""
+    try:
+        probe.examine()
+    except Unfit as unfit:
+        left = f"; {probe.uri} could not be removed, remove it" if "delete" in unfit.actions else ""
+        return Finding("fail", f"{_said(root, unfit)}{left}", remedy_for(root, unfit.trouble))
+    return Finding("ok", f"{root}: written, read, listed and deleted")
+
+
+def _said(root: str, unfit: Unfit) -> str:
+    actions = ", ".join(unfit.actions)
+    home = root if storage.local_path(root) else locate(root).home
+    if unfit.trouble == Trouble.NO_BUCKET.name:
+        return f"there is no bucket {home}"
+    if unfit.trouble == Trouble.NO_CREDENTIALS.name:
+        return f"{home} wants credentials, or others: {unfit.words}"
+    if unfit.trouble == Trouble.DENIED.name:
+        return f"no permission to {actions} below {root}: {unfit.words}"
+    if unfit.trouble == SILENT:
+        return f"{home} does not answer: {unfit.words}"
+    return f"cannot {actions} below {root}: {unfit.words}"
+
+
+def remedy_for(root: str, trouble: str) -> str:
+    """Return the command that mends a trouble (see `probe.Unfit`), or shows more of it."""
+    folder = storage.local_path(root)
+    if folder:
+        return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"
+    location = locate(root)
+    if trouble == Trouble.NO_CREDENTIALS.name:
+        return _LOGINS[location.scheme]
+    return _of_gcs(location, trouble) if location.scheme == "gs" else _of_s3(location, trouble)
+
+
+def _of_gcs(location: Location, trouble: str) -> str:
+    if trouble == Trouble.NO_BUCKET.name:
+        return f"gcloud storage buckets create {location.home}"
+    if trouble == Trouble.DENIED.name:
+        return (
+            f"gcloud storage buckets add-iam-policy-binding {location.home} "
+            "--member=user:$(gcloud config get account) --role=roles/storage.objectAdmin"
+        )
+    return f"gcloud storage ls {location.home}"
+
+
+def _of_s3(location: Location, trouble: str) -> str:
+    url = endpoint_of(location).url
+    at = f" --endpoint-url {url}" if url else ""
+    if trouble == Trouble.NO_BUCKET.name:
+        return f"aws s3 mb s3://{location.bucket}{at}"
+    if trouble == Trouble.DENIED.name:
+        policy = _POLICY.replace("BUCKET", location.bucket)
+        return (
+            "aws iam put-user-policy --user-name USER --policy-name flotilla "
+            f"--policy-document '{policy}'"
+        )
+    return f"aws s3 ls s3://{location.bucket}{at}"
+
+
+# The third one is of passing credentials alone.
+_PAIR = frozenset(BOTO_KEYS[:2])
+
+
+def opens(kubernetes: Kubernetes, config: Config) -> Finding:
+    """Say whether the secret holds a whole pair of keys for the store of the configuration.
+
+    Without one the pods rely on a role of their service account, which may well be meant.
+    """
+    path = f"/api/v1/namespaces/{kubernetes.namespace}/secrets/{KFP_SECRET}"
+    show = f"kubectl get secret {KFP_SECRET} --namespace {kubernetes.namespace}"
+    answer = kubernetes.get(path)
+    pairs = [_PAIR]
+    if config.storage.root.startswith("minio://"):
+        pairs.append(frozenset(KFP_KEYS))
+    if not answer.is_good and not answer.is_missing:
+        return told(answer, f"secret {KFP_SECRET}", show)
+    data = answer.tree.get("data")
+    keys = set(data) if isinstance(data, Mapping) else set()
+    if any(pair <= keys for pair in pairs):
+        return Finding("ok", KFP_SECRET)
+    lacking = "is not there" if answer.is_missing else "has no pair of keys for this store"
+    said = f"{KFP_SECRET} {lacking}: a role of the service account has to open the store"
+    return Finding("warn", said, show)

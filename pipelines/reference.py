@@ -1,0 +1,377 @@
+"""`docs/reference/configuration.md`: every key of the configuration, from the config model.
+
+Tables and words of Markdown.
+
+`docs/reference/parameters.md`: the run parameters of the pipeline, as its YAML declares them.
+
+`docs/reference/components.md`: the inputs and outputs of every component.
+
+`docs/reference/command-line.md`: every command and option, from the command line itself.
+"""
+
+from __future__ import annotations
+
+import json
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainer.config.run_parameters import Parameter, run_parameters
+from trainer.config.schedule import ARGS, ScheduleConfig
+from trainer.config.schema import Config
+from trainer.errors import EXIT_CODES
+
+NOTICE = "<!-- Made from the code by `make golden`; change the descriptions there. -->"
+
+
+def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table; a bar or a line break in a cell is written so that it stays in its cell."""
+    lines = [titles, ["---"] * len(titles), *rows]
+    return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
+
+
+def code(value: object) -> str:
+    """Return a value as a person writes it into YAML, set as code."""
+    return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
+
+
+def codes(values: Iterable[object]) -> str:
+    """Return several values, set as code."""
+    return ", ".join(map(code, values))
+
+
+def paragraph(text: str) -> str:
+    """Return a docstring as Markdown: without its indentation, paragraphs kept."""
+    parts = (" ".join(part.split()) for part in text.strip().split("\n\n"))
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+_WORDS = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "`true` or `false`",
+    type(None): "`null`",
+}
+# A type may have a bound, and the key a stricter one.
+_BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "ge": ("at least", max),
+    "gt": ("above", max),
+    "le": ("at most", min),
+    "lt": ("below", min),
+}
+# From here on a power of two is the end of what a machine can count, and says more as such.
+_LARGE = 2**31
+_KEY_TITLES = ("key", "type", "default", "allowed", "meaning")
+_CONFIGURATION_HEAD = f"""{NOTICE}
+# Configuration
+
+A run is one YAML file, and `--set section.key=value` over it, as often as needed. A key that is
+left out has its default; a key that is not in this list, a value of another type or out of bounds
+is refused by name before anything starts (exit code 2). `configs/digits.yaml` shows every key in
+one file; [parameters.md](parameters.md) names the run parameters of KFP that are made of them.
+
+Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *value* and a
+*variable* are texts as Kubernetes takes them. A key of one role is laid over that of
+`cluster.kubernetes.pod`: a mapping key by key, all else as a whole where it is not empty.
+"""
+
+
+def configuration() -> str:
+    """Return the page."""
+    sections = "".join(_section(Config, "", set()))
+    return f"{_CONFIGURATION_HEAD}\n{sections}{_relations()}"
+
+
+def _section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
+    """Yield the part of a section, and of all sections in it; one that was there is referred to."""
+    title = f"## `{path}`\n\n" if path else "## The file\n\n"
+    yield f"{title}{paragraph(model.__doc__ or '')}\n\n"
+    seen.add(model)
+    yield table(
+        _KEY_TITLES, (_key_row(path, name, field) for name, field in model.model_fields.items())
+    )
+    yield "\n"
+    if model is ScheduleConfig:
+        yield from _schedules(path)
+    for name, field in model.model_fields.items():
+        inner, where = _inner(field.annotation), _joined(path, name)
+        if inner and inner not in seen:
+            is_list = get_origin(field.annotation) is tuple
+            yield from _section(inner, f"{where}[]" if is_list else where, seen)
+
+
+def _schedules(path: str) -> Iterator[str]:
+    for name, model in ARGS.items():
+        yield f"### `{path}.args` of `{name}`\n\n{paragraph(model.__doc__ or '')}\n\n"
+        if fields := model.model_fields.items():
+            yield table(
+                _KEY_TITLES, (_key_row(f"{path}.args", key, field) for key, field in fields)
+            )
+            yield "\n"
+
+
+def _key_row(path: str, name: str, field: FieldInfo) -> tuple[str, ...]:
+    where = _joined(path, name)
+    inner = _inner(field.annotation)
+    said = field.description or paragraph(inner.__doc__ or "") if inner else field.description or ""
+    if inner and inner is field.annotation:
+        return (code(where), "section", "", "", said)
+    kind = _annotated((field.annotation, *field.metadata))
+    return (code(where), kind, _default(field), _allowed(field), said)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _inner(kind: Any) -> type[BaseModel] | None:
+    """Return the section that a key holds, or holds a list of."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return kind
+    return next(filter(None, map(_inner, get_args(kind))), None)
+
+
+def _key_type(kind: Any) -> str:
+    args = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "sections"
+    if origin := get_origin(kind):
+        return _COMPOSED[origin](args)
+    return _WORDS[kind]
+
+
+def _annotated(args: tuple[Any, ...]) -> str:
+    return next((each for each in args[1:] if isinstance(each, str)), "") or _key_type(args[0])
+
+
+def _mapping(args: tuple[Any, ...]) -> str:
+    # What only the code can check that the values are for.
+    return (
+        "mapping" if args[1] is Any else f"mapping of {_key_type(args[0])} to {_key_type(args[1])}"
+    )
+
+
+def _union(args: tuple[Any, ...]) -> str:
+    return " or ".join(map(_key_type, args))
+
+
+_COMPOSED: dict[Any, Callable[[tuple[Any, ...]], str]] = {
+    Annotated: _annotated,
+    Literal: lambda _args: "text",
+    Union: _union,
+    types.UnionType: _union,
+    tuple: lambda args: f"list of {_key_type(args[0])}",
+    dict: _mapping,
+}
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "none: it has to be said"
+    value = field.default
+    return code(list(value) if isinstance(value, tuple) else value)
+
+
+def _allowed(field: FieldInfo) -> str:
+    kind = field.annotation
+    words = [
+        f"{word} {_number(stricter(values))}"
+        for name, (word, stricter) in _BOUNDS.items()
+        if (values := _bounds(field, name))
+    ]
+    if least := _bounds(field, "min_length"):
+        words.append("not empty" if least == [1] else f"{_number(max(least))} or more of them")
+    choices = kind if get_origin(kind) is Literal else next(iter(get_args(kind)), None)
+    if get_origin(choices) is Literal:
+        words.append(codes(get_args(choices)))
+    return ", ".join(words)
+
+
+def _bounds(field: FieldInfo, name: str) -> list[float]:
+    found = (getattr(each, name, None) for each in field.metadata)
+    return [each for each in found if each is not None]
+
+
+def _number(value: float) -> str:
+    if value >= _LARGE and not int(value) & (int(value) - 1):
+        return f"2^{int(value).bit_length() - 1}"
+    return f"{value:.15g}"
+
+
+def _relations() -> str:
+    """Return what keys have to be to each other: the words of the checks themselves."""
+    checks = Config.__pydantic_decorators__.model_validators
+    rules = [" ".join((getattr(Config, name).__doc__ or "").split()) for name in checks]
+    listed = "".join(f"- {rule}\n" for rule in rules if rule)
+    return f"## What keys have to be to each other\n\n{listed}"
+
+
+_PARAMETER_TITLES = ("parameter", "type", "default", "key", "meaning")
+_PARAMETERS_HEAD = f"""{NOTICE}
+# Run parameters
+
+What the KFP UI asks for when a run is created or scheduled, with the defaults that
+`flotilla compile` writes into the YAML. Almost each is one key of the
+[configuration](configuration.md), with the dots as underscores. A key that holds a list or a
+mapping is one parameter of JSON text, such as `{{"accuracy": 0.97}}`; YAML is understood there too.
+The first step, `resolve_config`, checks all of them together and ends the run with one line when a
+value is not allowed.
+"""
+
+
+def parameters(declared: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the page for the parameters that a compiled pipeline declares, by name."""
+    known = {each.name: each for each in run_parameters()}
+    own = sorted(declared.keys() - known)
+    rows = (_parameter_row(name, declared[name], known.get(name)) for name in [*known, *own])
+    return f"{_PARAMETERS_HEAD}\n{table(_PARAMETER_TITLES, rows)}"
+
+
+def _parameter_row(
+    name: str, told: Mapping[str, Any], parameter: Parameter | None
+) -> tuple[str, ...]:
+    kind = str(told["parameterType"])
+    if parameter is None:
+        default = code(told.get("defaultValue", ""))
+        return code(name), kind, default, "", told.get("description", "")
+    key = code(".".join(parameter.key))
+    kind = f"{kind}, JSON" if parameter.is_json else kind
+    # The YAML has every number as a float.
+    return code(name), kind, code(parameter.default), key, parameter.description
+
+
+_COMPONENTS_HEAD = f"""{NOTICE}
+# Components
+
+The steps of the pipeline, each a KFP component of its own;
+[how to use one alone](../how-to/reuse-components.md). Big things are never inputs: every `String`
+that names one holds the URI of a published directory.
+"""
+
+
+def components(made: Iterable[Any]) -> str:
+    """Return the page for components, as KFP has made them."""
+    return f"{_COMPONENTS_HEAD}\n{''.join(map(_component, made))}"
+
+
+def _component(made: Any) -> str:
+    spec = made.component_spec
+    rows = [*_inputs(spec), *_outputs(spec)]
+    told = paragraph(made.description or "")
+    return f"## `{made.name}`\n\n{told}\n\n{table(('', 'name', 'type', 'default'), rows)}\n"
+
+
+def _inputs(spec: Any) -> Iterator[tuple[str, ...]]:
+    given = spec.inputs or {}
+    keys = {each.name for each in run_parameters()}
+    # The first step takes all of them; another one may take a few by itself.
+    whole = keys <= given.keys()
+    if whole:
+        yield "input", "[every run parameter](parameters.md) of the configuration", "", ""
+    for name, each in given.items():
+        if not (whole and name in keys):
+            yield (
+                "input",
+                code(name),
+                _artifact_type(each),
+                code(each.default) if each.optional else "",
+            )
+
+
+def _outputs(spec: Any) -> Iterator[tuple[str, ...]]:
+    for name, each in (spec.outputs or {}).items():
+        yield "output", code(name), _artifact_type(each), ""
+
+
+def _artifact_type(each: Any) -> str:
+    # KFP adds the version of its own schemas.
+    return str(each.type).partition("@")[0]
+
+
+_COMMANDS_HEAD = f"""{NOTICE}
+# Command line
+
+`--help` behind a command says the same as this page. Logs and progress go to standard error, tables
+and documents to standard output. Every error of the user is one line that names what is wrong,
+where, and what to do.
+"""
+_JSON = """## `--json`
+
+Every command takes it, and prints one JSON object as the last line of standard output, also when it
+fails. These keys are always there; what a command adds is said with it.
+
+"""
+_KEYS = {
+    "status": "`done`, `blessed`, `refused`, `failed` or `interrupted`; of a run elsewhere also "
+    "`submitted`, `running`, `canceling`, `ended` or `unknown`",
+    "run_id": "the run, or an empty text",
+    "metrics": "figures of the test split by name, where a model was evaluated",
+    "artifacts": "URI by name: `dataset`, `checkpoint`, `evaluation`, `decision`, `model`, "
+    "`registration`, `report`, as far as they were made; of `compile` the files",
+    "message": "why it failed or was refused, in one line, or an empty text",
+}
+
+
+def command_line(group: Any) -> str:
+    """Return the page for the group of all commands."""
+    exits = table(("code", "means"), ((code(n), text) for n, text in EXIT_CODES.items()))
+    keys = table(("key", "holds"), ((code(key), text) for key, text in _KEYS.items()))
+    commands = "".join(_command(name, each) for name, each in flat(group.commands))
+    return f"{_COMMANDS_HEAD}\n## Exit codes\n\n{exits}\n{_JSON}{keys}\n{commands}"
+
+
+def flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every command with the words that call it: a group has commands of its own."""
+    for name, command in commands.items():
+        if below := getattr(command, "commands", None):
+            yield from flat(below, f"{before}{name} ")
+        else:
+            yield f"{before}{name}", command
+
+
+def _command(name: str, command: Any) -> str:
+    arguments = [each for each in command.params if each.param_type_name == "argument"]
+    usage = " ".join([f"flotilla {name}", *map(_called, arguments), "[OPTIONS]"])
+    rows = table(("argument, option", "default", "meaning"), map(_option_row, command.params))
+    more = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
+    usage = f"```text\n{usage}\n```"
+    return f"## `flotilla {name}`\n\n{usage}\n\n{paragraph(command.help)}\n\n{more}{rows}\n"
+
+
+def _called(argument: Any) -> str:
+    name = argument.metavar or argument.name.upper()
+    return name if argument.required or name.startswith("[") else f"[{name}]"
+
+
+def _option_row(parameter: Any) -> tuple[str, str, str]:
+    if parameter.param_type_name == "argument":
+        name = code(_called(parameter))
+    else:
+        word = "" if parameter.is_flag else f" {parameter.metavar or _word(parameter)}"
+        name = ", ".join(code(f"{option}{word}") for option in _options(parameter))
+    default = "" if parameter.default in (None, "", False) else code(str(parameter.default))
+    meaning = f"{parameter.help} {_variables(parameter)}".strip()
+    return name, "has to be said" if parameter.required else default, meaning
+
+
+def _options(parameter: Any) -> list[str]:
+    return [*parameter.opts, *parameter.secondary_opts]
+
+
+def _variables(parameter: Any) -> str:
+    """Return which variables of the environment stand in for an option."""
+    named = parameter.envvar or []
+    names = [named] if isinstance(named, str) else named
+    return f"Else the variable {' or '.join(map(code, names))}." if names else ""
+
+
+def _word(option: Any) -> str:
+    return str(option.name).upper()

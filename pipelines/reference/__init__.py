@@ -1,1 +1,0 @@
-"""The reference pages of `docs/reference`, made from the code that they describe."""

@@ -1,0 +1,278 @@
+"""The report of a run: whatever there is of it, and never an end of its own."""
+
+import json
+
+import pytest
+
+from components import gather_report
+from tests.pipelines.happened import begun, done, ended
+from tests.trainer.page import Page
+from trainer import storage
+from trainer.checkpoints.history import VALIDATIONS_FILE
+from trainer.config.schema import Config
+
+RUN = "digits-1"
+METRICS = {"loss": 0.125, "accuracy": 0.9625}
+RULES = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": 0.9625, "passed": True}
+ROWS = [{"global_step": 20 * i, "loss": 1 / i, "seconds": i} for i in range(1, 4)]
+
+
+class Run:
+    """A run as its steps leave it: published directories, events, a configuration."""
+
+    def __init__(self, folder):
+        self.folder = folder / RUN
+        self.folder.mkdir()
+        self.root = storage.uri_of(folder / "röot")
+        self.page_path = folder / "report.html"
+
+    def events(self, *happened):
+        lines = [json.dumps(event) + "\n" for event in happened]
+        (self.folder / "events.jsonl").write_text("".join(lines), encoding="utf-8")
+
+    def config(self, text):
+        (self.folder / "config.json").write_text(text, encoding="utf-8")
+
+    def publish(self, kind, name, tree, directory="step-00000060"):
+        source = self.folder / f"{kind}-{directory}"
+        source.mkdir()
+        (source / name).write_text(json.dumps(tree), encoding="utf-8")
+        uri = storage.join(self.root, RUN, kind, directory)
+        storage.publish(source, uri, kind=kind)
+        return storage.local_path(uri) / name
+
+    def evaluated(self):
+        return self.publish("evaluation", "metrics.json", {"metrics": METRICS, "split": "test"})
+
+    def decided(self, word, rules=(RULES,), directory="step-00000060"):
+        tree = {"decision": word, "rules": list(rules), "reasons": []}
+        return self.publish("decision", "decision.json", tree, directory)
+
+    def trained(self, rows=ROWS):
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        uri = storage.join(self.root, RUN, "checkpoints", "history.jsonl")
+        storage.write_bytes(uri, text.encode())
+
+    def uri_of(self, path):
+        return storage.uri_of(path.parent)
+
+    def report(self, state):
+        gather_report.write(state, self.root, RUN, self.folder, self.page_path)
+        return Page(self.page_path.read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def run(tmp_path):
+    return Run(tmp_path)
+
+
+def verdict(page):
+    title, shown, *_ = page.words
+    assert title == f"{RUN}: {shown}"
+    return shown
+
+
+def test_a_blessed_run(run):
+    run.config(Config().model_dump_json())
+    run.trained()
+    run.events(
+        *done("train_model", uri="file:///c", figures={"global_step": 60}),
+        *done("evaluate_model", uri=run.uri_of(run.evaluated())),
+        *done("check_gate", uri=run.uri_of(run.decided("blessed"))),
+        {"event": "restart", "time": 1.0, "task": "worker-1", "cause": "signal SIGKILL"},
+        {"event": "life", "time": 1.0, "global_step": 0, "resumed": False},
+        {"event": "life", "time": 1.0, "global_step": 40, "resumed": True},
+        {"event": "progress", "time": 1.0, "loss": 1.0},
+        *done("export_model", uri="file:///m"),
+        begun("finish"),
+    )
+    page = run.report("SUCCEEDED")
+    assert verdict(page) == "blessed"
+    assert page.heads() == [
+        "Test metrics", "Rules of the gate", "Training", "Steps", "Incidents", "Configuration",
+    ]  # fmt: skip
+    for word in ("0.9625", "0.125", "at least", "file:///c", "signal SIGKILL"):
+        assert word in page.text
+    assert "async_parameter_server" in page.text
+    assert "progress" not in page.words
+    # A first life is no incident.
+    assert page.words.count("life") == 1
+
+
+def test_a_task_that_was_given_up_is_named_with_its_end_and_its_last_lines(run):
+    failed = {"task": "ps-0", "cause": "signal SIGSEGV", "last_lines": ["first <b>", "last"]}
+    run.events(
+        begun("train_model"),
+        {"event": "task_failed", "time": 1.0, **failed},
+        ended("train_model", "failed", 1, error="ps-0 ended with signal SIGSEGV"),
+    )
+    page = run.report("FAILED")
+    assert "task ps-0, cause signal SIGSEGV" in page.text
+    assert "first <b>\nlast" in page.text
+
+
+def test_the_evaluator_s_figures_are_drawn_with_those_of_training(run):
+    run.trained()
+    uri = storage.join(run.root, RUN, "checkpoints")
+    row = {"global_step": 40, "created": "now", "validation_loss": 0.4}
+    storage.write_bytes(storage.join(uri, VALIDATIONS_FILE), f"{json.dumps(row)}\n".encode())
+    run.events(*done("train_model"))
+    assert "validation" in run.report("SUCCEEDED").text
+
+
+def test_the_exit_step_is_not_reported_as_one_that_died(run):
+    run.events(*done("train_model"), begun("finish"))
+    page = run.report("SUCCEEDED")
+    assert "finish" not in page.words
+    assert "killed" not in page.text
+
+
+def test_a_refused_run(run):
+    uri = run.uri_of(run.decided("refused", [{**RULES, "threshold": 0.99, "passed": False}]))
+    run.events(*done("check_gate", uri=uri, figures={"decision": "refused"}))
+    page = run.report("SUCCEEDED")
+    assert verdict(page) == "refused"
+    assert "accuracy is 0.9625, and gate.min 0.99 does not allow that." in page.text
+
+
+def test_a_run_that_failed_before_training(run):
+    run.config(Config().model_dump_json())
+    run.events(
+        *done("resolve_config"),
+        begun("prepare_data"),
+        ended("prepare_data", "failed", 1, error="no dataset of this name"),
+        begun("finish"),
+    )
+    page = run.report("FAILED")
+    assert verdict(page) == "failed"
+    assert "prepare_data: no dataset of this name" in page.text
+    assert page.heads() == ["Steps", "Configuration"]
+
+
+def test_a_step_that_was_killed_is_named(run):
+    run.events(*done("prepare_data"), begun("train_model"), begun("finish"))
+    page = run.report("FAILED")
+    assert verdict(page) == "failed"
+    assert "train_model: the step was killed; see pipeline.log" in page.text
+
+
+def test_an_interrupted_run(run):
+    run.events(begun("train_model"), ended("train_model", "interrupted", 130, error="at step 7"))
+    page = run.report("FAILED")
+    assert verdict(page) == "interrupted"
+    assert "train_model: at step 7" in page.text
+
+
+@pytest.mark.parametrize(
+    ("state", "word"),
+    [
+        ("SUCCEEDED", "done"),
+        ("SUCCESS", "done"),
+        ("COMPLETE", "done"),
+        ("", "done"),
+        ("FAILED", "failed"),
+        ("CANCELED", "failed"),
+        ("RUNNING", "failed"),
+    ],
+)
+def test_a_run_that_left_nothing(run, state, word):
+    page = run.report(state)
+    assert verdict(page) == word
+    assert page.heads() == []
+
+
+def test_on_a_cluster_the_state_tells_what_events_do_not(run):
+    run.evaluated()
+    run.decided("blessed")
+    assert verdict(run.report("FAILED")) == "failed"
+    # By its version a KFP instance says it otherwise, or is not sure yet.
+    for state in ("SUCCEEDED", "COMPLETE", "RUNNING"):
+        assert verdict(run.report(state)) == "blessed"
+
+
+def test_of_several_decisions_the_last_one_counts(run):
+    run.decided("refused", directory="step-00000060-ffff")
+    newer = run.decided("blessed", directory="step-00000060-0000").parent / "MANIFEST.json"
+    manifest = json.loads(newer.read_text(encoding="utf-8"))
+    newer.write_text(json.dumps({**manifest, "created": "2999-01-01T00:00:00Z"}), encoding="utf-8")
+    assert verdict(run.report("SUCCEEDED")) == "blessed"
+
+
+def test_the_decision_of_this_try_counts_and_not_a_later_one_of_another_policy(run):
+    uri = run.uri_of(run.decided("refused", [{**RULES, "passed": False}], directory="step-60-a"))
+    run.decided("blessed", directory="step-60-b")
+    run.events(*done("check_gate", uri=uri, figures={"decision": "refused"}))
+    assert verdict(run.report("SUCCEEDED")) == "refused"
+
+
+def test_a_try_that_failed_shows_no_figures_of_the_one_before(run):
+    run.evaluated()
+    run.decided("blessed")
+    run.events(begun("train_model"), ended("train_model", "failed", 1, error="no space"))
+    assert run.report("FAILED").heads() == ["Steps"]
+
+
+@pytest.mark.parametrize("damage", [b"{", b"", b"[1, 2]", None])
+def test_a_damaged_decision_is_left_out(run, caplog, damage):
+    evaluation = run.uri_of(run.evaluated())
+    path = run.decided("blessed")
+    if damage is None:
+        path.unlink()
+    else:
+        path.write_bytes(damage)
+    run.events(
+        *done("evaluate_model", uri=evaluation),
+        *done("check_gate", uri=run.uri_of(path)),
+        begun("export_model"),
+        ended("export_model", "failed", 1, error="no space"),
+    )
+    page = run.report("FAILED")
+    assert verdict(page) == "failed"
+    assert "export_model: no space" in page.text
+    assert page.heads() == ["Test metrics", "Steps"]
+    assert "left out of the report: " in caplog.text
+    assert "decision.json" in caplog.text
+
+
+def test_what_was_published_as_no_json_is_left_out(run, caplog):
+    run.publish("decision", "decision.json", ["not", "a mapping"])
+    run.publish("evaluation", "metrics.json", {"metrics": None})
+    assert run.report("FAILED").heads() == []
+    assert "left out of the report: " in caplog.text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_a_damaged_configuration_is_left_out(run, text):
+    run.config(text)
+    run.evaluated()
+    assert run.report("SUCCEEDED").heads() == ["Test metrics"]
+
+
+def test_a_damaged_history_is_left_out(run, caplog):
+    run.trained()
+    path = storage.local_path(storage.join(run.root, RUN, "checkpoints", "history.jsonl"))
+    path.write_text(path.read_text(encoding="utf-8") + '{"global_step": 8', encoding="utf-8")
+    run.evaluated()
+    assert run.report("FAILED").heads() == ["Test metrics"]
+    assert "left out of the report: " in caplog.text
+
+
+def test_without_a_root_there_is_a_report_of_the_events(run):
+    run.root = ""
+    run.events(begun("resolve_config"), ended("resolve_config", "failed", 1, error="no root"))
+    page = run.report("FAILED")
+    assert verdict(page) == "failed"
+    assert "resolve_config: no root" in page.text
+
+
+def test_a_store_that_cannot_be_read_is_left_out(run, caplog):
+    run.config(Config().model_dump_json())
+    run.root = storage.uri_of(run.folder / "config.json")
+    assert verdict(run.report("FAILED")) == "failed"
+    assert "left out of the report: " in caplog.text
+
+
+def test_damaged_events_are_left_out(run):
+    run.evaluated()
+    (run.folder / "events.jsonl").write_text('{"event": "step_b{"event"\n', encoding="utf-8")
+    assert run.report("FAILED").heads() == ["Test metrics"]

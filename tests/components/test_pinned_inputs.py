@@ -1,0 +1,171 @@
+"""What a run settles once: the champion that it begins with, and the version of its dataset."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from components import locations, pinned_inputs
+from tests.trainer.promotion.test_registry import exported
+from trainer import events, storage
+from trainer.config.load import parse_config
+from trainer.config.schema import DataConfig
+from trainer.errors import ConfigError, UserError
+from trainer.promotion import registry
+
+NAME = "digits"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder of a run on this machine."""
+    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / "run"))
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """A step in a container, that has no folder of the run."""
+    monkeypatch.delenv(locations.RUN_FOLDER, raising=False)
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+
+
+@pytest.fixture
+def root(tmp_path):
+    return storage.uri_of(tmp_path / "root")
+
+
+def crowned(root, folder, text, checkpoint=None):
+    """Make a champion; return the URI of its checkpoint."""
+    folder.mkdir(exist_ok=True)
+    source = folder / f"weights-{text}"
+    source.mkdir()
+    if checkpoint is None:
+        checkpoint = storage.uri_of(folder / f"checkpoint-{text}")
+        storage.publish(source, checkpoint, kind="checkpoint", fields={"global_step": 5})
+    lineage = {"checkpoint": checkpoint}
+    made = registry.register(root, NAME, exported(folder, text), lineage=lineage, scratch=folder)
+    registry.promote(root, NAME, made.number, after=registry.newest(root, NAME), by="me")
+    return checkpoint
+
+
+def warm(word, root):
+    config = parse_config({"name": NAME, "training": {"warm_start": word}})
+    return pinned_inputs.with_champion(config, root).training.warm_start
+
+
+def told(tmp_path):
+    return list(events.read(tmp_path / "events.jsonl"))
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_champion_is_its_checkpoint(root, tmp_path):
+    checkpoint = crowned(root, tmp_path / "made", "one")
+    assert warm("champion", root) == checkpoint
+    assert told(tmp_path) == []
+
+
+@pytest.mark.usefixtures("folder")
+def test_it_stays_when_the_run_is_resumed_after_another_promotion(root, tmp_path):
+    first = crowned(root, tmp_path / "made", "one")
+    assert warm("champion", root) == first
+    second = crowned(root, tmp_path / "made", "two")
+    storage.delete(first)
+    assert warm("champion", root) == first
+    assert first != second
+
+
+def test_the_next_run_takes_the_next_champion(root, tmp_path, monkeypatch):
+    for number, text in enumerate(["one", "two"]):
+        checkpoint = crowned(root, tmp_path / "made", text)
+        monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / f"run-{number}"))
+        assert warm("champion", root) == checkpoint
+
+
+@pytest.mark.usefixtures("folder")
+def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
+    assert warm("champion", root) == ""
+    (event,) = told(tmp_path)
+    assert event["event"] == "from_scratch"
+    assert event["reason"] == f"digits has no champion yet below {root}"
+    # One that comes later is for later runs.
+    crowned(root, tmp_path / "made", "one")
+    assert warm("champion", root) == ""
+
+
+@pytest.mark.usefixtures("folder")
+@pytest.mark.parametrize("word", ["", "gs://bucket/run/checkpoints/step-00000005"])
+def test_what_names_no_champion_stays_as_it_is(root, word):
+    assert warm(word, root) == word
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_champion_whose_checkpoint_is_gone_is_one_line(root, tmp_path):
+    checkpoint = crowned(root, tmp_path / "made", "one")
+    storage.delete(checkpoint)
+    with pytest.raises(UserError) as caught:
+        warm("champion", root)
+    assert str(caught.value) == (
+        "training.warm_start: the checkpoint of digits's champion, version 1, is not there any "
+        f"more ({checkpoint}): name another checkpoint, or leave it empty"
+    )
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_champion_that_names_no_checkpoint_is_told(root, tmp_path):
+    crowned(root, tmp_path / "made", "one", checkpoint="")
+    with pytest.raises(UserError, match=r"is not there any more \(it names none\)"):
+        warm("champion", root)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_container_looks_each_time_and_leaves_nothing(root, tmp_path):
+    first = crowned(root, tmp_path / "made", "one")
+    assert warm("champion", root) == first
+    second = crowned(root, tmp_path / "made", "two")
+    assert warm("champion", root) == second != first
+    assert not list(tmp_path.rglob(pinned_inputs.FILE))
+
+
+@pytest.mark.usefixtures("folder")
+def test_the_newest_version_is_what_the_builder_offers(tmp_path):
+    assert pinned_inputs.with_version(DataConfig()).version == "1.0.0"
+    assert pinned_inputs.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
+    said = [(event["dataset"], event["version"]) for event in told(tmp_path)]
+    assert said == [("digits", "1.0.0"), ("mnist", "3.0.1")]
+
+
+@pytest.mark.usefixtures("folder")
+def test_a_version_that_is_named_is_not_looked_at():
+    named = DataConfig(dataset="no.such:Builder", version="2.0.0")
+    assert pinned_inputs.with_version(named) == named
+
+
+def test_a_dataset_that_does_not_exist_is_one_line():
+    with pytest.raises(ConfigError, match="there is no dataset 'mnits' in TFDS; did you mean"):
+        pinned_inputs.with_version(DataConfig(dataset="mnits"))
+
+
+def test_what_is_settled_is_known_later(folder):
+    assert pinned_inputs.known("a") == ""
+    pinned_inputs.keep("a", "1")
+    pinned_inputs.keep("b", "2")
+    pinned_inputs.keep("a", "3")
+    assert (pinned_inputs.known("a"), pinned_inputs.known("b")) == ("3", "2")
+    assert json.loads((folder / pinned_inputs.FILE).read_text()) == {"a": "3", "b": "2"}
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]"])
+def test_what_cannot_be_read_is_not_settled(folder, damage):
+    folder.mkdir()
+    (folder / pinned_inputs.FILE).write_text(damage)
+    assert pinned_inputs.once("a", lambda: "1") == "1"
+    assert pinned_inputs.once("a", lambda: "2") == "1"
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(folder):
+    folder.write_text("a file")
+    with pytest.raises(UserError, match=f"cannot write to {folder}: "):
+        pinned_inputs.keep("a", "1")

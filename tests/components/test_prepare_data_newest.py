@@ -1,0 +1,56 @@
+"""Which version of a dataset a run takes when none is named: the newest, and later the same one."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow_datasets as tfds
+from kfp import dsl
+
+from components import locations, steps
+from trainer import storage
+from trainer.config.schema import DataConfig
+from trainer.data.digits import Digits
+
+
+@pytest.fixture
+def offered(monkeypatch):
+    """Let the builder offer another version, and no other than that."""
+
+    def offer(version):
+        monkeypatch.setattr(Digits, "VERSION", tfds.core.Version(version))
+
+    return offer
+
+
+@pytest.fixture
+def prepared(root, happened, monkeypatch, tmp_path):
+    """Prepare in a run of this name; return the version, and what the step said of itself."""
+
+    said = []
+
+    def prepare(run, **section):
+        monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / run))
+        artifact = dsl.Dataset()
+        uri = steps.prepare_data(DataConfig(**section).model_dump_json(), root, "", artifact)
+        version = storage.read_manifest(uri).fields["version"]
+        *_, told, step = happened()
+        figures = step["figures"]
+        said.append(told["version"] if told["event"] == "newest_version" else "")
+        assert artifact.metadata["version"] == figures["version"] == version
+        return version, figures["reused"]
+
+    return prepare, said
+
+
+def test_a_new_run_takes_the_newest_and_a_resumed_one_keeps_its_own(offered, prepared):
+    prepared, said = prepared
+    assert prepared("run-1") == ("1.0.0", False)
+    offered("1.1.0")
+    # The builder does not offer it any more; the dataset is published.
+    assert prepared("run-1") == ("1.0.0", True)
+    assert prepared("run-2") == ("1.1.0", False)
+    assert prepared("run-2") == ("1.1.0", True)
+    # Who names one gets it.
+    assert prepared("run-2", version="1.0.0") == ("1.0.0", True)
+    # Where the newest was looked for, it is said.
+    assert said == ["1.0.0", "", "1.1.0", "", ""]

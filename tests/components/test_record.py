@@ -1,0 +1,206 @@
+"""What a step leaves behind: its events, one line of an error, and its exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.record import STOPPING, recorded, step_records
+from trainer import events
+from trainer.errors import ClusterLostError, ConfigError, RunInterruptedError, UserError
+
+ROOT = Path(__file__).parents[2]
+BEGINS = """
+import sys
+from components.record import recorded
+
+with recorded(sys.argv[1], exit_step=sys.argv[1] == "finish"):
+    print("at work", flush=True)
+    {body}
+print("went on", flush=True)
+"""
+# Not `signal.pause`, which misses a signal that comes just before it.
+WORKS = "while True: pass"
+
+
+@pytest.fixture
+def happened(tmp_path, monkeypatch):
+    """Return what was written to the events so far."""
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    return lambda: list(events.read(path))
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start a step in a process of its own."""
+    started = []
+
+    def begin(step, body, **environment):
+        env = {**os.environ, events.VARIABLE: str(tmp_path / "events.jsonl"), **environment}
+        process = subprocess.Popen(
+            [sys.executable, "-c", BEGINS.format(body=body), step],
+            cwd=ROOT,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def without_time(event):
+    return {name: value for name, value in event.items() if name not in ("time", "seconds")}
+
+
+def test_a_step_that_is_done(happened, capsys):
+    with recorded("train_model") as record:
+        record.done("file:///c", {"global_step": 7})
+    begin, end = happened()
+    assert without_time(begin) == {"event": "step_begin", "step": "train_model"}
+    assert without_time(end) == {
+        "event": "step_end",
+        "step": "train_model",
+        "status": "done",
+        "exit_code": 0,
+        "error": "",
+        "figures": {"global_step": 7},
+        "uri": "file:///c",
+    }
+    assert end["seconds"] >= 0
+    assert not "".join(capsys.readouterr())
+
+
+def test_what_it_takes_is_told_before_it_works(happened):
+    with recorded("train_model", inputs={"dataset": "gs://b/d"}):
+        (begin,) = happened()
+    assert begin["inputs"] == {"dataset": "gs://b/d"}
+
+
+def test_it_has_begun_before_it_works(happened):
+    with recorded("train_model"):
+        assert [event["event"] for event in happened()] == ["step_begin"]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (UserError("no space"), "failed", 1),
+        (ConfigError("no such key"), "failed", 2),
+        (RunInterruptedError("interrupted at 7"), "interrupted", 130),
+        (ClusterLostError("worker-0 is gone"), "failed", 138),
+    ],
+)
+def test_an_error_of_the_user_is_one_line_and_a_code(happened, capsys, error, status, code):
+    def work():
+        with recorded("train_model") as record:
+            record.figures = {"so far": 1}
+            raise error
+
+    with pytest.raises(SystemExit) as ended:
+        work()
+    assert ended.value.code == code
+    assert ended.value.__suppress_context__
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"flotilla: train_model: {error}\n")
+    end = happened()[-1]
+    assert (end["status"], end["exit_code"], end["error"]) == (status, code, str(error))
+    assert end["figures"] == {"so far": 1}
+
+
+def test_a_bug_is_told_and_goes_on(happened, capsys):
+    with pytest.raises(ZeroDivisionError, match="by\nzero"), recorded("check_gate"):
+        raise ZeroDivisionError("by\nzero")
+    end = happened()[-1]
+    assert (end["status"], end["exit_code"]) == ("failed", 1)
+    # One line, whatever a library has to say.
+    assert end["error"] == "bug in check_gate: ZeroDivisionError: by zero"
+    assert not "".join(capsys.readouterr())
+
+
+def test_signals_are_as_they_were_afterwards():
+    before = signal.getsignal(signal.SIGTERM)
+    with recorded("prepare_data"):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_without_a_file_the_events_go_to_the_log(monkeypatch, caplog):
+    monkeypatch.delenv(events.VARIABLE, raising=False)
+    with caplog.at_level("INFO"), recorded("prepare_data"):
+        pass
+    assert [record.name for record in caplog.records] == ["trainer.events"] * 2
+
+
+def test_sigterm_interrupts_the_step(start, happened):
+    process = start("prepare_data", WORKS)
+    assert process.stdout.readline() == "at work\n"
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate()
+    assert process.returncode == 130
+    assert err == "flotilla: prepare_data: interrupted before the step was done\n"
+    assert not out
+    assert happened()[-1]["status"] == "interrupted"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_library_that_catches_every_exception_does_not_hide_it(start, happened, number):
+    body = "while True:\n        try: len(str(10**999))\n        except Exception: pass"
+    process = start("prepare_data", body)
+    assert process.stdout.readline() == "at work\n"
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode == 130
+    assert happened()[-1]["error"] == "interrupted before the step was done"
+
+
+def test_a_step_that_is_killed_leaves_its_begin_alone(start, happened):
+    process = start("prepare_data", WORKS)
+    assert process.stdout.readline() == "at work\n"
+    process.kill()
+    process.communicate()
+    assert [event["event"] for event in happened()] == ["step_begin"]
+    assert step_records(happened())[0]["error"] == "the step was killed; see pipeline.log"
+
+
+def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, happened):
+    process = start("train_model", "pass", **{STOPPING: "1"})
+    out, _ = process.communicate()
+    assert process.returncode == 130
+    assert not out
+    assert [event["event"] for event in happened()] == ["step_begin", "step_end"]
+    assert happened()[-1]["status"] == "interrupted"
+
+
+def test_the_exit_step_works_all_the_same(start, happened):
+    process = start("finish", "pass", **{STOPPING: "1"})
+    out, _ = process.communicate()
+    assert process.returncode == 0
+    assert out == "at work\nwent on\n"
+    assert happened()[-1]["status"] == "done"
+
+
+def test_records_stand_in_the_order_in_which_the_steps_began():
+    happened = [
+        {"event": "step_begin", "step": "a"},
+        {"event": "life", "global_step": 0},
+        {"event": "step_begin", "step": "b"},
+        {"event": "step_end", "step": "b", "status": "done"},
+        {"event": "step_end", "step": "a", "status": "failed"},
+        {"event": "step_begin", "step": "c"},
+    ]
+    assert [(each["step"], each["status"]) for each in step_records(happened)] == [
+        ("a", "failed"),
+        ("b", "done"),
+        ("c", "failed"),
+    ]
+    assert step_records([]) == ()

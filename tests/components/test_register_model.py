@@ -1,0 +1,94 @@
+"""From the champion of one run to the judgement on the next, through the steps of a pipeline."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from kfp import dsl
+
+from components import locations, steps
+from tests.trainer import small_run
+from trainer import events, storage
+from trainer.promotion import registry
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return small_run.small_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def pipeline(run, tmp_path, monkeypatch):
+    """Return a function that runs all steps after training, under a run id."""
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path))
+    root = storage.uri_of(tmp_path / "root")
+
+    def go(run_id, checkpoint=run.checkpoint, **sections):
+        tree = {**run.config.model_dump(mode="json"), "gate": {"min": {}}, **sections}
+        tree["export"] = {"formats": ["saved_model"]}
+        given = (json.dumps(tree), root, run_id)
+        measured = steps.evaluate_model(
+            *given,
+            run.dataset,
+            checkpoint,
+            dsl.Metrics(),
+            *(dsl.ClassificationMetrics() for _ in range(2)),
+        )
+        word = steps.check_gate(*given, measured, str(tmp_path / "decision"))
+        decision = (tmp_path / "decision").read_text()
+        if word == "refused":
+            return SimpleNamespace(word=word, decision=decision, figures={})
+        uri = steps.export_model(*given, run.dataset, checkpoint, decision, dsl.Model())
+        artifact = dsl.Model()
+        word = steps.register_model(*given, uri, "our/image:2", artifact)
+        last = list(events.read(tmp_path / "events.jsonl"))[-1]
+        return SimpleNamespace(
+            word=word, model=uri, decision=decision, figures=last["figures"], artifact=artifact
+        )
+
+    return SimpleNamespace(go=go, root=root)
+
+
+def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_demand(
+    run, pipeline, tmp_path, monkeypatch
+):
+    monkeypatch.setenv(locations.RUN_ID, "first")
+    first = pipeline.go("first")
+    assert (first.word, first.figures["version"], first.figures["promotion"]) == ("promoted", 1, 1)
+    assert first.artifact.metadata == {
+        "uri": first.model, "decision": "promoted", "version": 1, "promotion": 1,
+    }  # fmt: skip
+    champion = registry.champion(pipeline.root, "digits")
+    lineage = champion.manifest.fields["lineage"]
+    assert lineage["checkpoint"] == run.checkpoint
+    assert (lineage["run_id"], lineage["fingerprint"]) == ("first", "00000000")
+    assert (lineage["image"], lineage["decision"]) == ("", first.decision)
+    assert lineage["metrics"]["accuracy"] > 0.5
+
+    again = small_run.publish_checkpoint(tmp_path / "again", run.model)
+    second = pipeline.go("second", again)
+    assert (second.word, second.figures["version"]) == ("promoted", 2)
+    decided = json.loads(storage.read_file(second.decision, "decision.json"))
+    assert decided["champion"] == champion.uri
+
+    third = pipeline.go("third", gate={"min": {}, "champion": "better"})
+    assert third.word == "refused"
+    assert registry.champion(pipeline.root, "digits").number == 2
+
+
+def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
+    better = {"gate": {"min": {}, "champion": "better"}}
+    first, again = (pipeline.go("first", **better) for _ in range(2))
+    assert (again.word, again.model, again.figures) == ("promoted", first.model, first.figures)
+    assert registry.newest(pipeline.root, "digits") == 1
+
+
+def test_a_refusal_of_the_registry_keeps_its_reasons(pipeline):
+    made = pipeline.go("first", registry={"max_megabytes": 0.001})
+    assert made.word == "refused"
+    assert made.figures["reasons"][0].startswith("megabytes ")
+    assert made.figures["version"] == 0
+    assert registry.champion(pipeline.root, "digits") is None

@@ -1,0 +1,133 @@
+"""The step that trains, with a launcher of its own: what it makes of what a launcher leaves."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from kfp import dsl
+
+from components import launchers, locations, steps, ui
+from components.image import PodDefaults
+from tests.components.called_steps import RUN, refused, text_of
+from trainer import storage
+from trainer.checkpoints.history import Validations
+from trainer.cluster.launcher import Job
+from trainer.errors import RunInterruptedError, UserError
+
+pytestmark = pytest.mark.usefixtures("happened")
+
+# An image and a secret of the run's own.
+PODS = ("registry.example/flotilla:2", "our-store")
+
+
+@pytest.fixture
+def viewers(tmp_path):
+    return dsl.Artifact(name=ui.VIEWERS, uri=str(tmp_path / "viewers"))
+
+
+class TestTrainModel:
+    """With a launcher of its own: what a step makes of what a launcher leaves."""
+
+    @pytest.fixture
+    def launched(self, monkeypatch, tmp_path):
+        """Return the jobs that were launched; each publishes two checkpoints."""
+        jobs = []
+
+        def launch(job: Job, defaults: PodDefaults) -> None:
+            jobs.append((job, defaults))
+            for step in (10, 9):
+                folder = tmp_path / f"checkpoint-{step}"
+                folder.mkdir()
+                (folder / "variables.index").write_text(str(step), encoding="utf-8")
+                fields = {"global_step": step, "metrics": {"loss": 1 / step}}
+                uri = storage.join(job.checkpoints, f"step-{step:08d}")
+                storage.publish(folder, uri, kind="checkpoint", fields=fields)
+
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
+        return jobs
+
+    def test_it_gives_the_newest_checkpoint(self, launched, root, run, viewers, happened):
+        artifact = dsl.Model()
+        uri = steps.train_model(text_of(run), root, RUN, run.dataset, *PODS, artifact, viewers)
+        assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
+        logs = storage.join(root, RUN, "checkpoints", "logs")
+        assert artifact.metadata == {
+            "uri": uri, "tensorboard": logs, "global_step": 10, "loss": 0.1,
+        }  # fmt: skip
+        assert happened()[-1]["figures"] == {"global_step": 10, "loss": 0.1}
+        assert happened()[-1]["uri"] == uri
+        assert happened()[0]["inputs"] == {"dataset": run.dataset}
+        written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
+        assert written["outputs"] == [{"type": "tensorboard", "source": logs}]
+        ((job, defaults),) = launched
+        assert defaults == PodDefaults(image=PODS[0], store_secret=PODS[1])
+        assert (job.dataset, job.workdir) == (
+            run.dataset,
+            Path(os.environ[locations.RUN_FOLDER], "cluster"),
+        )
+        assert job.config.model == run.config.model
+
+    @pytest.mark.usefixtures("launched")
+    def test_a_checkpoint_that_was_damaged_since_is_not_handed_on(
+        self, monkeypatch, root, run, viewers, capsys
+    ):
+        launch = launchers.LAUNCHERS["local"]
+
+        def damaging(job, defaults):
+            launch(job, defaults)
+            uri = storage.join(job.checkpoints, "step-00000010", "variables.index")
+            storage.local_path(uri).write_text("11", encoding="utf-8")
+
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", damaging)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        code, line = refused(steps.train_model, *given, capsys=capsys)
+        assert code == 1
+        assert "step-00000010 is damaged: variables.index has crc32c" in line
+
+    @pytest.mark.usefixtures("launched")
+    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, viewers, happened):
+        launch = launchers.LAUNCHERS["local"]
+
+        def validated(job, defaults):
+            launch(job, defaults)
+            for _, manifest in storage.published(job.checkpoints):
+                loss = manifest.fields["global_step"] / 10
+                Validations(job.checkpoints).add(manifest, {"loss": loss})
+
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", validated)
+        steps.train_model(text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        figures = happened()[-1]["figures"]
+        assert figures["global_step"] == 10
+        assert (figures["best_global_step"], figures["best_validation_loss"]) == (9, 0.9)
+
+    def test_a_launcher_that_fails_is_told(self, monkeypatch, root, run, viewers, capsys):
+        def fail(_job, _defaults):
+            raise UserError("worker-0 ended with exit code 1")
+
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", fail)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        assert refused(steps.train_model, *given, capsys=capsys) == (
+            1,
+            "worker-0 ended with exit code 1",
+        )
+
+    def test_an_interrupted_launcher_is_told(self, monkeypatch, root, run, viewers, happened):
+        def end(_job, _defaults):
+            raise RunInterruptedError("interrupted at global step 7")
+
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", end)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        with pytest.raises(SystemExit) as ended:
+            steps.train_model(*given)
+        assert ended.value.code == 130
+        assert happened()[-1]["status"] == "interrupted"
+
+    def test_a_launcher_that_leaves_nothing_is_told(self, monkeypatch, root, run, viewers, capsys):
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", lambda _job, _defaults: None)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        _, line = refused(steps.train_model, *given, capsys=capsys)
+        assert line.startswith("no checkpoint is published below ")
+
+    def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
+        assert "local" in launchers.LAUNCHERS

@@ -1,0 +1,81 @@
+"""What the KFP UI is given: finite, plain, drawable, and in the form that it asks for."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kfp import dsl
+
+from components import ui
+from components.train_model import train_model
+
+
+def test_figures_are_plain_and_finite():
+    metrics = dsl.Metrics()
+    found = {"accuracy": np.float32(0.5), "loss": float("nan"), "worst": math.inf, "examples": 3}
+    ui.log_metrics(metrics, found, "gs://bucket/evaluation")
+    assert metrics.metadata == {"accuracy": 0.5, "examples": 3.0, "uri": "gs://bucket/evaluation"}
+    assert {type(metrics.metadata[name]) for name in ("accuracy", "examples")} == {float}
+    json.dumps(metrics.metadata, allow_nan=False)
+
+
+def test_a_confusion_matrix_has_the_true_classes_as_rows():
+    confusion = dsl.ClassificationMetrics()
+    ui.log_confusion(confusion, ["cat", "dog"], np.array([[3, 1], [0, 2]]))
+    matrix = confusion.metadata["confusionMatrix"]
+    assert [each["displayName"] for each in matrix["annotationSpecs"]] == ["cat", "dog"]
+    assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 2]]
+    json.dumps(confusion.metadata, allow_nan=False)
+
+
+def test_classes_of_one_name_keep_their_rows():
+    confusion = dsl.ClassificationMetrics()
+    ui.log_confusion(confusion, ["crane", "dog", "crane"], [[1, 0, 0], [0, 2, 0], [0, 0, 3]])
+    matrix = confusion.metadata["confusionMatrix"]
+    names = [each["displayName"] for each in matrix["annotationSpecs"]]
+    assert names == ["crane (0)", "dog", "crane (2)"]
+    assert [row["row"] for row in matrix["rows"]] == [[1, 0, 0], [0, 2, 0], [0, 0, 3]]
+
+
+@pytest.mark.parametrize("classes", [ui.MOST_CLASSES, ui.MOST_CLASSES + 1])
+def test_a_matrix_that_nobody_can_look_at_is_left_out(classes):
+    confusion = dsl.ClassificationMetrics()
+    labels = [str(index) for index in range(classes)]
+    ui.log_confusion(confusion, labels, np.eye(classes, dtype=int))
+    drawn = "confusionMatrix" in confusion.metadata
+    assert drawn == (classes <= ui.MOST_CLASSES)
+    assert drawn or confusion.metadata["left_out"] == "51 classes are more than 50"
+
+
+def test_a_roc_curve_is_points_by_their_names():
+    roc = dsl.ClassificationMetrics()
+    ui.log_roc(roc, [[0, 0, 1], [0.25, 0.75, 0.5], [1, 1, 0]])
+    assert roc.metadata["confidenceMetrics"] == [
+        {"confidenceThreshold": 1.0, "recall": 0.0, "falsePositiveRate": 0.0},
+        {"confidenceThreshold": 0.5, "recall": 0.75, "falsePositiveRate": 0.25},
+        {"confidenceThreshold": 0.0, "recall": 1.0, "falsePositiveRate": 1.0},
+    ]
+
+
+def test_without_a_curve_there_is_none():
+    roc = dsl.ClassificationMetrics()
+    ui.log_roc(roc, [])
+    assert roc.metadata == {}
+
+
+def test_the_ui_is_told_of_tensorboard(tmp_path):
+    artifact = dsl.Artifact(uri=str(tmp_path / "deep" / "viewers"))
+    ui.write_viewers(artifact, "minio://bucket/run/checkpoints/logs?endpoint=http://a:1")
+    written = json.loads(Path(artifact.path).read_text(encoding="utf-8"))
+    source = "minio://bucket/run/checkpoints/logs"
+    assert written == {"version": 1, "outputs": [{"type": "tensorboard", "source": source}]}
+    assert artifact.metadata == {"tensorboard": source}
+
+
+def test_the_step_that_trains_has_the_file_under_the_name_that_the_ui_looks_for():
+    # Any sign that is no letter is taken for a dash.
+    assert ui.VIEWERS.replace("_", "-") == "mlpipeline-ui-metadata"
+    output = train_model.component_spec.outputs[ui.VIEWERS]
+    assert output.type.startswith("system.Artifact")

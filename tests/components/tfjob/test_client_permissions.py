@@ -1,0 +1,68 @@
+"""deploy/rbac.yaml allows what is asked of the API, and nothing that is never asked."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from components.tfjob.launcher import delete_jobs
+from tests.components.tfjob.attempts import Attempt, job_of, settings, step
+from tests.kubernetes.server import PATH
+from trainer.config.schema import Config
+
+FILE = Path(__file__).parents[3] / "deploy" / "rbac.yaml"
+VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
+
+
+def roles():
+    documents = list(yaml.safe_load_all(FILE.read_text(encoding="utf-8")))
+    return {each["metadata"]["name"]: each for each in documents if each["kind"] == "Role"}
+
+
+def allowed(role):
+    return {
+        (resource, verb)
+        for rule in roles()[role]["rules"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def asked(request):
+    """Return resource and verb of a request, as Kubernetes authorizes it."""
+    method, _, address = request.partition(" ")
+    found = PATH.fullmatch(address.partition("?")[0])
+    assert found, request
+    if found["log"]:
+        return "pods/log", "get"
+    verb = VERBS.get(method) or ("get" if found["name"] else "list")
+    return found["kind"], "watch" if "watch=" in address else verb
+
+
+@pytest.mark.cluster
+def test_the_launcher_needs_all_that_it_is_allowed_and_is_allowed_all_that_it_needs(kube):
+    tree = settings(max_restarts=0, heartbeat=1)
+    running = Attempt(job_of(tree))
+    kube.wait_watched()
+    kube.run_all()
+    kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
+    kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
+    kube.finish("worker-0", 137)
+    assert "max_restarts" in running.failed()
+    with step(kube, tree) as process:
+        kube.all_pods()
+        process.process.kill()
+    delete_jobs(Config().cluster.kubernetes, "run-1")
+    assert {asked(each) for each in kube.server.requests} == allowed("flotilla-launcher")
+
+
+def test_the_guard_may_read_and_delete_jobs_alone():
+    assert allowed("flotilla-trainer") == {("tfjobs", "get"), ("tfjobs", "delete")}
+
+
+def test_no_permission_is_for_everything():
+    text = FILE.read_text(encoding="utf-8")
+    assert not re.search(r"\*|ClusterRole|secrets", text)

@@ -1,0 +1,242 @@
+"""What the command line says to a person who got something wrong, and to a script."""
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.image import IMAGE
+from pipelines.cli import __main__
+
+ROOT = Path(__file__).parents[3]
+FLOTILLA = Path(sys.executable).with_name("flotilla")
+REMARK = (
+    f"flotilla: no cluster can pull {IMAGE}, which names no registry: "
+    "compile or upload with --image HOST/NAME:TAG\n"
+)
+KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Be in an empty folder: what is written by default would be written there."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def flotilla(monkeypatch, capsys):
+    """Run the command line; return exit code, standard output and standard error."""
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["flotilla", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            __main__.main()
+        return (ended.value.code, *capsys.readouterr())
+
+    before = signal.getsignal(signal.SIGINT)
+    yield call
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def refused(flotilla):
+    """Run what has to be refused, with and without `--json`; return the one line."""
+
+    def call(*arguments, code=2):
+        assert flotilla(*arguments)[:2] == (code, "")
+        found, out, err = flotilla(*arguments, "--json")
+        assert found == code
+        assert err.startswith("flotilla: ")
+        assert err.endswith("\n")
+        assert err.count("\n") == 1
+        line = err.removeprefix("flotilla: ").rstrip("\n")
+        told = json.loads(out.splitlines()[-1])
+        assert set(told) == KEYS
+        assert (told["status"], told["message"]) == ("failed", line)
+        return line
+
+    return call
+
+
+def test_a_typo_in_a_key(refused, here):
+    assert refused("run", "--set", "training.step=5") == (
+        "training.step: no such key; did you mean 'steps'?"
+    )
+    assert not list(here.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("assignment", "line"),
+    [
+        ("training.steps", "--set 'training.steps': write it as section.key=value"),
+        ("training.steps=many", "training.steps: 'many' is not allowed"),
+        ("gate.min.accuracy=1.1", "gate.min: accuracy is a share: 1.1 is not between 0 and 1"),
+        ("cluster.workers=9", "cluster.workers: 9 workers cannot share 8 shards"),
+        ("model.name=cnnn", "model.name: 'cnnn' is not allowed: no model of this name"),
+        ("model.args={a", "'{a' is not a YAML value"),
+    ],
+)
+@pytest.mark.parametrize("command", ["run", "prepare", "train"])
+def test_a_wrong_value(refused, here, command, assignment, line):
+    assert line in refused(command, "--set", assignment)
+    assert not list(here.iterdir())
+
+
+def test_a_broken_file(refused, here):
+    path = here / "broken.yaml"
+    path.write_text("training: {steps: 5\n", encoding="utf-8")
+    assert refused("run", path).startswith(f"{path} is not valid YAML at line 2, column 1: ")
+
+
+def test_a_file_that_is_not_there(refused):
+    assert refused("run", "no/such.yaml") == (
+        "cannot read the configuration no/such.yaml: No such file or directory"
+    )
+
+
+def test_a_file_that_is_no_text(refused, here):
+    (here / "model.keras").write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8 text" in refused("run", here / "model.keras")
+
+
+def test_a_folder_as_configuration(refused, here):
+    assert refused("run", here).endswith(": Is a directory")
+
+
+@pytest.mark.parametrize("below", ["", "deep/er"])
+def test_a_file_in_the_place_of_the_workdir(refused, here, below):
+    (here / "runs").write_text("", encoding="utf-8")
+    line = refused("run", "--workdir", here / "runs" / below)
+    assert line.startswith(f"cannot write to {here / 'runs' / below}")
+    assert line.endswith("choose another --workdir")
+
+
+def test_a_current_folder_that_was_removed(refused, here):
+    here.rmdir()
+    assert refused("run", "--workdir", here) == (
+        "the current folder was removed; change to one that is there"
+    )
+
+
+def test_a_run_that_is_not_there(refused):
+    assert refused("run", "--resume", "digits-1") == "no run 'digits-1' below runs"
+
+
+@pytest.mark.parametrize("command", ["run", "train"])
+def test_a_run_that_was_spelled_wrong(refused, here, command):
+    for name in ("digits-20250101-000000-aaaa", "a-b-20250102-000000-bbbb"):
+        (here / "runs" / name).mkdir(parents=True)
+        (here / "runs" / name / "config.json").write_text("{}", encoding="utf-8")
+    assert refused(command, "--resume", "digits-20250101-000000-aaab").endswith(
+        "below runs; did you mean 'digits-20250101-000000-aaaa'?"
+    )
+    # The newest by its time, whatever its name.
+    assert refused(command, "--resume", "?").endswith(" (newest: a-b-20250102-000000-bbbb)")
+    assert refused(command, "--resume", "../runs").startswith("no run '../runs' below runs")
+
+
+def test_a_run_whose_configuration_is_damaged(refused, here):
+    (here / "runs" / "digits-1").mkdir(parents=True)
+    (here / "runs" / "digits-1" / "config.json").write_text("{", encoding="utf-8")
+    assert refused("run", "--resume", "digits-1").startswith("runs/digits-1/config.json is not")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["run", "--jsn"], "No such option: --jsn (Possible options: --json, --set); see `"),
+        (["run", "--dataset", "x"], "No such option: --dataset"),
+        (["run", "a.yaml", "b.yaml"], "Got unexpected extra argument(s) (b.yaml); see `"),
+        (["runn"], "No such command 'runn'. Did you mean 'run', 'runs'?; see `"),
+        (["--no-such"], "No such option: --no-such"),
+        (["compile", "--image"], "Option '--image' requires an argument"),
+    ],
+)
+def test_a_wrong_word(flotilla, arguments, line):
+    code, out, err = flotilla(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"flotilla: {line}")
+    assert err.count("\n") == 1
+    assert err.endswith(" --help`\n")
+    assert "see `flotilla " in err
+
+
+def test_a_wrong_option_and_json(refused):
+    assert refused("run", "--sett", "x=1").startswith("No such option: --sett")
+
+
+def test_an_odd_image(refused, here):
+    assert refused("compile", "--image", "a b").startswith("--image 'a b' is not the name of")
+    assert not list(here.iterdir())
+
+
+def test_a_file_in_the_place_of_the_build_folder(refused, here):
+    (here / "build").write_text("", encoding="utf-8")
+    assert refused("compile", code=1).startswith("cannot write build/pipeline.yaml: ")
+
+
+def test_compiling(flotilla, here):
+    code, out, err = flotilla("compile", "--components", "parts", "--json")
+    assert code == 0
+    written = {"pipeline": "build/pipeline.yaml", "components": "parts"}
+    told = json.loads(out)
+    assert set(told) == KEYS
+    assert (told["status"], told["artifacts"]) == ("done", written)
+    assert err == f"wrote build/pipeline.yaml\nwrote parts\n{REMARK}"
+    assert (here / "build" / "pipeline.yaml").is_file()
+    assert len(list((here / "parts").iterdir())) == 8
+
+
+def test_compiling_without_json_prints_nothing(flotilla):
+    told = "wrote p.yaml\n"
+    assert flotilla("compile", "-o", "p.yaml", "--image", "a.example/b:1") == (0, "", told)
+    for words in ((), ("--image", IMAGE)):
+        assert flotilla("compile", "-o", "p.yaml", *words) == (0, "", told + REMARK)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_lists_the_commands(flotilla, arguments):
+    code, out, err = flotilla(*arguments)
+    assert (code, err) == (0, "")
+    for command in ("run", "prepare", "train", "compile"):
+        assert f" {command} " in out
+
+
+@pytest.mark.parametrize("command", ["run", "prepare", "train", "compile"])
+def test_help_of_a_command(flotilla, command):
+    code, out, _ = flotilla(command, "--help")
+    assert code == 0
+    assert "--json" in out
+
+
+def test_the_console_script():
+    ended = subprocess.run([FLOTILLA, "--help"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert "Usage: flotilla" in ended.stdout
+
+
+def test_a_mistake_is_told_without_loading_the_pipelines():
+    # `flotilla --help`, and a typo, are answered before KFP could be loaded.
+    program = (
+        "import sys; from pipelines.cli import __main__ as cli\n"
+        "sys.argv = ['flotilla', 'run', '--set', 'x=1']\n"
+        "try: cli.main()\n"
+        "finally: print([name for name in ('kfp', 'numpy', 'requests') if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (2, "[]\n")
+    assert ended.stderr.startswith("flotilla: x: no such key")
+
+
+def test_an_interrupt_before_there_is_a_run(monkeypatch, flotilla):
+    def interrupt(*_given, **_named):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainer.config.load.load_config", interrupt)
+    assert flotilla("run") == (130, "", "")

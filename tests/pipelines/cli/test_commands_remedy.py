@@ -1,0 +1,71 @@
+"""The last line of a run that has not come to its end: how to go on, where that is possible."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from pipelines.cli import commands
+from pipelines.runs import local
+from pipelines.runs.outcome import Outcome
+from trainer import storage
+from trainer.config.schema import Config
+
+
+@pytest.fixture
+def run(tmp_path):
+    made = local.new_run(Config(), tmp_path / "my runs")
+    yield made
+    os.close(made.lock)
+
+
+@pytest.fixture
+def checkpoint(run, tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    uri = storage.join(run.config.storage.root, run.run_id, "checkpoints", "step-00000010")
+    storage.publish(source, uri, kind="checkpoint", fields={"global_step": 10})
+    return uri
+
+
+def remedy(run, pipeline="train", status="failed", code=1, dataset=""):
+    request = commands.Request(
+        pipeline=pipeline,
+        config=None,
+        assignments=(),
+        workdir=run.folder.parent,
+        dataset=dataset,
+    )
+    return commands._remedy(
+        request, run, Outcome(status=status, exit_code=code, message="x", steps=())
+    )
+
+
+@pytest.mark.usefixtures("checkpoint")
+def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
+    resume = f"--workdir '{run.folder.parent}' --resume {run.run_id}"
+    assert remedy(run) == f"when that is put right, go on with: flotilla train {resume}"
+    assert remedy(run, "run", dataset="file:///d").endswith(f"run {resume} --dataset file:///d")
+
+
+def test_without_a_checkpoint_there_is_nothing_to_go_on_with(run):
+    assert remedy(run) == ""
+
+
+@pytest.mark.usefixtures("checkpoint")
+@pytest.mark.parametrize(("status", "code"), [("blessed", 0), ("refused", 3), ("failed", 2)])
+def test_a_run_that_is_over_or_was_called_wrongly_is_not_resumed(run, status, code):
+    assert remedy(run, status=status, code=code) == ""
+
+
+def test_an_interrupted_run_can_always_be_resumed_unless_it_only_prepared(run):
+    assert remedy(run, status="interrupted", code=130).startswith("go on with: flotilla train ")
+    assert remedy(run, "prepare", status="interrupted", code=130) == ""
+
+
+def test_a_store_that_cannot_be_read_has_no_remedy(run, checkpoint):
+    folder = storage.local_path(checkpoint).parent
+    folder.rename(folder.with_name("away"))
+    folder.write_text("in the way", encoding="utf-8")
+    assert remedy(run) == ""

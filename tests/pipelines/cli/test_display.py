@@ -1,0 +1,263 @@
+"""What a person sees: progress on standard error, and the closing table."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from pipelines.cli.display import Display, Terminal, closing_table
+from pipelines.runs.outcome import outcome_of
+from tests.pipelines.happened import begun, done, ended, judged
+from trainer import storage
+
+
+def progress(step, time, **fields):
+    figures = {"loss": 0.25, "steps_per_second": 99.6, "seconds_left": 12.4, "steps": 300}
+    return {"event": "progress", "time": time, "global_step": step, **figures, **fields}
+
+
+@pytest.fixture
+def shown(capsys):
+    """Show events, and return the lines on standard error; nothing goes to standard output."""
+
+    def show(*events):
+        with Display() as display:
+            for event in events:
+                display(event)
+        out, err = capsys.readouterr()
+        assert not out
+        return err.splitlines()
+
+    return show
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def table_of(events, width=80):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(closing_table(outcome_of(events, 0, interrupted=False)))
+    return console.file.getvalue()
+
+
+def test_the_course_of_the_steps(shown):
+    assert shown(
+        *done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)
+    ) == [
+        "prepare_data ...",
+        "prepare_data done in 1.5 s",
+        "train_model ...",
+        "train_model failed in 1.5 s",
+    ]
+
+
+def test_an_interrupted_step(shown):
+    assert shown(ended("train_model", "interrupted", 130)) == ["train_model interrupted in 1.5 s"]
+
+
+def test_progress_without_a_terminal_is_a_line_now_and_then(shown):
+    times = {20: 1000.0, 40: 1004.9, 60: 1005.0, 80: 1009.9, 100: 1010.1}
+    assert shown(*(progress(step, time) for step, time in times.items())) == [
+        "global step 20/300  loss 0.2500  100 steps/s  12 s left",
+        "global step 60/300  loss 0.2500  100 steps/s  12 s left",
+        "global step 100/300  loss 0.2500  100 steps/s  12 s left",
+    ]
+
+
+def test_progress_without_a_terminal_draws_nothing(shown):
+    text = "".join(shown(progress(20, 1000.0), *done("train_model")))
+    assert "\x1b" not in text
+    assert "━" not in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_progress_with_a_terminal_is_a_bar(shown):
+    text = "".join(shown(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
+    assert "150/300" in text
+    assert "loss 0.2500" in text
+    assert "━" in text
+    # The cursor is hidden while it draws, and given back.
+    assert text.count("\x1b[?25l") == text.count("\x1b[?25h") == 1
+
+
+@pytest.mark.usefixtures("terminal")
+def test_with_a_terminal_a_second_training_begins_a_new_bar(shown):
+    events = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
+    text = "".join(shown(*events))
+    assert "40/50" in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_with_a_terminal_the_status_has_a_colour(shown):
+    text = "".join(shown(ended("train_model", "failed", 1)))
+    assert "\x1b[31mfailed\x1b[0m" in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
+    def draw():
+        with Display() as display:
+            display(progress(20, 1.0))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        draw()
+    assert capsys.readouterr().err.count("\x1b[?25h") == 1
+
+
+def test_incidents_are_told(shown):
+    assert shown(
+        {"event": "life", "time": 1.0, "global_step": 0, "steps": 9, "resumed": False},
+        {"event": "restart", "time": 1.0, "task": "worker-0", "cause": "signal SIGKILL"},
+        {"event": "life", "time": 1.0, "global_step": 500, "steps": 900, "resumed": True},
+    ) == [
+        "worker-0 ended with signal SIGKILL and is started again",
+        "training goes on from global step 500",
+    ]
+
+
+def test_tasks_that_are_silent_or_given_up_are_told(shown):
+    assert shown(
+        {"event": "stalled", "time": 1.0, "tasks": ["ps-0", "worker-1"], "seconds": 120.0},
+        {"event": "evaluator_left", "time": 1.0, "reason": "no [room]"},
+        {"event": "task_failed", "time": 1.0, "task": "ps-0", "cause": "signal SIGKILL",
+         "log": "log.txt", "last_lines": ["[one]", "two"]},
+    ) == [
+        "no progress for 120 s: ps-0, worker-1 silent",
+        "going on without the evaluator: no [room]",
+        "ps-0 ended with signal SIGKILL:",
+        "[one]",
+        "two",
+    ]  # fmt: skip
+
+
+def test_a_damaged_checkpoint_is_told_on_one_line(shown):
+    uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
+    event = {"event": "checkpoint_passed_over", "time": 1.0, "uri": uri, "reason": reason}
+    assert shown(event) == [f"passed over {uri}: {reason}"]
+
+
+def test_an_event_of_a_later_version_is_not_an_error(shown):
+    assert shown({"event": "no_such_event", "time": 1.0}) == []
+
+
+def test_the_table_has_a_row_for_every_step():
+    events = [*done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)]
+    lines = [line.split() for line in table_of(events).splitlines()]
+    assert lines == [
+        ["step", "status", "seconds", "figures", "where"],
+        ["prepare_data", "done", "1.5"],
+        ["train_model", "failed", "1.5"],
+    ]
+
+
+def test_the_table_shows_four_figures_and_no_lists():
+    figures = {"decision": "refused", "reasons": ["a", "b"], "accuracy": 0.123456, "n": 1437}
+    figures |= {"reused": True, "more": 1}
+    text = table_of([begun("check_gate"), ended("check_gate", figures=figures)], width=200)
+    assert "decision=refused accuracy=0.1235 n=1437 reused=True" in text
+    assert "reasons" not in text
+    assert "more" not in text
+
+
+def where(uri, width=200):
+    row = table_of(done("finish", uri=uri), width=width).splitlines()[1]
+    return row.removeprefix("finish").removeprefix("  done").strip().removeprefix("1.5").strip()
+
+
+def test_below_the_current_folder_it_shows_a_relative_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "runs" / "ä [red] b" / "report.html"
+    assert where(storage.uri_of(path)) == "runs/ä [red] b/report.html"
+
+
+def test_elsewhere_it_shows_the_whole_path(tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert where("file:///elsewhere/runs/x%20y") == "/elsewhere/runs/x y"
+    # A name that only begins alike is not below.
+    assert where(storage.uri_of(tmp_path / "here-too")) == f"{tmp_path}/here-too"
+
+
+def test_what_is_in_no_file_system_stays_a_uri():
+    assert where("gs://bucket/runs/model") == "gs://bucket/runs/model"
+    assert where("") == ""
+
+
+def test_in_eighty_columns_a_usual_path_takes_two_lines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    uri = storage.uri_of(tmp_path / "runs/digits-20250101-120000-abcd/report.html")
+    lines = table_of([*judged("blessed"), *done("finish", uri=uri)]).splitlines()
+    assert lines[-2].startswith("finish ")
+    assert "".join(line[-29:].strip() for line in lines[-2:]) == (
+        "runs/digits-20250101-120000-abcd/report.html"
+    )
+
+
+class TestTerminal:
+    def test_a_name_with_colons_is_no_emoji(self, capsys):
+        Terminal(stderr=True).print("model mymod:boom: x", markup=False)
+        assert capsys.readouterr().err == "model mymod:boom: x\n"
+
+    @pytest.mark.parametrize("stderr", [False, True])
+    def test_what_is_run_goes_on_when_nobody_reads_any_more(self, stderr):
+        name = "stderr" if stderr else "stdout"
+        reader, writer = os.pipe()
+        os.close(reader)
+        code = (
+            "from pipelines.cli.display import Terminal\n"
+            f"terminal = Terminal(stderr={stderr})\n"
+            "for _ in range(3): terminal.print('x')\n"
+            "from pipelines.cli.commands import print_json\n"
+            "print_json({})\n"
+            "raise SystemExit(3)\n"
+        )
+        other = "stdout" if stderr else "stderr"
+        with os.fdopen(writer, "wb") as closed:
+            ended = subprocess.run(
+                [sys.executable, "-c", code],
+                **{name: closed, other: subprocess.PIPE},
+                check=False,
+                timeout=60,
+            )
+        assert ended.returncode == 3
+        assert b"Traceback" not in (getattr(ended, other) or b"")
+
+    def test_json_without_a_reader_is_no_error(self):
+        reader, writer = os.pipe()
+        os.close(reader)
+        code = "from pipelines.cli.commands import print_json; print_json({}); raise SystemExit(3)"
+        with os.fdopen(writer, "wb") as closed:
+            ended = subprocess.run(
+                [sys.executable, "-c", code],
+                stdout=closed,
+                stderr=subprocess.PIPE,
+                check=False,
+                timeout=60,
+            )
+        assert (ended.returncode, ended.stderr) == (3, b"")
+
+
+def test_what_a_run_begins_with_and_whose_lock_it_took(shown):
+    held = {"uri": "file:///c", "holder": "run a (process 7 on h)", "reason": "has ended"}
+    assert shown(
+        {"event": "newest_version", "dataset": "digits", "version": "1.0.0"},
+        {"event": "from_scratch", "reason": "digits has no champion yet below file:///r"},
+        {"event": "warm_start", "uri": "gs://b/step-00000005"},
+        {"event": "lock_awaited", **held, "until": "2027-01-15 08:00:00 UTC"},
+        {"event": "lock_taken_over", **held},
+    ) == [
+        "digits 1.0.0 is its newest version",
+        "training begins from scratch: digits has no champion yet below file:///r",
+        "training begins with the weights of gs://b/step-00000005",
+        "waiting for the lock of file:///c: run a (process 7 on h) may be dead, and holds it until "
+        "2027-01-15 08:00:00 UTC",
+        "took over the lock of file:///c from run a (process 7 on h), which has ended",
+    ]

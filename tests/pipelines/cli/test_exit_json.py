@@ -1,0 +1,88 @@
+"""What `--json` adds to the keys of every command is what the command's help says of it."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import typer
+
+from pipelines.cli import app
+from pipelines.reference import command_line, flat
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.promotion import registry
+
+COMMANDS = dict(flat(typer.main.get_command(app.app).commands))
+RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]
+CALLS = {
+    "compare": RUNS,
+    "gc": [],
+    "models list": [],
+    "models show": ["digits"],
+    "models promote": ["digits", "1"],
+    "models rollback": ["digits"],
+}
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    """Two runs, and a model of which version 2 is champion after version 1."""
+    folder = tmp_path / "runs"
+    root = storage.uri_of(folder)
+    for run in RUNS:
+        (folder / run).mkdir(parents=True)
+        (folder / run / "config.json").write_text(parse_config({}).model_dump_json())
+    for number in (1, 2):
+        source, uri = tmp_path / f"source-{number}", storage.uri_of(tmp_path / f"model-{number}")
+        (source / "serving").mkdir(parents=True)
+        (source / "serving" / "saved_model.pb").write_text(str(number))
+        fields = {"saved_model": "serving", "global_step": number}
+        storage.publish(source, uri, kind="model", fields=fields)
+        lineage = {"run_id": RUNS[0], "metrics": {}}
+        registry.register(root, "digits", uri, lineage=lineage, scratch=tmp_path)
+        registry.promote(root, "digits", number, after=number - 1, by="run a")
+    return folder
+
+
+def told(capsys, *words):
+    assert app.called([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def always():
+    """Return the keys that the reference promises of every command."""
+    head = command_line(typer.main.get_command(app.app)).partition("\n## `flotilla ")[0]
+    keys = head.partition("## `--json`")[2]
+    return set(re.findall(r"^\| `(\w+)`", keys, re.MULTILINE))
+
+
+def added(name):
+    """Return the keys that the help of a command names."""
+    return set(re.findall(r"`(\w+)`", COMMANDS[name].epilog or ""))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_keys_are_those_of_the_help(name, workdir, capsys):
+    found = told(capsys, *name.split(), *CALLS[name], "--workdir", str(workdir))
+    assert set(found) == always() | added(name)
+
+
+def test_the_keys_of_a_manifest(capsys):
+    assert set(told(capsys, "manifest")) == always() | added("manifest")
+
+
+def test_the_keys_of_a_compilation(capsys, tmp_path):
+    found = told(capsys, "compile", "-o", str(tmp_path / "a.yaml"))
+    assert set(found) == always() | added("compile")
+    assert set(found["artifacts"]) == {"pipeline"}
+
+
+def test_a_failure_has_the_same_keys(capsys, workdir):
+    words = ["models", "show", "nothing", "--workdir", str(workdir), "--json"]
+    assert app.called(words) == 2
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert set(found) == always()
+    assert found["status"] == "failed"
+    assert "nothing" in found["message"]

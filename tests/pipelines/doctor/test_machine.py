@@ -1,0 +1,245 @@
+"""The configuration as a check, what this machine needs, and how the doctor tells it all."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from pipelines.cli import app
+from pipelines.doctor import machine
+from pipelines.doctor.configuration import consistent
+from tests.pipelines.doctor.conftest import content
+from trainer.config.load import parse_config
+
+Usage = namedtuple("Usage", "total used free")
+JOB = "cluster.launcher=tfjob"
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Let every disk have so many bytes free, of so many."""
+
+    def give(count, total=1 << 40):
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: Usage(total, 0, count))
+
+    return give
+
+
+def test_a_default_run_is_fit_and_nothing_is_left(doctor, tmp_path):
+    before = content(tmp_path)
+    report = doctor()
+    assert (report.code, report.told["message"], report.err) == (0, "", "")
+    names = ["configuration", "packages", "disk", "loopback", "storage"]
+    assert [report.states()[name] for name in names] == ["ok"] * 5
+    assert (
+        "async_parameter_server with 1 ps, 2 worker, 1 chief" in report["configuration"]["message"]
+    )
+    assert content(tmp_path) == before
+
+
+def test_every_check_is_one_line_that_says_what_the_json_says(doctor):
+    report = doctor("storage.root=s3://B!/k")
+    assert len(report.lines) == len(report.told["checks"])
+    for line, each in zip(report.lines, report.told["checks"], strict=True):
+        remedy = f"; mend or look: {each['remedy']}" if each["remedy"] else ""
+        assert line == f"{each['state']:7}  {each['name']}: {each['message']}{remedy}"
+    assert report.told["message"] == "failed: storage"
+    assert (report.told["status"], report.told["run_id"]) == ("failed", "")
+
+
+def test_without_json_there_are_lines_alone(doctor, capsys):
+    assert doctor().code == 0
+    assert app.called(["doctor"]) == 0
+    out, err = capsys.readouterr()
+    assert {line[:7].strip() for line in out.splitlines()} == {"ok", "skipped"}
+    assert err == ""
+
+
+def test_a_wrong_configuration_is_a_check_and_wrong_usage(doctor):
+    report = doctor("cluster.workers=99")
+    assert report.code == 2
+    assert report.failed() == ["configuration"]
+    assert "99 workers cannot share 8 shards" in report["configuration"]["message"]
+    # What does not need it is looked at all the same.
+    assert report.states()["loopback"] == "ok"
+    assert report["storage"]["message"] == "it needs configuration"
+
+
+def test_a_file_that_is_not_there(doctor):
+    report = doctor(options=("none.yaml",))
+    assert report.code == 2
+    assert "cannot read the configuration none.yaml" in report["configuration"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said", "remedy"),
+    [
+        ("cluster.in_process=true", "cluster.in_process: not with", "cluster.in_process=false"),
+        ("cluster.existing_servers=true", "cluster.existing_servers: not with",
+         "cluster.existing_servers=false"),
+        ("storage.root=file:///data", "chief do not share", "storage.root=gs://BUCKET"),
+        ("cluster.placement={w*: 'ps:1'}", "'w*' is on 'ps:1'; it has to be ps:0 to ps:0", "ps:0"),
+        ("model.name=nowhere_at_all.models:build", "the module nowhere_at_all", "PYTHONPATH="),
+    ],
+)  # fmt: skip
+@pytest.mark.usefixtures("kube")
+def test_keys_that_do_not_go_together(of_job, setting, said, remedy):
+    report = of_job(setting)
+    assert report.failed()[0] == "configuration"
+    assert said in report["configuration"]["message"]
+    assert remedy in report["configuration"]["remedy"]
+    assert report.code == 1
+
+
+def test_a_folder_that_all_pods_share_may_be_the_root():
+    volume = {"name": "v", "mount_path": "/data", "source": {"nfs": {}}}
+    tree = {
+        "cluster": {"launcher": "tfjob", "kubernetes": {"pod": {"volumes": [volume]}}},
+        "storage": {"root": "file:///data/flotilla"},
+    }
+    assert consistent(parse_config(tree), sys.path).state == "ok"
+    tree["storage"] = {"root": "file:///database"}
+    assert consistent(parse_config(tree), sys.path).state == "fail"
+
+
+def test_files_that_are_not_here_fail_where_the_steps_run_here(doctor):
+    found = doctor("data.manual_dir=/no/such")["configuration"]
+    assert (found["state"], found["message"]) == (
+        "fail", "data.manual_dir: there is no folder /no/such",
+    )  # fmt: skip
+    assert "data.manual_dir=FOLDER" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "variables"),
+    [
+        ((JOB,), (), {}),
+        ((), ("--kubernetes",), {}),
+        ((), ("--endpoint", "http://127.0.0.1:1"), {}),
+        ((), (), {"KFP_ENDPOINT": "http://127.0.0.1:1"}),
+    ],
+)
+@pytest.mark.usefixtures("kube")
+def test_files_that_are_not_here_may_be_where_the_steps_run(
+    doctor, monkeypatch, settings, options, variables
+):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    report = doctor("data.manual_dir=/no/such folder", *settings, options=options)
+    found = report["configuration"]
+    assert (found["state"], found["message"]) == (
+        "warn",
+        "data.manual_dir: /no/such folder is not on this machine; for the steps of an instance it "
+        "has to be in the image or a volume",
+    )
+    assert found["remedy"] == "docker run --rm HOST/NAME:TAG ls '/no/such folder'"
+    assert "configuration" not in report.failed()
+
+
+def test_files_that_are_here_are_no_matter_anywhere(doctor, tmp_path):
+    assert doctor(f"data.manual_dir={tmp_path}")["configuration"]["state"] == "ok"
+
+
+@pytest.mark.usefixtures("kube")
+def test_what_is_wrong_is_said_before_what_may_be(of_job):
+    report = of_job("data.manual_dir=/no/such", "cluster.in_process=true")
+    assert report["configuration"]["message"].startswith("cluster.in_process: not with")
+    assert "configuration" in report.failed()
+
+
+def test_where_the_current_folder_was_removed(doctor, tmp_path):
+    (tmp_path / "home").rmdir()
+    report = doctor()
+    assert (report.code, report.lines) == (2, [])
+    assert "the current folder was removed" in report.err
+
+
+def test_a_module_beside_the_person_is_found(doctor):
+    Path("my_models.py").write_text("raise SystemExit('it is not imported')", encoding="utf-8")
+    assert doctor("model.name=my_models:build")["configuration"]["state"] == "ok"
+
+
+def test_a_placement_is_no_matter_without_servers():
+    tree = {
+        "training": {"strategy": "single"}, "cluster": {"placement": {"w*": "ps:7"}},
+    }  # fmt: skip
+    assert consistent(parse_config(tree), sys.path).state == "ok"
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "state"), [(1 << 20, "fail"), (1 << 30, "warn"), (1 << 35, "ok")]
+)
+def test_room_on_the_disk(doctor, free, bytes_, state):
+    free(bytes_)
+    report = doctor(options=("--workdir", "not/made/yet"))
+    assert (report["disk"]["state"], report.code) == (state, int(state == "fail"))
+    assert str(Path.cwd()) in report["disk"]["message"]
+
+
+def test_packages_that_are_missing():
+    config = parse_config({"storage": {"root": "s3://bucket"}})
+    found = machine.packages(config, ("json", "no_such_package", "no_such.part"))
+    assert (found.state, found.message) == ("fail", "not installed: no_such_package, no_such.part")
+    assert found.remedy == "pip install '.'"
+    assert "boto3" in machine.packages(config, ()).message
+    lite = parse_config({"export": {"formats": ["saved_model", "tflite"]}})
+    assert machine.packages(lite, ()).message == "ai_edge_litert"
+
+
+def test_no_package_is_loaded_to_find_it():
+    program = (
+        "import sys; from pipelines.cli import doctor; from pipelines.doctor import machine; "
+        "from trainer.config.schema import "
+        "Config; assert machine.packages(Config()).state == 'ok'; "
+        "sys.exit(bool({'tensorflow', 'keras', 'tensorflow_datasets', 'sklearn'} & {*sys.modules}))"
+    )
+    root = Path(__file__).parents[3]
+    assert subprocess.run([sys.executable, "-c", program], cwd=root, check=False).returncode == 0
+
+
+def test_a_machine_without_ports(doctor, monkeypatch):
+    def refuse(*_):
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    report = doctor()
+    assert report.failed() == ["loopback"]
+    assert "Cannot assign requested address" in report["loopback"]["message"]
+
+
+@pytest.mark.parametrize(("asked", "has", "state"), [(1, 0, "warn"), (4, 2, "fail"), (2, 2, "ok")])
+def test_gpus_of_this_machine(doctor, monkeypatch, asked, has, state):
+    monkeypatch.setattr(machine, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(has)])
+    report = doctor(f"cluster.gpus_per_worker={asked}")
+    assert report["GPUs of this machine"]["state"] == state
+    assert report["shared memory"]["state"] in ("ok", "warn")
+
+
+def test_memory_for_nccl(tmp_path, free):
+    assert machine.shared_memory(tmp_path / "none").state == "fail"
+    free(0, total=64 << 20)
+    assert machine.shared_memory(tmp_path).message.endswith("has 64 MiB, too little for NCCL")
+    free(0, total=1 << 30)
+    assert machine.shared_memory(tmp_path).state == "ok"
+    assert shutil.disk_usage(tmp_path).total == 1 << 30
+
+
+def test_a_full_output_is_one_line(doctor, tmp_path):
+    assert doctor().code == 0
+    program = (
+        "import sys; sys.argv = ['flotilla', 'doctor']; "
+        "from pipelines.cli.__main__ import main; main()"
+    )
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, stdout=full, stderr=subprocess.PIPE,
+            env={"PYTHONPATH": str(Path(__file__).parents[3])}, text=True, check=False,
+        )  # fmt: skip
+    said = "flotilla: cannot write to standard output: No space left on device\n"
+    assert (ended.returncode, ended.stderr) == (1, said)

@@ -1,0 +1,221 @@
+"""Quotas and GPUs against what the pods of the job ask for."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+
+import pytest
+
+from components.tfjob.manifest import document
+from pipelines.doctor.resources import amount, roles, written
+from tests.kubernetes.cluster import NAMESPACE
+from trainer.config.load import parse_config
+
+CPU = "cluster.kubernetes.pod.resources.requests.cpu=2"
+MEMORY = "cluster.kubernetes.pod.resources.limits.memory=4Gi"
+GPU = "cluster.gpus_per_worker=2"
+
+
+@pytest.fixture
+def quota(kube):
+    """Give the namespace a quota."""
+
+    def give(hard, used=None, **spec):
+        tree = {
+            "metadata": {"name": "team"},
+            "spec": {"hard": hard, **spec},
+            "status": {"hard": hard, "used": used or {}},
+        }
+        kube.store.create("resourcequotas", NAMESPACE, tree)
+
+    return give
+
+
+@pytest.fixture
+def node(kube):
+    """Give the cluster a node."""
+
+    def give(name, labels=None, taints=(), **allocatable):
+        has = {key.replace("__", "/").replace("_", "."): n for key, n in allocatable.items()}
+        tree = {
+            "metadata": {"name": name, "labels": labels or {}},
+            "spec": {"taints": list(taints)},
+            "status": {"allocatable": {"cpu": "64", **has}},
+        }
+        kube.store.create("nodes", "", tree)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("hard", "used", "found"),
+    [
+        # A parameter server, a chief and two workers.
+        ({"requests.cpu": "10"}, {"requests.cpu": "4"}, ("asks for 8, 4 of 10", '"12"')),
+        ({"cpu": "7"}, {}, ("asks for 8, 0 of 7", '"8"')),
+        ({"limits.memory": "15Gi"}, {}, ("asks for 16Gi, 0 of 15Gi", '"16Gi"')),
+        ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("asks for 16Gi", '"16385Mi"')),
+        ({"pods": "5"}, {"pods": "2"}, ("asks for 4, 2 of 5", '"6"')),
+        ({"count/tfjobs.kubeflow.org": "0"}, {}, ("asks for 1, 0 of 0", '"1"')),
+        ({"requests.nvidia.com/gpu": "3"}, {}, ("asks for 4, 0 of 3", '"4"')),
+        ({"services": "3"}, {}, ("asks for 4, 0 of 3", '"4"')),
+    ],
+)
+def test_a_quota_that_is_too_small(of_job, quota, hard, used, found):
+    said, patched = found
+    quota(hard, used)
+    found = of_job(CPU, MEMORY, GPU)["quota"]
+    [key] = hard
+    assert (found["state"], found["message"].startswith("the quota team is too small")) == (
+        "fail", True,
+    )  # fmt: skip
+    assert f"{key}: the job {said}" in found["message"]
+    assert f'{{"spec": {{"hard": {{"{key}": {patched}}}}}}}' in found["remedy"]
+    assert f"kubectl patch resourcequota team --namespace {NAMESPACE}" in found["remedy"]
+
+
+@pytest.mark.parametrize(
+    "hard",
+    [
+        {"requests.cpu": "8", "limits.memory": "16Gi", "pods": "4"},
+        {"requests.storage": "1"},
+        {"requests.nvidia.com/gpu": "0"},
+    ],
+)
+def test_a_quota_with_room(of_job, quota, hard):
+    quota(hard)
+    assert of_job(CPU, MEMORY)["quota"] == {
+        "name": "quota", "state": "ok", "message": "room for the job in team", "remedy": "",
+    }  # fmt: skip
+
+
+def test_what_is_over_already_and_not_asked_for_is_no_matter(of_job, quota):
+    quota({"configmaps": "3"}, {"configmaps": "5"})
+    assert of_job()["quota"]["state"] == "ok"
+
+
+def test_pods_have_to_name_what_a_quota_counts(of_job, quota, kube):
+    quota({"requests.cpu": "100"})
+    found = of_job()["quota"]
+    assert (found["state"], "its pods would be refused" in found["message"]) == ("fail", True)
+    assert "cluster.kubernetes.pod.resources.requests.cpu=AMOUNT" in found["remedy"]
+    defaults = {"limits": [{"type": "Container", "default": {"cpu": "1"}}]}
+    kube.store.create("limitranges", NAMESPACE, {"metadata": {"name": "usual"}, "spec": defaults})
+    assert of_job()["quota"]["state"] == "ok"
+
+
+def test_the_defaults_of_the_namespace_count(of_job, quota, kube):
+    quota({"requests.cpu": "3"})
+    ranges = [
+        {"type": "Pod", "max": {"cpu": "1"}},
+        {"type": "Container", "default": {"cpu": "4"}, "defaultRequest": {"cpu": "1"}},
+    ]
+    tree = {"metadata": {"name": "usual"}, "spec": {"limits": ranges}}
+    kube.store.create("limitranges", NAMESPACE, tree)
+    assert "asks for 4, 0 of 3" in of_job()["quota"]["message"]
+
+
+def test_a_quota_for_some_pods_is_left_out(of_job, quota):
+    quota({"pods": "1"}, scopes=["BestEffort"])
+    found = of_job()["quota"]
+    assert (found["state"], found["message"]) == (
+        "warn", "the quotas team count some pods only, and were left out",
+    )  # fmt: skip
+
+
+def test_gpus_under_another_name(of_job, node):
+    node("a", amd_com__gpu="8")
+    report = of_job(GPU)
+    found = report["GPUs of the cluster"]
+    assert report.failed() == ["GPUs of the cluster"]
+    assert "no node has nvidia.com/gpu (they have amd.com/gpu" in found["message"]
+    assert found["remedy"].endswith("--set cluster.kubernetes.gpu_resource=amd.com/gpu")
+    renamed = of_job(GPU, "cluster.kubernetes.gpu_resource=amd.com/gpu")
+    assert renamed["GPUs of the cluster"]["state"] == "ok"
+
+
+def test_no_gpus_at_all(of_job, node):
+    node("a")
+    found = of_job(GPU)["GPUs of the cluster"]
+    assert "they have no devices at all" in found["message"]
+    assert "nvidia\\.com/gpu" in found["remedy"]
+
+
+def test_nodes_with_too_few_gpus_each(of_job, node):
+    for name in "abcd":
+        node(name, nvidia_com__gpu="1")
+    found = of_job(GPU)["GPUs of the cluster"]
+    assert found["state"] == "fail"
+    assert "2 Worker pods ask for 2 nvidia.com/gpu each" in found["message"]
+    assert "have room for 0 (1 on one node at most)" in found["message"]
+
+
+def test_too_few_gpus_in_all(of_job, node):
+    node("a", nvidia_com__gpu="3")
+    assert "have room for 1" in of_job(GPU)["GPUs of the cluster"]["message"]
+    node("b", nvidia_com__gpu="2")
+    found = of_job(GPU)["GPUs of the cluster"]
+    assert (found["state"], found["message"].startswith("4 of 5")) == ("ok", True)
+
+
+@pytest.mark.parametrize("effect", ["NoSchedule", "NoExecute"])
+def test_only_nodes_that_take_the_pods_count(of_job, node, effect):
+    taint = {"key": "team", "value": "b", "effect": effect}
+    node("a", nvidia_com__gpu="8", taints=[taint])
+    assert "the 0 nodes that take them" in of_job(GPU)["GPUs of the cluster"]["message"]
+    tolerates = "cluster.kubernetes.worker.tolerations=[{key: team, value: b}]"
+    assert of_job(GPU, tolerates)["GPUs of the cluster"]["state"] == "ok"
+    other = "cluster.kubernetes.worker.tolerations=[{key: team, value: c}]"
+    assert of_job(GPU, other)["GPUs of the cluster"]["state"] == "fail"
+    everything = "cluster.kubernetes.worker.tolerations=[{operator: Exists}]"
+    assert of_job(GPU, everything)["GPUs of the cluster"]["state"] == "ok"
+
+
+def test_a_taint_called_as_the_gpu_is_tolerated(of_job, node):
+    taint = {"key": "nvidia.com/gpu", "value": "present", "effect": "NoSchedule"}
+    node("a", nvidia_com__gpu="4", taints=[taint])
+    assert of_job(GPU)["GPUs of the cluster"]["state"] == "ok"
+
+
+def test_nodes_are_selected_by_their_labels(of_job, node):
+    node("a", nvidia_com__gpu="8")
+    select = "cluster.kubernetes.worker.node_selector={pool: gpu}"
+    assert of_job(GPU, select)["GPUs of the cluster"]["state"] == "fail"
+    node("b", {"pool": "gpu"}, nvidia_com__gpu="4")
+    assert of_job(GPU, select)["GPUs of the cluster"]["state"] == "ok"
+
+
+def test_without_gpus_nobody_looks_for_them(of_job, kube):
+    assert "GPUs of the cluster" not in of_job().states()
+    assert not [each for each in kube.server.requests if "nodes" in each]
+
+
+def test_another_device_of_the_limits_is_looked_for_too(of_job, node):
+    node("a")
+    limit = "cluster.kubernetes.worker.resources.limits={google.com/tpu: 4}"
+    report = of_job(limit)
+    assert report.failed() == ["google.com/tpu"]
+    node("b", google_com__tpu="8")
+    assert of_job(limit)["google.com/tpu"]["state"] == "ok"
+
+
+def test_a_limit_alone_is_a_request_too():
+    limits = {"limits": {"cpu": "500m"}}
+    kubernetes = {"pod": {"resources": limits}, "ps": {"resources": {"requests": {"cpu": 0.1}}}}
+    found = {
+        each.name: each
+        for each in roles(document(parse_config({"cluster": {"kubernetes": kubernetes}})))
+    }
+    assert found["Worker"].requests == {"cpu": Decimal("0.5")}
+    assert found["PS"].requests == {"cpu": Decimal("0.1")}
+    assert found["Worker"].count == 2
+
+
+@pytest.mark.parametrize("text", ["0", "1500m", "1", "3Gi", "5Mi", "7Ki", "12", "1001m"])
+def test_an_amount_is_written_as_it_was_read(text):
+    assert written(amount(text)) == text
+    assert amount(written(amount(text))) == amount(text)
+
+
+def test_what_is_too_fine_is_rounded_up():
+    assert written(amount("100n")) == "1m"

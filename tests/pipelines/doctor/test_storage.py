@@ -1,0 +1,178 @@
+"""`storage.root`: what is missing is named, with the command for it, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pipelines.doctor import examination
+from tests.pipelines.doctor.conftest import content
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+
+
+@pytest.fixture(autouse=True)
+def alone():
+    """Wait for the looks that nobody waited for: they would ask the next test's store."""
+    before = set(threading.enumerate())
+    yield
+    for thread in set(threading.enumerate()) - before:
+        if thread.name == "storage" or "_removed" in thread.name:
+            thread.join()
+
+
+@pytest.fixture(params=["gs", "s3"])
+def store(request):
+    server = request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+    name = bucket_name()
+    server.create_bucket(name)
+    server.scheme, server.bucket = request.param, name
+    server.root = f"{request.param}://{name}/flotilla"
+    return server
+
+
+def of(report):
+    return report["storage"]
+
+
+def test_a_bucket_that_can_be_used(doctor, store):
+    report = doctor(f"storage.root={store.root}")
+    assert (report.code, of(report)["state"]) == (0, "ok")
+    assert of(report)["message"] == f"{store.root}: written, read, listed and deleted"
+    assert store.keys(store.bucket) == []
+
+
+def test_a_bucket_that_is_not_there(doctor, store):
+    report = doctor(f"storage.root={store.scheme}://{store.bucket}-not/flotilla")
+    assert report.failed() == ["storage"]
+    name = f"{store.scheme}://{store.bucket}-not"
+    assert of(report)["message"] == f"there is no bucket {name}"
+    commands = {"gs": f"gcloud storage buckets create {name}", "s3": f"aws s3 mb {name}"}
+    assert of(report)["remedy"].startswith(commands[store.scheme])
+
+
+def test_no_permission(doctor, store):
+    store.plan.add(Fault(403, times=10**6))
+    report = doctor(f"storage.root={store.root}")
+    assert report.failed() == ["storage"]
+    assert of(report)["message"].startswith(f"no permission to write below {store.root}")
+    roles = {"gs": "--role=roles/storage.objectAdmin", "s3": "aws iam put-user-policy"}
+    assert roles[store.scheme] in of(report)["remedy"]
+
+
+def test_what_may_not_be_deleted_is_named(doctor, store):
+    store.plan.add(Fault(403, method="DELETE", times=10**6))
+    report = doctor(f"storage.root={store.root}")
+    [key] = store.keys(store.bucket)
+    probe = f"{store.scheme}://{store.bucket}/{key}"
+    assert f"{probe} could not be removed, remove it" in of(report)["message"]
+
+
+def test_an_unreachable_store(doctor, store, monkeypatch):
+    monkeypatch.setattr("trainer.storage.probe.SECONDS", 0.3)
+    store.plan.add(Fault("drop", times=10**6))
+    report = doctor(f"storage.root={store.root}")
+    assert report.failed() == ["storage"]
+    assert f"{store.scheme}://{store.bucket} does not answer" in of(report)["message"]
+    assert "asking again" not in report.err
+
+
+def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monkeypatch):
+    monkeypatch.setattr("pipelines.doctor.checks.STORAGE_SECONDS", 1.0)
+    store.plan.add(Fault("silence", method="GET", times=1, seconds=6.0))
+    report = doctor(f"storage.root={store.root}")
+    assert report.failed() == ["storage"]
+    assert of(report)["message"] == "no answer in 1 s"
+    assert of(report)["remedy"].split()[0] in ("gcloud", "aws")
+    # It was removed although the check itself still waits for what it has written.
+    assert store.keys(store.bucket) == []
+
+
+def test_what_hangs_with_what_it_wrote_is_named(doctor, store, monkeypatch):
+    monkeypatch.setattr("pipelines.doctor.checks.STORAGE_SECONDS", 0.5)
+    monkeypatch.setattr(examination, "TIDY_SECONDS", 0.5)
+    store.plan.add(Fault("silence", times=10**6, seconds=3.0))
+    found = of(doctor(f"storage.root={store.root}"))
+    assert "no answer in 0.5 s" in found["message"]
+    assert f"{store.root}/doctor-" in found["message"]
+    assert found["message"].endswith("may be left, remove it")
+
+
+def test_no_credentials(doctor, s3, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
+    monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
+    report = doctor(
+        f"storage.root=s3://{bucket_name()}/k?endpoint={s3.url}&region=a-{bucket_name()}"
+    )
+    assert "wants credentials" in of(report)["message"]
+    assert of(report)["remedy"] == "aws sts get-caller-identity"
+
+
+@pytest.mark.parametrize("root", ["gs://b?endpoint=x", "s3://B!/k", "minio://b/k?secret=hush"])
+def test_a_root_that_is_none(doctor, root):
+    report = doctor(f"storage.root={root}")
+    assert report.failed() == ["storage"]
+    assert "hush" not in str(report)
+
+
+def test_a_local_folder_is_left_as_it_was(doctor, tmp_path):
+    before = content(tmp_path)
+    assert of(doctor())["state"] == "ok"
+    assert of(doctor(f"storage.root=file://{tmp_path}/a/b"))["state"] == "ok"
+    assert content(tmp_path) == before
+
+
+def test_a_folder_that_cannot_be_written(doctor, tmp_path):
+    (tmp_path / "file").touch()
+    report = doctor(f"storage.root=file://{tmp_path}/file/below")
+    assert report.failed() == ["storage"]
+    assert "cannot write" in of(report)["message"]
+    assert of(report)["remedy"].startswith(f"ls -ld {tmp_path}/file/below")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
+    name = bucket_name()
+    gcs.create_bucket(name)
+    process = _started(tmp_path, f"gs://{name}/k")
+    gcs.plan.add(Fault("silence", method="GET", path=name, times=1, seconds=4.0))
+    sent = []
+
+    def before(request):
+        # It has been written, and is being read.
+        if request.startswith("GET") and name in request and not sent:
+            # Once: a second one, for a request beside it, would end all at once.
+            sent.append(number)
+            process.send_signal(number)
+
+    gcs.plan.before = before
+    try:
+        out, err = process.communicate(timeout=60)
+    finally:
+        gcs.plan.before = None
+        process.kill()
+    assert (process.returncode, err) == (130, "flotilla: interrupted\n")
+    assert '"status": "interrupted"' in out.splitlines()[-1]
+    assert gcs.keys(name) == []
+
+
+def _started(folder, root):
+    program = (
+        "import sys; sys.argv[0] = 'flotilla'; from pipelines.cli.__main__ import main; main()"
+    )
+    words = ["doctor", "--json", "--set", f"storage.root={root}"]
+    return subprocess.Popen(
+        [sys.executable, "-c", program, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )

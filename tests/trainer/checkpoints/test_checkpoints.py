@@ -1,0 +1,300 @@
+"""Checkpoints: what is saved comes back, and only what can be read is ever taken."""
+
+from __future__ import annotations
+
+import math
+import resource
+from contextlib import contextmanager
+
+import pytest
+import tensorflow as tf
+
+from trainer import events, storage
+from trainer.checkpoints.checkpoints import Checkpoints, restore
+from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
+from trainer.errors import UserError
+
+DATA = "variables.data-00000-of-00001"
+
+
+def variables(step, weight=None, size=3):
+    filled = float(step) if weight is None else weight
+    return {
+        "model/dense/kernel": tf.Variable(tf.fill([size], filled)),
+        "optimizer/adam/dense_kernel_momentum": tf.Variable(2.0 * step),
+        "model/seed": tf.Variable([step, 7], dtype=tf.int64),
+        "global_step": tf.Variable(step, dtype=tf.int64),
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "check points"
+
+
+def of(folder, keep=3):
+    scratch = folder.with_name("scratch")
+    return Checkpoints(storage.uri_of(folder), keep=keep, scratch=scratch)
+
+
+def save(saved, step, weight=None, **fields):
+    return saved.save(variables(step, weight), io_device=None, fields=fields)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def restored(found, size=3):
+    empty = variables(0, size=size)
+    restore(found, empty, io_device=None)
+    return {path: variable.numpy().tolist() for path, variable in empty.items()}
+
+
+@contextmanager
+def refusal():
+    with pytest.raises(UserError) as caught:
+        yield caught
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_what_is_saved_comes_back(folder):
+    uri = save(of(folder), 1500, strategy="counting", metrics={"loss": 0.5})
+    assert uri == storage.join(storage.uri_of(folder), "step-00001500")
+    manifest = storage.verify(uri)
+    assert manifest.kind == "checkpoint"
+    assert dict(manifest.fields) == {
+        "global_step": 1500,
+        "fingerprint": "",
+        "strategy": "counting",
+        "metrics": {"loss": 0.5},
+    }
+    assert [entry.path for entry in manifest.files] == [DATA, "variables.index"]
+    found = of(folder).newest()
+    assert (found.uri, found.global_step) == (uri, 1500)
+    assert restored(found) == {
+        "model/dense/kernel": [1500.0] * 3,
+        "optimizer/adam/dense_kernel_momentum": 3000.0,
+        "model/seed": [1500, 7],
+        "global_step": 1500,
+    }
+
+
+def test_nothing_is_left_of_the_saving(folder):
+    save(of(folder), 10)
+    assert names(folder) == ["step-00000010"]
+    assert names(folder.with_name("scratch")) == []
+
+
+def test_the_device_is_the_one_that_is_named(folder):
+    of(folder).save(variables(10), io_device="/cpu:0", fields={})
+    found = of(folder).newest()
+    empty = variables(0)
+    restore(found, empty, io_device="/cpu:0")
+    assert int(empty["global_step"]) == 10
+
+
+def test_a_run_that_has_not_begun_has_none(folder):
+    assert of(folder).newest() is None
+    assert list_checkpoints(storage.uri_of(folder)) == []
+    with refusal() as caught:
+        newest_checkpoint(storage.uri_of(folder))
+    assert str(caught.value) == f"no checkpoint is published below {storage.uri_of(folder)}"
+
+
+@pytest.mark.parametrize(
+    ("keep", "left"), [(1, [40]), (2, [30, 40]), (3, [20, 30, 40]), (9, [10, 20, 30, 40])]
+)
+def test_the_newest_are_kept(folder, keep, left):
+    saved = of(folder, keep)
+    for step in (10, 20, 30, 40):
+        save(saved, step)
+    assert names(folder) == [f"step-{step:08d}" for step in left]
+    listed = list_checkpoints(storage.uri_of(folder))
+    assert [step for _, step in listed] == left
+    assert newest_checkpoint(storage.uri_of(folder)) == listed[-1]
+
+
+def test_they_are_in_the_order_of_steps_and_not_of_names(folder):
+    saved = of(folder)
+    for step in (99_999_999, 100_000_000):
+        save(saved, step)
+    assert of(folder).newest().global_step == 100_000_000
+    assert newest_checkpoint(storage.uri_of(folder))[1] == 100_000_000
+
+
+def test_other_things_below_the_uri_are_left_alone(folder):
+    (folder / "logs").mkdir(parents=True)
+    (folder / "history.jsonl").write_text("{}\n")
+    source = folder.with_name("source")
+    source.mkdir()
+    storage.publish(source, storage.uri_of(folder / "other"), kind="evaluation")
+    save(of(folder, keep=1), 10)
+    assert names(folder) == ["history.jsonl", "logs", "other", "step-00000010"]
+    assert newest_checkpoint(storage.uri_of(folder))[1] == 10
+
+
+def test_the_same_step_is_saved_once(folder):
+    saved = of(folder)
+    uri = save(saved, 10)
+    created = storage.read_manifest(uri).created
+    assert save(saved, 10, weight=5.0) == uri
+    resumed = of(folder)
+    assert resumed.newest().uri == uri
+    assert save(resumed, 10, weight=5.0) == uri
+    assert storage.read_manifest(uri).created == created
+    assert names(folder) == ["step-00000010"]
+
+
+DAMAGES = {
+    "a bit": lambda path: flip_a_bit(path / DATA),
+    "a file": lambda path: (path / DATA).unlink(),
+    "the end of a file": lambda path: (path / DATA).write_bytes(b"short"),
+    "the manifest's text": lambda path: (path / storage.MANIFEST).write_text("{"),
+    "the manifest": lambda path: (path / storage.MANIFEST).unlink(),
+    "its schema": lambda path: (path / storage.MANIFEST).write_text('{"schema": 99}'),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_one_is_passed_over(folder, what):
+    saved = of(folder)
+    for step in (10, 20):
+        save(saved, step)
+    DAMAGES[what](folder / "step-00000020")
+    found = of(folder).newest()
+    assert found.global_step == 10
+    assert restored(found)["model/dense/kernel"] == [10.0] * 3
+
+
+def test_it_is_said_which_one_was_passed_over_and_why(folder, tmp_path, monkeypatch, caplog):
+    file = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(file))
+    saved = of(folder)
+    uris = [save(saved, step) for step in (10, 20, 30)]
+    for uri in uris[1:]:
+        flip_a_bit(storage.local_path(uri) / DATA)
+    of(folder).newest()
+    passed = [each for each in events.read(file) if each["event"] == "checkpoint_passed_over"]
+    assert [each["uri"] for each in passed] == [uris[2], uris[1]]
+    assert all(f"{DATA} has crc32c" in each["reason"] for each in passed)
+    assert f"passed over {uris[2]}: " in caplog.text
+    made = [each for each in events.read(file) if each["event"] == "checkpoint"]
+    assert [(each["uri"], each["global_step"]) for each in made] == [
+        *zip(uris, (10, 20, 30), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("what", DAMAGES)
+def test_a_damaged_one_is_replaced_when_its_step_comes_again(folder, what):
+    saved = of(folder)
+    for step in (10, 20):
+        save(saved, step)
+    DAMAGES[what](folder / "step-00000020")
+    resumed = of(folder)
+    resumed.newest()
+    uri = save(resumed, 20, weight=5.0)
+    storage.verify(uri)
+    found = of(folder).newest()
+    assert found.global_step == 20
+    assert restored(found)["model/dense/kernel"] == [5.0] * 3
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_damaged_ones_ahead_push_out_nothing_that_can_be_read(folder, keep):
+    saved = of(folder, keep=9)
+    for step in (10, 20, 30):
+        save(saved, step)
+    for step in (20, 30):
+        flip_a_bit(folder / f"step-{step:08d}" / DATA)
+    resumed = of(folder, keep)
+    assert resumed.newest().global_step == 10
+    save(resumed, 15)
+    assert of(folder).newest().global_step == 15
+    save(resumed, 35)
+    assert of(folder).newest().global_step == 35
+    assert len(names(folder)) == keep
+
+
+def test_all_damaged_is_a_new_beginning(folder):
+    save(of(folder, keep=1), 10)
+    flip_a_bit(folder / "step-00000010" / DATA)
+    fresh = of(folder, keep=1)
+    assert fresh.newest() is None
+    save(fresh, 0)
+    assert of(folder).newest().global_step == 0
+
+
+def test_an_error_of_this_machine_is_no_reason_to_begin_anew(folder):
+    save(of(folder), 10)
+    folder.with_name("scratch").rmdir()
+    folder.with_name("scratch").write_text("in the way")
+    with refusal() as caught:
+        of(folder).newest()
+    assert "a file stands where a folder is needed" in str(caught.value)
+    assert names(folder) == ["step-00000010"]
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_never_saved(folder, weight):
+    saved = of(folder)
+    uri = save(saved, 10)
+    with refusal() as caught:
+        save(saved, 20, weight=weight)
+    assert str(caught.value) == (
+        "training diverged: model/dense/kernel is not finite at global step 20; lower "
+        f"training.optimizer.learning_rate or clip the gradient (the last finite checkpoint is "
+        f"{uri})"
+    )
+    assert names(folder) == ["step-00000010"]
+    with refusal() as caught:
+        save(of(folder.with_name("new")), 0, weight=weight)
+    assert str(caught.value).endswith("(no checkpoint was written)")
+
+
+def test_a_checkpoint_of_another_model_does_not_fit(folder):
+    save(of(folder), 10)
+    found = of(folder).newest()
+    with refusal() as caught:
+        restored(found, size=4)
+    assert str(caught.value).startswith(
+        f"the checkpoint {found.uri} does not fit model and optimizer of the configuration ("
+    )
+    assert "shape (4,)" in str(caught.value)
+    with refusal() as caught:
+        restore(found, {"model/other": tf.Variable(0.0)}, io_device=None)
+    assert "model/other" in str(caught.value) or "not bound" in str(caught.value)
+    with refusal():
+        restore(found, {"global_step": tf.Variable(0.0)}, io_device=None)
+
+
+def test_a_file_over_the_limit_of_its_size_is_said_in_one_line(folder):
+    saved = of(folder)
+    save(saved, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with refusal() as caught:
+            saved.save(variables(20, size=500_000), io_device=None, fields={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large" in str(caught.value)
+    assert names(folder) == ["step-00000010"]
+    assert names(folder.with_name("scratch")) == []
+
+
+def test_a_file_in_the_way_is_said_in_one_line(folder):
+    folder.with_name("scratch").write_text("in the way")
+    with refusal() as caught:
+        save(of(folder), 10)
+    assert str(caught.value).startswith("cannot save file://")
+    folder.with_name("scratch").unlink()
+    folder.write_text("in the way")
+    with refusal():
+        save(of(folder), 10)

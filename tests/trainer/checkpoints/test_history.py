@@ -1,0 +1,84 @@
+"""The rows of `history.jsonl`: whole, in order, and cut back to the checkpoint by a new life."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer import storage
+from trainer.checkpoints.history import HISTORY_FILE, History, read_history
+from trainer.errors import UserError
+
+
+def row(step, **figures):
+    return {"global_step": step, "loss": 1 / step, "seconds": step / 10, **figures}
+
+
+@pytest.fixture
+def uri(tmp_path):
+    return storage.uri_of(tmp_path / "check points")
+
+
+def lines(uri):
+    text = (storage.local_path(uri) / HISTORY_FILE).read_text(encoding="utf-8")
+    assert text.endswith("\n")
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_a_run_that_has_not_begun_has_no_rows(uri):
+    assert read_history(uri) == []
+    empty = History(uri, start=0)
+    assert empty.rows == []
+    assert empty.seconds() == 0.0
+
+
+def test_each_row_is_in_the_file_at_once(uri):
+    growing = History(uri, start=0)
+    for count, step in enumerate((10, 20, 30), start=1):
+        growing.add(row(step))
+        assert lines(uri) == read_history(uri) == growing.rows
+        assert len(growing.rows) == count
+    assert growing.seconds() == 3.0
+
+
+def test_the_file_is_all_that_is_left(uri):
+    History(uri, start=0).add(row(10))
+    assert [path.name for path in storage.local_path(uri).iterdir()] == [HISTORY_FILE]
+
+
+def test_a_new_life_goes_on_with_rows_and_time(uri):
+    first = History(uri, start=0)
+    first.add(row(10))
+    first.add(row(20, validation_loss=0.5))
+    second = History(uri, start=20)
+    assert second.rows == first.rows
+    assert second.seconds() == 2.0
+    second.add(row(30))
+    assert [each["global_step"] for each in read_history(uri)] == [10, 20, 30]
+
+
+@pytest.mark.parametrize(("start", "kept"), [(0, []), (9, []), (10, [10]), (25, [10, 20])])
+def test_what_came_after_the_checkpoint_is_made_again(uri, start, kept):
+    first = History(uri, start=0)
+    for step in (10, 20, 30):
+        first.add(row(step))
+    second = History(uri, start=start)
+    assert [each["global_step"] for each in second.rows] == kept
+    assert second.seconds() == (kept[-1] / 10 if kept else 0.0)
+    # Until the new life has a row of its own the old file stands: whoever draws it loses nothing.
+    assert len(read_history(uri)) == 3
+    second.add(row(99))
+    assert [each["global_step"] for each in read_history(uri)] == [*kept, 99]
+
+
+def test_figures_keep_their_exact_values(uri):
+    exact = row(3, validation_accuracy=0.1 + 0.2, learning_rate=1e-7)
+    History(uri, start=0).add(exact)
+    assert read_history(uri) == [exact]
+
+
+def test_a_file_in_the_place_of_the_folder_is_said_in_one_line(uri):
+    storage.local_path(uri).write_text("in the way")
+    with pytest.raises(UserError, match="a file stands where a folder is needed"):
+        History(uri, start=0).add(row(10))

@@ -1,0 +1,118 @@
+"""Which checkpoints stay: the newest, the best by validation, and those still to be measured."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer import storage
+from trainer.checkpoints.history import (
+    VALIDATIONS_FILE,
+    Validations,
+    merge_validations,
+    read_validations,
+)
+from trainer.checkpoints.index import MOST_AWAITED, IndexEntry, best_of, index_of, outdated
+
+
+def row(step, loss=None):
+    return IndexEntry(uri=f"file:///step-{step}", global_step=step, loss=loss)
+
+
+def left(found, **how):
+    gone = outdated(found, **{"keep": 1, "awaited": False, **how})
+    return [each.global_step for each in found if each.uri not in gone]
+
+
+@pytest.mark.parametrize(
+    ("losses", "keep", "expected"),
+    [
+        ({10: None, 20: None, 30: None}, 1, [30]),
+        ({10: 0.1, 20: 0.2, 30: 0.3}, 1, [10, 30]),
+        ({10: 0.3, 20: 0.1, 30: 0.2, 40: 0.2}, 2, [20, 30, 40]),
+        ({10: 0.3, 20: 0.2, 30: 0.1}, 1, [30]),
+        ({10: 0.1, 20: 0.1, 30: None}, 1, [10, 30]),
+        ({}, 3, []),
+    ],
+)
+def test_the_newest_and_the_best_stay(losses, keep, expected):
+    assert left([row(step, loss) for step, loss in losses.items()], keep=keep) == expected
+
+
+def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
+    found = [row(0, 0.5), row(1, 0.6), *(row(step) for step in range(2, 20))]
+    newest = MOST_AWAITED
+    assert left(found, awaited=True) == [0, *range(20 - newest, 20)]
+    assert left(found) == [0, 19]
+
+
+def publish(folder, step, **fields):
+    source = folder.with_name(f"source-{step}")
+    source.mkdir(exist_ok=True)
+    uri = storage.uri_of(folder / f"step-{step:08d}")
+    return uri, storage.publish(
+        source, uri, kind="checkpoint", fields={"global_step": step, **fields}
+    )
+
+
+def test_the_evaluator_s_figures_go_before_those_of_the_manifest(tmp_path):
+    folder = tmp_path / "checkpoints"
+    uri = storage.uri_of(folder)
+    published = {}
+    for step, loss in ((100, 0.5), (20, 0.3), (3, None)):
+        fields = {} if loss is None else {"metrics": {"validation_loss": loss}}
+        published[step] = publish(folder, step, **fields)
+    assert [(each.global_step, each.loss) for each in index_of(uri)] == [
+        (3, None), (20, 0.3), (100, 0.5),
+    ]  # fmt: skip
+    assert best_of(index_of(uri)).global_step == 20
+    measured = Validations(uri)
+    measured.add(published[3][1], {"loss": 0.4})
+    measured.add(published[20][1], {"loss": 0.9})
+    assert [each.loss for each in index_of(uri)] == [0.4, 0.9, 0.5]
+    assert best_of(index_of(uri)).global_step == 3
+
+
+def test_a_checkpoint_that_was_made_again_is_another_one(tmp_path):
+    folder = tmp_path / "checkpoints"
+    at, old = publish(folder, 10)
+    measured = Validations(storage.uri_of(folder))
+    measured.add(old, {"loss": 0.1})
+    assert measured.has(old)
+    storage.delete(at)
+    (folder.with_name("source-10") / "other").write_text("other")
+    _, new = publish(folder, 10, try_=2)
+    if new.created == old.created:
+        pytest.skip("made within one millisecond")
+    assert not measured.has(new)
+    assert [each.loss for each in index_of(storage.uri_of(folder))] == [None]
+    measured.add(new, {"loss": 0.2, "accuracy": 0.5})
+    assert [each.loss for each in index_of(storage.uri_of(folder))] == [0.2]
+
+
+def test_rows_are_read_by_the_next_evaluator_and_by_the_report(tmp_path):
+    uri = storage.uri_of(tmp_path)
+    assert read_validations(uri) == []
+    measured = Validations(uri)
+    for step in (20, 10):
+        _, manifest = publish(tmp_path, step)
+        measured.add(manifest, {"loss": step / 100})
+    rows = read_validations(uri)
+    assert [each["global_step"] for each in rows] == [10, 20]
+    assert Validations(uri).has(manifest)
+    merged = merge_validations([{"global_step": 20, "loss": 1}, {"global_step": 25}], rows)
+    assert [each["global_step"] for each in merged] == [10, 20, 25]
+    assert (merged[1]["loss"], merged[1]["validation_loss"]) == (1, 0.2)
+    assert json.loads((tmp_path / VALIDATIONS_FILE).read_text().splitlines()[0])["created"]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", "{}", '{"global_step": 5, "created": "x"}'])
+def test_damage_to_the_file_of_the_evaluator_reaches_nobody(tmp_path, line):
+    uri = storage.uri_of(tmp_path)
+    _, manifest = publish(tmp_path, 10)
+    Validations(uri).add(manifest, {"loss": 0.5})
+    with (tmp_path / VALIDATIONS_FILE).open("ab") as file:
+        file.write(f"{line}\n".encode() + b"\xff\x00")
+    assert [row["global_step"] for row in read_validations(uri)] == [10]
+    assert best_of(index_of(uri)).loss == 0.5

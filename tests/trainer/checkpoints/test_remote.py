@@ -1,0 +1,293 @@
+"""Checkpoints in an object store: training never waits, and nothing that was saved is lost."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext, suppress
+
+import pytest
+
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
+from tests.trainer.checkpoints.test_checkpoints import restored, save, variables
+from trainer import events, storage
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.index import list_checkpoints
+from trainer.checkpoints.remote import RemoteCheckpoints, checkpoints_of
+from trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+
+
+@pytest.fixture(params=["gs", "s3"])
+def server(request):
+    return request.getfixturevalue("gcs" if request.param == "gs" else "s3")
+
+
+@pytest.fixture
+def uri(server, request):
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    scheme = request.node.callspec.params["server"]
+    return f"{scheme}://{bucket}/run/checkpoints"
+
+
+@pytest.fixture
+def of(uri, tmp_path):
+    """Make the checkpoints of a task; each `machine` has a disk of its own."""
+
+    def _of(machine="chief-0", keep=3, fingerprint="", alone=True):
+        scratch = tmp_path / machine
+        kept = checkpoints_of(uri, keep=keep, scratch=scratch, fingerprint=fingerprint, alone=alone)
+        made.append(kept)
+        return kept
+
+    made = []
+    yield _of
+    # What a life that is over for the test still carries ends with the server.
+    for kept in made:
+        with suppress(UserError, ZeroDivisionError), kept.settled():
+            pass
+
+
+@pytest.fixture
+def blocked(of, server):
+    """Let requests that write wait until the event is set; `of` waits for them in the end."""
+    assert of
+    free, came = threading.Event(), threading.Event()
+
+    def before(request):
+        if request.startswith(("POST", "PUT")):
+            came.set()
+            assert free.wait(60)
+
+    server.plan.before = before
+    yield free, came
+    free.set()
+    server.plan.before = None
+
+
+def save_and_end(kept, step, end=None):
+    with kept.settled():
+        save(kept, step)
+        if end:
+            raise end
+
+
+def steps(uri):
+    return [step for _, step in list_checkpoints(uri)]
+
+
+def test_a_file_system_needs_no_outbox(tmp_path):
+    root = storage.uri_of(tmp_path)
+    kept = checkpoints_of(root, keep=3, scratch=tmp_path, fingerprint="", alone=True)
+    assert type(kept) is Checkpoints
+
+
+def test_what_is_saved_is_published_when_the_block_is_left(of, uri):
+    kept = of()
+    with kept.settled():
+        at = save(kept, 1500, strategy="counting")
+        kept.write(storage.join(uri, "history.jsonl"), b"{}")
+    assert at == storage.join(uri, "step-00001500")
+    assert storage.verify(at).fields["strategy"] == "counting"
+    assert storage.read_bytes(storage.join(uri, "history.jsonl")) == b"{}"
+    found = of("another machine").newest()
+    assert (found.uri, found.global_step) == (at, 1500)
+    assert restored(found)["global_step"] == 1500
+
+
+def test_saving_does_not_wait_for_the_store(of, uri, blocked):
+    free, came = blocked
+    kept = of()
+    with kept.settled():
+        for step in range(1, 6):
+            save(kept, step)
+            assert came.wait(60)
+        assert steps(uri) == []
+        free.set()
+    # The first was on its way, and of those that waited the newest was enough.
+    assert steps(uri) == [1, 5]
+
+
+def test_what_was_not_published_is_found_on_this_machine_and_published(of, uri, monkeypatch):
+    first = of()
+    # Its life ends without a word before anything was sent.
+    monkeypatch.setattr(first, "_hand_over", lambda _name: None)
+    save(first, 10)
+    second = of()
+    with second.settled():
+        found = second.newest()
+        assert found.global_step == 10
+        assert restored(found)["global_step"] == 10
+        assert second.last == storage.join(uri, "step-00000010")
+    assert storage.verify(storage.join(uri, "step-00000010"))
+    assert of("another machine").newest().global_step == 10
+
+
+def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
+    kept = of()
+    save(kept, 10)
+    assert of(alone=False).newest() is None
+    blocked[0].set()
+    with kept.settled():
+        save(kept, 20)
+    assert of(alone=False).newest().global_step == 20
+    assert of("another machine", alone=False).newest().global_step == 20
+
+
+def test_the_oldest_go_and_what_was_published_does_not_stay_here(of, uri, tmp_path):
+    kept = of(keep=2)
+    for step in (1, 2, 3, 4):
+        with kept.settled():
+            save(kept, step)
+    assert steps(uri) == [3, 4]
+    assert not list((tmp_path / "chief-0" / "unpublished").glob("step-*"))
+
+
+def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkeypatch):
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    kept = of()
+    for step in (1, 2):
+        with kept.settled():
+            save(kept, step)
+    bucket, _, key = uri.partition("://")[2].partition("/")
+    for name in ("variables.index", "variables.data-00000-of-00001"):
+        at = f"{key}/step-00000002/{name}"
+        content = bytearray(server.content(bucket, at))
+        content[len(content) // 2] ^= 1
+        whole = server.content(bucket, at)
+        server.replace(bucket, at, bytes(content))
+        found = of().newest()
+        assert found.global_step == 1
+        happened = list(events.read(tmp_path / "events.jsonl"))
+        passed = [each for each in happened if each["event"] == "checkpoint_passed_over"][-1]
+        assert passed["uri"].endswith("step-00000002")
+        assert name in passed["reason"]
+        server.replace(bucket, at, whole)
+    server.replace(bucket, f"{key}/step-00000002/variables.index", b"other")
+    again = of()
+    with again.settled():
+        again.newest()
+        save(again, 2)
+    assert of().newest().global_step == 2
+
+
+def test_a_store_that_is_away_for_a_while_does_not_end_training(
+    of, uri, server, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    kept = of()
+    with kept.settled():
+        server.plan.add(Fault(503, times=10_000))
+        save(kept, 1)
+        kept._outbox._change.acquire()
+        kept._outbox._wait()
+        kept._outbox._change.release()
+        save(kept, 2)
+        server.plan.clear()
+    assert steps(uri) == [2]
+    happened = [each["event"] for each in events.read(tmp_path / "events.jsonl")]
+    assert "not_published" in happened
+
+
+def test_past_the_deadline_the_last_checkpoint_is_missed_in_one_line(of, server, monkeypatch):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
+    kept = of()
+    server.plan.add(Fault(503, times=10_000))
+    with pytest.raises(storage.Unavailable) as error:
+        save_and_end(kept, 1)
+    assert "has not been available for 0.2 s" in str(error.value)
+    server.plan.clear()
+    assert of().newest().global_step == 1
+
+
+def test_how_a_block_ends_is_told_as_it_was(of, uri):
+    for step, end in enumerate((UserError("diverged"), RunInterruptedError("asked to end")), 1):
+        kept = of()
+        with pytest.raises(type(end)) as error:
+            save_and_end(kept, step, end)
+        assert error.value is end
+        assert steps(uri)[-1] == step
+
+
+@pytest.mark.usefixtures("blocked")
+def test_a_life_that_begins_again_does_not_wait(of):
+    kept = of()
+    with pytest.raises(ClusterLostError):
+        save_and_end(kept, 1, ClusterLostError("gone"))
+    assert of().newest().global_step == 1
+
+
+def test_logs_go_with_a_checkpoint(of, uri):
+    kept = of()
+    kept.logs.mkdir(parents=True)
+    (kept.logs / "events.1").write_bytes(b"figures")
+    with kept.settled():
+        save(kept, 1)
+    assert storage.read_bytes(storage.join(uri, "logs", "events.1")) == b"figures"
+
+
+@pytest.mark.usefixtures("blocked")
+def test_other_data_are_refused_here_too(of):
+    save(of(fingerprint="one"), 1)
+    with pytest.raises(UserError, match="trained on other data"):
+        of(fingerprint="two").newest()
+
+
+def test_a_bug_in_the_background_ends_training(of, monkeypatch):
+    kept = of()
+
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(RemoteCheckpoints, "published", bug)
+    with pytest.raises(ZeroDivisionError), kept.settled():
+        kept.save(variables(1), io_device=None, fields={})
+
+
+class Looks(NoLease):
+    """A lock that is found to be lost at a look."""
+
+    def __init__(self, lost_at):
+        self._left = lost_at
+
+    def check(self):
+        self._left -= 1
+        if self._left <= 0:
+            raise LeaseLostError("taken over")
+
+
+@pytest.mark.parametrize(
+    ("lost_at", "stands"), [(1, "of the other"), (2, "of the other"), (9, "mine")]
+)
+def test_what_stands_in_the_way_goes_by_the_holders_hand_alone(of, uri, lost_at, stands):
+    """The second look comes after an upload, which may have taken long."""
+    other, kept = of("another machine"), of()
+    with other.settled():
+        save(other, 10, strategy="of the other")
+    kept.lock = Looks(lost_at)
+    said = pytest.raises(LeaseLostError) if stands != "mine" else nullcontext()
+    with said, kept.settled():
+        save(kept, 10, strategy="mine")
+    assert storage.verify(storage.join(uri, "step-00000010")).fields["strategy"] == stands
+
+
+def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
+    held = Lease(uri, "digits-1")
+    held.acquire()
+    kept = of()
+    kept.lock = held
+    with kept.settled():
+        save(kept, 100)
+    assert steps(uri) == [100]
+    for number in holders(uri):
+        storage.delete(lease_uri(uri, number))
+    before = server.plan.requests[:]
+    with pytest.raises(LeaseLostError, match="run digits-1 stops writing"):
+        save_and_end(kept, 200)
+    assert steps(uri) == [100]
+    after = server.plan.requests[len(before) :]
+    assert not [each for each in after if each.startswith(("PUT", "POST", "DELETE"))]
+    with pytest.raises(LeaseLostError):
+        kept.write(storage.join(uri, "history.jsonl"), b"{}")

@@ -1,0 +1,180 @@
+"""A lock whose holder may be dead: waited for until it shows life, ends, or expires."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.trainer.cluster.test_lease import lost, refused
+from trainer import events, storage
+from trainer.cluster import lease
+from trainer.cluster.lease import (
+    LEASE_SECONDS,
+    POLL_SECONDS,
+    RENEW_SECONDS,
+    Lease,
+    acquire_waiting,
+    holders,
+)
+
+ELSEWHERE = "another-boot.4026531836/1/77"
+WAIT = """
+import sys
+from trainer import lock
+from trainer.errors import RunInterruptedError
+try:
+    with lock.held(sys.argv[1], "digits-2"):
+        print("held", flush=True)
+except RunInterruptedError as error:
+    print(error)
+    sys.exit(error.exit_code)
+"""
+
+
+@pytest.fixture
+def here(tmp_path):
+    return storage.uri_of(tmp_path / "checkpoints")
+
+
+class Time:
+    """A clock that waiting alone moves on; `then` is what happens meanwhile, by seconds."""
+
+    def __init__(self, uri):
+        self.uri = uri
+        self.began = self.now = 1_800_000_000.0
+        self.then = {}
+
+    @property
+    def waited(self):
+        return self.now - self.began
+
+    def lock(self, run, ahead=0.0):
+        return Lease(self.uri, run, lambda: self.now + ahead)
+
+    def pause(self, seconds):
+        self.now += seconds
+        for due in [each for each in self.then if each <= self.waited]:
+            self.then.pop(due)()
+
+    def acquired(self, run):
+        wanted = self.lock(run)
+        acquire_waiting(wanted.acquire, self.pause)
+        return wanted
+
+
+@pytest.fixture
+def time_(here):
+    return Time(here)
+
+
+@pytest.fixture
+def elsewhere(time_, monkeypatch):
+    """Take the lock on another machine, of whose processes nothing is known here."""
+
+    def take(run, ahead=0.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(lease, "writer", lambda: ELSEWHERE)
+            held = time_.lock(run, ahead)
+        held.acquire()
+        return held
+
+    return take
+
+
+@pytest.fixture
+def told(monkeypatch, tmp_path):
+    """The file of events."""
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    return tmp_path / "events.jsonl"
+
+
+def test_one_that_was_killed_elsewhere_is_waited_for_until_it_expires(
+    time_, elsewhere, caplog, told
+):
+    dead = elsewhere("digits-1")
+    again = time_.acquired("digits-1")
+    assert LEASE_SECONDS <= time_.waited < LEASE_SECONDS + POLL_SECONDS
+    again.check()
+    (holder,) = holders(time_.uri).values()
+    assert holder.started == holder.renewed == time_.now
+    refused(time_.lock("digits-3").acquire)
+    assert "was taken over by run digits-1" in lost(dead.check)
+    until = "2027-01-15 08:02:00 UTC"
+    assert f"holds the lock of {time_.uri} until {until}: it may be dead" in caplog.text
+    awaited, taken = events.read(told)
+    assert (awaited["event"], awaited["until"]) == ("lock_awaited", until)
+    assert awaited["uri"] == time_.uri
+    assert taken["event"] == "lock_taken_over"
+
+
+def test_one_that_shows_life_is_left_alone(time_, elsewhere):
+    living = elsewhere("digits-1")
+    time_.then[RENEW_SECONDS] = living.renew
+    assert "run digits-1" in refused(lambda: time_.acquired("digits-2"))
+    assert RENEW_SECONDS <= time_.waited <= RENEW_SECONDS + POLL_SECONDS
+    living.check()
+
+
+def test_one_that_lives_on_this_machine_is_not_waited_for(time_):
+    living = time_.lock("digits-1")
+    living.acquire()
+    refused(lambda: time_.acquired("digits-2"))
+    assert time_.waited == 0
+    living.check()
+
+
+def test_one_that_ends_meanwhile_is_followed_at_once(time_, elsewhere):
+    time_.then[10] = elsewhere("digits-1").release
+    time_.acquired("digits-2").check()
+    assert [each.run for each in holders(time_.uri).values()] == ["digits-2"]
+    assert 10 <= time_.waited <= 10 + POLL_SECONDS
+
+
+def test_of_several_that_wait_one_gets_it_and_the_others_go(time_, elsewhere):
+    elsewhere("digits-1")
+    first = []
+    time_.then[LEASE_SECONDS] = lambda: first.append(elsewhere("digits-2"))
+    assert "run digits-2" in refused(lambda: time_.acquired("digits-3"))
+    first[0].check()
+
+
+def test_one_whose_clock_is_wrong_is_not_waited_for_for_ever(time_, elsewhere):
+    ahead = elsewhere("digits-1", ahead=3600.0)
+    refused(lambda: time_.acquired("digits-2"))
+    assert LEASE_SECONDS < time_.waited <= LEASE_SECONDS + 2 * POLL_SECONDS
+    ahead.check()
+
+
+def test_what_the_store_says_is_said(time_, elsewhere, monkeypatch):
+    elsewhere("digits-1")
+
+    def away(_uri):
+        raise storage.Unavailable("away")
+
+    time_.then[10] = lambda: monkeypatch.setattr(storage, "names", away)
+    with pytest.raises(storage.Unavailable, match="away"):
+        time_.acquired("digits-2")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_who_waits_can_be_asked_to_end(here, elsewhere, time_, number):
+    time_.now = time.time()
+    elsewhere("digits-1")
+    before = [json.dumps(vars(each)) for each in holders(here).values()]
+    with subprocess.Popen(
+        [sys.executable, "-c", WAIT, here],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as waiting:
+        assert "it may be dead" in waiting.stderr.readline()
+        waiting.send_signal(number)
+        out, err = waiting.communicate(timeout=60)
+    assert [json.dumps(vars(each)) for each in holders(here).values()] == before
+    assert (waiting.returncode, err) == (130, "")
+    assert out == "interrupted, while another one may still hold the lock\n"

@@ -1,0 +1,65 @@
+"""Who of a cluster is there and does not answer: asked of real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import ExitStack
+
+import pytest
+
+from trainer.cluster.liveness import Peers, probe_peers
+from trainer.topology import Cluster, Task
+
+THIS = Task(role="chief", index=0)
+
+
+@pytest.fixture
+def stack():
+    with ExitStack() as opened:
+        yield opened
+
+
+def listening(stack):
+    server = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+    return server, f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_one_that_listens_and_says_nothing_is_silent(stack):
+    _, stopped = listening(stack)
+    living, answers = listening(stack)
+    closed, gone = listening(stack)
+    closed.close()
+
+    def answer():
+        peer, _ = living.accept()
+        with peer:
+            assert peer.recv(24).startswith(b"PRI * HTTP/2.0")
+            peer.sendall(b"\0\0\0\4\0\0\0\0\0")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    workers = (answers, stopped, gone)
+    cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (stopped,), "worker": workers})
+    found = probe_peers(cluster, THIS, seconds=1)
+    thread.join()
+    assert [str(task) for task in found.silent] == ["ps-0", "worker-1"]
+    assert [str(task) for task in found.gone] == ["worker-2"]
+
+
+def test_one_task_alone_has_nobody_to_wait_for():
+    assert probe_peers(Cluster(addresses={"chief": ("127.0.0.1:1",)}), THIS) == Peers()
+
+
+def test_one_that_ends_while_it_is_asked_is_gone(stack):
+    server, address = listening(stack)
+
+    def hang_up():
+        peer, _ = server.accept()
+        peer.close()
+
+    thread = threading.Thread(target=hang_up)
+    thread.start()
+    cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (address,)})
+    assert probe_peers(cluster, THIS, seconds=30) == Peers(gone=(Task(role="ps", index=0),))
+    thread.join()

@@ -1,0 +1,136 @@
+"""Which GPUs a task sees; on a machine with as many of them as a test says."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from trainer.cluster import process
+from trainer.config.load import parse_config
+from trainer.errors import UserError
+from trainer.topology import Task
+from trainer.training.server import configure_gpus
+
+NONE = {"CUDA_VISIBLE_DEVICES": "-1"}
+
+
+def config_of(count, strategy="async_parameter_server", **cluster):
+    tree = {"training": {"strategy": strategy}, "cluster": {"gpus_per_worker": count, **cluster}}
+    return parse_config(tree)
+
+
+def task(role, index=0):
+    return Task(role=role, index=index)
+
+
+@pytest.fixture
+def present(monkeypatch):
+    """Let the machine have a number of GPUs; the other files of the driver are no GPUs."""
+
+    def give(count):
+        def listed(pattern):
+            assert pattern == "/dev/nvidia[0-9]*"
+            return [f"/dev/nvidia{index}" for index in range(count)]
+
+        monkeypatch.setattr(process, "glob", listed)
+
+    return give
+
+
+@pytest.mark.parametrize(
+    ("role", "strategy", "count"),
+    [
+        ("worker", "async_parameter_server", 2),
+        ("worker", "multi_worker_mirrored", 2),
+        ("worker", "my.own:Strategy", 2),
+        ("chief", "single", 2),
+        ("chief", "in_graph", 0),
+        ("ps", "async_parameter_server", 0),
+        ("evaluator", "async_parameter_server", 0),
+    ],
+)
+def test_who_computes_is_given_gpus(role, strategy, count):
+    assert process.gpu_count(config_of(2, strategy), task(role)) == count
+    assert process.gpu_count(config_of(0, strategy), task(role)) == 0
+
+
+@pytest.mark.parametrize(
+    ("there", "each", "seen"),
+    [
+        (4, 1, ["0", "1", "2"]),
+        (8, 2, ["0,1", "2,3", "4,5"]),
+        (2, 1, ["0", "1", "0"]),
+        (1, 1, ["0", "0", "0"]),
+        (3, 2, ["0,1", "2,0", "1,2"]),
+    ],
+)
+def test_workers_see_their_own_by_index_and_share_them_in_turn(present, there, each, seen):
+    present(there)
+    found = [process.gpu_environment(config_of(each), task("worker", index)) for index in range(3)]
+    assert found == [{"CUDA_VISIBLE_DEVICES": each} for each in seen]
+
+
+@pytest.mark.parametrize("role", ["chief", "ps", "evaluator"])
+def test_who_only_leads_or_serves_sees_none(present, role):
+    present(4)
+    assert process.gpu_environment(config_of(1), task(role)) == NONE
+
+
+def test_nobody_sees_one_that_was_not_asked_for(present):
+    present(4)
+    assert process.gpu_environment(config_of(0), task("worker")) == NONE
+
+
+def test_a_machine_without_gpus(present):
+    present(0)
+    assert process.gpu_environment(config_of(1), task("worker")) == NONE
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Let TensorFlow see a number of GPUs, and remember what it is told about each."""
+    told = []
+
+    def give(count):
+        devices = [f"GPU:{index}" for index in range(count)]
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda _kind: devices)
+        monkeypatch.setattr(
+            tf.config.experimental, "set_memory_growth", lambda gpu, on: told.append((gpu, on))
+        )
+        monkeypatch.setattr(
+            tf.config,
+            "set_logical_device_configuration",
+            lambda gpu, parts: told.append((gpu, [part.memory_limit for part in parts])),
+        )
+        return told
+
+    return give
+
+
+def test_a_gpu_that_was_asked_for_and_is_not_seen_is_one_line(seen):
+    seen(1)
+    with pytest.raises(UserError) as caught:
+        configure_gpus(config_of(2), task("worker", 3))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith("worker-3 was given 2 GPUs (cluster.gpus_per_worker) and sees 1: ")
+    configure_gpus(config_of(2), task("ps"))
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
+def test_this_machine_without_gpus_is_refused_one():
+    with pytest.raises(UserError, match="sees 0"):
+        configure_gpus(config_of(1), task("worker"))
+    configure_gpus(config_of(0), task("worker"))
+
+
+def test_memory_grows_on_demand(seen):
+    told = seen(2)
+    configure_gpus(config_of(2), task("worker"))
+    assert told == [("GPU:0", True), ("GPU:1", True)]
+
+
+def test_memory_is_a_fixed_share_where_one_is_set(seen):
+    told = seen(2)
+    configure_gpus(config_of(1, gpu_memory_mb=512), task("worker"))
+    assert told == [("GPU:0", [512]), ("GPU:1", [512])]

@@ -1,0 +1,41 @@
+"""What `cluster.kubernetes` refuses, by name and in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config.load import parse_config
+from trainer.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("kubernetes", "said"),
+    [
+        ({"pod": {"env": {"TF_CONFIG": "{}"}}}, "TF_CONFIG is set by Flotilla or by the operator"),
+        ({"pod": {"labels": {"flotilla/run": "x"}}}, "flotilla/run is set by Flotilla"),
+        ({"job": {"annotations": {"flotilla/heartbeat": "x"}}}, "flotilla/heartbeat is set by"),
+        ({"namespace": "A"}, "kubernetes.namespace: 'A' is not allowed"),
+        ({"pod": {"secret_env": {"A": "no-key"}}}, "secret_env.A: 'no-key' is not allowed"),
+        ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A stands in env and"),
+        ({"ps": {"resources": {"limits": {"cpu": -1}}}}, "limits.cpu: '-1' is not allowed"),
+        ({"ps": {"resources": {"limits": {"cpu": True}}}}, "limits.cpu: True is not allowed"),
+        ({"pod": {"imag": "x"}}, "pod.imag: no such key; did you mean 'image'?"),
+        (
+            {"pod": {"volumes": [{"name": "a", "mount_path": "/flotilla", "source": {"x": 1}}]}},
+            "the mount_path '/flotilla' is taken",
+        ),
+        (
+            {"pod": {"volumes": [{"name": "scratch", "mount_path": "/a", "source": {"x": 1}}]}},
+            "the name 'scratch' is taken",
+        ),
+        (
+            {"pod": {"volumes": [{"nme": "a", "name": "b", "mount_path": "/", "source": {}}]}},
+            "volumes.0.nme: no such key; did you mean 'name'?",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(kubernetes, said):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"cluster": {"kubernetes": kubernetes}})
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)

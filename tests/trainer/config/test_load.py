@@ -1,0 +1,241 @@
+"""A YAML file and `--set` assignments become a configuration, or one line that says what is wrong.
+
+Whatever a person writes: hypothesis looks for a text that ends in anything else.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.config.load import load_config, parse_config, parse_value
+from trainer.config.run_parameters import run_parameters
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+KEYS = [".".join(parameter.key) for parameter in run_parameters()]
+
+lines = st.text(max_size=30)
+PIECES = [
+    *("[", "]", "{", "}", ":", ": ", "- ", ", ", "'", '"', "&a ", "*a", "? ", "<<: ", "|\n", "#"),
+    *("!!int ", "!!bool ", "!!timestamp ", "%", "@", "\n", "\t", "\x00", "\ud800", "a", "1", "-"),
+    *("1e3", "0x", ".inf", ".nan", "null", "2026-13-45", "true", "=", "~", "9" * 5000, "[" * 300),
+]
+pieces = st.sampled_from(PIECES)
+yaml_like = st.lists(pieces, max_size=8).map("".join)
+keys = st.sampled_from(KEYS) | st.lists(
+    st.sampled_from(["training", "optimizer", "args", "steps", "model", "min", "", " ", "a\nb"]),
+    max_size=4,
+).map(".".join)
+
+
+def refused(call, *args):
+    with pytest.raises(ConfigError) as caught:
+        call(*args)
+    return one_line(caught.value)
+
+
+def one_line(error):
+    message = str(error)
+    assert message.strip()
+    assert len(message.splitlines()) == 1
+    return message
+
+
+def written(folder, text):
+    path = folder / "run.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def is_near(word, allowed):
+    return any(f"did you mean '{each}'?" in word for each in allowed)
+
+
+def test_a_file_with_assignments_over_it(tmp_path):
+    path = written(
+        tmp_path,
+        "name: mnist  # a comment\n"
+        "training: {steps: 200, optimizer: {name: sgd, learning_rate: 1e-2}}\n"
+        "gate:\n  min: {accuracy: 0.9}\n",
+    )
+    config = load_config(
+        path, ["training.steps=300", " gate.max.loss =0.5", "model.args.dropout=0.1"]
+    )
+    assert config.name == "mnist"
+    assert config.training.steps == 300
+    assert config.training.optimizer.learning_rate == 0.01
+    assert config.training.optimizer.name == "sgd"
+    assert config.gate.min == {"accuracy": 0.9}
+    assert config.gate.max == {"loss": 0.5}
+    assert config.model.args == {"dropout": 0.1}
+
+
+def test_the_last_assignment_wins():
+    assert load_config(None, ["training.steps=1", "training.steps=2"]).training.steps == 2
+    assert load_config(None, ["model.args={a: 1}", "model.args.b=2"]).model.args == {"a": 1, "b": 2}
+    assert load_config(None, ["model.args.b=2", "model.args={a: 1}"]).model.args == {"a": 1}
+
+
+@pytest.mark.parametrize("text", ["", "\n# nothing\n", "{}", "---\n"])
+def test_an_empty_file_is_the_defaults(tmp_path, text):
+    assert load_config(written(tmp_path, text)) == Config()
+    assert load_config(None) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e6", 1e6), ("1E-3", 1e-3), ("2.5e+3", 2500.0), (".5e1", 5.0), ("-1e3", -1000.0),
+        ("3", 3), ("0.5", 0.5), ("true", True), ("e5", "e5"), ("1e", "1e"), ("3.0.1", "3.0.1"),
+        ("'1e6'", "1e6"), ("[1e3, {a: 2e0}]", [1000.0, {"a": 2.0}]), ("", None), ("a b", "a b"),
+    ],
+)  # fmt: skip
+def test_a_value_is_yaml_with_the_numbers_that_people_write(text, value):
+    found = parse_value(text)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[", "{a", "'", "!!int x", "!!bool x", "!!timestamp x", "2026-13-45", "!!python/name:os.x",
+        "{[1]: 2}", "*a", "\x00", "{a: 1, a: 2}", "[" * 400, "9" * 5000,
+    ],
+)  # fmt: skip
+def test_what_is_no_value_is_refused_with_its_key(text):
+    assert refused(parse_value, text) == f"{text!r} is not a YAML value"
+    message = refused(load_config, None, [f"training.steps={text}"])
+    assert message.startswith(f"--set {f'training.steps={text}'!r}: ")
+    assert message.endswith("is not a YAML value")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "said"),
+    [
+        ("training.stepss=3", "training.stepss: no such key; did you mean 'steps'?"),
+        ("trainin.steps=3", "trainin: no such key; did you mean 'training'?"),
+        ("training.optimizer.nam=sgd", "training.optimizer.nam: no such key; did you mean 'name'?"),
+        ("training.optimizer.xyz=1", "training.optimizer.xyz: no such key (one of name, learning_"),
+        ("gate.minimum={}", "gate.minimum: no such key; did you mean 'min'?"),
+        ("xyz=1", "xyz: no such key (one of name, data, model, training, cluster, evaluation,"),
+        ("training.steps.x=3", "training.steps: {'x': 3} is not allowed"),
+        ("training=3", "training: 3 is not allowed"),
+        ("name", "--set 'name': write it as section.key=value"),
+        ("=3", "--set '=3': write it as section.key=value"),
+        (" =3", "--set ' =3': write it as section.key=value"),
+        ("", "--set '': write it as section.key=value"),
+        ("train\ning.steps=3", "train ing: no such key; did you mean 'training'?"),
+        ('training.steps="\\ud800"', "the configuration is not plain data: "),
+        ("model.args=&a {a: *a}", "the configuration is not plain data: Circular reference"),
+        ("model.args={2026-01-01: 1}", "the configuration is not plain data: keys must be str"),
+        (f"model.args={{a: {'[' * 300}{']' * 300}}}", "the configuration is not plain data: "),
+    ],
+)
+def test_a_wrong_assignment(assignment, said):
+    assert refused(load_config, None, [assignment]).startswith(said)
+
+
+def test_an_assignment_below_a_value_of_the_file(tmp_path):
+    path = written(tmp_path, "training: 3\n")
+    message = refused(load_config, path, ["training.steps=4"])
+    assert message == "--set 'training.steps=4': training is not a section"
+
+
+def test_several_mistakes_stand_in_one_line():
+    wrong = {"training": {"steps": 0, "keep": 0}, "nam": 1, "model": {"name": "mpl"}}
+    message = refused(parse_config, wrong)
+    assert message.count("; ") >= 2
+    assert "training.steps: 0" in message
+    assert "training.keep: 0" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("- a\n- b\n", "has to hold sections with keys, not a list"),
+        ("training\n", "has to hold sections with keys, not a str"),
+        ("training: [\n", "is not valid YAML at line 2, column 1: "),
+        ("a: b: c\n", "is not valid YAML at line 1, column 5: mapping values are not allowed here"),
+        ("\ttraining: 1\n", "is not valid YAML at line 1, column 1: "),
+        ("name: \x00\n", "is not valid YAML: unacceptable character"),
+        ("name: !!python/object:os.system x\n", "at line 1, column 7: could not determine"),
+        ("a: !!int x\n", "is not valid YAML: invalid literal for int()"),
+        ("a: 2026-13-45\n", "is not valid YAML: month must be in 1..12"),
+        ("a: 1\n---\nb: 2\n", "is not valid YAML at line 2, column 1: "),
+        ("{" * 400, "is not valid YAML"),
+        ("training: {steps: 1}\nname: a\ntraining: {keep: 1}\n", "line 3, column 1: the key 'tr"),
+        ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' stands twice"),
+    ],
+)
+def test_a_broken_file_is_named_with_the_place(tmp_path, text, said):
+    path = written(tmp_path, text)
+    message = refused(load_config, path)
+    assert message.startswith(str(path))
+    assert said in message
+
+
+def test_keys_of_different_sections_and_merged_ones_may_be_equal(tmp_path):
+    path = written(
+        tmp_path, "training: &t {seed: 1, keep: 2}\ndata: {seed: 3}\ncluster: {workers: 3}\n"
+    )
+    assert load_config(path).data.seed == 3
+    merged = parse_value("{a: &x {k: 1, l: 2}, b: {<<: *x, k: 3}}")
+    assert merged["b"] == {"k": 3, "l": 2}
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    absent = tmp_path / "absent.yaml"
+    assert refused(load_config, absent) == (
+        f"cannot read the configuration {absent}: No such file or directory"
+    )
+    assert refused(load_config, tmp_path).endswith(": Is a directory")
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xe9\n")
+    assert refused(load_config, tmp_path / "latin.yaml").endswith(": not UTF-8 text")
+
+
+@settings(deadline=None)
+@given(st.one_of(lines, yaml_like, st.builds("{}={}".format, keys, st.one_of(lines, yaml_like))))
+def test_any_assignment_is_a_configuration_or_one_line(assignment):
+    try:
+        config = load_config(None, [assignment])
+    except ConfigError as error:
+        one_line(error)
+    else:
+        assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+@settings(deadline=None)
+@given(yaml_like)
+def test_any_file_is_a_configuration_or_one_line(tmp_path_factory, text):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode("utf-8", "surrogatepass"))
+    try:
+        assert load_config(path) == Config()
+    except ConfigError as error:
+        one_line(error)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(KEYS), st.data())
+def test_a_slip_in_a_key_is_answered_with_a_key_that_there_is(key, data):
+    *sections, name = key.split(".")
+    model = Config
+    for section in sections:
+        model = model.model_fields[section].annotation
+    at = data.draw(st.integers(0, len(name) - 1))
+    slip = name[:at] + data.draw(st.sampled_from(["", "x", name[at] * 2])) + name[at + 1 :]
+    if not slip or slip in model.model_fields:
+        return
+    message = refused(load_config, None, [f"{'.'.join([*sections, slip])}=1"])
+    assert message.startswith(f"{'.'.join([*sections, slip])}: no such key")
+    assert is_near(message, model.model_fields) or f"one of {', '.join(model.model_fields)}" in (
+        message
+    )
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_wrong_type_names_the_key(key):
+    assert refused(load_config, None, [f"{key}=[[1]]"]).startswith((f"{key}: ", f"{key}.0: "))

@@ -1,0 +1,267 @@
+"""What the configuration allows, key by key, and what it refuses by name."""
+
+from __future__ import annotations
+
+import ast
+from functools import cache
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from trainer.config import schema as module
+from trainer.config.load import load_config, parse_config
+from trainer.config.run_parameters import run_parameters
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+ROOT = Path(module.__file__).parents[2]
+KEYS = [".".join(parameter.key) for parameter in run_parameters()]
+GOOD = [
+    "name=a", "name=fashion-mnist_2.1", "name='7'", f"name={'a' * 50}",
+    "data.dataset=mnist", "data.dataset=my.builders:Birds", "data.version=3.0.1",
+    "data.shards=2", "data.shards=100000", "data.validation=0", "data.validation=0.5",
+    "data.validation=5000", "data.validation=5000.0", "data.seed=2147483647",
+    "model.name=cnn", "model.name=my.models:net", "model.args={hidden_units: [10], x: null}",
+    "training.strategy=my.own:Strategy", "training.steps=1", "training.batch_size=1",
+    "training.optimizer.name=muon", "training.optimizer.learning_rate=1e6",
+    "training.optimizer.args={beta_1: 0.8}", "training.checkpoint_every=1",
+    "training.checkpoint_seconds=0.5", "training.keep=1", "training.validate_every=0",
+    "training.patience=3", "training.pull_every=5",
+    "training.warm_start=champion", "training.warm_start=gs://b/run/checkpoints/step-00000500",
+    "training.mixed_precision=true", "training.jit_compile=true", "training.schedule.name=cosine",
+    "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
+    "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
+    "training.strategy=single", "training.strategy=multi_worker_mirrored", "cluster.workers=8",
+    "cluster.parameter_servers=3", "cluster.existing_servers=true",
+    "cluster.max_restarts=0", "cluster.communication=ring", "evaluation.batch_size=1",
+    "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
+    "gate.min.loss=-2", "export.formats=[saved_model,tflite_int8]",
+    "storage.root=''", "storage.root=file:///tmp/a b",
+    "storage.root=gs://bucket/a", "storage.root=s3://bucket", "storage.root=minio://b?endpoint=x",
+]  # fmt: skip
+BAD = [
+    ("name=Digits", "name: 'Digits' is not allowed: string should match pattern"),
+    ("name=a/b", "name: 'a/b' is not allowed"),
+    (f"name={'a' * 51}", "is not allowed"),
+    ("name=a.", "name: 'a.' is not allowed"),
+    ("data.dataset=''", "data.dataset: '' is not allowed: string should have at least 1 character"),
+    ("data.shards=0", "data.shards: 0 is not allowed: input should be greater than or equal to 1"),
+    ("data.shards=100001", "less than or equal to 100000"),
+    ("data.validation=-0.1", "data.validation: -0.1 is not allowed"),
+    ("data.validation=1.5", "1.5 is not allowed: a count of examples has to be a whole number"),
+    ("data.seed=-1", "data.seed: -1 is not allowed"),
+    ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
+    ("model.name=mpl", "model.name: 'mpl' is not allowed: no model of this name; did you mean"),
+    ("model.name=transformer", "(one of softmax, mlp, cnn, two_tower, or package.module:name)"),
+    ("model.name=':net'", "model.name: ':net' is not allowed"),
+    ("model.name='my.models:'", "model.name: 'my.models:' is not allowed"),
+    ("model.name='my models:net'", "model.name: 'my models:net' is not allowed"),
+    ("model.args=[1]", "model.args: [1] is not allowed"),
+    ("model.args={rate: .inf}", "model.args: inf is not a finite number"),
+    ("model.args={a: [{b: .nan}]}", "model.args: nan is not a finite number"),
+    ("training.optimizer.args={beta_1: .inf}", "training.optimizer.args: inf is not a finite"),
+    ("training.strategy=sync", "training.strategy: 'sync' is not allowed: no strategy"),
+    ("training.strategy='..:A'", "training.strategy: '..:A' is not allowed"),
+    ("training.steps=0", "training.steps: 0 is not allowed"),
+    ("training.steps=1.5", "training.steps: 1.5 is not allowed: input should be a valid integer"),
+    ("training.steps=true", "training.steps: True is not allowed: input should be a valid integer"),
+    ("training.steps='5'", "training.steps: '5' is not allowed: input should be a valid integer"),
+    ("training.steps=", "training.steps: None is not allowed: input should be a valid integer"),
+    ("training.batch_size=0", "training.batch_size: 0 is not allowed"),
+    ("training.optimizer.name=adm", "training.optimizer.name: 'adm' is not allowed"),
+    ("training.optimizer.name=zzz", "no optimizer of this name (one of adadelta, adafactor,"),
+    ("training.optimizer.learning_rate=0", "0 is not allowed: input should be greater than 0"),
+    ("training.optimizer.learning_rate=.nan", "nan is not allowed: input should be a finite"),
+    ("training.strategy=singel", "no strategy of this name; did you mean 'single'?"),
+    ("training.pull_every=0", "training.pull_every: 0 is not allowed"),
+    ("training.replicas_to_aggregate=-1", "training.replicas_to_aggregate: -1 is not allowed"),
+    ("training.schedule.warmup_steps=-1", "training.schedule.warmup_steps: -1 is not allowed"),
+    ("training.schedule.args={alpha: 0.1}", "args.alpha of constant: "),
+    ("data.partition=shuffle", "data.partition: 'shuffle' is not allowed"),
+    ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
+    ("cluster.placement={'*': 0}", "cluster.placement.*: 0 is not allowed"),
+    ("training.schedule.name=cosin", "'constant', 'cosine', 'exponential' or 'piecewise'"),
+    ("training.checkpoint_every=0", "training.checkpoint_every: 0 is not allowed"),
+    ("training.checkpoint_seconds=-1", "training.checkpoint_seconds: -1 is not allowed"),
+    ("training.keep=0", "training.keep: 0 is not allowed"),
+    ("training.mixed_precision=1", "input should be a valid boolean"),
+    ("training.warm_start=champ", "a checkpoint (file:///path, gs://, s3:// or minio://); did you"),
+    (
+        "training.warm_start=runs/a",
+        "training.warm_start: 'runs/a' is not allowed: neither champion",
+    ),
+    ("cluster.launcher=slurm", "cluster.launcher: 'slurm' is not allowed: input should be 'local'"),
+    ("cluster.workers=0", "cluster.workers: 0 is not allowed"),
+    ("cluster.communication=gloo", "cluster.communication: 'gloo' is not allowed"),
+    ("cluster.max_restarts=-1", "cluster.max_restarts: -1 is not allowed"),
+    ("gate.min.accuracy=1.1", "gate.min: accuracy is a share: 1.1 is not between 0 and 1"),
+    ("gate.max.macro_f1=-0.1", "gate.max: macro_f1 is a share: -0.1 is not between 0 and 1"),
+    ("gate.min.accuracy=.nan", "gate.min.accuracy: nan is not allowed"),
+    ("gate.min.accuracy=high", "gate.min.accuracy: 'high' is not allowed"),
+    ("export.formats=[]", "export.formats: [] is not allowed"),
+    (
+        "export.formats=[onnx]",
+        "'onnx' is not allowed: input should be 'saved_model', 'keras', 'tflite' or 'tflite_int8'",
+    ),
+    ("export.formats=keras", "export.formats: 'keras' is not allowed"),
+    ("storage.root=runs", "storage.root: 'runs' is not allowed: not a URI"),
+    ("storage.root=file://runs", "storage.root: 'file://runs' is not allowed: not a URI"),
+    ("storage.root=file:///", "storage.root: 'file:///' is not allowed: not a URI"),
+    ("storage.root=gs://", "storage.root: 'gs://' is not allowed: not a URI"),
+    ("storage.root=gs:/bucket", "storage.root: 'gs:/bucket' is not allowed: not a URI"),
+    ("storage.root=http://host/a", "write it as file:///path, gs://, s3:// or minio://bucket"),
+]
+
+
+def refused(*assignments):
+    with pytest.raises(ConfigError) as caught:
+        load_config(None, assignments)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("assignment", GOOD)
+def test_a_value_that_is_allowed(assignment):
+    assert isinstance(load_config(None, [assignment]), Config)
+
+
+@pytest.mark.parametrize(("assignment", "said"), BAD, ids=[assignment for assignment, _ in BAD])
+def test_a_value_that_is_refused_is_named_with_what_is_allowed(assignment, said):
+    assert said in refused(assignment)
+
+
+def test_a_wrong_item_of_a_list_is_reported_once():
+    assert refused("export.formats=[saved_model,onnx]").count("export.formats") == 1
+
+
+def test_a_value_is_what_was_written():
+    config = load_config(None, ["data.validation=5000", "storage.root=file:///tmp/runs/", "name=m"])
+    assert config.data.validation == 5000
+    assert config.storage.root == "file:///tmp/runs"
+    assert config.name == "m"
+    assert config.training == Config().training
+
+
+@cache
+def attributes_in_use():
+    sources = [
+        path
+        for package in ("trainer", "components", "pipelines")
+        for path in (ROOT / package).rglob("*.py")
+        if path.name != "config.py"
+    ]
+    trees = [ast.parse(path.read_text(encoding="utf-8")) for path in sources]
+    nodes = (node for tree in trees for node in ast.walk(tree))
+    return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_no_key_is_accepted_and_then_ignored(key):
+    assert key.rpartition(".")[2] in attributes_in_use()
+
+
+def test_nccl_is_refused_where_workers_have_no_gpus():
+    assert refused("cluster.communication=nccl") == (
+        "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or choose ring or "
+        "auto"
+    )
+    nccl = load_config(None, ["cluster.communication=nccl", "cluster.gpus_per_worker=1"])
+    assert nccl.cluster.communication == "nccl"
+
+
+def test_more_gradients_than_workers_are_refused_under_the_strategy_that_aggregates():
+    wanted = "training.replicas_to_aggregate=3"
+    assert refused("training.strategy=sync_parameter_server", wanted) == (
+        "training.replicas_to_aggregate: 2 workers cannot give 3 gradients; "
+        "set it to 2 or less (0: one of each worker)"
+    )
+    assert load_config(None, [wanted]).training.replicas_to_aggregate == 3
+    enough = load_config(
+        None, ["training.strategy=sync_parameter_server", wanted, "cluster.workers=3"]
+    )
+    assert enough.cluster.workers == 3
+
+
+def test_more_workers_than_shards_are_refused_before_anything_starts():
+    message = refused("cluster.workers=9")
+    assert message == (
+        "cluster.workers: 9 workers cannot share 8 shards; set data.shards to 9 or more"
+    )
+    assert load_config(None, ["cluster.workers=9", "data.shards=9"]).cluster.workers == 9
+
+
+@pytest.mark.parametrize("enough", ["data.partition=reshuffle", "training.strategy=single"])
+def test_shards_are_counted_only_where_workers_part_them(enough):
+    assert load_config(None, ["cluster.workers=9", enough]).cluster.workers == 9
+
+
+@pytest.mark.parametrize("without", ["training.validate_every=0", "data.validation=0"])
+def test_patience_needs_something_to_wait_for(without):
+    assert "training.patience: an early stop needs" in refused("training.patience=2", without)
+    assert load_config(None, [without]).training.patience == 0
+
+
+def test_it_is_frozen():
+    config = Config()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.name = "other"
+    with pytest.raises(ValidationError, match="frozen"):
+        config.training.steps = 3
+
+
+def test_free_values_are_not_shared_between_configurations():
+    first, second = parse_config({}), parse_config({})
+    first.model.args["hidden_units"] = [1]
+    assert second.model.args == {} == Config().model.args
+
+
+def test_the_digest_is_of_everything():
+    assert parse_config({"training": {"steps": 1500}}).digest() == Config().digest()
+    changed = [Config().digest(), *(load_config(None, [each]).digest() for each in GOOD[:8])]
+    assert len(set(changed)) == len(changed)
+
+
+def test_a_task_reads_the_configuration_that_its_launcher_had():
+    config = load_config(None, ["model.args={lr: 1e-7, n: [1, {ö: null}]}", "gate.min.loss=1e22"])
+    again = Config.model_validate_json(config.model_dump_json())
+    assert again == config
+    assert again.digest() == config.digest()
+
+
+@pytest.mark.parametrize("parameter", run_parameters(), ids=lambda parameter: parameter.name)
+def test_every_key_says_what_it_is(parameter):
+    assert parameter.description
+    assert "\n" not in parameter.description
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [
+        ("training", "steps", 10**23),
+        ("training", "batch_size", 10**11),
+        ("training", "keep", 2**53 + 1),
+        ("evaluation", "batch_size", 2**31),
+    ],
+)
+def test_a_number_that_would_not_survive_its_way_is_refused(section, key, value):
+    with pytest.raises(ConfigError, match=rf"^{section}\.{key}: {value} is not allowed: "):
+        parse_config({section: {key: value}})
+
+
+def test_a_metric_that_nobody_measures_is_refused_before_anything_starts():
+    with pytest.raises(ConfigError, match=r"gate\.min: no metric 'acuracy'; did you mean 'acc"):
+        parse_config({"gate": {"min": {"acuracy": 0.9}}})
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("training.strategy=multi_worker_mirrored", "multi_worker_mirrored has no servers"),
+        ("training.strategy=single", "single has no servers"),
+        ("cluster.in_process=true", "leave cluster.in_process out; it starts servers of its own"),
+    ],
+)
+def test_servers_that_run_are_joined_where_servers_are_used(other, said):
+    assert refused("cluster.existing_servers=true", other) == f"cluster.existing_servers: {said}"

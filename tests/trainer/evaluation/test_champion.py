@@ -1,0 +1,150 @@
+"""The champion in its exported form, asked about the examples of the challenger."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer import small_run
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.errors import UserError
+from trainer.evaluation.evaluate import evaluate
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+from trainer.promotion import gate
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return small_run.small_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def champion(run):
+    decision = small_run.decide(run, run.root, accuracy=0.5)
+    output = storage.uri_of(run.root / "model")
+    return small_run.export_model(run, decision, output, run.root / "scratch").uri
+
+
+def measured(run, champion, folder):
+    """Evaluate beside the champion; return the URI, `metrics.json` and the decision."""
+    (folder / "scratch").mkdir(parents=True, exist_ok=True)
+    output = storage.uri_of(folder / "evaluation")
+    evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)
+    config = run.config.model_copy(update={"gate": parse_config({"gate": {"min": {}}}).gate})
+    decision = gate.check(config, output, storage.uri_of(folder / "decision"))
+    return output, json.loads(storage.read_file(output, "metrics.json")), decision
+
+
+def test_an_unchanged_model_is_blessed(run, champion, tmp_path):
+    output, text, decision = measured(run, champion, tmp_path)
+    assert decision.blessed
+    assert text["champion"]["uri"] == champion
+    assert text["champion"]["metrics"]["accuracy"] == text["metrics"]["accuracy"]
+    assert text["champion"]["paired"]["only_champion_right"] == 0
+    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
+        np.testing.assert_allclose(arrays["champion_logits"], arrays["logits"], atol=1e-4)
+
+
+def test_a_model_that_was_made_worse_is_refused(run, champion, tmp_path):
+    model = small_run.template_model(run.config, *small_run.digits())
+    kernel = model.variables[0].numpy()
+    model.variables[0].assign(np.roll(kernel, 1, axis=1))
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    worse = dataclasses.replace(run, checkpoint=checkpoint)
+    _, text, decision = measured(worse, champion, tmp_path)
+    assert not decision.blessed
+    assert decision.reasons[0].startswith("p_worse ")
+    assert text["champion"]["metrics"]["accuracy"] > text["metrics"]["accuracy"]
+
+
+def test_another_champion_makes_another_evaluation(run, champion, tmp_path):
+    output, _, _ = measured(run, champion, tmp_path)
+    with pytest.raises(storage.Conflict):
+        evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path / "scratch")
+
+
+def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp_path):
+    images, labels = small_run.digits()
+    dataset = small_run.publish_dataset(tmp_path / "dataset", (images, labels), classes=11)
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=11)
+    model = registry.build(run.config.model, spec, 0)
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    other = dataclasses.replace(run, dataset=dataset, checkpoint=checkpoint)
+    output, text, decision = measured(other, champion, tmp_path)
+    assert text["champion"]["incomparable"] == "it knows 10 classes, and this model 11"
+    assert not decision.blessed
+    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
+        assert "champion_logits" not in arrays
+
+
+def test_what_is_no_model_can_be_no_champion(run, tmp_path):
+    with pytest.raises(UserError, match="is a dataset and not a model: it can be no champion"):
+        measured(run, run.dataset, tmp_path)
+
+
+def test_a_damaged_champion_is_not_asked(run, champion, tmp_path):
+    copy = changed(champion, tmp_path, lambda *_: None)
+    path = next(storage.local_path(copy).rglob("saved_model.pb"))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(storage.Corrupt, match=r"saved_model\.pb has"):
+        measured(run, copy, tmp_path)
+
+
+def changed(champion, folder, change):
+    """Publish a copy of the champion whose files were changed."""
+    storage.fetch(champion, folder / "fetched")
+    fields = storage.read_manifest(champion).fields
+    change(folder / "fetched", fields["saved_model"])
+    copy = storage.uri_of(folder / "copy")
+    storage.publish(folder / "fetched", copy, kind="model", fields=fields)
+    return copy
+
+
+def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_path):
+    text = "\n".join("1023456789")
+    copy = changed(champion, tmp_path, lambda at, _: (at / "labels.txt").write_text(text))
+    output, text, decision = measured(run, copy, tmp_path)
+    assert text["champion"]["incomparable"] == "its class 0 is '1', and that of this model '0'"
+    assert not decision.blessed
+    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
+        assert "champion_logits" not in arrays
+
+
+@pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])
+def test_a_champion_with_a_wrong_signature_is_named(run, champion, tmp_path, wrong):
+    copy = served(champion, tmp_path, **wrong)
+    with pytest.raises(UserError) as error:
+        measured(run, copy, tmp_path)
+    assert str(error.value).startswith(f"the champion {copy} cannot be asked: ")
+    assert "\n" not in str(error.value)
+
+
+def test_a_champion_without_finite_answers_is_not_compared(run, champion, tmp_path):
+    copy = served(champion, tmp_path, value=float("nan"))
+    _, text, decision = measured(run, copy, tmp_path)
+    assert text["champion"]["incomparable"] == "it gives no finite numbers for 97 of 97 examples"
+    assert not decision.blessed
+
+
+def served(champion, folder, *, name="serving_default", key="logits", value=0.0):
+    """Publish the champion with another SavedModel: one that answers one value for all."""
+
+    class Constant(tf.Module):
+        @tf.function(input_signature=[tf.TensorSpec((None, 8, 8, 1), tf.uint8, name="image")])
+        def answer(self, image):
+            return {key: tf.fill([tf.shape(image)[0], 10], value)}
+
+    own = Constant()
+    return changed(
+        champion,
+        folder,
+        lambda at, place: tf.saved_model.save(own, str(at / place), signatures={name: own.answer}),
+    )

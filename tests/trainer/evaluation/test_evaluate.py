@@ -1,0 +1,296 @@
+"""The evaluation of a checkpoint: figures by hand, every example once, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.metrics import roc_auc_score
+
+from tests.trainer import small_run
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.config.schema import METRICS
+from trainer.errors import UserError
+from trainer.evaluation import evaluate as evaluation
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return small_run.small_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture(scope="module")
+def evaluated(run):
+    """The evaluation of the run, its `metrics.json` and its predictions."""
+    uri = storage.uri_of(run.root / "evaluation")
+    result = _evaluate(run, uri, run.root / "scratch")
+    folder = storage.local_path(uri)
+    text = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+    with np.load(folder / "predictions.npz") as arrays:
+        return result, text, dict(arrays)
+
+
+def _evaluate(run, output, scratch, **replaced):
+    run = dataclasses.replace(run, **replaced)
+    scratch.mkdir(exist_ok=True)
+    return evaluation.evaluate(run.config, run.dataset, run.checkpoint, output, scratch)
+
+
+def _refusal(run, tmp_path, **replaced):
+    output = storage.uri_of(tmp_path / "refused")
+    with pytest.raises(UserError) as caught:
+        _evaluate(run, output, tmp_path / "scratch", **replaced)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not storage.is_published(output)
+    return message
+
+
+def test_every_test_example_is_predicted_once_and_in_order(run, evaluated):
+    _, text, arrays = evaluated
+    assert text["examples"] == small_run.TEST_EXAMPLES == 97
+    assert arrays["logits"].shape == (97, 10)
+    assert sorted(arrays["label"].tolist()) == sorted(run.labels.tolist())
+    # Shards are dealt in turn: reading them one after the other gives every third example first.
+    order = np.concatenate([np.arange(97)[i::3] for i in range(3)])
+    np.testing.assert_array_equal(arrays["label"], run.labels[order])
+    np.testing.assert_allclose(arrays["logits"], run.logits[order], rtol=1e-4, atol=1e-5)
+
+
+def test_probabilities_belong_to_the_logits(evaluated):
+    _, _, arrays = evaluated
+    np.testing.assert_allclose(arrays["probabilities"].sum(axis=1), 1, rtol=1e-5)
+    expected = tf.nn.softmax(arrays["logits"]).numpy()
+    np.testing.assert_allclose(arrays["probabilities"], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_are_what_arithmetic_says(run, evaluated):
+    result, text, _ = evaluated
+    logits = run.logits
+    exponentials = np.exp(logits)
+    probabilities = exponentials / exponentials.sum(axis=1, keepdims=True)
+    rows = np.arange(len(run.labels))
+    assert result.metrics["loss"] == pytest.approx(-np.log(probabilities[rows, run.labels]).mean())
+    hits = logits.argmax(axis=1) == run.labels
+    assert 0.5 < hits.mean() < 1, "the example has to hold hits and misses"
+    assert result.metrics["accuracy"] == pytest.approx(hits.mean())
+    assert text["metrics"] == result.metrics
+
+
+def test_figures_of_each_class_are_what_counting_says(run, evaluated):
+    _, text, _ = evaluated
+    predicted = run.logits.argmax(axis=1)
+    assert [row["label"] for row in text["per_class"]] == list("0123456789")
+    for digit, row in enumerate(text["per_class"]):
+        hits = ((predicted == digit) & (run.labels == digit)).sum()
+        precision = hits / max((predicted == digit).sum(), 1)
+        recall = hits / max((run.labels == digit).sum(), 1)
+        assert row["support"] == (run.labels == digit).sum()
+        assert row["precision"] == pytest.approx(precision)
+        assert row["recall"] == pytest.approx(recall)
+        assert row["f1"] == pytest.approx(2 * precision * recall / max(precision + recall, 1e-12))
+    for figure in ("precision", "recall", "f1"):
+        mean = np.mean([row[figure] for row in text["per_class"]])
+        assert text["metrics"][f"macro_{figure}"] == pytest.approx(mean)
+
+
+def test_confusion_matrix_has_the_true_class_in_its_rows(run, evaluated):
+    _, text, _ = evaluated
+    matrix = np.zeros((10, 10), int)
+    np.add.at(matrix, (run.labels, run.logits.argmax(axis=1)), 1)
+    assert text["confusion_matrix"] == matrix.tolist()
+    assert text["labels"] == list("0123456789")
+
+
+def test_the_label_is_always_sliced_by(evaluated):
+    _, text, _ = evaluated
+    assert list(text["slices"]) == ["label"]
+    rows = {row["value"]: row for row in text["slices"]["label"]}
+    assert sum(row["examples"] for row in rows.values()) == small_run.TEST_EXAMPLES
+    for each in text["per_class"]:
+        part = rows[each["label"]]
+        assert part["examples"] == each["support"]
+        # Of a class alone, what is right is what is recalled.
+        assert part["metrics"]["accuracy"] == pytest.approx(each["recall"])
+
+
+def test_a_slice_by_no_feature_is_refused_by_name(run, tmp_path):
+    config = parse_config({"model": {"name": "softmax"}, "evaluation": {"slices": ["labl"]}})
+    message = _refusal(run, tmp_path, config=config)
+    assert message.startswith(
+        "evaluation.slices: 'labl' is no feature of the dataset; did you mean"
+    )
+
+
+def test_curves_areas_and_intervals_are_those_of_the_predictions(evaluated):
+    result, text, arrays = evaluated
+    curves = json.loads(storage.read_file(result.uri, "curves.json"))
+    assert [curve["label"] for curve in curves] == text["labels"]
+    areas = [
+        roc_auc_score(arrays["label"] == digit, arrays["probabilities"][:, digit])
+        for digit in range(10)
+    ]
+    assert [row["roc_auc"] for row in text["per_class"]] == areas
+    assert text["metrics"]["roc_auc"] == pytest.approx(np.mean(areas))
+    low, high = text["intervals"]["accuracy"]
+    assert low < text["metrics"]["accuracy"] < high
+    assert sum(row["examples"] for row in text["calibration"]) == len(arrays["label"])
+
+
+def test_the_worst_examples_are_there_as_pictures(run, evaluated):
+    result, text, arrays = evaluated
+    first = text["worst"][0]
+    rows = np.arange(len(arrays["label"]))
+    each = -np.log(arrays["probabilities"][rows, arrays["label"]])
+    assert first["index"] == each.argmax()
+    picture = tf.io.decode_png(storage.read_file(result.uri, first["picture"])).numpy()
+    order = np.concatenate([np.arange(97)[i::3] for i in range(3)])
+    np.testing.assert_array_equal(picture, run.images[order[first["index"]]])
+
+
+def test_the_evaluation_says_what_was_evaluated(run, evaluated):
+    result, text, _ = evaluated
+    manifest = storage.verify(result.uri)
+    assert manifest.kind == "evaluation"
+    paths = [entry.path for entry in manifest.files]
+    pictures = [f"worst/{place:02d}.png" for place in range(1, 26)]
+    assert paths == ["curves.json", "metrics.json", "predictions.npz", *pictures]
+    assert manifest.fields["metrics"] == result.metrics
+    assert manifest.fields["made_from"]["checkpoint"] == run.checkpoint
+    assert manifest.fields["made_from"]["dataset"] == run.dataset
+    assert (text["split"], text["global_step"]) == ("test", small_run.GLOBAL_STEP)
+    assert manifest.fields["global_step"] == small_run.GLOBAL_STEP
+
+
+def test_figures_are_plain_numbers(evaluated):
+    result, _, _ = evaluated
+    assert {type(value) for value in result.metrics.values()} == {float}
+
+
+@pytest.mark.parametrize("batch_size", [1, 96, 97, 1000])
+def test_the_batch_size_changes_nothing(run, evaluated, tmp_path, batch_size):
+    config = run.config.model_copy(
+        update={"evaluation": run.config.evaluation.model_copy(update={"batch_size": batch_size})}
+    )
+    uri = storage.uri_of(tmp_path / "evaluation")
+    result = _evaluate(run, uri, tmp_path / "scratch", config=config)
+    assert result.metrics == pytest.approx(evaluated[0].metrics, rel=1e-5)
+
+
+def test_a_second_time_is_a_no_op(run, evaluated, tmp_path):
+    first = evaluated[0]
+    before = storage.read_manifest(first.uri)
+    again = _evaluate(run, first.uri, tmp_path / "scratch")
+    assert again == first
+    assert storage.read_manifest(first.uri) == before
+
+
+def test_another_checkpoint_does_not_replace_an_evaluation(run, evaluated, tmp_path):
+    other = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model, step=8)
+    with pytest.raises(storage.Conflict):
+        _evaluate(run, evaluated[0].uri, tmp_path / "scratch", checkpoint=other)
+    assert storage.verify(evaluated[0].uri).fields["global_step"] == small_run.GLOBAL_STEP
+
+
+def test_classes_without_names_are_numbered(run, tmp_path):
+    dataset = small_run.publish_dataset(tmp_path / "dataset", small_run.digits(), label_names=[])
+    output = storage.uri_of(tmp_path / "evaluation")
+    _evaluate(run, output, tmp_path / "scratch", dataset=dataset)
+    text = json.loads(storage.read_bytes(storage.join(output, "metrics.json")))
+    assert text["labels"] == list("0123456789")
+
+
+def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone(run, tmp_path):
+    images, labels = small_run.digits()
+    few = np.isin(labels, (0, 1))
+    dataset = small_run.publish_dataset(tmp_path / "dataset", (images[few], labels[few]), test=30)
+    output = storage.uri_of(tmp_path / "evaluation")
+    result = _evaluate(run, output, tmp_path / "scratch", dataset=dataset)
+    text = json.loads(storage.read_bytes(storage.join(output, "metrics.json")))
+    absent = [row for row in text["per_class"] if not row["support"]]
+    assert len(absent) == 8
+    assert [row["roc_auc"] for row in absent] == [None] * 8
+    assert all(np.isfinite(value) for value in result.metrics.values())
+    assert {row["recall"] for row in absent} == {0.0}
+    assert result.metrics["macro_recall"] > 0.3, "eight zeros would bring it below 0.2"
+
+
+def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, tmp_path):
+    result = _evaluate(run, storage.uri_of(tmp_path / "evaluation"), tmp_path / "scratch")
+    assert tuple(result.metrics) == METRICS
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused(run, tmp_path, value, monkeypatch):
+    model = small_run.template_model(run.config, *small_run.digits())
+    bias = np.zeros(10, np.float32)
+    bias[3] = value
+    model.variables[1].assign(bias)
+    # A checkpoint refuses such weights; they may come from elsewhere.
+    monkeypatch.setattr("trainer.checkpoints.checkpoints._require_finite", lambda *_: None)
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    assert _refusal(run, tmp_path, checkpoint=checkpoint) == (
+        f"the model of {checkpoint} gives no finite numbers for 97 of 97 test examples: training "
+        "has diverged; train anew with a lower training.optimizer.learning_rate"
+    )
+
+
+def test_numbers_that_overflow_are_refused(run, tmp_path):
+    model = small_run.template_model(run.config, *small_run.digits())
+    model.variables[0].assign(np.full((64, 10), 3e38, np.float32))
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    assert "no finite numbers" in _refusal(run, tmp_path, checkpoint=checkpoint)
+
+
+def test_large_finite_logits_have_a_finite_loss(run, tmp_path):
+    model = small_run.template_model(run.config, *small_run.digits())
+    model.variables[1].assign(np.linspace(-1e30, 1e30, 10, dtype=np.float32))
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
+    output = storage.uri_of(tmp_path / "evaluation")
+    result = _evaluate(run, output, tmp_path / "scratch", checkpoint=checkpoint)
+    assert np.isfinite(result.metrics["loss"])
+    assert result.metrics["loss"] > 1e29
+
+
+def test_a_dataset_without_test_examples_is_refused(run, tmp_path):
+    dataset = small_run.publish_dataset(tmp_path / "dataset", small_run.digits(), test=0)
+    message = _refusal(run, tmp_path, dataset=dataset)
+    assert message == f"{dataset} has no test examples: nothing can be evaluated"
+
+
+@pytest.mark.parametrize("claimed", [96, 98])
+def test_examples_that_are_missing_or_too_many_are_noticed(run, tmp_path, claimed):
+    dataset = small_run.publish_dataset(tmp_path / "dataset", small_run.digits(), claimed=claimed)
+    message = _refusal(run, tmp_path, dataset=dataset)
+    assert message.startswith(f"{dataset} gave 97 test examples and its manifest says {claimed};")
+
+
+@pytest.mark.parametrize("wrong", [10, -1])
+def test_labels_outside_of_the_classes_are_refused(run, tmp_path, wrong):
+    images, labels = small_run.digits()
+    labels[5] = wrong
+    dataset = small_run.publish_dataset(tmp_path / "dataset", (images, labels))
+    message = _refusal(run, tmp_path, dataset=dataset)
+    assert message.startswith(f"{dataset} has the label {wrong} in its test split, outside of 0 ")
+
+
+def test_a_damaged_checkpoint_is_refused(run, tmp_path):
+    checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model)
+    data = next(storage.local_path(checkpoint).glob("*.data*"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    assert "is damaged" in _refusal(run, tmp_path, checkpoint=checkpoint)
+
+
+def test_a_checkpoint_of_another_model_is_refused(run, tmp_path):
+    config = parse_config({"model": {"name": "mlp"}})
+    assert "does not fit" in _refusal(run, tmp_path, config=config)
+
+
+def test_a_missing_checkpoint_or_dataset_is_refused(run, tmp_path):
+    absent = storage.uri_of(tmp_path / "absent")
+    assert absent in _refusal(run, tmp_path, checkpoint=absent)
+    assert absent in _refusal(run, tmp_path, dataset=absent)

@@ -1,0 +1,202 @@
+"""The figures of a classifier, against scikit-learn's own on the same predictions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from sklearn import metrics as scores
+
+from trainer.config.schema import METRICS
+from trainer.evaluation import metrics
+from trainer.evaluation.metrics import MEANS, averages, intervals, intervals_of_means
+
+NAMES = list("abcdef")
+
+
+def predictions(count=400, classes=6, seed=0, lift=1.5):
+    """Return labels and logits of a model that is right more often than not, with many ties."""
+    generator = np.random.default_rng(seed)
+    labels = generator.integers(0, classes, count)
+    logits = generator.normal(size=(count, classes)).round(1).astype(np.float32)
+    logits[np.arange(count), labels] += lift
+    return labels, logits
+
+
+def normal(logits):
+    """Return probabilities that sum to one as exactly as scikit-learn asks."""
+    powers = np.exp(logits.astype(np.float64))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+@pytest.fixture(scope="module")
+def predicted():
+    return predictions()
+
+
+def test_the_headline_is_scikit_learns(predicted):
+    labels, logits = predicted
+    found = metrics.headline(labels, logits)
+    assert found["loss"] == pytest.approx(scores.log_loss(labels, normal(logits)), rel=1e-5)
+    guess = logits.argmax(axis=1)
+    assert found["accuracy"] == scores.accuracy_score(labels, guess)
+    assert found["top_3_accuracy"] == scores.top_k_accuracy_score(labels, logits, k=3)
+    for average in ("macro", "weighted"):
+        for name, function in (
+            ("precision", scores.precision_score),
+            ("recall", scores.recall_score),
+            ("f1", scores.f1_score),
+        ):
+            expected = function(labels, guess, average=average)
+            assert found[f"{average}_{name}"] == pytest.approx(expected)
+
+
+def test_areas_are_scikit_learns(predicted):
+    labels, logits = predicted
+    rows = metrics.per_class(labels, logits, NAMES)
+    probabilities = metrics.softmax(logits)
+    for index, row in enumerate(rows):
+        own = labels == index
+        assert row["roc_auc"] == scores.roc_auc_score(own, probabilities[:, index])
+        assert row["pr_auc"] == scores.average_precision_score(own, probabilities[:, index])
+    mean = metrics.mean_area(rows, "roc_auc")
+    expected = scores.roc_auc_score(labels, normal(logits), multi_class="ovr")
+    assert mean == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
+    labels, logits = np.zeros(5, int), np.eye(5, 3, dtype=np.float32)
+    rows = metrics.per_class(labels, logits, list("abc"))
+    assert [row["roc_auc"] for row in rows] == [None] * 3
+    assert metrics.mean_area(rows, "pr_auc") is None
+    assert metrics.curves(labels, logits, list("abc")) == []
+
+
+def test_few_classes_are_all_in_the_top():
+    labels, logits = predictions(classes=2, lift=0)
+    assert metrics.headline(labels, logits)["top_3_accuracy"] == 1.0
+
+
+def test_curves_keep_their_ends_and_their_area():
+    labels, logits = predictions(count=5000, classes=3)
+    for index, curve in enumerate(metrics.curves(labels, logits, list("abc"))):
+        roc, pr = np.array(curve["roc"]), np.array(curve["pr"])
+        assert len(roc) <= metrics.CURVE_POINTS
+        assert roc[0].tolist() == [0, 0]
+        assert roc[-1].tolist() == [1, 1]
+        assert {pr[0, 0], pr[-1, 0]} == {0, 1}
+        area = scores.roc_auc_score(labels == index, metrics.softmax(logits)[:, index])
+        assert scores.auc(*roc.T) == pytest.approx(area, abs=0.01)
+
+
+def test_one_curve_of_two_classes_is_that_of_the_second():
+    labels, logits = predictions(classes=2)
+    found = np.array(metrics.roc(labels, logits))
+    area = scores.roc_auc_score(labels, metrics.softmax(logits)[:, 1])
+    assert scores.auc(found[:, 0], found[:, 1]) == pytest.approx(area, abs=0.01)
+
+
+def test_one_curve_of_many_classes_asks_for_every_class_of_every_example(predicted):
+    labels, logits = predicted
+    found = np.array(metrics.roc(labels, logits))
+    assert len(found) <= metrics.CURVE_POINTS
+    every = np.eye(len(NAMES))[labels]
+    area = scores.roc_auc_score(every, metrics.softmax(logits), average="micro")
+    assert scores.auc(found[:, 0], found[:, 1]) == pytest.approx(area, abs=0.01)
+    assert found[0].tolist()[:2] == [0, 0]
+    assert found[-1].tolist()[:2] == [1, 1]
+
+
+@pytest.mark.parametrize("classes", [2, 6])
+def test_a_curve_falls_from_one_threshold_to_the_next_and_is_finite(classes):
+    labels, logits = predictions(classes=classes)
+    found = np.array(metrics.roc(labels, logits))
+    assert np.isfinite(found).all()
+    assert found.min() >= 0
+    assert found.max() <= 1
+    assert (np.diff(found[:, :2], axis=0) >= 0).all()
+    assert (np.diff(found[:, 2]) <= 0).all()
+    assert all(type(value) is float for point in metrics.roc(labels, logits) for value in point)
+
+
+@pytest.mark.parametrize("label", [0, 1])
+def test_of_one_class_there_is_no_curve(label):
+    assert metrics.roc(np.full(3, label), np.eye(3, 2, dtype=np.float32)) == []
+
+
+def test_calibration_by_hand(predicted):
+    labels, logits = predicted
+    found = metrics.calibration(labels, logits)
+    confidence = metrics.softmax(logits).max(axis=1)
+    right = logits.argmax(axis=1) == labels
+    error = 0.0
+    for low in np.arange(15) / 15:
+        rows = (confidence > low) & (confidence <= low + 1 / 15)
+        if rows.any():
+            error += rows.mean() * abs(right[rows].mean() - confidence[rows].mean())
+    assert found["error"] == pytest.approx(error, abs=1e-6)
+    assert sum(each["examples"] for each in found["bins"]) == len(labels)
+
+
+def test_a_model_that_is_always_sure_and_right_is_calibrated():
+    logits = np.full((4, 2), -1e9, np.float32)
+    logits[:, 1] = 1e9
+    assert metrics.calibration(np.ones(4, int), logits)["error"] == 0
+
+
+def test_averages_of_counts_are_those_of_its_examples(predicted):
+    for labels, logits in (predicted, (np.array([0, 0, 3]), np.eye(3, 6, dtype=np.float32))):
+        matrix = np.array(metrics.confusion(labels, logits))
+        found = averages(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
+        headline = metrics.headline(labels, logits)
+        assert found == pytest.approx({name: headline[name] for name in found})
+
+
+def test_an_interval_is_as_wide_as_theory_says(predicted):
+    labels, logits = predicted
+    found, headline = intervals(labels, logits), metrics.headline(labels, logits)
+    assert set(found) == set(headline) < set(METRICS)
+    for name, (low, high) in found.items():
+        assert low <= headline[name] <= high
+        assert low < high
+    share = headline["accuracy"]
+    width = 2 * 1.96 * np.sqrt(share * (1 - share) / len(labels))
+    low, high = found["accuracy"]
+    assert high - low == pytest.approx(width, rel=0.15)
+
+
+def test_intervals_are_the_same_again_and_alike_in_parts(predicted):
+    found = intervals(*predicted)
+    assert found == intervals(*predicted)
+    assert intervals_of_means(*predicted) == {name: found[name] for name in MEANS}
+
+
+def test_more_examples_make_an_interval_narrower():
+    (low, high), (lower, higher) = (
+        intervals_of_means(*predictions(count=count))["loss"] for count in (100, 10_000)
+    )
+    assert (higher - lower) * 5 < high - low
+
+
+def test_many_resamples_of_many_examples_are_drawn_in_parts(predicted, monkeypatch):
+    whole = intervals_of_means(*predicted)
+    monkeypatch.setattr("trainer.evaluation.metrics._MOST_DRAWN", 10)
+    assert intervals_of_means(*predicted)["accuracy"] == pytest.approx(whole["accuracy"], abs=0.02)
+
+
+def test_a_thousand_classes_of_which_most_do_not_occur():
+    labels, logits = np.array([7, 7, 999]), np.zeros((3, 1000), np.float32)
+    logits[:, 7] = 1
+    found, headline = intervals(labels, logits), metrics.headline(labels, logits)
+    low, high = found["weighted_recall"]
+    assert (low, high) == (0, 1)
+    assert headline["weighted_recall"] == pytest.approx(2 / 3)
+
+
+def test_one_class_alone_has_no_areas_and_no_warnings():
+    labels, logits = np.zeros(4, int), np.ones((4, 1), np.float32)
+    assert metrics.confusion(labels, logits) == [[4]]
+    assert metrics.headline(labels, logits)["accuracy"] == 1
+    [row] = metrics.per_class(labels, logits, ["only"])
+    assert (row["roc_auc"], row["f1"]) == (None, 1)
+    assert metrics.curves(labels, logits, ["only"]) == []
+    assert intervals(labels, logits)["accuracy"] == [1, 1]

@@ -1,0 +1,101 @@
+"""Parts of the examples by the value of a feature."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.errors import ConfigError
+from trainer.evaluation.slices import MOST_VALUES, OTHER, slice_features, sliced
+
+SPEC = DatasetSpec(
+    features={
+        "image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw"),
+        "digit": FeatureSpec(shape=(), dtype="int64", stored="int"),
+        "writer": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+    },
+    inputs=("image",),
+    label="digit",
+    num_classes=2,
+    labels=(),
+    shards={},
+)
+
+
+def parts(values, names=()):
+    values = np.asarray(values)
+    labels = np.arange(len(values)) % 2
+    logits = np.eye(2, dtype=np.float32)[labels]
+    rows = sliced(values, labels, logits, names)
+    assert sum(row["examples"] for row in rows) == len(values), "every example is in one part"
+    return {row["value"]: row["examples"] for row in rows}
+
+
+def test_the_label_comes_first_and_once():
+    assert slice_features(SPEC, ()) == ["digit"]
+    assert slice_features(SPEC, ("writer", "digit")) == ["digit", "writer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("writr", "'writr' is no feature of the dataset; did you mean 'writer'?"),
+        ("image", "'image' is more than one value an example of the dataset (one of digit, writer"),
+    ],
+)
+def test_a_feature_that_cannot_be_sliced_by_is_named(name, message):
+    with pytest.raises(ConfigError) as error:
+        slice_features(SPEC, (name,))
+    assert str(error.value).startswith(f"evaluation.slices: {message}")
+
+
+def test_figures_are_those_of_the_part_alone():
+    labels = np.array([0, 0, 0, 1, 1, 1])
+    logits = np.eye(2, dtype=np.float32)[[0, 0, 1, 1, 1, 1]]
+    rows = sliced(np.array([b"x", b"x", b"x", b"y", b"y", b"y"]), labels, logits, ())
+    assert [(row["value"], row["metrics"]["accuracy"]) for row in rows] == [
+        ("x", pytest.approx(2 / 3)),
+        ("y", 1.0),
+    ]
+    low, high = rows[0]["intervals"]["accuracy"]
+    assert low < 2 / 3 < high
+    assert rows[1]["intervals"]["accuracy"] == [1.0, 1.0]
+
+
+def test_classes_are_called_by_their_names():
+    assert parts([0, 1, 1], ("cat", "dog")) == {"cat": 1, "dog": 2}
+
+
+def test_few_values_are_told_one_by_one():
+    assert parts([3, 1, 3]) == {"1": 1, "3": 2}
+    assert parts([True, False, True]) == {"False": 1, "True": 2}
+    assert parts([0.5, np.nan, np.nan, -np.inf]) == {"0.5": 1, "nan": 2, "-inf": 1}
+    assert parts(np.array(["ö".encode(), b"\xff"], object)) == {"ö": 1, "\ufffd": 1}
+
+
+def test_many_numbers_are_cut_into_quarters():
+    assert parts(np.arange(100)) == {
+        "0 to 24.75": 25, "24.75 to 49.5": 25, "49.5 to 74.25": 25, "74.25 to 99": 25,
+    }  # fmt: skip
+    found = parts([*np.linspace(0, 1, 50), np.nan, np.inf])
+    assert found.pop("not finite") == 2
+    assert len(found) == 4
+
+
+def test_numbers_that_are_mostly_alike_are_all_there():
+    assert parts([0] * 300 + list(range(30))) == {"0 to 29": 330}
+
+
+def test_of_many_texts_the_most_frequent_are_kept():
+    values = [f"w{n}".encode() for n in range(40) for _ in range(40 - n)]
+    found = parts(values)
+    assert len(found) == MOST_VALUES
+    assert found["w0"] == 40
+    assert found[OTHER] == sum(range(1, 22))
+
+
+def test_the_largest_numbers_are_cut_into_quarters_too():
+    values = np.float32(3e38) * np.linspace(-1, 1, 100, dtype=np.float32)
+    rows = sliced(values, np.zeros(100, int), np.zeros((100, 2), np.float32), ())
+    assert [row["examples"] for row in rows] == [25, 25, 25, 25]

@@ -1,0 +1,59 @@
+"""The fresh process that is asked about an exported model: what it loads, and when it ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from trainer.errors import UserError
+from trainer.export.parity import _environment, fresh_process
+
+
+def test_it_ends_with_an_export_that_fails(tmp_path):
+    started = []
+
+    def failing():
+        with fresh_process(tmp_path) as process:
+            started.append(process)
+            assert process.poll() is None
+            raise UserError("nothing is exported")
+
+    with pytest.raises(UserError):
+        failing()
+    (process,) = started
+    assert process.returncode == -9
+    assert not psutil.pid_exists(process.pid)
+
+
+def test_it_loads_no_keras():
+    program = "import sys, tensorflow; print('keras' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", program],
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["False"]
+
+
+@pytest.mark.slow
+def test_it_ends_when_nobody_is_left_to_ask_it(tmp_path):
+    program = (
+        "import pathlib, sys, time; from trainer.export import parity\n"
+        "with parity.fresh_process(pathlib.Path(sys.argv[1])) as process:\n"
+        "    print(process.pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True) as parent:
+        fresh = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    # It has to load TensorFlow first.
+    _, alive = psutil.wait_procs([fresh], timeout=120)
+    for each in alive:
+        each.kill()
+    assert not alive

@@ -1,0 +1,250 @@
+"""The models that Flotilla brings: shapes, names of variables, and what they refuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trainer.config.schema import MODELS, ModelConfig
+from trainer.errors import ConfigError
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+
+# The models of one tensor; pairs of ids are for `two_tower`, which has a file of its own.
+PLAIN = tuple(name for name in MODELS if name != "two_tower")
+DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=10)
+TABLE = InputSpec(shape=(4,), dtype="float32", num_classes=3)
+
+
+def _build(name, spec=DIGITS, seed=0, **args):
+    return registry.build(ModelConfig(name=name, args=args), spec, seed)
+
+
+def _paths(model):
+    return [variable.path for variable in model.variables]
+
+
+def _batch(spec, count=5):
+    random = np.random.default_rng(0)
+    if spec.dtype == "uint8":
+        return random.integers(0, 256, (count, *spec.shape), dtype=np.uint8)
+    return random.normal(size=(count, *spec.shape)).astype(spec.dtype)
+
+
+def test_every_model_of_the_configuration_is_here():
+    assert tuple(registry.BUILT_IN) == MODELS
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_output_is_one_float_logit_for_each_class(name):
+    logits = _build(name)(_batch(DIGITS)).numpy()
+    assert logits.shape == (5, 10)
+    assert logits.dtype == np.float32
+    assert not np.allclose(logits.sum(axis=1), 1), "a softmax would sum up to one"
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_models_take_any_number_of_examples(name):
+    model = _build(name)
+    batch = _batch(DIGITS, 7)
+    together = model(batch).numpy()
+    one_by_one = np.concatenate([model(batch[i : i + 1]).numpy() for i in range(7)])
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_same_seed_gives_the_same_weights_and_names_whatever_was_built_before(name):
+    first = _build(name, seed=3)
+    _build("mlp", hidden_units=[5, 5, 5], dropout=0.5, seed=9)
+    second = _build(name, seed=3)
+    assert _paths(first) == _paths(second)
+    for left, right in zip(first.variables, second.variables, strict=True):
+        np.testing.assert_array_equal(left.numpy(), right.numpy())
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_another_seed_gives_other_weights(name):
+    first, second = _build(name, seed=1), _build(name, seed=2)
+    assert any(
+        not np.array_equal(left.numpy(), right.numpy())
+        for left, right in zip(first.variables, second.variables, strict=True)
+    )
+
+
+def test_bytes_are_brought_into_zero_to_one():
+    model = _build("softmax")
+    white = np.full((1, 8, 8, 1), 255, np.uint8)
+    kernel, bias = (variable.numpy() for variable in model.variables)
+    np.testing.assert_allclose(model(white).numpy()[0], kernel.sum(axis=0) + bias, rtol=1e-5)
+
+
+def test_floats_are_taken_as_they_are():
+    model = _build("softmax", TABLE)
+    kernel, bias = (variable.numpy() for variable in model.variables)
+    batch = _batch(TABLE)
+    np.testing.assert_allclose(model(batch).numpy(), batch @ kernel + bias, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float64", "float16", "bool"])
+def test_other_numbers_are_cast(dtype):
+    spec = InputSpec(shape=(4,), dtype=dtype, num_classes=3)
+    batch = np.array([[0, 1, 0, 1]], dtype)
+    logits = _build("mlp", spec)(batch).numpy()
+    assert logits.dtype == np.float32
+    assert np.isfinite(logits).all()
+
+
+def test_softmax_is_one_linear_layer():
+    model = _build("softmax")
+    assert _paths(model) == ["logits/kernel", "logits/bias"]
+    assert model.count_params() == 64 * 10 + 10
+
+
+def test_softmax_draws_its_weights_as_it_is_told():
+    spread = {"class_name": "RandomNormal", "config": {"stddev": 1.0}}
+    wide = InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
+    kernel, bias = _build("softmax", wide, kernel_initializer=spread).variables
+    assert np.std(kernel.numpy()) == pytest.approx(1, abs=0.05)
+    assert not bias.numpy().any()
+    assert not _build("softmax", kernel_initializer="zeros").variables[0].numpy().any()
+
+
+@pytest.mark.parametrize(
+    "value", ["glorot", 3, None, [], {}, {"class_name": "Dense"}, {"stddev": 1.0}, "Dense"]
+)
+def test_an_initializer_that_keras_does_not_have_is_refused(value):
+    with pytest.raises(ConfigError, match=r"kernel_initializer: .* has to be a Keras initializer"):
+        _build("softmax", kernel_initializer=value)
+
+
+def test_mlp_has_the_hidden_layers_that_were_asked_for():
+    model = _build("mlp", hidden_units=[7, 5])
+    shapes = [tuple(variable.shape) for variable in model.variables]
+    assert shapes == [(64, 7), (7,), (7, 5), (5,), (5, 10), (10,)]
+    assert _paths(model)[0] == "hidden_0/kernel"
+
+
+def test_mlp_without_hidden_layers_is_linear():
+    assert _build("mlp", hidden_units=[]).count_params() == 64 * 10 + 10
+
+
+def test_default_mlp_has_100_hidden_units():
+    assert _build("mlp").get_layer("hidden_0").units == 100
+
+
+def test_dropout_works_in_training_only_and_has_names_of_its_own():
+    model = _build("mlp", hidden_units=[50, 50], dropout=0.5)
+    batch = _batch(DIGITS)
+    np.testing.assert_array_equal(model(batch).numpy(), model(batch).numpy())
+    assert not np.array_equal(model(batch, training=True).numpy(), model(batch).numpy())
+    assert len(set(_paths(model))) == len(_paths(model)) == 8
+
+
+def test_cnn_has_the_layers_that_were_asked_for():
+    model = _build("cnn", filters=[2, 3], kernel_size=5, hidden_units=[4], dropout=0.1)
+    shapes = {variable.path: tuple(variable.shape) for variable in model.variables}
+    assert shapes["convolution_0/kernel"] == (5, 5, 1, 2)
+    assert shapes["convolution_1/kernel"] == (5, 5, 2, 3)
+    assert shapes["hidden_0/kernel"] == (2 * 2 * 3, 4)
+    assert shapes["logits/kernel"] == (4, 10)
+
+
+def test_cnn_takes_an_image_without_a_channel_axis():
+    spec = InputSpec(shape=(8, 6), dtype="uint8", num_classes=4)
+    assert _build("cnn", spec, filters=[2])(_batch(spec)).shape == (5, 4)
+
+
+def test_cnn_may_pool_a_small_image_any_number_of_times():
+    model = _build("cnn", filters=[2] * 6)
+    assert model.get_layer("pool_5").output.shape == (None, 1, 1, 2)
+
+
+def test_cnn_refuses_what_is_no_image():
+    with pytest.raises(ConfigError) as caught:
+        _build("cnn", TABLE)
+    assert str(caught.value) == (
+        "model cnn: takes images of (height, width, channels), the dataset's input has the shape "
+        "(4,); use mlp or softmax"
+    )
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_several_inputs_need_a_model_of_ones_own(name):
+    spec = InputSpec(
+        shape={"age": (), "fare": ()}, dtype={"age": "float32", "fare": "float32"}, num_classes=2
+    )
+    with pytest.raises(ConfigError) as caught:
+        _build(name, spec)
+    assert str(caught.value) == (
+        f"model {name}: takes one input feature, the dataset has age, fare; "
+        "write your own as package.module:function"
+    )
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_text_needs_a_model_of_ones_own(name):
+    with pytest.raises(ConfigError, match="takes numbers, the dataset's input is a text"):
+        _build(name, InputSpec(shape=(), dtype="string", num_classes=2))
+
+
+def test_a_single_number_is_an_input_too():
+    spec = InputSpec(shape=(), dtype="float32", num_classes=2)
+    assert _build("mlp", spec)(np.array([1.0, 2.0], np.float32)).shape == (2, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        (
+            "mlp",
+            {"hidden_unit": [3]},
+            "model.args: mlp has no argument 'hidden_unit' (it takes hidden_units, dropout); "
+            "did you mean 'hidden_units'?",
+        ),
+        (
+            "softmax",
+            {"units": 1},
+            "model.args: softmax has no argument 'units' (it takes kernel_initializer)",
+        ),
+        (
+            "mlp",
+            {"hidden_units": 100},
+            "model mlp: hidden_units: 100 is not allowed; it has to be a list of whole numbers of "
+            "at least 1",
+        ),
+        (
+            "mlp",
+            {"dropout": 1},
+            "model mlp: dropout: 1 is not allowed; it has to be a number from 0 to below 1",
+        ),
+        (
+            "cnn",
+            {"kernel_size": 0},
+            "model cnn: kernel_size: 0 is not allowed; it has to be a whole number of at least 1",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(name, args, message):
+    with pytest.raises(ConfigError) as caught:
+        _build(name, **args)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [[0], [-1], [1.5], [True], ["8"], "8", None, {"a": 1}])
+@pytest.mark.parametrize(("name", "key"), [("mlp", "hidden_units"), ("cnn", "filters")])
+def test_sizes_are_checked(name, key, value):
+    with pytest.raises(ConfigError, match=rf"{key}: .* is not allowed"):
+        _build(name, **{key: value})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, True, "0.5", None])
+@pytest.mark.parametrize("name", ["mlp", "cnn"])
+def test_dropout_is_checked(name, value):
+    with pytest.raises(ConfigError, match=r"dropout: .* is not allowed"):
+        _build(name, dropout=value)
+
+
+@pytest.mark.parametrize("value", [0, -3, 2.0, True, "3", None])
+def test_kernel_size_is_checked(value):
+    with pytest.raises(ConfigError, match=r"kernel_size: .* is not allowed"):
+        _build("cnn", kernel_size=value)

@@ -1,0 +1,157 @@
+"""All who ask get one answer: whatever the order of their reads and writes, and whoever dies."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import storage
+from trainer.promotion import consensus
+
+URI = "file:///question"
+
+
+class DiedError(BaseException):
+    """The asker was killed."""
+
+
+class Asker:
+    """One asker in a thread that does one thing with the store at each turn that it is given."""
+
+    def __init__(self, name: str, notes: dict[str, bytes]) -> None:
+        self.name, self.answer, self.dead = name, None, False
+        self.notes = notes
+        self._turn, self._waits = threading.Semaphore(0), threading.Semaphore(0)
+        self.thread = threading.Thread(target=self._ask, name=name)
+        self.thread.start()
+        self._waits.acquire()
+
+    def _ask(self) -> None:
+        try:
+            self.answer = consensus.reach(URI, {"by": self.name})
+        except DiedError:
+            pass
+        finally:
+            self._waits.release()
+
+    def wait(self) -> None:
+        """Be called before each act on the store."""
+        self._waits.release()
+        self._turn.acquire()
+        if self.dead:
+            raise DiedError
+
+    def go(self) -> None:
+        """Let it act once."""
+        self._turn.release()
+        self._waits.acquire()
+
+    def die(self) -> None:
+        """Kill it before its next act."""
+        self.dead = True
+        self.go()
+        self.thread.join()
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """A store in memory in which each act waits for the turn of the asker that does it."""
+    found: dict[str, bytes] = {}
+    askers: dict[threading.Thread, Asker] = {}
+
+    def wait() -> None:
+        own = threading.current_thread()
+        if asker := askers.get(own):
+            asker.wait()
+
+    def write(uri: str, data: bytes) -> None:
+        wait()
+        found[storage.name_of(uri)] = data
+
+    def read(uri: str) -> bytes:
+        wait()
+        return found[storage.name_of(uri)]
+
+    def children(_uri: str) -> list[str]:
+        wait()
+        return sorted(found)
+
+    genuine = Asker._ask
+
+    def begin(asker: Asker) -> None:
+        askers[threading.current_thread()] = asker
+        genuine(asker)
+
+    monkeypatch.setattr(Asker, "_ask", begin)
+    monkeypatch.setattr(storage, "write_bytes", write)
+    monkeypatch.setattr(storage, "read_bytes", read)
+    monkeypatch.setattr(storage, "children", children)
+    # Whose turn it is decides how long somebody waits.
+    monkeypatch.setattr(consensus, "_FIRST_PAUSE", 0.0)
+    monkeypatch.setattr(consensus, "_LONGEST_PAUSE", 0.0)
+    return found
+
+
+@pytest.mark.parametrize("dying", [0, 1, 2])
+def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dying: int) -> None:
+    answers = set()
+    for seed in range(150):
+        dice = random.Random(seed)
+        notes.clear()
+        askers = [Asker(name, notes) for name in "abc"]
+        for asker in dice.sample(askers, dying):
+            for _ in range(dice.randrange(6)):
+                asker.go() if asker.thread.is_alive() else None
+            if asker.thread.is_alive():
+                asker.die()
+        while alive := [each for each in askers if each.thread.is_alive()]:
+            # In runs, so that nobody is outbid for ever.
+            chosen = dice.choice(alive)
+            for _ in range(dice.choice((1, 2, 6))):
+                if chosen.answer is None and chosen.thread.is_alive():
+                    chosen.go()
+            if chosen.answer is not None:
+                chosen.thread.join()
+        told = [each.answer for each in askers if each.answer is not None]
+        assert len(told) >= 3 - dying
+        assert all(answer == told[0] for answer in told), f"seed {seed}"
+        answers.add(told[0]["by"])
+    assert answers == {"a", "b", "c"}, "each wins some day"
+
+
+def test_who_asks_alone_gets_its_own_proposal_and_all_later_ones_get_it_too(tmp_path: Path) -> None:
+    uri = storage.uri_of(tmp_path / "question")
+    assert consensus.reach(uri, {"by": "a"}) == {"by": "a"}
+    assert consensus.reach(uri, {"by": "b"}) == {"by": "a"}
+
+
+def test_many_threads_on_files(tmp_path: Path) -> None:
+    uri = storage.uri_of(tmp_path / "question")
+    with ThreadPoolExecutor(8) as pool:
+        told = list(pool.map(lambda n: consensus.reach(uri, {"by": n})["by"], range(8)))
+    assert len(set(told)) == 1
+
+
+def test_what_a_dead_one_had_accepted_is_taken_over(tmp_path: Path) -> None:
+    folder = tmp_path / "question"
+    folder.mkdir()
+    for word, text in (("promised", ""), ("accepted", json.dumps({"by": "dead"}))):
+        (folder / f"000004-aa-{word}").write_text(text)
+    (folder / "notes of somebody else").write_text("?")
+    assert consensus.reach(storage.uri_of(folder), {"by": "me"}) == {"by": "dead"}
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"3", b"\xff"])
+def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
+    folder = tmp_path / "question"
+    folder.mkdir()
+    (folder / "000001-aa-accepted").write_bytes(content)
+    proposal: dict[str, Any] = {"by": "me"}
+    with pytest.raises(storage.Corrupt, match="000001-aa-accepted is damaged: it holds no propo"):
+        consensus.reach(storage.uri_of(folder), proposal)

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.promotion import gate
+from trainer.promotion.gate import Rule
+
+MEASURED = {"loss": 0.21, "accuracy": 0.953125, "macro_precision": 0.95, "macro_f1": 0.9}
+
+
+def config_of(lowest: dict[str, float], highest: dict[str, float] | None = None) -> Config:
+    return parse_config({"gate": {"min": lowest, "max": highest or {}}})
+
+
+def evaluated(folder: Path, metrics: Any, kind: str = "evaluation", **more: Any) -> str:
+    """Publish an evaluation and return its URI."""
+    source = folder / "measured"
+    source.mkdir(exist_ok=True)
+    tree = {"split": "test", "examples": 360, "metrics": metrics, "global_step": 1500, **more}
+    (source / "metrics.json").write_text(json.dumps(tree))
+    uri = storage.uri_of(folder / "the evaluation")
+    storage.publish(source, uri, kind=kind)
+    return uri
+
+
+def decided(uri: str) -> dict[str, Any]:
+    """Read a decision as strict JSON."""
+
+    def refuse(text: str) -> None:
+        raise AssertionError(f"{text} is not JSON")
+
+    tree = json.loads(storage.read_file(uri, "decision.json"), parse_constant=refuse)
+    assert isinstance(tree, dict)
+    return tree
+
+
+def test_a_good_model_is_blessed(tmp_path: Path) -> None:
+    evaluation, output = evaluated(tmp_path, MEASURED), storage.uri_of(tmp_path / "ö d")
+    config = config_of({"accuracy": 0.95}, {"loss": 0.5})
+    decision = gate.check(config, evaluation, output)
+    assert decision.blessed
+    assert decision.uri == output
+    assert [(r.metric, r.bound, r.passed) for r in decision.rules] == [
+        ("accuracy", "min", True),
+        ("loss", "max", True),
+    ]
+    assert decided(output) == {
+        "decision": "blessed",
+        "reasons": ["accuracy 0.953125 keeps to gate.min 0.95", "loss 0.21 keeps to gate.max 0.5"],
+        "rules": [
+            {"metric": "accuracy", "key": "gate.min", "bound": "min", "threshold": 0.95,
+             "value": 0.953125, "passed": True, "note": ""},
+            {"metric": "loss", "key": "gate.max", "bound": "max", "threshold": 0.5, "value": 0.21,
+             "passed": True, "note": ""},
+        ],
+        "champion": "",
+        "evaluation": evaluation,
+        "global_step": 1500,
+    }  # fmt: skip
+    manifest = storage.verify(output)
+    assert manifest.kind == "decision"
+    assert manifest.fields == {
+        "decision": "blessed", "champion": "", "evaluation": evaluation, "global_step": 1500,
+    }  # fmt: skip
+
+
+def test_a_refusal_says_why_and_only_why(tmp_path: Path) -> None:
+    output = storage.uri_of(tmp_path / "d")
+    config = config_of({"accuracy": 0.999, "macro_precision": 0.9}, {"loss": 0.1})
+    decision = gate.check(config, evaluated(tmp_path, MEASURED), output)
+    assert not decision.blessed
+    expected = ("accuracy 0.953125 is below gate.min 0.999", "loss 0.21 is above gate.max 0.1")
+    assert decision.reasons == expected
+    tree = decided(output)
+    assert tree["decision"] == "refused"
+    assert tuple(tree["reasons"]) == expected
+    assert [rule["passed"] for rule in tree["rules"]] == [False, True, False]
+    assert storage.read_manifest(output).fields["decision"] == "refused"
+
+
+def test_a_threshold_that_is_met_exactly_is_met(tmp_path: Path) -> None:
+    evaluation = evaluated(tmp_path, {"accuracy": 0.95, "loss": 0.5})
+    config = config_of({"accuracy": 0.95}, {"loss": 0.5})
+    assert gate.check(config, evaluation, storage.uri_of(tmp_path / "d")).blessed
+
+
+def test_a_value_just_below_is_told_from_its_threshold(tmp_path: Path) -> None:
+    value = math.nextafter(0.95, 0)
+    evaluation = evaluated(tmp_path, {"accuracy": value})
+    decision = gate.check(config_of({"accuracy": 0.95}), evaluation, storage.uri_of(tmp_path / "d"))
+    assert decision.reasons == (f"accuracy {value!r} is below gate.min 0.95",)
+    assert repr(value) != "0.95"
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("bound", ["min", "max"])
+def test_what_is_not_a_number_never_passes(tmp_path: Path, value: Any, bound: str) -> None:
+    output = storage.uri_of(tmp_path / "d")
+    config = parse_config({"gate": {"min": {}, "max": {}} | {bound: {"loss": 0.5}}})
+    decision = gate.check(config, evaluated(tmp_path, {"loss": value}), output)
+    assert not decision.blessed
+    [reason] = decision.reasons
+    assert reason.endswith(f"is not a finite number: it cannot be held against gate.{bound} 0.5")
+    [rule] = decided(output)["rules"]
+    assert rule["value"] is None
+    assert rule["passed"] is False
+
+
+def test_one_metric_between_two_bounds(tmp_path: Path) -> None:
+    evaluation = evaluated(tmp_path, {"loss": 0.3})
+    for number, (lowest, highest, blessed) in enumerate(
+        [(0.2, 0.4, True), (0.35, 0.4, False), (0.2, 0.25, False)]
+    ):
+        config = config_of({"loss": lowest}, {"loss": highest})
+        decision = gate.check(config, evaluation, storage.uri_of(tmp_path / str(number)))
+        assert decision.blessed is blessed
+        assert len(decision.rules) == 2
+
+
+def test_without_rules_all_pass_and_the_decision_says_so(tmp_path: Path) -> None:
+    output = storage.uri_of(tmp_path / "d")
+    decision = gate.check(config_of({}), evaluated(tmp_path, MEASURED), output)
+    assert decision.blessed
+    assert decided(output)["reasons"] == ["gate.min and gate.max hold no rule"]
+
+
+def test_whole_numbers_are_numbers(tmp_path: Path) -> None:
+    evaluation = evaluated(tmp_path, {"accuracy": 1, "loss": 0})
+    decision = gate.check(config_of({"accuracy": 1}), evaluation, storage.uri_of(tmp_path / "d"))
+    assert decision.blessed
+
+
+def test_a_metric_that_was_not_measured_is_named_with_the_nearest(tmp_path: Path) -> None:
+    output = storage.uri_of(tmp_path / "d")
+    evaluation = evaluated(tmp_path, MEASURED)
+    with pytest.raises(UserError) as error:
+        gate.check(config_of({}, {"macro_recall": 0.9}), evaluation, output)
+    assert str(error.value) == (
+        "gate.max.macro_recall: 'macro_recall' was not measured; did you mean 'macro_precision'? "
+        "(measured: accuracy, loss, macro_f1, macro_precision)"
+    )
+    assert not storage.is_published(output)
+
+
+def test_nothing_was_measured(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"was not measured \(measured: nothing\)"):
+        gate.check(config_of({"accuracy": 0.5}), evaluated(tmp_path, {}), "file:///x")
+
+
+@pytest.mark.parametrize("value", ["0.9", True, [0.9], {"mean": 0.9}])
+def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
+    evaluation = evaluated(tmp_path, {"accuracy": value})
+    with pytest.raises(UserError, match="which no threshold can be held against"):
+        gate.check(config_of({"accuracy": 0.5}), evaluation, "file:///x")
+
+
+def test_the_same_again_is_a_no_op(tmp_path: Path) -> None:
+    evaluation, output = evaluated(tmp_path, MEASURED), storage.uri_of(tmp_path / "d")
+    first = gate.check(config_of({"accuracy": 0.95}), evaluation, output)
+    stamp = storage.read_manifest(output).created
+    assert gate.check(config_of({"accuracy": 0.95}), evaluation, output) == first
+    assert storage.read_manifest(output).created == stamp
+
+
+def test_another_decision_does_not_replace_the_first(tmp_path: Path) -> None:
+    evaluation, output = evaluated(tmp_path, MEASURED), storage.uri_of(tmp_path / "d")
+    gate.check(config_of({"accuracy": 0.95}), evaluation, output)
+    with pytest.raises(storage.Conflict):
+        gate.check(config_of({"accuracy": 0.99}), evaluation, output)
+    assert decided(output)["decision"] == "blessed"
+
+
+def test_no_evaluation_there(tmp_path: Path) -> None:
+    with pytest.raises(storage.NotPublished):
+        gate.check(Config(), storage.uri_of(tmp_path / "nowhere"), "file:///x")
+
+
+def test_something_else_than_an_evaluation(tmp_path: Path) -> None:
+    uri = evaluated(tmp_path, MEASURED, kind="dataset")
+    with pytest.raises(UserError, match="is a dataset and not an evaluation"):
+        gate.check(Config(), uri, "file:///x")
+
+
+@pytest.mark.parametrize("metrics", [None, [], 3])
+def test_an_evaluation_without_metrics(tmp_path: Path, metrics: Any) -> None:
+    with pytest.raises(UserError, match=r"metrics\.json holds no metrics"):
+        gate.check(Config(), evaluated(tmp_path, metrics), "file:///x")
+
+
+def test_a_damaged_evaluation_is_not_believed(tmp_path: Path) -> None:
+    uri = evaluated(tmp_path, {"accuracy": 0.11})
+    path = tmp_path / "the evaluation" / "metrics.json"
+    path.write_text(path.read_text().replace("0.11", "0.99"))
+    with pytest.raises(storage.Corrupt, match=r"metrics\.json has crc32c"):
+        gate.check(Config(), uri, storage.uri_of(tmp_path / "d"))
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    output = storage.uri_of(tmp_path / "file" / "d")
+    with pytest.raises(UserError, match="a file stands where a folder is needed"):
+        gate.check(Config(), evaluated(tmp_path, MEASURED), output)
+
+
+def test_an_evaluation_that_names_no_step(tmp_path: Path) -> None:
+    evaluation = evaluated(tmp_path, MEASURED, global_step=None)
+    output = storage.uri_of(tmp_path / "d")
+    gate.check(Config(), evaluation, output)
+    assert decided(output)["global_step"] is None
+
+
+_numbers = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(["min", "max"]), _numbers, st.floats(-1e300, 1e300))
+def test_a_rule_passes_on_the_right_side_only(
+    bound: Literal["min", "max"], value: float, threshold: float
+) -> None:
+    rule = Rule(metric="m", bound=bound, threshold=threshold, value=value, key="gate.x")
+    right = value >= threshold if bound == "min" else value <= threshold
+    assert rule.passed == (math.isfinite(value) and right)
+    line = str(rule)
+    assert line.startswith("m ")
+    assert ("keeps to" in line) == rule.passed
+    assert "\n" not in line
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1)), min_size=1, max_size=6))
+def test_one_failed_rule_refuses(pairs: list[tuple[float, float]]) -> None:
+    rules = tuple(
+        Rule(metric=f"m{n}", bound="min", threshold=threshold, value=value, key="gate.x")
+        for n, (threshold, value) in enumerate(pairs)
+    )
+    decision = gate.Decision(uri="file:///x", blessed=all(r.passed for r in rules), rules=rules)
+    failed = [rule.metric for rule in rules if not rule.passed]
+    assert decision.blessed == (not failed)
+    named = [reason.split()[0] for reason in decision.reasons]
+    assert named == (failed or [rule.metric for rule in rules])

@@ -1,0 +1,90 @@
+"""Which code a model was made by: told by the image, or by the checkout itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from trainer.promotion import lineage
+
+ROOT = Path(__file__).parents[3]
+
+
+def git(folder: Path, *words: str) -> str:
+    own = ["-c", "user.name=t", "-c", "user.email=t@localhost", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(folder), *own, *words]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository whose code is the one that runs."""
+    folder = tmp_path / "checkout"
+    (folder / "trainer" / "promotion").mkdir(parents=True)
+    (folder / "trainer" / "promotion" / "lineage.py").write_text("before\n")
+    git(folder, "init", "--quiet")
+    git(folder, "add", ".")
+    git(folder, "commit", "--quiet", "--message", "first")
+    monkeypatch.setattr(lineage, "__file__", str(folder / "trainer" / "promotion" / "lineage.py"))
+    return folder
+
+
+@pytest.mark.usefixtures("checkout")
+def test_an_image_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(lineage.COMMIT, "abc")
+    assert lineage.commit() == "abc"
+
+
+@pytest.mark.parametrize("told", [None, ""])
+def test_a_checkout_is_asked(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, told: str | None
+) -> None:
+    if told is not None:
+        # As an image that was built without git.
+        monkeypatch.setenv(lineage.COMMIT, told)
+    commit = git(checkout, "rev-parse", "HEAD")
+    assert len(commit) == 40
+    assert lineage.commit() == commit
+    (checkout / "notes").write_text("not of the code\n")
+    assert lineage.commit() == commit
+    (checkout / "trainer" / "promotion" / "lineage.py").write_text("after\n")
+    assert lineage.commit() == f"{commit}-dirty"
+
+
+def test_the_repository_around_a_package_is_somebody_elses(
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = checkout / "site-packages" / "trainer" / "promotion"
+    package.mkdir(parents=True)
+    monkeypatch.setattr(lineage, "__file__", str(package / "lineage.py"))
+    assert lineage.commit() == ""
+
+
+def test_without_git_it_is_not_known(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(checkout))
+    assert lineage.commit() == ""
+
+
+def test_the_image_is_told_the_commit_of_its_checkout() -> None:
+    if not shutil.which("make"):
+        pytest.skip("no make on this machine")
+    lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
+    assert 'ARG COMMIT=""' in lines
+    assert f"ENV {lineage.COMMIT}=$COMMIT" in lines
+    assert lines.index('ARG COMMIT=""') < lines.index(f"ENV {lineage.COMMIT}=$COMMIT")
+
+    def built(*words: str) -> str:
+        command = ["make", "--dry-run", "--no-print-directory", "image", *words]
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+    assert "--build-arg COMMIT=abc --tag" in built("COMMIT=abc")
+    try:
+        commit = git(ROOT, "rev-parse", "HEAD")
+    except subprocess.CalledProcessError:
+        # An archive of the sources says nothing of its commit.
+        assert "--build-arg COMMIT= --tag" in built()
+    else:
+        assert f"--build-arg COMMIT={commit}" in built()

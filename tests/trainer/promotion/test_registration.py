@@ -1,0 +1,255 @@
+"""What stands between an exported model and the championship."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.errors import UserError
+from trainer.promotion import registration, registry
+
+INPUTS = [{"feature": "image", "name": "image", "shape": [8, 8, 1], "dtype": "uint8"}]
+PARITY = {
+    "formats": {
+        "keras": {"max_difference": 1e-7, "tolerance": 1e-5},
+        "tflite_int8": {
+            "max_difference": 0.4,
+            "tolerance": 0.01,
+            "accuracy": 0.96,
+            "original_accuracy": 0.965,
+            "accuracy_examples": 1000,
+        },
+    },
+    "smoke": {"max_difference": 0.0, "milliseconds": 2.5},
+}
+
+
+class Run:
+    """Registers models below one root."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = storage.uri_of(folder / "root")
+        (folder / "scratch").mkdir()
+
+    def exported(self, number: int, champion: str = "", **changed: Any) -> str:
+        """Publish a decision, and the model that it blessed."""
+        empty = self.folder / f"empty-{number}"
+        empty.mkdir()
+        decision = storage.uri_of(self.folder / f"decision-{number}")
+        storage.publish(empty, decision, kind="decision", fields={"champion": champion})
+        source = self.folder / f"source-{number}"
+        (source / "serving" / "digits" / "7").mkdir(parents=True)
+        (source / "serving" / "digits" / "7" / "saved_model.pb").write_bytes(bytes(2 << 20))
+        labels = changed.get("labels", list("0123456789"))
+        if labels:
+            (source / "labels.txt").write_text("\n".join(labels))
+        (source / "parity.json").write_text(json.dumps(changed.get("parity", PARITY)))
+        fields = {
+            "saved_model": "serving/digits/7", "decision": decision, "global_step": number,
+            "num_classes": changed.get("num_classes", 10), "inputs": changed.get("inputs", INPUTS),
+        }  # fmt: skip
+        uri = storage.uri_of(self.folder / f"model-{number}")
+        storage.publish(source, uri, kind="model", fields=fields)
+        return uri
+
+    def register(self, model: str, **limits: float) -> registration.Registration:
+        request = registration.Request(
+            config=parse_config({"registry": limits}),
+            root=self.root,
+            model=model,
+            output=f"{model}-registration-{len(limits)}",
+            lineage={"run_id": "r"},
+            by="run r",
+        )
+        return registration.register(request, self.folder / "scratch")
+
+    def champion(self) -> registry.Version | None:
+        return registry.champion(self.root, "digits")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    return Run(tmp_path)
+
+
+def refused(made: registration.Registration) -> str:
+    assert not made.promoted
+    assert (made.version, made.promotion) == (0, 0)
+    [reason] = made.reasons
+    return reason
+
+
+def test_the_first_model_becomes_champion(run: Run) -> None:
+    made = run.register(run.exported(1))
+    assert (made.promoted, made.version, made.promotion, made.reasons) == (True, 1, 1, ())
+    champion = run.champion()
+    assert champion
+    assert champion.number == 1
+    tree = json.loads(storage.read_file(made.uri, "registration.json"))
+    assert (tree["decision"], tree["predecessor"]) == ("promoted", "")
+    assert all(rule["passed"] for rule in tree["rules"])
+    assert [rule["metric"] for rule in tree["rules"]] == [
+        "difference of keras", "difference of tflite_int8", "labelled", "same_champion",
+    ]  # fmt: skip
+
+
+def test_the_next_one_names_the_one_before(run: Run) -> None:
+    run.register(run.exported(1))
+    before = run.champion()
+    assert before
+    made = run.register(run.exported(2, champion=before.uri))
+    assert (made.version, made.promotion) == (2, 2)
+    tree = json.loads(storage.read_file(made.uri, "registration.json"))
+    assert tree["predecessor"] == before.uri
+
+
+def test_the_same_again_is_a_no_op(run: Run) -> None:
+    model = run.exported(1)
+    assert run.register(model) == run.register(model)
+    assert registry.newest(run.root, "digits") == 1
+
+
+def test_a_step_that_died_after_the_promotion_ends_as_it_would_have(run: Run) -> None:
+    model = run.exported(1)
+    made = run.register(model)
+    storage.delete(made.uri)
+    again = run.register(model)
+    assert again == made
+    assert registry.newest(run.root, "digits") == 1
+
+
+def test_a_champion_that_changed_meanwhile_refuses(run: Run) -> None:
+    first, second = run.exported(1), run.exported(2)
+    run.register(first)
+    reason = refused(run.register(second))
+    assert reason.startswith("same_champion 0 is below the gate's 1 (the champion is file:///")
+    assert reason.endswith("run again)")
+    champion = run.champion()
+    assert champion
+    assert champion.number == 1
+    assert len(registry.versions(run.root, "digits")) == 1, "what is refused is not registered"
+
+
+def test_a_race_that_is_lost_at_the_last_moment_is_a_refusal(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    genuine = registry.register
+
+    def overtaken(root: str, name: str, model: str, **rest: Any) -> registry.Version:
+        monkeypatch.setattr(registry, "register", genuine)
+        assert run.register(other).promoted
+        return genuine(root, name, model, **rest)
+
+    mine, other = run.exported(1), run.exported(2)
+    monkeypatch.setattr(registry, "register", overtaken)
+    reason = refused(run.register(mine))
+    assert "promotion 1 was made by run r (version 1) meanwhile" in reason
+    champion = run.champion()
+    assert champion
+    assert champion.manifest.fields["source"]["uri"] == other
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"labels": None}, "labels.txt has 0 lines for 10 classes"),
+        ({"labels": ["a"]}, "labels.txt has 1 lines for 10 classes"),
+        (
+            {"parity": {**PARITY, "formats": {"keras": {"max_difference": 1, "tolerance": 0.5}}}},
+            "difference of keras 1 is above its tolerance 0.5",
+        ),
+    ],
+)
+def test_a_model_that_is_not_whole_is_refused(
+    run: Run, changed: dict[str, Any], words: str
+) -> None:
+    assert words in refused(run.register(run.exported(1, **changed)))
+    assert registry.names(run.root) == []
+
+
+def test_eight_bits_that_lose_accuracy_are_refused(run: Run) -> None:
+    worse = {**PARITY["formats"]["tflite_int8"], "accuracy": 0.9}
+    parity = {**PARITY, "formats": {"tflite_int8": worse}}
+    reason = refused(run.register(run.exported(1, parity=parity)))
+    assert "difference of tflite_int8 0.06" in reason
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"inputs": []},
+        {"num_classes": 9, "labels": list("012345678")},
+        {"labels": list("9876543210")},
+    ],
+)
+def test_another_signature_is_refused(run: Run, changed: dict[str, Any]) -> None:
+    run.register(run.exported(1))
+    champion = run.champion()
+    assert champion
+    reason = refused(run.register(run.exported(2, champion=champion.uri, **changed)))
+    assert f"{next(iter(changed))} changed since {champion.uri}; give this model" in reason
+
+
+def test_limits(run: Run) -> None:
+    model = run.exported(1)
+    assert "megabytes 2.0" in refused(run.register(model, max_megabytes=1.5))
+    reasons = run.register(model, max_megabytes=9, max_milliseconds=2).reasons
+    assert reasons == ("milliseconds 2.5 is above registry.max_milliseconds 2.0",)
+    assert run.register(model).promoted
+
+
+def test_a_truncated_export_is_found(run: Run) -> None:
+    model = run.exported(1)
+    folder = storage.local_path(model)
+    assert folder
+    path = next(folder.rglob("saved_model.pb"))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(storage.Corrupt, match=r"saved_model\.pb has 2097151 bytes"):
+        run.register(model)
+    assert run.champion() is None
+
+
+def test_something_else_at_its_place_is_named(run: Run) -> None:
+    model = run.exported(1)
+    storage.publish(run.folder / "empty-1", f"{model}-registration-0", kind="other")
+    with pytest.raises(UserError, match="is a other and not a registration"):
+        run.register(model)
+
+
+def test_a_champion_that_is_gone_is_named_with_the_remedy(run: Run) -> None:
+    run.register(run.exported(1))
+    champion = run.champion()
+    assert champion
+    second = run.exported(2, champion=champion.uri)
+    storage.delete(champion.uri)
+    with pytest.raises(UserError) as error:
+        run.register(second)
+    assert str(error.value).startswith("the champion is gone: digits has no version 1 below ")
+    assert str(error.value).endswith("with `flotilla models promote`")
+
+
+def test_a_try_that_died_before_its_promotion_was_published_is_taken_up(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = run.exported(1)
+    genuine = storage.publish
+
+    def dying(folder: Path, uri: str, **rest: Any) -> storage.Manifest:
+        if "/promotions/" in uri:
+            raise KeyboardInterrupt
+        return genuine(folder, uri, **rest)
+
+    monkeypatch.setattr(storage, "publish", dying)
+    with pytest.raises(KeyboardInterrupt):
+        run.register(model)
+    assert run.champion() is None
+    monkeypatch.undo()
+    made = run.register(model)
+    assert (made.promoted, made.version, made.promotion) == (True, 1, 1)
+    assert registry.newest(run.root, "digits") == 1

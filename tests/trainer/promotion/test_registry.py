@@ -1,0 +1,296 @@
+"""The registry: versions, promotions, the champion; two at once, and what is damaged."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.promotion import registry
+from trainer.promotion.registry import opponent
+
+NAME = "digits"
+LINEAGE = {"run_id": "digits-1", "metrics": {"accuracy": 0.9}}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> str:
+    return storage.uri_of(tmp_path / "root")
+
+
+def exported(folder: Path, text: str = "weights") -> str:
+    """Publish what looks like an exported model."""
+    source = folder / f"source-{text}"
+    served = source / "serving" / NAME / "7"
+    served.mkdir(parents=True)
+    (served / "saved_model.pb").write_text(text)
+    (source / "kserve.yaml").write_text("before")
+    uri = storage.uri_of(folder / f"model-{text}")
+    fields = {"saved_model": f"serving/{NAME}/7", "num_classes": 10, "inputs": []}
+    storage.publish(source, uri, kind="model", fields=fields)
+    return uri
+
+
+def register(root: str, folder: Path, text: str = "weights") -> registry.Version:
+    folder.mkdir(exist_ok=True)
+    model = exported(folder, text)
+    return registry.register(root, NAME, model, lineage=LINEAGE, scratch=folder)
+
+
+def promote(root: str, number: int, after: int, by: str = "me") -> registry.Promotion:
+    return registry.promote(root, NAME, number, after=after, by=by)
+
+
+def champion(root: str) -> int:
+    found = registry.champion(root, NAME)
+    assert found is not None
+    return found.number
+
+
+def test_an_empty_registry(root: str) -> None:
+    assert registry.names(root) == []
+    assert registry.versions(root, NAME) == []
+    assert registry.champion(root, NAME) is None
+    assert registry.newest(root, NAME) == 0
+    with pytest.raises(UserError, match="digits has no champion below"):
+        registry.rollback(root, NAME, by="me")
+
+
+def test_a_version_is_a_copy_that_can_be_served(root: str, tmp_path: Path) -> None:
+    first, second = (register(root, tmp_path, text) for text in ("a", "b"))
+    assert [first.number, second.number] == [1, 2]
+    storage.delete(storage.uri_of(tmp_path / "model-b"))
+    fields = storage.verify(second.uri).fields
+    assert (fields["version"], fields["lineage"]) == (2, LINEAGE)
+    assert fields["saved_model"] == "serving/digits/2"
+    assert storage.read_file(second.uri, "serving/digits/2/saved_model.pb") == b"b"
+    service = yaml.safe_load(storage.read_file(second.uri, "kserve.yaml"))
+    place = service["spec"]["predictor"]["model"]["storageUri"]
+    assert place == f"{second.uri}/serving/digits"
+    assert registry.names(root) == [NAME]
+
+
+def test_the_same_model_is_registered_once(root: str, tmp_path: Path) -> None:
+    model = exported(tmp_path)
+    first = registry.register(root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
+    again = registry.register(root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
+    assert again == first
+    assert len(registry.versions(root, NAME)) == 1
+
+
+def test_a_truncated_model_is_not_registered(root: str, tmp_path: Path) -> None:
+    model = exported(tmp_path)
+    path = tmp_path / "model-weights" / "serving" / NAME / "7" / "saved_model.pb"
+    path.write_text("weig")
+    with pytest.raises(storage.Corrupt, match=r"saved_model\.pb has 4 bytes \(expected 7\)"):
+        registry.register(root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
+    assert registry.versions(root, NAME) == []
+
+
+def test_a_registered_model_is_not_champion_before_it_is_promoted(
+    root: str, tmp_path: Path
+) -> None:
+    first, second = (register(root, tmp_path, text) for text in ("a", "b"))
+    promote(root, first.number, after=0)
+    # The process dies here: the champion of before is it still.
+    assert champion(root) == 1
+    made = promote(root, second.number, after=1)
+    assert champion(root) == 2
+    record = json.loads(storage.read_file(made.uri, "promotion.json"))
+    assert (record["version"], record["predecessor"]) == (2, 1)
+
+
+def test_a_version_that_is_not_there_is_named(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path)
+    with pytest.raises(UserError, match=r"digits has no version 5 below .* \(there is 1\)"):
+        promote(root, 5, after=0)
+
+
+def test_a_damaged_version_is_not_promoted(root: str, tmp_path: Path) -> None:
+    made = register(root, tmp_path)
+    folder = storage.local_path(made.uri)
+    assert folder
+    next(folder.rglob("saved_model.pb")).write_text("wrong")
+    with pytest.raises(storage.Corrupt):
+        promote(root, 1, after=0)
+    assert registry.newest(root, NAME) == 0
+
+
+def test_who_comes_second_is_told_by_whom(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path, "a")
+    register(root, tmp_path, "b")
+    promote(root, 2, after=0, by="run x")
+    with pytest.raises(registry.PromotionLostError) as error:
+        promote(root, 1, after=0, by="run y")
+    assert str(error.value) == (
+        "digits: promotion 1 was made by run x (version 2) meanwhile; nothing was promoted"
+    )
+    assert champion(root) == 2
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_of_many_at_once_one_wins_and_all_know_it(root: str, tmp_path: Path, same: bool) -> None:
+    count = 8
+    numbers = [register(root, tmp_path, str(n)).number for n in range(count)]
+    begin = threading.Barrier(count)
+    won: list[Any] = []
+    lost: list[Any] = []
+
+    def race(number: int) -> None:
+        begin.wait()
+        try:
+            won.append(promote(root, 1 if same else number, after=0, by=f"run {number}"))
+        except registry.PromotionLostError as error:
+            lost.append(str(error))
+
+    threads = [threading.Thread(target=race, args=(number,)) for number in numbers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(won), len(lost)) == (1, count - 1)
+    assert champion(root) == won[0].version
+    assert all(f"by {won[0].by} (version {won[0].version})" in line for line in lost)
+
+
+def test_versions_at_once_have_numbers_of_their_own(root: str, tmp_path: Path) -> None:
+    begin = threading.Barrier(4)
+    made: list[int] = []
+
+    def race(text: str) -> None:
+        begin.wait()
+        made.append(register(root, tmp_path / text, text).number)
+
+    threads = [threading.Thread(target=race, args=(text,)) for text in "abcd"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(made) == [1, 2, 3, 4]
+    assert [each.number for each in registry.versions(root, NAME)] == [1, 2, 3, 4]
+
+
+def test_rolling_back_goes_back_and_not_forth(root: str, tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        register(root, tmp_path, str(number))
+        promote(root, number, after=number - 1)
+    assert registry.rollback(root, NAME, by="me").version == 2
+    assert registry.rollback(root, NAME, by="me").version == 1
+    assert champion(root) == 1
+    with pytest.raises(UserError, match="digits has no champion before version 1"):
+        registry.rollback(root, NAME, by="me")
+    promote(root, 3, after=5)
+    assert registry.rollback(root, NAME, by="me").version == 1
+    assert [each.version for each in registry.promotions(root, NAME)] == [1, 2, 3, 2, 1, 3, 1]
+
+
+def test_two_names_do_not_meet(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path)
+    model = exported(tmp_path, "other")
+    other = registry.register(root, "mnist", model, lineage=LINEAGE, scratch=tmp_path)
+    assert (other.number, registry.names(root)) == (1, ["digits", "mnist"])
+
+
+def test_numbers_above_nine_are_in_order(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path)
+    for after in range(11):
+        promote(root, 1, after=after)
+    assert registry.newest(root, NAME) == 11
+
+
+def trained(folder: Path, step: int) -> tuple[str, str]:
+    """Publish what looks like a checkpoint; return its URI, and when it was made."""
+    (folder / "empty").mkdir(parents=True, exist_ok=True)
+    uri = storage.uri_of(folder / f"step-{step}")
+    made = storage.publish(folder / "empty", uri, kind="checkpoint", fields={"global_step": step})
+    return uri, made.created
+
+
+def crowned(root: str, folder: Path, number: int) -> str:
+    """Register and promote the model of a checkpoint; return the checkpoint."""
+    checkpoint, created = trained(folder, number)
+    source = folder / f"crowned-{number}"
+    (source / "serving" / NAME / "7").mkdir(parents=True)
+    (source / "serving" / NAME / "7" / "saved_model.pb").write_text(str(number))
+    uri = storage.uri_of(folder / f"model-of-{number}")
+    origin = {"checkpoint": checkpoint, "checkpoint_created": created}
+    fields = {"saved_model": f"serving/{NAME}/7", "made_from": origin}
+    storage.publish(source, uri, kind="model", fields=fields)
+    made = registry.register(root, NAME, uri, lineage=LINEAGE, scratch=folder)
+    promote(root, made.number, after=registry.newest(root, NAME))
+    return checkpoint
+
+
+def rival_of(root: str, checkpoint: str) -> int:
+    found = opponent(root, NAME, checkpoint)
+    return found.number if found else 0
+
+
+def test_the_rival_is_the_champion(root: str, tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path, 9)
+    assert rival_of(root, checkpoint) == 0
+    crowned(root, tmp_path, 1)
+    crowned(root, tmp_path, 2)
+    assert rival_of(root, checkpoint) == 2
+
+
+def test_nobody_is_its_own_rival(root: str, tmp_path: Path) -> None:
+    first = crowned(root, tmp_path, 1)
+    assert rival_of(root, first) == 0
+    second = crowned(root, tmp_path, 2)
+    # A run that is resumed after its promotion meets the champion of then.
+    assert rival_of(root, second) == 1
+    # One that was followed meanwhile meets who followed.
+    assert rival_of(root, first) == 2
+
+
+def test_the_rival_after_a_rollback_is_who_is_champion_again(root: str, tmp_path: Path) -> None:
+    for number in (1, 2):
+        crowned(root, tmp_path, number)
+    registry.rollback(root, NAME, by="me")
+    checkpoint, _ = trained(tmp_path, 9)
+    assert rival_of(root, checkpoint) == 1
+
+
+def test_a_checkpoint_that_was_made_again_is_another_one(root: str, tmp_path: Path) -> None:
+    first = crowned(root, tmp_path, 1)
+    storage.delete(first)
+    storage.publish(tmp_path / "empty", first, kind="checkpoint", fields={"global_step": 1})
+    assert rival_of(root, first) == 1
+
+
+def test_a_rival_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> None:
+    crowned(root, tmp_path, 1)
+    storage.delete(registry.version(root, NAME, 1).uri)
+    checkpoint, _ = trained(tmp_path, 9)
+    with pytest.raises(UserError, match="champion is gone: digits has no version 1 below"):
+        opponent(root, NAME, checkpoint)
+
+
+def damage(uri: str) -> None:
+    folder = storage.local_path(uri)
+    assert folder
+    (folder / storage.MANIFEST).write_text('{"schema": 1, "ki')
+
+
+def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path: Path) -> None:
+    for text in "ab":
+        register(root, tmp_path, text)
+    promote(root, 1, after=0)
+    made = promote(root, 2, after=1)
+    damage(made.uri)
+    with pytest.raises(storage.Corrupt, match=r"promotions/000002: MANIFEST\.json is damaged"):
+        promote(root, 1, after=1)
+    storage.delete(made.uri)
+    # Whatever is asked for now: what was agreed on then is restored.
+    with pytest.raises(
+        registry.PromotionLostError, match=r"promotion 2 was made by me \(version 2\)"
+    ):
+        promote(root, 1, after=1)
+    assert champion(root) == 2

@@ -1,0 +1,174 @@
+"""Two at once in every store, those too that pass over the conditions of a write."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.stores.faults import Plan
+from tests.stores.fixtures import bucket_name
+from tests.trainer.promotion.test_registry import LINEAGE, NAME, exported, promote, register
+from trainer import storage
+from trainer.promotion import registry
+
+BUCKETS = ["gs", "s3", "gs unconditional", "s3 unconditional"]
+
+
+def store(request: pytest.FixtureRequest) -> Iterator[tuple[str, Plan]]:
+    scheme, _, unconditional = request.param.partition(" ")
+    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    server.plan.unconditional = bool(unconditional)
+    yield f"{scheme}://{bucket}/root", server.plan
+    server.plan.unconditional, server.plan.before = False, None
+
+
+bucket = pytest.fixture(store, params=BUCKETS)
+
+
+@pytest.fixture(params=["file", *BUCKETS])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    if request.param == "file":
+        yield storage.uri_of(tmp_path / "root")
+        return
+    yield from (uri for uri, _ in store(request))
+
+
+def together(*acts: Callable[[], Any]) -> list[Any]:
+    """Return what each of several acts at once has returned, or how it lost."""
+    begin, ends = threading.Barrier(len(acts)), [None] * len(acts)
+
+    def run(place: int, act: Callable[[], Any]) -> None:
+        begin.wait()
+        try:
+            ends[place] = act()
+        except registry.PromotionLostError as lost:
+            ends[place] = lost
+
+    threads = [threading.Thread(target=run, args=each) for each in enumerate(acts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return ends
+
+
+def check(root: str, ends: list[Any]) -> None:
+    """Of all ends one is the promotion that the registry holds, and the others say so."""
+    [won] = [end for end in ends if isinstance(end, registry.Promotion)]
+    made = registry.promotions(root, NAME)
+    assert made[-1] == won
+    assert [each.number for each in made] == list(range(1, won.number + 1))
+    found = registry.champion(root, NAME)
+    assert found is not None
+    assert found.number == won.version
+    for lost in ends:
+        if lost is not won:
+            assert f"promotion {won.number} was made by {won.by} (version {won.version})" in str(
+                lost
+            )
+
+
+def test_two_promotions_at_once_leave_one_champion_and_both_know_it(
+    root: str, tmp_path: Path
+) -> None:
+    for text in "abc":
+        register(root, tmp_path, text)
+    promote(root, 1, after=0)
+    ends = together(
+        lambda: promote(root, 2, after=1, by="run x"), lambda: promote(root, 3, after=1, by="run y")
+    )
+    check(root, ends)
+
+
+def test_a_promotion_and_a_rollback_at_once(root: str, tmp_path: Path) -> None:
+    for number, text in enumerate("abc", start=1):
+        register(root, tmp_path, text)
+        if number < 3:
+            promote(root, number, after=number - 1)
+    ends = together(
+        lambda: promote(root, 3, after=2, by="run x"),
+        lambda: registry.rollback(root, NAME, by="me"),
+    )
+    if all(isinstance(end, registry.Promotion) for end in ends):
+        # One had ended before the other looked: then it is not at once, and in order.
+        ends = [max(ends, key=lambda end: end.number)]
+    check(root, ends)
+
+
+def test_two_registrations_at_once_have_versions_of_their_own(root: str, tmp_path: Path) -> None:
+    models = {}
+    for text in "abcd":
+        (tmp_path / text).mkdir()
+        models[text] = exported(tmp_path / text, text)
+    made = together(
+        *(
+            lambda text=text: registry.register(
+                root, NAME, models[text], lineage=LINEAGE, scratch=tmp_path / text
+            )
+            for text in "abcd"
+        )
+    )
+    assert sorted(each.number for each in made) == [1, 2, 3, 4]
+    for text, each in zip("abcd", made, strict=True):
+        served = each.manifest.fields["saved_model"]
+        assert storage.read_file(each.uri, f"{served}/saved_model.pb").decode() == text
+        assert storage.verify(each.uri).fields["source"]["uri"] == models[text]
+
+
+def test_the_same_model_registered_twice_at_once_is_one_version(root: str, tmp_path: Path) -> None:
+    model = exported(tmp_path)
+    acts = [
+        lambda: registry.register(root, NAME, model, lineage=LINEAGE, scratch=tmp_path)
+        for _ in range(3)
+    ]
+    assert {each.number for each in together(*acts)} == {1}
+    assert len(registry.versions(root, NAME)) == 1
+
+
+def test_whenever_another_comes_between_one_wins(bucket: tuple[str, Plan], tmp_path: Path) -> None:
+    root, plan = bucket
+    for text in "ab":
+        register(root, tmp_path, text)
+    at = 0
+    while raced(root, plan, at):
+        at += 1
+    assert at > 8, "there was much to come between"
+
+
+def raced(root: str, plan: Plan, at: int) -> bool:
+    """Let one promote, and another one wholly before request `at` of it; say whether it was asked.
+
+    What the other asks for itself is not counted.
+    """
+    after, own, requests = registry.newest(root, NAME), threading.Lock(), iter(range(10_000))
+    ends: list[Any] = []
+
+    def between(_request: str) -> None:
+        if own.acquire(blocking=False):
+            try:
+                if next(requests) == at:
+                    ends.extend(together(lambda: promote(root, 2, after=after, by="run y")))
+            finally:
+                own.release()
+
+    plan.before = between
+    mine = together(lambda: promote(root, 1, after=after, by="run x"))
+    plan.before = None
+    check(root, ends + mine)
+    return bool(ends)
+
+
+def test_the_collection_of_garbage_leaves_what_was_agreed_on(root: str, tmp_path: Path) -> None:
+    register(root, tmp_path)
+    promote(root, 1, after=0)
+    claims = storage.join(registry.home(root, NAME), "claims", "promotions", "000001")
+    before = storage.children(claims)
+    assert len(before) == 2
+    assert storage.collect_garbage(root) == []
+    assert storage.children(claims) == before

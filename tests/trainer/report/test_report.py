@@ -1,0 +1,297 @@
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.page import Page
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.report import report
+
+EVIL = """<script>alert(1)</script>"'&<img src=x onerror=alert(1)>{{ 7 * 7 }}"""
+
+FACTS: dict[str, Any] = {
+    "run_id": "digits-20260102-ab12",
+    "verdict": "refused",
+    "config": Config().model_dump(mode="json"),
+    "steps": [
+        {"step": "prepare_data", "status": "done", "seconds": 2.5, "uri": "file:///r/datasets/k",
+         "figures": {"examples": 1797, "reused": False}, "error": "", "event": "step_end"},
+        {"step": "train_model", "status": "done", "seconds": 12.25, "uri": "file:///r/c/step-1",
+         "figures": {"global_step": 1500, "loss": 0.0123456789}, "error": ""},
+    ],
+    "metrics": {"accuracy": 0.9722222222, "loss": 0.11},
+    "rules": [
+        {"metric": "accuracy", "bound": "min", "threshold": 0.999, "value": 0.972, "passed": False},
+        {"metric": "loss", "bound": "max", "threshold": 0.5, "value": 0.11, "passed": True},
+        {"metric": "auc", "bound": "min", "threshold": 0.5, "value": None, "passed": False},
+    ],
+    "history": [
+        {"global_step": 500, "loss": 1.5, "steps_per_second": 400.0},
+        {"global_step": 1000, "loss": 0.5, "steps_per_second": 450.0, "validation_loss": 0.6,
+         "validation_accuracy": 0.9},
+    ],
+    "incidents": [{"event": "restart", "time": 1767225600.0, "task": "worker 1", "exit_code": -9}],
+}  # fmt: skip
+
+
+def test_a_whole_run(tmp_path: Path) -> None:
+    path = tmp_path / "a new folder" / "repört.html"
+    report.write(FACTS, path)
+    page = Page(path.read_text(encoding="utf-8"))
+    assert page.heads() == [
+        "Test metrics", "Rules of the gate", "Training", "Steps", "Incidents", "Configuration",
+    ]  # fmt: skip
+    for words in [
+        "digits-20260102-ab12", "accuracy", "0.972222", "at least", "at most", "0.999",
+        "examples 1797, reused no", "global_step 1500, loss 0.0123457", "file:///r/datasets/k",
+        "2026-01-01 00:00:00 UTC", "task worker 1, exit_code -9", "12.25",
+    ]:  # fmt: skip
+        assert words in page.text
+    assert "strategy: async_parameter_server" in page.text
+
+
+def test_the_verdict_comes_first_with_its_reasons() -> None:
+    page = Page(report.render(FACTS))
+    first = page.words.index("refused")
+    assert page.words[first + 1 : first + 5] == [
+        "The model was refused; the champion stays as it was.",
+        "accuracy is 0.972, and gate.min 0.999 does not allow that.",
+        "auc is not a finite number, and gate.min 0.5 asks for one.",
+        "digits-20260102-ab12",
+    ]
+    assert page.words[0] == "digits-20260102-ab12: refused", "the title"
+    assert first == 1
+
+
+def test_a_failed_run_shows_the_error_and_what_there_is() -> None:
+    error = "the loss is NaN at global step 12: lower training.optimizer.learning_rate"
+    steps = [
+        {"step": "prepare_data", "status": "done", "seconds": 1.0},
+        {"step": "train_model", "status": "failed", "seconds": 3.0, "error": error},
+    ]
+    page = Page(report.render({"run_id": "r", "verdict": "failed", "steps": steps}))
+    assert page.heads() == ["Steps"]
+    first = page.words.index("failed")
+    assert page.words[first + 1 : first + 3] == ["The run failed.", f"train_model: {error}"]
+    assert ("class", "verdict failed") in page.attributes
+
+
+@pytest.mark.parametrize("verdict", ["blessed", "done", "interrupted", "failed", "refused"])
+def test_every_verdict_has_its_headline(verdict: str) -> None:
+    page = Page(report.render({"verdict": verdict}))
+    assert page.words[1] == verdict
+    assert page.words[2] != "How the run ended is not known."
+
+
+def test_nothing_is_known() -> None:
+    page = Page(report.render({}))
+    assert page.text == "run: unknown\nunknown\nHow the run ended is not known.\nrun"
+
+
+@pytest.mark.parametrize("name", FACTS)
+@pytest.mark.parametrize("empty", [None, "absent", "empty"])
+def test_any_part_may_be_missing(name: str, empty: str | None) -> None:
+    facts = {key: value for key, value in FACTS.items() if key != name}
+    if empty is None:
+        facts[name] = None
+    elif empty == "empty":
+        facts[name] = type(FACTS[name])()
+    whole, page = Page(report.render(FACTS)).heads(), Page(report.render(facts)).heads()
+    part = {
+        "metrics": "Test metrics", "rules": "Rules of the gate", "history": "Training",
+        "steps": "Steps", "incidents": "Incidents", "config": "Configuration",
+    }.get(name)  # fmt: skip
+    assert page == [head for head in whole if head != part]
+
+
+@pytest.mark.parametrize("name", ["steps", "rules", "history", "incidents"])
+def test_rows_may_be_empty(name: str) -> None:
+    for verdict in ("failed", "refused"):
+        Page(report.render({**FACTS, "verdict": verdict, name: [{}]}))
+
+
+def test_all_is_escaped() -> None:
+    facts = {
+        "run_id": EVIL,
+        "verdict": EVIL,
+        "config": {EVIL: {"a": EVIL}},
+        "steps": [{"step": EVIL, "status": EVIL, "seconds": EVIL, "figures": {EVIL: EVIL},
+                   "uri": EVIL}],
+        "metrics": {EVIL: EVIL},
+        "rules": [{"metric": EVIL, "bound": EVIL, "threshold": EVIL, "value": EVIL}],
+        "history": [{"global_step": 1, "loss": 1.0, EVIL: EVIL}],
+        "incidents": [{"event": EVIL, "time": EVIL, EVIL: EVIL}],
+    }  # fmt: skip
+    html = report.render(facts)
+    page = Page(html)
+    assert not {"script", "img"} & set(page.tags)
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "49" not in page.text
+    assert html.count("&lt;script&gt;") >= 12
+
+
+def test_it_needs_nothing_beside_itself() -> None:
+    html = report.render(FACTS)
+    page = Page(html)
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset", "action")]
+    assert not {"link", "script", "img", "iframe", "object", "base"} & set(page.tags)
+    style = html[html.index("<style>") : html.index("</style>")]
+    assert "url(" not in style
+    assert "@import" not in style
+    assert not re.search(r"https?://", html)
+
+
+def test_it_is_made_for_light_and_dark() -> None:
+    style = report.render({})
+    assert "color-scheme: light dark" in style
+    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    assert "prefers-color-scheme: dark" in style
+    names = [set(re.findall(r"(--\w+):", part)) for part in (light, dark)]
+    assert names[0] == names[1]
+    assert set(re.findall(r"var\((--\w+)\)", style)) == names[0]
+
+
+def test_the_history_is_drawn() -> None:
+    page = Page(report.render(FACTS))
+    assert page.tags.count("svg") == 3
+    assert page.tags.count("polyline") == 4
+    labels = [value for name, value in page.attributes if name == "aria-label"]
+    assert labels == [
+        "Loss over global steps",
+        "Accuracy over global steps",
+        "Global steps a second over global steps",
+    ]
+    assert "Last row of the history: global_step 1000, loss 0.5" in page.text
+    for name, value in page.attributes:
+        if name == "points":
+            assert re.fullmatch(r"[\d.]+,[\d.]+( [\d.]+,[\d.]+)*", value)
+
+
+def test_a_history_without_figures_draws_nothing() -> None:
+    page = Page(report.render({"history": [{"global_step": 1, "loss": math.nan}, {}]}))
+    assert "svg" not in page.tags
+    assert page.heads() == []
+
+
+def test_a_rule_whose_rounded_figures_look_equal_is_still_told() -> None:
+    value = math.nextafter(0.95, 0)
+    rule = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": value}
+    assert f"accuracy is {value!r}, and" in report.render({"verdict": "refused", "rules": [rule]})
+
+
+@pytest.mark.parametrize("time", [math.nan, math.inf, 1e300, None, "today", True])
+def test_an_incident_at_no_time(time: Any) -> None:
+    page = Page(report.render({"incidents": [{"event": "restart", "time": time}]}))
+    assert page.words[-3] == report.figure(time)
+
+
+@pytest.mark.parametrize(("tries", "shown"), [(1, "3.5 s"), (2, "3.5 s + 40 s in 1 earlier try")])
+def test_earlier_tries_of_a_step_stand_beside_its_own_time(tries: int, shown: str) -> None:
+    step = {"step": "train_model", "seconds": 3.5, "earlier_seconds": 40.0, "tries": tries}
+    assert shown in Page(report.render({"steps": [step]})).words
+
+
+def test_what_is_known_of_a_failure_that_no_step_told_stands_with_the_verdict() -> None:
+    words = Page(report.render({"verdict": "failed", "error": "KFP says: <quota>"})).words
+    assert words.index("KFP says: <quota>") == words.index(report.HEADLINES["failed"]) + 1
+
+
+def test_the_same_facts_give_the_same_page() -> None:
+    assert report.render(FACTS) == report.render(json.loads(json.dumps(FACTS)))
+
+
+def test_it_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "report.html"
+    report.write({}, path)
+    report.write(FACTS, path)
+    assert path.read_text(encoding="utf-8") == report.render(FACTS)
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_text_that_is_not_unicode_is_shown_all_the_same(tmp_path: Path) -> None:
+    report.write({"run_id": "bad \udcff", "config": {"a": "\udcff"}}, tmp_path / "r.html")
+    assert "bad \\udcff" in (tmp_path / "r.html").read_text(encoding="utf-8")
+
+
+def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(UserError, match=r"cannot write .*a file stands where a folder is needed"):
+        report.write(FACTS, tmp_path / "file" / "report.html")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        ("", "-"),
+        ({}, "-"),
+        ([], "-"),
+        (0, "0"),
+        (0.0, "0"),
+        (True, "yes"),
+        (False, "no"),
+        (1 / 3, "0.333333"),
+        (math.nan, "nan"),
+        (1500000, "1500000"),
+        ({"a": 0.5, "b": [1, None]}, "a 0.5, b 1, -"),
+        (("x", 2.0), "x, 2"),
+    ],
+)
+def test_figures(value: object, text: str) -> None:
+    assert report.figure(value) == text
+
+
+_plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(), below, max_size=3),
+    max_leaves=6,
+)
+_row = st.fixed_dictionaries(
+    {},
+    optional=dict.fromkeys(
+        ["step", "status", "seconds", "figures", "uri", "error", "metric", "bound", "threshold",
+         "value", "passed", "global_step", "loss", "event", "time", "tries", "earlier_seconds"],
+        _plain,
+    ),
+)  # fmt: skip
+_facts = st.fixed_dictionaries(
+    {},
+    optional={
+        "run_id": st.none() | st.text(),
+        "verdict": st.none() | st.text() | st.sampled_from(["failed", "refused"]),
+        "config": st.dictionaries(st.text(), _plain, max_size=3),
+        "error": st.none() | st.text(),
+        "metrics": st.dictionaries(st.text(), _plain, max_size=3),
+        **{name: st.lists(_row, max_size=3) for name in ("steps", "rules", "history", "incidents")},
+    },
+)
+
+
+@settings(deadline=None)
+@given(_facts)
+def test_whatever_the_facts_the_page_is_well_formed(facts: dict[str, Any]) -> None:
+    page = Page(report.render(facts))
+    assert page.tags[:2] == ["html", "head"]
+    assert "script" not in page.tags
+
+
+def test_it_loads_no_tensorflow() -> None:
+    program = (
+        "import sys; from trainer.promotion import gate; from trainer.report import report; "
+        "report.render({}); "
+        "print(sorted({'tensorflow', 'keras', 'sklearn', 'matplotlib'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.strip() == "[]"

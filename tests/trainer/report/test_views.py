@@ -1,0 +1,194 @@
+"""What an evaluation looks like on the page of a run."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.trainer.page import Page
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.evaluation.evaluate import summarized
+from trainer.evaluation.metrics import curves
+from trainer.evaluation.predictions import Predictions, Worst
+from trainer.report import report, views
+
+EVIL = "<img src=x onerror=alert(1)>"
+NAMES = ("zero", EVIL, "two")
+STEPS = [
+    {"step": "prepare_data", "status": "done", "seconds": 10.0, "time": 110.0, "figures": {}},
+    {"step": "train_model", "status": "failed", "seconds": 30.0, "time": 150.0, "figures": {}},
+]
+CHAMPION = {
+    "uri": "file:///c", "incomparable": "", "metrics": {"accuracy": 0.5},
+    "paired": {
+        "both_right": 90, "only_challenger_right": 20, "only_champion_right": 10,
+        "both_wrong": 80, "p_worse": 0.99, "p_better": 0.049,
+    },
+}  # fmt: skip
+
+
+def pictures_of(folder: Path) -> dict[str, str]:
+    """Return the pictures of the worst examples as a report takes them."""
+    return {
+        path.relative_to(folder).as_posix(): base64.b64encode(path.read_bytes()).decode()
+        for path in folder.rglob("*.png")
+    }
+
+
+@pytest.fixture(scope="module")
+def predicted() -> tuple[Any, Any]:
+    generator = np.random.default_rng(0)
+    labels = generator.integers(0, 3, 200)
+    logits = generator.normal(size=(200, 3)).astype(np.float32)
+    logits[np.arange(200), labels] += 1
+    return labels, logits
+
+
+@pytest.fixture(scope="module")
+def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    labels, logits = predicted
+    spec = DatasetSpec(
+        features={"image": FeatureSpec(shape=(4, 4, 1), dtype="uint8", stored="raw")},
+        inputs=("image",), label="digit", num_classes=3, labels=NAMES, shards={},
+    )  # fmt: skip
+    worst = Worst(spec)
+    worst.look({"image": np.zeros((200, 4, 4, 1), np.uint8)}, labels, logits)
+    found = Predictions(
+        labels=labels, logits=logits, champion=None, columns={"digit": labels}, worst=worst
+    )
+    folder = tmp_path_factory.mktemp("evaluation")
+    evaluation = {**summarized(spec, found), "worst": worst.write(folder, list(NAMES))}
+    evaluation["champion"] = CHAMPION
+    return {
+        "run_id": "r", "verdict": "blessed", "steps": STEPS, "evaluation": evaluation,
+        "metrics": evaluation["metrics"], "curves": curves(labels, logits, list(NAMES)),
+        "pictures": pictures_of(folder), "lineage": {"commit": "abc"}, "cost": {"task_hours": 0.5},
+        "registered": {"decision": "promoted", "version": 4, "promotion": 5, "rules": []},
+        "checkpoints": [{"event": "checkpoint", "time": 125.0}],
+        "incidents": [{"event": "restart", "time": 140.0, "task": "worker-1"}],
+    }  # fmt: skip
+
+
+def test_the_page_shows_all_of_it(facts: dict[str, Any]) -> None:
+    page = Page(report.render(facts))
+    for head in [
+        "Test metrics", "Beside the champion", "Time line", "Confusion matrix", "Curves",
+        "Weakest parts by digit", "Worst examples", "Steps", "Cost", "Lineage",
+    ]:  # fmt: skip
+        assert head in page.words
+    assert "version 4" in page.text
+    assert "this model alone\n20" in page.text
+    assert page.tags.count("svg") == 3
+    assert page.tags.count("img") == 25
+
+
+def test_every_picture_has_a_text_and_comes_with_the_page(facts: dict[str, Any]) -> None:
+    html = report.render(facts)
+    page = Page(html)
+    sources = [value for name, value in page.attributes if name == "src"]
+    assert len(sources) == 25
+    assert all(source.startswith("data:image/png;base64,") for source in sources)
+    assert not [name for name, _ in page.attributes if name in ("href", "srcset", "action")]
+    texts = [value for name, value in page.attributes if name in ("alt", "aria-label")]
+    assert len(texts) == 25 + 3 + 1
+    assert all(texts)
+    assert not re.search(r"https?://", html)
+
+
+def test_names_of_classes_are_escaped(facts: dict[str, Any]) -> None:
+    html = report.render(facts)
+    assert EVIL not in html
+    assert not [name for name, _ in Page(html).attributes if name.startswith("on")]
+
+
+def test_facts_are_plain_data(facts: dict[str, Any]) -> None:
+    assert report.render(json.loads(json.dumps(facts))) == report.render(facts)
+
+
+@pytest.mark.parametrize(
+    "part", ["champion", "calibration", "slices", "confusion_matrix", "worst", "intervals"]
+)
+def test_any_part_of_an_evaluation_may_be_missing(facts: dict[str, Any], part: str) -> None:
+    rest = {name: value for name, value in facts["evaluation"].items() if name != part}
+    Page(report.render({**facts, "evaluation": rest}))
+
+
+def test_a_champion_that_cannot_be_asked(facts: dict[str, Any]) -> None:
+    champion = {"uri": "file:///c", "incomparable": "it knows 9 classes"}
+    evaluation = {**facts["evaluation"], "champion": champion}
+    page = Page(report.render({**facts, "evaluation": evaluation}))
+    assert "The champion cannot be asked: it knows 9 classes." in page.words
+
+
+def test_the_matrix_is_shaded_by_the_share_of_its_row() -> None:
+    found = views.matrix({"confusion_matrix": [[75, 25], [0, 0]]})
+    assert [[cell.count for cell in row] for row in found] == [[75, 25], [0, 0]]
+    assert [cell.right for cell in found[0]] == [True, False]
+    assert found[0][0].shade > found[0][1].shade > found[1][0].shade == 0
+
+
+def test_many_classes_are_told_by_their_confusions() -> None:
+    count = views.MOST_CLASSES + 1
+    table = [[0] * count for _ in range(count)]
+    table[3][5], table[5][3], table[4][4] = 2, 7, 9
+    evaluation = {"confusion_matrix": table, "labels": [f"c{n}" for n in range(count)]}
+    assert views.matrix(evaluation) == []
+    assert views.confusions(evaluation) == [
+        {"true": "c5", "predicted": "c3", "count": 7},
+        {"true": "c3", "predicted": "c5", "count": 2},
+    ]
+    page = Page(report.render({"evaluation": evaluation}))
+    assert "Most frequent confusions" in page.words
+
+
+def test_the_time_line_in_percent_of_the_run() -> None:
+    incidents = [{"event": "restart", "time": 125.0}, {"event": "life"}]
+    bars, marks = views.time_line(STEPS, incidents)
+    assert [(bar.left, bar.width) for bar in bars] == [(0, 20), (40, 60)]
+    assert [(mark.left, mark.kind, mark.text) for mark in marks] == [
+        (50, "incident", "restart after 25.0 s")
+    ]
+
+
+@pytest.mark.parametrize("steps", [[], [{"step": "x"}], [{"time": "x", "seconds": 1}]])
+def test_without_times_there_is_no_line(steps: list[dict[str, Any]]) -> None:
+    assert views.time_line(steps, []) == ([], [])
+
+
+def test_steps_of_no_length_have_a_line() -> None:
+    bars, _ = views.time_line([{"step": "x", "time": 5.0, "seconds": 0.0}], [])
+    assert bars[0].width > 0
+
+
+def test_a_race_that_was_lost_is_the_reason() -> None:
+    registered = {"decision": "refused", "reasons": ["promotion 3 was made by run x"]}
+    page = Page(report.render({"verdict": "refused", "registered": registered}))
+    assert "promotion 3 was made by run x" in page.words
+
+
+def test_every_class_has_its_figures_the_weakest_first(facts: dict[str, Any]) -> None:
+    rows = views.weak_classes(facts["evaluation"])
+    assert [row["f1"] for row in rows] == sorted(row["f1"] for row in rows)
+    words = Page(report.render(facts)).words
+    begin = words.index("By class")
+    assert words[begin + 1].startswith("3 of 3, the lowest F1 first")
+    first = [NAMES.index(rows[0]["label"]), f"{rows[0]['precision']:.4g}", str(rows[0]["support"])]
+    cells = words[begin + 9 : begin + 16]
+    assert [NAMES.index(cells[0]), cells[1], cells[6]] == first
+
+
+def test_of_many_classes_the_weakest_have_their_figures() -> None:
+    each = {"precision": 0.5, "recall": 0.5, "roc_auc": None, "pr_auc": None, "support": 0}
+    rows = [{"label": f"c{n}", "f1": n / 1000, **each} for n in range(1000)]
+    evaluation = {"per_class": rows[::-1], "labels": [row["label"] for row in rows]}
+    found = views.weak_classes(evaluation)
+    assert [row["label"] for row in found] == [f"c{n}" for n in range(views.MOST_CLASSES)]
+    page = Page(report.render({"evaluation": evaluation}))
+    assert "20 of 1000, the lowest F1 first" in page.text
+    assert "c20" not in page.words

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.report.views import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    MARKED_POINTS,
+    MOST_POINTS,
+    RIGHT,
+    TOP,
+    WIDTH,
+    Chart,
+    line_chart,
+)
+
+_any = st.none() | st.text() | st.booleans() | st.floats() | st.integers(-(10**400), 10**400)
+
+
+def drawn(table: list[dict[str, Any]], **series: str) -> Chart:
+    chart = line_chart("t", table, "step", series or {"loss": "training"})
+    assert chart
+    return chart
+
+
+def test_a_falling_line_falls() -> None:
+    chart = drawn([{"step": 100, "loss": 2.0}, {"step": 300, "loss": 0.5}])
+    [line] = chart.lines
+    (x1, y1), (x2, y2) = line.points
+    assert x1 < x2
+    assert y1 < y2, "the picture's vertical axis points down"
+    assert line.label == "training"
+    assert line.path == f"{x1:.1f},{y1:.1f} {x2:.1f},{y2:.1f}"
+    assert line.marks == line.points
+
+
+def test_the_grid_is_round_and_holds_all_points() -> None:
+    chart = drawn([{"step": 50, "loss": 2.31}, {"step": 1500, "loss": 0.04}])
+    assert [tick.label for tick in chart.columns] == ["0", "500", "1000", "1500"]
+    assert [tick.label for tick in chart.rows] == ["0", "1", "2", "3"]
+    assert (chart.columns[0].at, chart.columns[-1].at) == (LEFT, WIDTH - RIGHT)
+    assert (chart.rows[0].at, chart.rows[-1].at) == (HEIGHT - BOTTOM, TOP)
+
+
+def test_labels_have_no_dust_of_floats() -> None:
+    chart = drawn([{"step": 0, "loss": 0.1}, {"step": 1, "loss": 0.7}])
+    assert [tick.label for tick in chart.rows] == ["0", "0.2", "0.4", "0.6", "0.8"]
+
+
+def test_rows_without_a_number_add_no_point() -> None:
+    table: list[dict[str, Any]] = [
+        {"step": 1, "loss": 1.0},
+        {"step": 2},
+        {"step": 3, "loss": math.nan},
+        {"step": 4, "loss": math.inf},
+        {"step": 5, "loss": None},
+        {"step": 6, "loss": "0.5"},
+        {"step": 7, "loss": True},
+        {"loss": 0.5},
+        {"step": 8, "loss": 10**400},
+        {"step": 9, "loss": 2},
+    ]
+    assert len(drawn(table).lines[0].points) == 2
+
+
+def test_each_series_is_a_line_and_empty_ones_are_left_out() -> None:
+    table = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0, "b": 5.0}]
+    chart = drawn(table, a="first", b="second", c="third")
+    assert [(line.label, len(line.points)) for line in chart.lines] == [("first", 2), ("second", 1)]
+
+
+@pytest.mark.parametrize("table", [[], [{}], [{"step": 1}], [{"step": 1, "loss": math.nan}]])
+def test_nothing_to_draw(table: list[dict[str, Any]]) -> None:
+    assert line_chart("t", table, "step", {"loss": "training"}) is None
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-300, 1e99, 123456789.0])
+def test_one_point_stands_inside(value: float) -> None:
+    chart = drawn([{"step": 500, "loss": value}])
+    [(x, y)] = chart.lines[0].points
+    assert LEFT < x < WIDTH - RIGHT
+    assert TOP < y < HEIGHT - BOTTOM
+
+
+def test_rows_out_of_order_are_put_in_order() -> None:
+    chart = drawn([{"step": 3, "loss": 1.0}, {"step": 1, "loss": 2.0}, {"step": 2, "loss": 0.0}])
+    across = [x for x, _ in chart.lines[0].points]
+    assert across == sorted(across)
+
+
+def test_many_points_are_thinned_without_losing_a_peak() -> None:
+    table = [{"step": n, "loss": 1.0} for n in range(20_000)]
+    table[7777]["loss"] = 9.0
+    table[8888]["loss"] = -9.0
+    [line] = drawn(table).lines
+    assert len(line.points) <= MOST_POINTS + 2
+    assert min(y for _, y in line.points) < HEIGHT / 4
+    assert max(y for _, y in line.points) > HEIGHT * 3 / 4
+    assert line.marks == ()
+
+
+def test_marks_are_for_few_points() -> None:
+    few = drawn([{"step": n, "loss": 1.0 * n} for n in range(MARKED_POINTS)])
+    more = drawn([{"step": n, "loss": 1.0 * n} for n in range(MARKED_POINTS + 1)])
+    assert len(few.lines[0].marks) == MARKED_POINTS
+    assert more.lines[0].marks == ()
+
+
+@settings(deadline=None)
+@given(st.lists(st.fixed_dictionaries({}, optional={"step": _any, "loss": _any, "b": _any})))
+def test_whatever_the_table_holds_the_picture_is_whole(table: list[dict[str, Any]]) -> None:
+    chart = line_chart("t", table, "step", {"loss": "training", "b": "other"})
+    if not chart:
+        return
+    assert 2 <= len(chart.columns) <= 7
+    assert 2 <= len(chart.rows) <= 7
+    for line in chart.lines:
+        for x, y in line.points:
+            assert LEFT - 0.1 <= x <= WIDTH - RIGHT + 0.1
+            assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer.storage.local import is_staging, locked, staging
+
+from .conftest import left_over, start
+
+HOLD = """
+import sys
+from pathlib import Path
+from trainer.storage.local import staging
+with staging(Path(sys.argv[1]), "held") as stage:
+    (stage / "half").write_bytes(b"1")
+    print(stage, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_it_is_hidden_and_gone_at_the_end(tmp_path: Path) -> None:
+    with staging(tmp_path / "new", "näme") as stage:
+        assert stage.parent == tmp_path / "new"
+        assert stage.name.startswith(".näme.")
+        assert is_staging(stage.name)
+        (stage / "a").mkdir()
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_it_is_gone_after_an_error_too(tmp_path: Path) -> None:
+    def fail() -> None:
+        with staging(tmp_path, "a"):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_renamed_stays(tmp_path: Path) -> None:
+    with staging(tmp_path, "a") as stage:
+        os.rename(stage, tmp_path / "a")
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("name", ["a", ".a.part", ".a.0123.part", "a.0123456789ab.part", ".git"])
+def test_other_names_are_not_ours(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).mkdir()
+    with staging(tmp_path, "x"):
+        pass
+    assert (tmp_path / name).is_dir()
+
+
+def test_a_dead_makers_folder_is_cleared_away_and_a_living_ones_is_not(tmp_path: Path) -> None:
+    process = start(HOLD, str(tmp_path))
+    assert process.stdin
+    assert process.stdout
+    held = Path(process.stdout.readline().rstrip("\n"))
+    with staging(tmp_path, "mine") as mine, staging(tmp_path, "held"):
+        assert (held / "half").exists()
+        assert mine.exists()
+    process.kill()
+    process.communicate()
+    assert (held / "half").exists()
+    with staging(tmp_path, "other"):
+        assert not held.exists()
+
+
+def test_a_file_or_link_of_that_name_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / ".a.0123456789ab.part").write_bytes(b"")
+    (tmp_path / ".b.0123456789ab.part").symlink_to(tmp_path / "kept")
+    with staging(tmp_path, "x"):
+        pass
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_folder_that_is_swept_before_it_is_locked_is_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.open
+    swept: list[Path] = []
+
+    def sweep_first(path: Path, flags: int) -> int:
+        if len(swept) < 2 and is_staging(Path(path).name):
+            swept.append(path)
+            if len(swept) == 1:
+                os.rmdir(path)
+                return real(path, flags)
+            descriptor = real(path, flags)
+            os.rmdir(path)
+            return descriptor
+        return real(path, flags)
+
+    monkeypatch.setattr(os, "open", sweep_first)
+    with staging(tmp_path, "a") as stage:
+        assert stage.exists()
+        assert stage not in swept
+    assert len(swept) == 2
+
+
+def test_a_lock_keeps_others_out_until_it_ends(tmp_path: Path) -> None:
+    order: list[str] = []
+    waiting = threading.Event()
+
+    def wait() -> None:
+        waiting.set()
+        with locked(tmp_path):
+            order.append("second")
+
+    thread = threading.Thread(target=wait)
+    with locked(tmp_path):
+        thread.start()
+        waiting.wait()
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_a_lock_ends_with_its_holder_although_a_child_has_its_descriptor(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        descriptor = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EBADF, errno.ENOTSUP])
+def test_a_file_system_without_locks_will_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    (tmp_path / ".dead.0123456789ab.part").mkdir()
+    with staging(tmp_path, "a") as stage, locked(tmp_path):
+        assert stage.exists()
+    assert [path.name for path in left_over(tmp_path)] == [".dead.0123456789ab.part"]
+
+
+def test_another_error_of_a_lock_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(OSError, match="Input/output error"), locked(tmp_path):
+        pass

@@ -1,0 +1,138 @@
+"""Where buckets are, whose credentials they get, and what a URI may say of that."""
+
+from __future__ import annotations
+
+import builtins
+from typing import Any
+
+import pytest
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.storage.s3 import client
+from trainer.storage.s3_endpoint import KFP_ENDPOINT, Endpoint, endpoint_of
+from trainer.storage.uri import locate
+
+
+@pytest.mark.parametrize(
+    ("uri", "url", "region", "path_style"),
+    [
+        ("s3://bucket/k", "", "", False),
+        ("s3://bucket/k?region=eu-west-1", "", "eu-west-1", False),
+        ("s3://bucket/k?endpoint=store:9000", "https://store:9000", "", True),
+        ("s3://bucket/k?endpoint=https://store", "https://store", "", True),
+        ("minio://mlpipeline/v2", KFP_ENDPOINT, "", True),
+        (
+            "minio://mlpipeline/v2?endpoint=minio-service.kubeflow:9000&disableSSL=true&region=x",
+            "http://minio-service.kubeflow:9000",
+            "x",
+            True,
+        ),
+        (
+            "minio://b2b/k?endpoint=a:1&disable_https=true&s3ForcePathStyle=true",
+            "http://a:1",
+            "",
+            True,
+        ),
+    ],
+)
+def test_endpoints(uri: str, url: str, region: str, path_style: bool) -> None:
+    found = endpoint_of(locate(uri))
+    minio = uri.startswith("minio")
+    assert found == Endpoint(url=url, region=region, path_style=path_style, kfp_secret=minio)
+
+
+def test_the_environment_names_an_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://one:1")
+    assert endpoint_of(locate("minio://bucket/k")).url == "http://one:1"
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://two:2")
+    assert endpoint_of(locate("s3://bucket/k")).url == "http://two:2"
+    assert endpoint_of(locate("minio://bucket/k?endpoint=three:3")).url == "https://three:3"
+
+
+def test_the_kfp_secret_is_used_by_minio_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("accesskey", "kfp")
+    monkeypatch.setenv("secretkey", "hush-hush")
+    client.cache_clear()
+
+    def key(endpoint: Endpoint) -> str:
+        credentials: Any = client(0, endpoint)._get_credentials()
+        return credentials.access_key if credentials else ""
+
+    assert key(endpoint_of(locate("minio://bucket/k"))) == "kfp"
+    assert key(endpoint_of(locate("s3://bucket/k"))) == ""
+    assert "hush" not in repr(endpoint_of(locate("minio://bucket/k")))
+    client.cache_clear()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "own")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hush")
+    assert key(endpoint_of(locate("minio://bucket/k"))) == "own"
+    client.cache_clear()
+
+
+def test_no_credentials_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nowhere")
+    monkeypatch.setenv("AWS_CONFIG_FILE", "/nowhere")
+    client.cache_clear()
+    with pytest.raises(UserError, match=r"no credentials.*set AWS_ACCESS_KEY_ID"):
+        storage.read_bytes("s3://bucket/k")
+    client.cache_clear()
+
+
+def test_no_google_credentials(
+    outside_attempts: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NO_GCE_CHECK", "true")
+    monkeypatch.setenv("CLOUDSDK_CONFIG", "/nowhere")
+    with pytest.raises(UserError, match="gcloud auth application-default login"):
+        storage.read_bytes("gs://bucket/k")
+    assert outside_attempts == []
+
+
+def test_without_boto3_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def absent(name: str, *rest: Any) -> Any:
+        if name == "trainer.storage.s3":
+            raise ModuleNotFoundError("No module named 'boto3'", name="boto3")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(UserError, match=r"s3:// needs boto3: pip install 'flotilla\[s3\]'"):
+        storage.read_bytes("s3://bucket/k")
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("gs://", "write it as"),
+        ("gs://B/k", "'B' is no name of a bucket"),
+        ("gs://a/k", "'a' is no name of a bucket"),
+        ("s3://bucket//k", "empty part"),
+        ("s3://bucket/a/../k", "empty part, '.' or '..'"),
+        ("s3://bucket/./k", "empty part, '.' or '..'"),
+        ("gs://bucket/\udcff", "not UTF-8"),
+        ("gs://bucket/k?endpoint=x", "gs:// takes no options"),
+        ("s3://bucket/k?enpoint=x", "did you mean 'endpoint'"),
+        ("minio://bucket/k?secret=hush", "'secret' is no option"),
+        ("minio://bucket/k?endpoint=http://me:hush@store", "no credentials in a URI"),
+    ],
+)
+def test_what_is_no_uri_is_refused(uri: str, reason: str) -> None:
+    with pytest.raises(UserError) as error:
+        storage.read_manifest(uri)
+    assert reason in str(error.value)
+    assert "hush" not in str(error.value)
+
+
+def test_names_go_there_and_back() -> None:
+    for name in ("a", "ü é", "100%", "100%25", "what?", "?endpoint=x", "%3F", "#"):
+        for root in ("gs://bucket/r", "minio://bucket?endpoint=a:1", "file:///tmp/r"):
+            uri = storage.join(root, name)
+            assert storage.name_of(uri) == name
+    assert locate("minio://bucket?endpoint=a:1&disableSSL=true").key == ""
+    assert (
+        storage.join("minio://bucket/r?endpoint=a:1", "x", "y")
+        == "minio://bucket/r/x/y?endpoint=a:1"
+    )

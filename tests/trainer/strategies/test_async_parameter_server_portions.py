@@ -1,0 +1,54 @@
+"""Stretches of steps are handed out in few portions that end together."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainer.strategies.async_parameter_server import MOST, portions, unit_of
+
+steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])
+
+
+def cut_up(steps, workers, turn):
+    return portions(steps, workers, unit_of(steps, workers, turn))
+
+
+@given(steps, workers, turns)
+def test_all_steps_are_handed_out_once(steps, workers, turn):
+    cut = cut_up(steps, workers, turn)
+    assert sum(cut) == steps
+    assert all(0 < size <= MOST for size in cut)
+
+
+@given(steps, workers, turns)
+def test_larger_ones_come_first(steps, workers, turn):
+    cut = cut_up(steps, workers, turn)
+    assert cut == sorted(cut, reverse=True)
+
+
+@given(steps, workers)
+def test_every_worker_gets_one(steps, workers):
+    assert len(cut_up(steps, workers, 1)) >= min(steps, workers)
+
+
+@given(st.integers(1, 50), workers)
+def test_where_there_are_enough_steps_only_the_last_is_no_multiple(shares, workers):
+    cut = cut_up((shares + 3) * workers * 20 + 7, workers, 20)
+    assert [size % 20 for size in cut] == [0] * (len(cut) - 1) + [7]
+
+
+@pytest.mark.parametrize(
+    ("steps", "workers", "turn", "expected"),
+    [
+        (1, 2, 20, [1]),
+        (20, 2, 20, [5, 5, 5, 5]),
+        (600, 2, 20, [100, 100, 100, 60, 60, 60, 60, 60]),
+        (150, 2, 1, [37, 28, 21, 18, 18, 18, 10]),
+        # A step takes long where a hundred workers do five each in a stretch.
+        (500, 100, 20, [5] * 100),
+    ],
+)
+def test_portions(steps, workers, turn, expected):
+    assert cut_up(steps, workers, turn) == expected

@@ -1,0 +1,62 @@
+"""One process: the same updates as written out, and what mirrored workers refuse."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, problem_of
+from trainer.config.load import parse_config
+from trainer.errors import ConfigError
+from trainer.strategies.registry import create
+from trainer.topology import Cluster, Task
+
+
+def single(**training):
+    return create(parse_config({"training": {"strategy": "single", **training}}), NOBODY, CHIEF)
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_it_makes_the_updates_of_a_plain_loop(optimizer, jit):
+    plain, strategy = Plain(), single(jit_compile=jit)
+    reports = []
+    for each in (plain, strategy):
+        each.build(problem_of(optimizer=optimizer)(0))
+        reports.append(each.run(5))
+    assert reports[1].loss == pytest.approx(reports[0].loss, rel=1e-4)
+    expected, found = plain.variables(), strategy.variables()
+    assert list(found) == list(expected)
+    for path, variable in expected.items():
+        np.testing.assert_allclose(found[path].numpy(), variable.numpy(), atol=1e-4, err_msg=path)
+    assert strategy.global_step() == 5
+    assert strategy.learning_rate() == pytest.approx(plain.learning_rate())
+    assert strategy.publishes
+
+
+def test_several_stretches_go_on_with_the_same_seeds():
+    once, twice = single(), single()
+    for each in (once, twice):
+        each.build(problem_of(partial(dense, dropout=0.5))(0))
+    once.run(6)
+    for steps in (2, 4):
+        twice.run(steps)
+    for path, variable in once.variables().items():
+        np.testing.assert_allclose(twice.variables()[path].numpy(), variable.numpy(), atol=1e-5)
+
+
+@pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
+def test_nccl_is_refused_by_a_worker_that_sees_no_gpu():
+    cluster = {"communication": "nccl", "gpus_per_worker": 1}
+    config = parse_config({"training": {"strategy": "multi_worker_mirrored"}, "cluster": cluster})
+    workers = Cluster(addresses={"worker": ("127.0.0.1:1", "127.0.0.1:2")})
+    strategy = create(config, workers, Task(role="worker", index=1))
+    assert not strategy.publishes
+    with pytest.raises(ConfigError) as caught:
+        strategy.build(problem_of()(0))
+    assert str(caught.value) == (
+        "cluster.communication: nccl needs a GPU, and worker-1 sees none; set it to ring or auto"
+    )

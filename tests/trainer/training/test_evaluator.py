@@ -1,0 +1,53 @@
+"""What the evaluator passes over, and what ends it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.training.evaluator import _figures
+
+
+@pytest.fixture
+def uri(tmp_path):
+    (tmp_path / "source").mkdir()
+    published = storage.uri_of(tmp_path / "step-00000010")
+    storage.publish(tmp_path / "source", published, kind="checkpoint", fields={"global_step": 10})
+    return published
+
+
+def measuring(outcome):
+    def measure(_uri, _scratch):
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    return measure
+
+
+def test_finite_figures_are_kept(uri, tmp_path):
+    figures = {"loss": 0.5, "accuracy": 1.0}
+    assert _figures(measuring(figures), uri, tmp_path) == figures
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_passed_over(uri, tmp_path, loss):
+    assert _figures(measuring({"loss": loss}), uri, tmp_path) == {}
+
+
+def test_a_damaged_checkpoint_is_passed_over(uri, tmp_path, caplog):
+    assert _figures(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
+    assert f"passed over {uri}: a bit" in caplog.text
+
+
+def test_a_checkpoint_that_has_gone_meanwhile_is_passed_over(uri, tmp_path):
+    storage.delete(uri)
+    assert _figures(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
+
+
+def test_what_is_wrong_with_all_of_them_ends_the_evaluator(uri, tmp_path):
+    with pytest.raises(UserError, match="no room"):
+        _figures(measuring(UserError("no room")), uri, tmp_path)

@@ -1,0 +1,201 @@
+"""The outer loop: how far it trains, and what it leaves on the way."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.trainer.counting import Counting, Run, config_of
+from trainer import events
+from trainer.config.schema import TrainingConfig
+from trainer.strategies.strategy import Report
+from trainer.training.loop import Pace
+
+FIGURES = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    return Run(tmp_path)
+
+
+def measured(strategy):
+    """A validation that tells at which step it was made."""
+    return {"loss": 1 / strategy.global_step(), "accuracy": 0.5}
+
+
+@pytest.mark.parametrize("steps", [1, 9, 10, 11, 25, 100])
+def test_it_trains_exactly_as_long_as_was_asked(run, steps):
+    assert run.train(steps=steps, keep=100) == steps
+    assert run.steps()[-1] == steps
+    assert run.weight(steps) == 0.5 * steps
+    assert run.rows()[-1] == steps
+
+
+def test_there_are_checkpoints_at_the_start_at_every_boundary_and_at_the_end(run):
+    run.train(steps=35, keep=100)
+    assert run.steps() == [0, 10, 20, 30, 35]
+    assert [run.weight(step) for step in run.steps()] == [0, 5, 10, 15, 17.5]
+
+
+def test_the_end_on_a_boundary_is_saved_once(run):
+    run.train(steps=20, keep=100)
+    assert [each["global_step"] for each in run.events("checkpoint")] == [0, 10, 20]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, [35]), (2, [30, 35]), (3, [20, 30, 35])])
+def test_only_the_newest_are_kept(run, keep, left):
+    run.train(steps=35, keep=keep)
+    assert run.steps() == left
+
+
+def test_checkpoints_by_the_clock_beside_those_by_steps(run):
+    run.train(steps=40, keep=100, checkpoint_every=1000, checkpoint_seconds=1e-9)
+    assert run.steps() == [0, 10, 20, 30, 40]
+
+
+@pytest.mark.parametrize("seconds", [0, 1e9])
+def test_no_checkpoint_by_a_clock_that_has_not_struck(run, seconds):
+    run.train(steps=40, keep=100, checkpoint_every=1000, checkpoint_seconds=seconds)
+    assert run.steps() == [0, 40]
+
+
+def test_a_checkpoint_says_what_it_is(run):
+    run.train(steps=25, keep=100, batch_size=32, validate=measured)
+    fields = run.fields(20)
+    assert fields["global_step"] == 20
+    assert fields["strategy"] == "async_parameter_server"
+    assert fields["input_position"] == {"examples": 20 * 32}
+    assert fields["metrics"]["validation_loss"] == 1 / 20
+    assert fields["metrics"]["loss"] == 1.0
+    config = config_of(steps=25, keep=100, batch_size=32)
+    assert fields["config_hash"] == config.digest()
+    assert run.fields(0)["metrics"] == {}
+    assert run.fields(0)["input_position"] == {"examples": 0}
+
+
+def test_the_history_has_a_row_for_every_look(run):
+    run.train(Counting(lambda strategy: 1 / strategy.global_step()), steps=30)
+    assert run.rows() == [10, 20, 30]
+    assert run.rows("loss") == [1 / 10, 1 / 20, 1 / 30]
+    assert run.rows("learning_rate") == [0.5] * 3
+    assert set(run.events("progress")[0]) == {*FIGURES, "event", "time", "steps", "seconds_left"}
+    seconds = run.rows("seconds")
+    assert seconds == sorted(seconds)
+    assert all(value > 0 for value in run.rows("steps_per_second"))
+
+
+def test_further_figures_of_a_strategy_stand_in_its_row(run):
+    class Telling(Counting):
+        def run(self, steps):
+            workers = {"worker-0": {"local_steps": steps, "examples": 64 * steps}}
+            return Report(loss=super().run(steps).loss, figures={"workers": workers})
+
+    run.train(Telling(), steps=10)
+    assert run.rows("workers") == [{"worker-0": {"local_steps": 10, "examples": 640}}]
+    assert run.events("progress")[0]["workers"] == run.rows("workers")[0]
+    assert run.fields(10)["metrics"]["workers"] == run.rows("workers")[0]
+
+
+def test_the_figures_reach_tensorboard(run):
+    run.train(steps=10)
+    assert list((run.folder / "checkpoints" / "logs").glob("events.out.tfevents.*"))
+
+
+def test_validation_at_every_boundary_and_at_the_end(run):
+    run.train(steps=25, validate=measured, checkpoint_every=5)
+    assert run.rows() == [5, 10, 15, 20, 25]
+    assert run.rows("validation_loss") == [1 / 10, 1 / 20, 1 / 25]
+    assert run.rows("validation_accuracy") == [0.5] * 3
+
+
+@pytest.mark.parametrize("validate", [None, measured])
+def test_no_validation_where_none_was_asked(run, validate):
+    every = 10 if validate is None else 0
+    run.train(steps=20, validate=validate, validate_every=every)
+    assert run.rows() == [10, 20]
+    assert run.rows("validation_loss") == []
+
+
+def losses(*values):
+    """A validation that gives these losses at 10, 20, ... steps."""
+    return lambda strategy: {"loss": values[strategy.global_step() // 10 - 1]}
+
+
+@pytest.mark.parametrize(
+    ("patience", "values", "reached"),
+    [
+        (1, [3, 2, 2, 1, 1, 1], 30),
+        (2, [3, 2, 2, 1, 1, 1], 60),
+        (2, [3, 4, 5, 1, 1, 1], 30),
+        (2, [3, 4, 2, 3, 1, 4], 60),
+        (3, [3, 4, 5, 6, 1, 1], 40),
+        (0, [3, 4, 5, 6, 7, 8], 60),
+    ],
+)
+def test_patience_ends_training_when_validation_stops_to_gain(run, patience, values, reached):
+    given = {"patience": patience, "validate": losses(*values), "checkpoint_every": 1000}
+    assert run.train(steps=60, **given) == reached == run.rows()[-1]
+    assert run.steps() == [0, reached]
+    assert run.weight(reached) == 0.5 * reached
+
+
+def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
+    # A part of a stretch whose worker dies is run again as a whole.
+    assert run.train(Counting(beyond=3), steps=30, keep=100, validate=measured) == 33
+    assert run.steps() == [0, 13, 23, 33]
+    assert run.rows("validation_loss") == [1 / 13, 1 / 23, 1 / 33]
+    assert run.weight(33) == 16.5
+
+
+def test_progress_is_told_while_it_goes_on(run):
+    run.train(steps=20)
+    (life,) = run.events("life")
+    assert (life["global_step"], life["steps"], life["resumed"]) == (0, 20, False)
+    progress = run.events("progress")
+    assert [each["global_step"] for each in progress] == [10, 20]
+    assert {each["steps"] for each in progress} == {20}
+    assert progress[-1]["seconds_left"] == 0.0
+    assert run.events("checkpoint")[-1]["uri"].endswith("step-00000020")
+
+
+training = st.builds(
+    TrainingConfig,
+    steps=st.integers(1, 10**6),
+    checkpoint_every=st.integers(1, 10**5),
+    validate_every=st.integers(0, 10**5),
+)
+
+
+@settings(deadline=None)
+@given(training, st.floats(0, 1e7), st.data())
+def test_a_stretch_goes_forward_and_over_no_boundary(options, speed, data):
+    step = data.draw(st.integers(0, options.steps - 1))
+    pace = Pace(training=options, steps_per_second=speed)
+    stretch = pace.stretch(step)
+    assert 0 < stretch <= max(20, speed)
+    after = step + stretch
+    assert after <= options.steps
+    for every in (options.checkpoint_every, options.validate_every):
+        assert not every or after <= (step // every + 1) * every
+
+
+def test_a_stretch_is_as_long_as_the_speed_allows():
+    options = TrainingConfig(steps=10**6, checkpoint_every=10**6, validate_every=0)
+    lengths = [Pace(training=options, steps_per_second=s).stretch(0) for s in (0, 10, 400, 1000)]
+    assert lengths == [20, 20, 400, 1000]
+
+
+def test_it_ends_when_another_task_s_validations_say_so(run):
+    seen = []
+
+    def enough():
+        seen.append(run.steps()[-1])
+        return len(seen) == 3
+
+    # Asked when there is a new checkpoint.
+    assert run.train(steps=100, keep=100, enough=enough) == 20
+    assert seen[:3] == [0, 10, 20]
+    assert run.steps() == [0, 10, 20]

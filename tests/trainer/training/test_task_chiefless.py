@@ -1,0 +1,60 @@
+"""A cluster without a chief gets one beside worker 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+
+import pytest
+
+from trainer.topology import Cluster, from_tf_config
+from trainer.training import task
+from trainer.training.task import CHIEF, FIRST_WORKER, serve_beside, with_chief
+
+ADDRESSES = {"ps": ("ps-0.ns:2222",), "worker": ("w-0.ns:2222", "w-1.ns:2222")}
+
+
+@pytest.mark.parametrize("host", ["w-0.ns", "127.0.0.1", "[::1]"])
+def test_the_chief_stands_on_the_host_of_worker_0(host):
+    cluster = with_chief(Cluster(addresses={**ADDRESSES, "worker": (f"{host}:2222", "b:1")}))
+    found, _, port = cluster.address(CHIEF).rpartition(":")
+    assert found == host
+    assert 0 < int(port) < 65536
+    assert cluster.count("chief") == 1
+
+
+def test_everyone_else_stays_where_they_were():
+    before = Cluster(addresses=ADDRESSES)
+    after = with_chief(before)
+    assert {role: after.addresses[role] for role in ADDRESSES} == ADDRESSES
+    assert before.addresses == ADDRESSES
+
+
+def test_the_cluster_with_its_chief_can_be_passed_on():
+    cluster = with_chief(Cluster(addresses=ADDRESSES))
+    assert from_tf_config(cluster.tf_config(FIRST_WORKER)) == (cluster, FIRST_WORKER)
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+def test_worker_0_is_served_in_a_process_that_begins_again(monkeypatch, restarts):
+    begun, ended = [], threading.Event()
+
+    def remember(command, *, cwd, env, stdin, check):
+        assert cwd == os.getcwd()
+        assert stdin is subprocess.DEVNULL
+        assert not check
+        begun.append((command, env))
+        if len(begun) == restarts + 1:
+            ended.set()
+
+    monkeypatch.setattr(task.subprocess, "run", remember)
+    cluster = with_chief(Cluster(addresses=ADDRESSES))
+    serve_beside(cluster, ["python", "task"], restarts)
+    assert ended.wait(10)
+    command, env = begun[0]
+    assert command == ["python", "task"]
+    assert json.loads(env["TF_CONFIG"])["task"] == {"type": "worker", "index": 0}
+    assert env["TF_CONFIG"] == cluster.tf_config(FIRST_WORKER)
+    assert len(begun) == restarts + 1

@@ -1,0 +1,1 @@
+"""Checkpoints: saving, finding, retention, publication in the background, warm starts."""

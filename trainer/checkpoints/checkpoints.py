@@ -1,0 +1,248 @@
+"""Checkpoints: published directories `step-00001500` that every strategy can read.
+
+A checkpoint holds TensorFlow's own checkpoint files, with each variable under its path in the
+model, so that it does not matter which strategy wrote it or where the variables stood.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer import events, storage
+from trainer.checkpoints.history import read_validations
+from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
+from trainer.cluster.lease import NoLease
+from trainer.errors import UserError
+from trainer.storage.errors import reported
+
+PREFIX = "variables"
+# A full disk, a folder that may not be written, a file over the limit of its size.
+UNWRITABLE = (
+    tf.errors.ResourceExhaustedError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.OutOfRangeError,
+)
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoredCheckpoint:
+    """The newest valid checkpoint, fetched and verified."""
+
+    uri: str
+    global_step: int
+    folder: Path
+    fields: Mapping[str, Any]
+
+
+class Checkpoints:
+    """The checkpoints of one run below one URI: saved, kept, and found again.
+
+    Nothing is written to the URI without `lock`.
+    """
+
+    lock = NoLease()
+
+    def __init__(
+        self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
+    ) -> None:
+        """Keep the newest `keep` checkpoints below `uri`, and the best.
+
+        Local copies go below `scratch`. `awaited` says that an evaluator comes to see each one.
+        `fingerprint` is that of the dataset: no life may go on with other data than the one before,
+        whose training examples could be test examples by now.
+        """
+        self.uri = uri
+        self._fingerprint = fingerprint
+        self._keep = keep
+        self._awaited = awaited
+        self.scratch = scratch
+        self.last: str = ""
+        self.passed_over: set[str] = set()
+
+    def newest(self) -> RestoredCheckpoint | None:
+        """Fetch the newest valid checkpoint and say which newer ones were passed over, and why.
+
+        Raises:
+            UserError: it was trained on other data; or what is wrong lies elsewhere, such as a full
+                disk: beginning anew would then throw away a good checkpoint.
+        """
+        for uri, step in reversed(self._candidates()):
+            folder = self.scratch / "restored"
+            try:
+                fields = storage.fetch(uri, folder).fields
+            except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
+                self.passed_over.add(uri)
+                log.warning("passed over %s: %s", uri, error)
+                events.emit("checkpoint_passed_over", uri=uri, reason=str(error))
+                continue
+            if fields.get("fingerprint", "") != self._fingerprint:
+                raise UserError(
+                    f"{uri} was trained on other data than this run would go on with: leave the "
+                    "data section and the dataset as they were, or begin a new run"
+                )
+            self.last = uri
+            return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
+        return None
+
+    def measured(self) -> list[dict[str, Any]]:
+        """Return what the evaluator has measured so far; see `validations.read`."""
+        return read_validations(self.uri)
+
+    def save(
+        self, variables: Mapping[str, tf.Variable], *, io_device: str | None, fields: dict[str, Any]
+    ) -> str:
+        """Publish all `variables` and return the URI.
+
+        Args:
+            variables: by path, `global_step` among them.
+            io_device: the device whose file system is written; the one of this process.
+            fields: what the manifest says beside the global step.
+
+        Raises:
+            UserError: a variable is not finite, or the checkpoint cannot be written.
+        """
+        step = int(variables["global_step"].numpy())
+        uri = self.uri_of(variables)
+        if uri == self.last:
+            return uri
+        began = time.monotonic()
+        _require_finite(variables, step, self.last)
+        with reported(f"save {uri}"), self._folder() as folder:
+            _write(variables, folder / PREFIX, io_device)
+            own = {"global_step": step, "fingerprint": self._fingerprint}
+            self._publish(folder, uri, {**own, **fields})
+        self.last = uri
+        # Training stood still for so long.
+        stall = round(time.monotonic() - began, 4)
+        events.emit("saved", uri=uri, global_step=step, seconds=stall)
+        return uri
+
+    def published(self, uri: str, step: int) -> None:
+        """Tell of a checkpoint that is published now, and drop what is one too many."""
+        events.emit("checkpoint", uri=uri, global_step=step)
+        # What stands ahead was passed over, and must not push out what can be read.
+        readable = [each for each in index_of(self.uri) if each.global_step <= step]
+        for old in outdated(readable, keep=self._keep, awaited=self._awaited):
+            storage.delete(old)
+
+    @property
+    def logs(self) -> Path | None:
+        """Return the local folder for TensorBoard's files."""
+        return storage.local_path(storage.join(self.uri, "logs"))
+
+    def write(self, uri: str, data: bytes) -> None:
+        """Write a small file beside the checkpoints."""
+        self.lock.require()
+        storage.write_bytes(uri, data)
+
+    @contextmanager
+    def settled(self) -> Iterator[None]:
+        """Leave this block when all that was saved in it is published, as it is at once here."""
+        yield
+
+    def _candidates(self) -> list[tuple[str, int]]:
+        return list_checkpoints(self.uri)
+
+    def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+        self.lock.check()
+        publish_anew(folder, uri, fields)
+        self.published(uri, fields["global_step"])
+
+    def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
+        """Return the URI at which `variables` belong, by the global step among them."""
+        return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
+
+    @contextmanager
+    def _folder(self) -> Iterator[Path]:
+        self.scratch.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as name:
+            yield Path(name)
+
+
+def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
+    """Publish a checkpoint, in place of one at the same step that could not be read."""
+    if storage.is_published(uri):
+        # A valid one would have been resumed.
+        storage.delete(uri)
+    storage.publish(folder, uri, kind=KIND, fields=fields)
+
+
+def restore(
+    found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
+) -> None:
+    """Give every one of `variables` its value in the checkpoint; raises `UserError` on a misfit."""
+    _read(found.folder, variables, found.uri, io_device)
+
+
+def restore_model(uri: str, model: keras.Model, scratch: Path) -> storage.Manifest:
+    """Give the variables of a model their values in the checkpoint at `uri`.
+
+    Raises:
+        UserError: the checkpoint is missing or damaged, or does not fit the model.
+    """
+    folder = scratch / "checkpoint"
+    kind = storage.read_manifest(uri).kind
+    if kind != KIND:
+        raise UserError(f"{uri} is of kind {kind!r} and not a checkpoint")
+    manifest = storage.fetch(uri, folder)
+    named = {f"model/{variable.path}": variable.value for variable in model.variables}
+    _read(folder, named, uri, None)
+    return manifest
+
+
+def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    try:
+        tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
+    except UNWRITABLE as error:
+        # Below the stack of the graph stands "PATH; REASON".
+        last = error.message.strip().split("\n\n")[-1].splitlines()[0]
+        reason = last.rpartition("; ")[2]
+        raise UserError(f"cannot write a checkpoint to {prefix.parent}: {reason}") from None
+
+
+def _read(
+    folder: Path, variables: Mapping[str, tf.Variable], uri: str, io_device: str | None
+) -> None:
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    checkpoint = tf.train.Checkpoint(variables=dict(variables))
+    try:
+        # What is left over, such as the optimizer's part, is no news to anybody.
+        status = checkpoint.read(str(folder / PREFIX), options).expect_partial()
+        status.assert_existing_objects_matched()
+    except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the checkpoint {uri} does not fit model and optimizer of the configuration "
+            f"({reason}); train the same ones, or begin a new run"
+        ) from None
+
+
+def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:
+    for path, variable in variables.items():
+        if not variable.dtype.is_floating:
+            continue
+        with tf.device(variable.device):
+            finite = tf.reduce_all(tf.math.is_finite(variable))
+        if not bool(finite):
+            raise UserError(diverged(f"{path} is not finite", step, last))
+
+
+def diverged(what: str, step: int, last: str) -> str:
+    """Return the one line that a user reads when training has diverged."""
+    kept = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
+    return (
+        f"training diverged: {what} at global step {step}; lower training.optimizer.learning_rate "
+        f"or clip the gradient ({kept})"
+    )

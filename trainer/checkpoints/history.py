@@ -1,0 +1,108 @@
+"""The course of a run, as rows next to its checkpoints.
+
+`history.jsonl` is the chief's: one row a stretch of training. A new attempt drops the rows after
+its checkpoint: they are about to be made again. `validation.jsonl` is the evaluator's: one row a
+checkpoint, told from another one of the same global step by when it was made. Each file has one
+writer, is written whole and swapped in, so that a reader never meets half a row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from trainer import storage
+from trainer.storage import Manifest
+
+HISTORY_FILE = "history.jsonl"
+VALIDATIONS_FILE = "validation.jsonl"
+VALIDATION_LOSS = "validation_loss"
+
+
+class History:
+    """Rows by global step; each has at least `global_step` and `seconds`."""
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        start: int,
+        write: Callable[[str, bytes], None] = storage.write_bytes,
+    ) -> None:
+        """Read the rows up to global step `start` from below the checkpoints' `uri`."""
+        self._uri = storage.join(uri, HISTORY_FILE)
+        self._write = write
+        self.rows = [row for row in read_history(uri) if row["global_step"] <= start]
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Append one row of finite figures."""
+        self.rows.append(row)
+        text = "".join(json.dumps(each) + "\n" for each in self.rows)
+        self._write(self._uri, text.encode())
+
+    def seconds(self) -> float:
+        """Return the seconds of training so far, over all lives."""
+        return float(self.rows[-1]["seconds"]) if self.rows else 0.0
+
+
+def read_history(uri: str) -> list[dict[str, Any]]:
+    """Return the rows below the checkpoints' `uri`; none when training has not begun."""
+    try:
+        text = storage.read_bytes(storage.join(uri, HISTORY_FILE)).decode()
+    except storage.Missing:
+        return []
+    return [json.loads(line) for line in text.splitlines()]
+
+
+class Validations:
+    """The rows of one run, by global step."""
+
+    def __init__(self, uri: str) -> None:
+        """Go on with the rows below the checkpoints' `uri`."""
+        self._uri = storage.join(uri, VALIDATIONS_FILE)
+        self._rows = {row["global_step"]: row for row in read_validations(uri)}
+
+    def has(self, manifest: Manifest) -> bool:
+        """Say whether this very checkpoint was measured."""
+        row = self._rows.get(manifest.fields["global_step"], {})
+        return bool(row.get("created") == manifest.created)
+
+    def add(self, manifest: Manifest, figures: Mapping[str, float]) -> dict[str, Any]:
+        """Keep the finite figures of a checkpoint; return its row."""
+        step = int(manifest.fields["global_step"])
+        named = {f"validation_{name}": value for name, value in figures.items()}
+        row = {"global_step": step, "created": manifest.created, **named}
+        self._rows[step] = row
+        text = "".join(f"{json.dumps(self._rows[each])}\n" for each in sorted(self._rows))
+        storage.write_bytes(self._uri, text.encode())
+        return row
+
+
+def read_validations(uri: str) -> list[dict[str, Any]]:
+    """Return the rows below the checkpoints' `uri` by global step; none without an evaluator.
+
+    A line that is no such row is left out: no damage to this file may reach training.
+    """
+    try:
+        text = storage.read_bytes(storage.join(uri, VALIDATIONS_FILE)).decode(errors="replace")
+    except storage.Missing:
+        return []
+    rows = []
+    for line in text.splitlines():
+        with suppress(ValueError, TypeError, KeyError):
+            row = json.loads(line)
+            int(row["global_step"]), str(row["created"]), float(row[VALIDATION_LOSS])
+            rows.append(row)
+    return rows
+
+
+def merge_validations(
+    history: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]
+) -> list[Any]:
+    """Return the rows of a history with the evaluator's figures in them, by global step."""
+    by_step: dict[int, dict[str, Any]] = {}
+    for row in (*history, *rows):
+        by_step.setdefault(row["global_step"], {}).update(row)
+    return [by_step[step] for step in sorted(by_step)]

@@ -1,0 +1,76 @@
+"""Which checkpoints of a run are published, and which of them are kept: the index of retention.
+
+The newest ones stay, and the best by validation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer import storage
+from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
+from trainer.errors import UserError
+
+KIND = "checkpoint"
+
+
+def list_checkpoints(uri: str) -> list[tuple[str, int]]:
+    """Return URI and global step of every published checkpoint below `uri`, oldest first."""
+    found = [(at, int(m.fields["global_step"])) for at, m in storage.published(uri, KIND)]
+    return sorted(found, key=lambda pair: pair[1])
+
+
+def newest_checkpoint(uri: str) -> tuple[str, int]:
+    """Return URI and global step of the newest published checkpoint; raises `UserError`."""
+    found = list_checkpoints(uri)
+    if not found:
+        raise UserError(f"no checkpoint is published below {uri}")
+    return found[-1]
+
+
+# So many that the evaluator has not come to are kept for it; an evaluator that never comes must not
+# fill the disk.
+MOST_AWAITED = 10
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexEntry:
+    """One published checkpoint and its validation loss, where it was measured."""
+
+    uri: str
+    global_step: int
+    loss: float | None
+
+
+def index_of(uri: str) -> list[IndexEntry]:
+    """Return the published checkpoints below `uri`, oldest first."""
+    rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
+    found = []
+    for at, manifest in storage.published(uri, KIND):
+        step = int(manifest.fields["global_step"])
+        measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics", {})
+        found.append(IndexEntry(uri=at, global_step=step, loss=measured.get(VALIDATION_LOSS)))
+    return sorted(found, key=lambda each: each.global_step)
+
+
+def best_of(found: Sequence[IndexEntry]) -> IndexEntry | None:
+    """Return the one with the lowest validation loss, the earlier of two; None if none has one."""
+    measured = [(each.loss, each) for each in found if each.loss is not None]
+    return min(measured, key=lambda pair: pair[0])[1] if measured else None
+
+
+def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[str]:
+    """Return the URIs of those that may go.
+
+    Args:
+        found: what there is, oldest first.
+        keep: how many of the newest stay, beside the best.
+        awaited: whether an evaluator has still to see those without a loss.
+    """
+    stay = {each.uri for each in found[-keep:]}
+    if lowest := best_of(found):
+        stay.add(lowest.uri)
+    if awaited:
+        stay |= {each.uri for each in [each for each in found if each.loss is None][-MOST_AWAITED:]}
+    return [each.uri for each in found if each.uri not in stay]

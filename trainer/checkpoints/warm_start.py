@@ -1,0 +1,100 @@
+"""A warm start: a fresh run that begins with the weights of another checkpoint.
+
+Weights and all other state of the model are taken. The global step and the optimizer are new; see
+`docs/decisions/0027-a-warm-start-takes-the-model.md`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import tensorflow as tf
+
+from trainer import events, storage
+from trainer.checkpoints import checkpoints
+from trainer.checkpoints.checkpoints import RestoredCheckpoint
+from trainer.checkpoints.index import KIND
+from trainer.config.schema import CHAMPION
+from trainer.errors import ConfigError, UserError
+
+_KEY = "training.warm_start"
+_MODEL = "model/"
+# What TensorFlow makes of a path in the keys of a checkpoint.
+_ESCAPED = {"..": ".", ".S": "/"}
+
+
+def fetched(uri: str, scratch: Path) -> RestoredCheckpoint | None:
+    """Fetch and verify the checkpoint to begin with; None where `uri` is empty.
+
+    Raises:
+        UserError: it is missing, damaged, or no checkpoint.
+    """
+    if not uri:
+        return None
+    if uri == CHAMPION:
+        raise ConfigError(
+            f"{_KEY}: the champion is looked up by the pipeline; give a task the URI of a "
+            "checkpoint"
+        )
+    folder = scratch / "warm"
+    try:
+        manifest = storage.read_manifest(uri)
+        if manifest.kind != KIND:
+            raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
+        storage.fetch(uri, folder)
+    except UserError as error:
+        raise UserError(f"{_KEY}: {error}") from None
+    step = int(manifest.fields["global_step"])
+    return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=manifest.fields)
+
+
+def take(
+    found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
+) -> None:
+    """Give the model among `variables` the values of a checkpoint; the rest stays as it is.
+
+    Raises:
+        UserError: the checkpoint is of another model; the line names the first difference.
+    """
+    own = {path: each for path, each in variables.items() if path.startswith(_MODEL)}
+    _refuse_another(found, own)
+    checkpoints.restore(found, own, io_device=io_device)
+    events.emit("warm_start", uri=found.uri)
+
+
+def _refuse_another(found: RestoredCheckpoint, own: Mapping[str, tf.Variable]) -> None:
+    there = _shapes(found)
+    for path, variable in own.items():
+        shape = variable.shape.as_list()
+        if path not in there:
+            _refuse(found, f"it has no {_named(path)} {shape}")
+        if there[path] != shape:
+            _refuse(found, f"{_named(path)} is {there[path]} there and {shape} in this model")
+    for path in sorted(there):
+        if path not in own:
+            _refuse(found, f"it has {_named(path)} {there[path]}, which this model has not")
+
+
+def _refuse(found: RestoredCheckpoint, what: str) -> None:
+    raise UserError(
+        f"{_KEY}: {found.uri} is the checkpoint of another model: {what}; name one of the same "
+        "model section, or leave it empty"
+    )
+
+
+def _named(path: str) -> str:
+    return path.removeprefix(_MODEL)
+
+
+def _shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
+    """Return the shapes of the model's variables in a checkpoint by path."""
+    reader = tf.train.load_checkpoint(str(found.folder / checkpoints.PREFIX))
+    shapes: dict[str, list[int]] = reader.get_variable_to_shape_map()
+    return {path: shapes[key] for key in shapes if (path := _path_of(key)).startswith(_MODEL)}
+
+
+def _path_of(key: str) -> str:
+    escaped = key.removeprefix("variables/").partition("/")[0]
+    return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)

@@ -1,0 +1,60 @@
+"""What every launcher of a training cluster takes and gives: `local` and `tfjob` alike."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from trainer.config.schema import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One training run to be launched.
+
+    Attributes:
+        config: the run configuration.
+        dataset: URI of the published dataset.
+        checkpoints: URI below which checkpoints are published; training resumes from the newest.
+        workdir: a folder of this machine for working folders and logs of the tasks.
+    """
+
+    config: Config
+    dataset: str
+    checkpoints: str
+    workdir: Path
+
+    @property
+    def run_id(self) -> str:
+        """The id of the run: the folder that holds its checkpoints."""
+        path, _, _ = self.checkpoints.partition("?")
+        return path.rstrip("/").rsplit("/", 2)[-2]
+
+
+def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
+    """Return the command line of one task of a job, whose role TF_CONFIG says.
+
+    Args:
+        job: the job.
+        config: the file with the job's configuration.
+        workdir: the folder of the task.
+    """
+    stage = [sys.executable, "-m", "trainer", "task", "--config", str(config)]
+    uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
+    return [*stage, *uris, "--workdir", str(workdir)]
+
+
+class Launcher(Protocol):
+    """Starts the tasks of a job, watches them, and returns when training is done."""
+
+    def __call__(self, job: Job) -> None:
+        """Train to the end.
+
+        When it returns, the final checkpoint is published and no task is left.
+
+        Raises:
+            UserError: the job failed for good; the message names the task and what it said.
+            RunInterruptedError: an end was asked for; the last checkpoint is published.
+        """

@@ -1,0 +1,1 @@
+"""The configuration of a run: keys and limits, reading, run parameters."""

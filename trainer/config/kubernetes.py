@@ -1,0 +1,244 @@
+"""What `cluster.kubernetes` may say of the TFJob and its pods: data, with defaults and limits.
+
+A value of a role is laid over that of `pod`, which holds for all roles: a mapping key by key, a
+list and anything else as a whole where it is not empty.
+
+A word in `Annotated` says in the reference what a type is.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+
+from trainer.config.base import Free, Section, Whole
+
+ROLES = ("chief", "ps", "worker", "evaluator")
+SHARED_MEMORY, SCRATCH = "shared-memory", "scratch"
+WORKING_FOLDER = "/flotilla"
+# A year: what Kubernetes counts in 32 bits stays far below its limit.
+MOST_SECONDS = 365 * 24 * 3600
+
+
+def _text_of_number(value: object) -> object:
+    return f"{value}" if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+Name = Annotated[
+    str, "name", StringConstraints(pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?)?$")
+]
+Named = Annotated[str, "name", StringConstraints(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
+Label = Annotated[str, "name", StringConstraints(pattern=r"^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$")]
+LabelOrNone = Annotated[
+    str, "name", StringConstraints(pattern=r"^([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?$")
+]
+Key = Annotated[
+    str,
+    "key",
+    StringConstraints(
+        pattern=r"^([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?"
+        r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$"
+    ),
+]
+LabelText = Annotated[
+    str, "value", StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
+]
+Variable = Annotated[str, "variable", StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+QUANTITY = r"[0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i|m)?"
+Quantity = Annotated[
+    str,
+    "quantity, such as `4`, `500m` or `8Gi`",
+    BeforeValidator(_text_of_number),
+    StringConstraints(pattern=rf"^{QUANTITY}$"),
+]
+Size = Annotated[str, "quantity, such as `2Gi`", StringConstraints(pattern=rf"^({QUANTITY})?$")]
+Folder = Annotated[str, "path, such as `/data`", StringConstraints(pattern=r"^/[^:\s]+$")]
+SecretKey = Annotated[
+    str,
+    "`secret/key`",
+    StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$"),
+]
+Seconds = Annotated[int, Field(ge=0, le=MOST_SECONDS)]
+_OPERATORS_OWN = ("TF_CONFIG", "FLOTILLA_")
+_OWN_KEYS = ("training.kubeflow.org/", "flotilla/")
+
+
+class ResourcesConfig(Section):
+    """What a pod asks for and may use, by resource name: cpu, memory, ephemeral-storage, ..."""
+
+    requests: dict[Key, Quantity] = Field({}, description="what the scheduler sets aside")
+    limits: dict[Key, Quantity] = Field({}, description="the most that a pod may use")
+
+
+class VolumeConfig(Section):
+    """A volume of every pod of a role."""
+
+    name: Label = Field(description="name of the volume")
+    mount_path: Folder = Field(description="where it stands in the container")
+    source: Free = Field(min_length=1, description="such as {persistentVolumeClaim: {...}}")
+    read_only: bool = Field(False, description="mounted for reading only")
+
+
+class PodConfig(Section):
+    """The pods of one role, or of all."""
+
+    image: str = Field(
+        "", pattern=r"^\S*$", description="container image; that of the pipeline when empty"
+    )
+    image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = Field(
+        "", description="when the image is pulled; Kubernetes decides when empty"
+    )
+    image_pull_secrets: tuple[Named, ...] = Field((), description="secrets of the image's registry")
+    command: tuple[str, ...] = Field((), description="in place of `python -m trainer task`")
+    resources: ResourcesConfig = Field(ResourcesConfig())
+    node_selector: dict[Key, LabelText] = Field({}, description="labels that a node has to have")
+    tolerations: tuple[Free, ...] = Field((), description="taints that do not keep the pods away")
+    affinity: Free = Field({}, description="affinity as Kubernetes writes it")
+    priority_class: Name = Field("", description="priority class of the pods")
+    scheduler: Name = Field("", description="scheduler of the pods")
+    labels: dict[Key, LabelText] = Field({}, description="labels of the pods")
+    annotations: dict[Key, str] = Field({}, description="annotations of the pods")
+    service_account: Name = Field(
+        "", description="as whom the pods speak; as the step when empty, in its namespace"
+    )
+    volumes: tuple[VolumeConfig, ...] = Field((), description="further volumes")
+    shared_memory: Size = Field("", description="size of /dev/shm; the runtime's own when empty")
+    scratch: Size = Field("", description="most that the working folder may hold; empty: no limit")
+    working_folder: str = Field(
+        "", pattern=r"^(/[^:\s]+)?$", description=f"where a task works; {WORKING_FOLDER} when empty"
+    )
+    env: dict[Variable, str] = Field({}, description="variables; no secrets: they stand in the job")
+    env_from_secrets: tuple[Named, ...] = Field((), description="secrets, every key a variable")
+    env_from_config_maps: tuple[Named, ...] = Field((), description="config maps, likewise")
+    secret_env: dict[Variable, SecretKey] = Field({}, description="variable to secret/key")
+    restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = Field(
+        "", description="ExitCode when empty, of the evaluator OnFailure"
+    )
+    grace_seconds: Seconds = Field(
+        0, description="from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
+    )
+
+    @field_validator("env", "secret_env")
+    @classmethod
+    def _not_the_operators(cls, names: dict[str, str]) -> dict[str, str]:
+        for name in names:
+            if name.startswith(_OPERATORS_OWN):
+                raise ValueError(f"{name} is set by Flotilla or by the operator")
+        return names
+
+    @field_validator("labels", "annotations")
+    @classmethod
+    def _not_our_own(cls, names: dict[str, str]) -> dict[str, str]:
+        for name in names:
+            if name.startswith(_OWN_KEYS):
+                raise ValueError(f"{name} is set by Flotilla or by the operator")
+        return names
+
+    @model_validator(mode="after")
+    def _volumes_apart(self) -> PodConfig:
+        names = [SHARED_MEMORY, SCRATCH, *(volume.name for volume in self.volumes)]
+        paths = [volume.mount_path.rstrip("/") for volume in self.volumes]
+        for kind, all_of_them in (("name", names), ("mount_path", paths)):
+            twice = [each for each in all_of_them if all_of_them.count(each) > 1]
+            if twice:
+                raise ValueError(f"volumes: the {kind} {twice[0]!r} is taken")
+        return self
+
+
+class SchedulingConfig(Section):
+    """Gang scheduling: all pods of the job, or none."""
+
+    gang: bool = Field(False, description="schedule all pods together")
+    min_available: int = Field(0, ge=0, lt=2**31, description="pods to begin with; 0: all")
+    queue: Name = Field("", description="queue of the gang scheduler")
+    priority_class: Name = Field("", description="priority class of the group of pods")
+    timeout_seconds: Seconds = Field(0, description="for the group to be scheduled; 0: for ever")
+
+
+class JobConfig(Section):
+    """What holds for the whole job: `runPolicy` of the TFJob, and Kueue's queue."""
+
+    clean_pod_policy: Literal["Running", "All", "None"] = Field(
+        "Running", description="pods that are deleted when the job has ended"
+    )
+    ttl_seconds: Seconds = Field(86_400, description="an ended job is deleted after so long")
+    active_deadline_seconds: Seconds = Field(
+        604_800, ge=1, description="the operator ends the job after so long, whatever happens"
+    )
+    backoff_limit: int | None = Field(
+        None, ge=0, lt=2**31, description="restarts that the operator allows; null: any number"
+    )
+    queue_name: LabelOrNone = Field("", description="local queue of Kueue")
+    suspend: bool = Field(False, description="begin suspended; Kueue lets the job go")
+    labels: dict[Key, LabelText] = Field({}, description="labels of the job")
+    annotations: dict[Key, str] = Field({}, description="annotations of the job")
+    scheduling: SchedulingConfig = Field(SchedulingConfig())
+
+    @field_validator("labels", "annotations")
+    @classmethod
+    def _not_our_own(cls, names: dict[str, str]) -> dict[str, str]:
+        return PodConfig._not_our_own(names)
+
+
+class DeadlinesConfig(Section):
+    """How long the launcher waits, in seconds, before it ends the job; 0: for ever."""
+
+    queueing: Seconds = Field(3600, description="until every pod has a node")
+    starting: Seconds = Field(900, description="from there until every task runs")
+    running: Seconds = Field(0, description="from there to the end")
+    stalling: Seconds = Field(1800, description="without progress of the chief")
+    unreachable: Seconds = Field(900, description="without an answer of the Kubernetes API")
+    heartbeat: Seconds = Field(
+        300, ge=1, description="without a sign of the launcher, until the chief ends the job"
+    )
+
+
+class KubernetesConfig(Whole):
+    """Settings of the TFJob launcher; as a run parameter one JSON text."""
+
+    namespace: LabelOrNone = Field("", description="where the job runs; as the step when empty")
+    gpu_resource: Key = Field("nvidia.com/gpu", description="what a GPU is called here")
+    chiefless: bool = Field(False, description="no chief: worker 0 leads and works")
+    job: JobConfig = Field(JobConfig())
+    deadlines: DeadlinesConfig = Field(DeadlinesConfig())
+    pod: PodConfig = Field(PodConfig(), description="what holds for the pods of all roles")
+    chief: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    ps: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    worker: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    evaluator: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+
+    @model_validator(mode="after")
+    def _mounts_apart(self) -> KubernetesConfig:
+        for role in ROLES:
+            pod = self.of(role)
+            taken = {pod.working_folder or WORKING_FOLDER, "/dev/shm"}
+            for volume in pod.volumes:
+                if volume.mount_path.rstrip("/") in taken:
+                    raise ValueError(f"{role}: the mount_path {volume.mount_path!r} is taken")
+            twice = sorted(set(pod.env) & set(pod.secret_env))
+            if twice:
+                raise ValueError(f"{role}: {twice[0]} stands in env and in secret_env")
+        return self
+
+    def of(self, role: str) -> PodConfig:
+        """Return the settings of a role, laid over those of all roles."""
+        over: PodConfig = getattr(self, role)
+        return _laid_over(self.pod, over)
+
+
+_Laid = TypeVar("_Laid", bound=Section)
+
+
+def _laid_over(base: _Laid, over: _Laid) -> _Laid:
+    """Lay what `over` says over `base`: mappings key by key, all else as a whole."""
+    laid: dict[str, Any] = {}
+    for name in type(base).model_fields:
+        below, above = getattr(base, name), getattr(over, name)
+        if isinstance(below, Section):
+            laid[name] = _laid_over(below, above)
+        elif isinstance(below, dict):
+            laid[name] = {**below, **above}
+        else:
+            laid[name] = above or below
+    return base.model_copy(update=laid)

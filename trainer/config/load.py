@@ -1,0 +1,159 @@
+"""Read a configuration: a YAML file, `--set` assignments, or JSON, into a `Config`.
+
+Every mistake ends as a `ConfigError` of one line that names the key, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 takes `1e6` for a text; people who write learning rates mean the number.
+
+    A key that stands twice is refused: the second one would silently replace the first.
+    """
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in getattr(node, "value", ()):
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                )
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
+)
+
+
+def load_config(path: str | Path | None, assignments: Iterable[str] = ()) -> Config:
+    """Read a YAML file, lay the `section.key=value` assignments over it, and check all.
+
+    Args:
+        path: the file; None for the defaults of every key.
+        assignments: texts such as `training.steps=500`.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or says something that is not allowed.
+    """
+    tree = _read(Path(path)) if path else {}
+    for assignment in assignments:
+        _assign(tree, assignment)
+    return parse_config(tree)
+
+
+def parse_config(tree: Mapping[str, Any]) -> Config:
+    """Check a nested mapping and return it as a `Config`; raises `ConfigError`."""
+    try:
+        text = json.dumps(tree, default=str)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
+    try:
+        return Config.model_validate_json(text)
+    except ValidationError as invalid:
+        said = "; ".join(_explain(each) for each in _innermost(invalid)[:3])
+        raise ConfigError(_one_line(said)) from None
+
+
+def parse_value(text: str) -> Any:
+    """Return the value that `text` stands for in YAML; raises `ConfigError`."""
+    try:
+        return yaml.load(text, Loader=_Loader)
+    # PyYAML lets through whatever its constructors stumble over: `!!bool x` is a KeyError.
+    except Exception:
+        raise ConfigError(f"{text!r} is not a YAML value") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
+    try:
+        tree = yaml.load(text, Loader=_Loader)
+    except Exception as error:  # as in `parse_value`
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or error
+        raise ConfigError(_one_line(f"{path} is not valid YAML{where}: {problem}")) from None
+    if tree is None:
+        return {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path} has to hold sections with keys, not a {type(tree).__name__}")
+    return tree
+
+
+def _assign(tree: dict[str, Any], assignment: str) -> None:
+    key, equals, text = assignment.partition("=")
+    if not equals or not key.strip():
+        raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
+    node = tree
+    *sections, last = key.strip().split(".")
+    for section in sections:
+        below = node.setdefault(section, {})
+        if not isinstance(below, dict):
+            raise ConfigError(f"--set {assignment!r}: {section} is not a section")
+        node = below
+    try:
+        node[last] = parse_value(text)
+    except ConfigError as error:
+        raise ConfigError(f"--set {assignment!r}: {error}") from None
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.splitlines())
+
+
+def _innermost(invalid: ValidationError) -> list[Any]:
+    """Return the errors without those of a list that is wrong only because of what is in it."""
+    errors = invalid.errors()
+    places = [error["loc"] for error in errors]
+    return [
+        error
+        for error, place in zip(errors, places, strict=True)
+        if not any(other != place and other[: len(place)] == place for other in places)
+    ]
+
+
+def _explain(error: Any) -> str:
+    key = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "json_invalid":
+        return f"the configuration is not plain data: {error['ctx']['error']}"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"{key}: no such key{_nearest_key(error['loc'])}"
+    if not key:
+        return str(message)
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
+        return f"{key}: {message}"
+    return f"{key}: {error['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
+
+
+def _nearest_key(path: tuple[str | int, ...]) -> str:
+    model: Any = Config
+    for part in path[:-1]:
+        kind = model.model_fields[str(part)].annotation if isinstance(part, str) else model
+        # Of a list of sections the entry that is wrong is meant.
+        model = next(iter(get_args(kind)), kind)
+    keys = list(model.model_fields)
+    hint = nearest(str(path[-1]), keys)
+    if hint or not issubclass(model, BaseModel):
+        return hint
+    return f" (one of {', '.join(keys)})"

@@ -1,0 +1,129 @@
+"""The configuration as flat run parameters: `training.optimizer.name` is `training_optimizer_name`.
+
+Kubeflow Pipelines shows and types scalars; a key that holds a list, a mapping or free values is one
+parameter of JSON text. Both directions are made from the config model, so that a new key of the
+configuration is a run parameter without another line.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeGuard, get_args, get_origin
+
+from pydantic import BaseModel
+
+from trainer.config.base import Whole
+from trainer.config.load import parse_config, parse_value
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+_SCALARS = (str, int, float, bool)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One run parameter: its name and type for KFP, and the key of the configuration it sets."""
+
+    name: str
+    key: tuple[str, ...]
+    type: type[str] | type[int] | type[float] | type[bool]
+    is_json: bool
+    default: str | int | float | bool
+    description: str
+
+
+def run_parameters() -> tuple[Parameter, ...]:
+    """Return every leaf of the configuration in its order."""
+    return tuple(_leaves(Config, ()))
+
+
+def to_parameters(config: Config) -> dict[str, Any]:
+    """Return the value of every run parameter for `config`."""
+    return {p.name: _flat(_at(config, p.key), p) for p in run_parameters()}
+
+
+def from_parameters(values: Mapping[str, Any]) -> Config:
+    """Build the configuration from run parameters, as KFP hands them over.
+
+    Raises:
+        ConfigError: a value is not what its key takes, or a JSON text is not JSON.
+    """
+    tree: dict[str, Any] = {}
+    for parameter in run_parameters():
+        node = tree
+        for part in parameter.key[:-1]:
+            node = node.setdefault(part, {})
+        node[parameter.key[-1]] = _deep(values[parameter.name], parameter)
+    return parse_config(tree)
+
+
+def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter]:
+    for name, field in model.model_fields.items():
+        key = (*path, name)
+        kind = field.annotation
+        if _is_of_parameters(kind):
+            yield from _leaves(kind, key)
+            continue
+        is_json = kind not in _SCALARS and not isinstance(field.default, str)
+        scalar = kind if kind in _SCALARS else str
+        yield Parameter(
+            name="_".join(key),
+            key=key,
+            type=scalar,  # type: ignore[arg-type]
+            is_json=is_json,
+            default=_text(field.default) if is_json else scalar(field.default),
+            description=_described(field.description or "", kind, is_json=is_json),
+        )
+
+
+def _described(description: str, kind: Any, *, is_json: bool) -> str:
+    """Return what a person reads beside the value: the meaning, the words it takes, its form."""
+    choices = [word for word in _choices(kind) if word not in description]
+    # A list takes several of them.
+    take = "one of" if get_origin(kind) is Literal else "some of"
+    words = f"{description}; {take}: {', '.join(_choices(kind))}" if choices else description
+    return f"{words} (JSON)" if is_json else words
+
+
+def _choices(kind: Any) -> list[str]:
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [word for each in get_args(kind) for word in _choices(each)]
+
+
+def _is_of_parameters(kind: Any) -> TypeGuard[type[BaseModel]]:
+    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Whole)
+
+
+def _text(value: Any) -> str:
+    """Return JSON; of a section what is not the default."""
+    if isinstance(value, BaseModel):
+        return json.dumps(value.model_dump(mode="json", exclude_defaults=True))
+    return json.dumps(value)
+
+
+def _at(config: Config, key: tuple[str, ...]) -> Any:
+    value: Any = config
+    for part in key:
+        value = getattr(value, part)
+    return value
+
+
+def _flat(value: Any, parameter: Parameter) -> Any:
+    return _text(value) if parameter.is_json else parameter.type(value)
+
+
+def _deep(value: Any, parameter: Parameter) -> Any:
+    if not parameter.is_json:
+        return value
+    try:
+        return json.loads(value)
+    except ValueError:
+        pass
+    try:
+        return parse_value(value)
+    except ConfigError:
+        key = ".".join(parameter.key)
+        raise ConfigError(f"{key}: {value!r} is not JSON, such as {parameter.default}") from None

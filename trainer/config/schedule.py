@@ -1,0 +1,83 @@
+"""How the learning rate moves with the global step, as the configuration says it."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from trainer.config.base import Free, Section
+
+
+class ConstantArgs(Section):
+    """The learning rate stays as it is."""
+
+
+class CosineArgs(Section):
+    """Half a cosine from the learning rate to `alpha` of it, at the end of training."""
+
+    alpha: float = Field(0.0, ge=0, le=1, description="share of the rate that is left")
+
+
+class ExponentialArgs(Section):
+    """The learning rate times `decay_rate` in every `decay_steps`."""
+
+    decay_steps: int = Field(ge=1, description="global steps of one decay")
+    decay_rate: float = Field(gt=0, le=1, description="share that one decay leaves")
+    staircase: bool = Field(False, description="in steps, and not smoothly")
+
+
+class PiecewiseArgs(Section):
+    """The learning rate times one of `factors`: the next one after each of `boundaries`."""
+
+    boundaries: tuple[int, ...] = Field(min_length=1, description="global steps, rising")
+    factors: tuple[float, ...] = Field(
+        min_length=2, description="one more than boundaries, of the learning rate"
+    )
+
+    @model_validator(mode="after")
+    def _fit(self) -> PiecewiseArgs:
+        if any(later <= earlier for earlier, later in pairwise((0, *self.boundaries))):
+            raise ValueError("boundaries have to rise from 1 on")
+        if len(self.factors) != len(self.boundaries) + 1:
+            raise ValueError("factors have to be one more than boundaries")
+        if min(self.factors) < 0:
+            raise ValueError("factors have to be 0 or more")
+        return self
+
+
+ARGS: dict[str, type[Section]] = {
+    "constant": ConstantArgs,
+    "cosine": CosineArgs,
+    "exponential": ExponentialArgs,
+    "piecewise": PiecewiseArgs,
+}
+
+
+class ScheduleConfig(Section):
+    """A schedule by name, after a linear warm-up; `args` are its own arguments."""
+
+    name: Literal["constant", "cosine", "exponential", "piecewise"] = Field(
+        "constant", description="learning rate schedule"
+    )
+    warmup_steps: int = Field(0, ge=0, description="global steps of linear warm-up")
+    args: Free = Field({}, description="further arguments of the schedule")
+
+    @model_validator(mode="after")
+    def _known_args(self) -> ScheduleConfig:
+        self.parsed()
+        return self
+
+    def parsed(self) -> Section:
+        """Return the arguments, checked, as the model that belongs to the name."""
+        model = ARGS[self.name]
+        try:
+            return model.model_validate_json(json.dumps(self.args))
+        except ValidationError as error:
+            first = error.errors()[0]
+            key = ".".join(["args", *map(str, first["loc"])])
+            takes = ", ".join(model.model_fields) or "none"
+            said = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{key} of {self.name}: {said} (it takes {takes})") from None

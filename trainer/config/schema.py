@@ -1,0 +1,353 @@
+"""The run configuration: what `configs/*.yaml` may say, with defaults and limits.
+
+The model is frozen and strict: an unknown key, a wrong type or a value out of range is refused by
+name. `trainer.config.load` reads files and `--set` assignments into it.
+
+The policy of the gate: bounds by metric, and what a model has to be beside the champion.
+
+The cluster section of the configuration: what runs where.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trainer.config.base import MOST, Free, Section
+from trainer.config.kubernetes import KubernetesConfig
+from trainer.config.schedule import ScheduleConfig
+from trainer.errors import nearest
+from trainer.topology import TOPOLOGIES, topology_of
+
+# What an evaluation measures; `tests/trainer/evaluation/test_evaluate.py` compares the two.
+METRICS = (
+    "loss", "accuracy", "top_3_accuracy", "macro_precision", "macro_recall", "macro_f1",
+    "weighted_precision", "weighted_recall", "weighted_f1", "roc_auc", "pr_auc",
+    "calibration_error",
+)  # fmt: skip
+METRICS_OF_SLICES = METRICS[:9]
+SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
+
+
+class GateConfig(Section):
+    """What a model has to reach before it is exported.
+
+    A bound is for a metric of all examples (`accuracy`), of each part of a slice
+    (`accuracy@label`), or of one part (`accuracy@label=7`).
+    """
+
+    min: dict[str, float] = Field(
+        {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
+    )
+    max: dict[str, float] = Field({}, description="highest value by metric, likewise")
+    champion: Literal["not_worse", "better"] = Field(
+        "not_worse", description="what a model has to be beside the champion"
+    )
+    min_gain: float = Field(
+        0.0, ge=0, le=1, description="gain of accuracy, where better is asked for"
+    )
+    significance: float = Field(
+        0.05, gt=0, lt=1, description="probability at which a difference is taken to be real"
+    )
+
+    @field_validator("min", "max")
+    @classmethod
+    def _known_metrics(cls, rules: dict[str, float]) -> dict[str, float]:
+        for rule, value in rules.items():
+            metric, sliced, part = rule.partition("@")
+            allowed = METRICS_OF_SLICES if sliced else METRICS
+            if metric not in allowed:
+                hint = nearest(metric, allowed) or f" (one of {', '.join(allowed)})"
+                raise ValueError(f"no metric {metric!r}{' of a slice' if sliced else ''}{hint}")
+            if sliced and not part.partition("=")[0]:
+                raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
+            if metric.endswith(SHARES) and not 0 <= value <= 1:
+                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
+        return rules
+
+
+class ClusterConfig(Section):
+    """What runs where."""
+
+    launcher: Literal["local", "tfjob"] = Field(
+        "local", description="who starts the tasks: on one machine, or as a TFJob on Kubernetes"
+    )
+    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
+    workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")
+    evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
+    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
+    gpu_memory_mb: int = Field(
+        0, ge=0, le=MOST, description="fixed share of each GPU; 0: grow on demand"
+    )
+    communication: Literal["auto", "ring", "nccl"] = Field(
+        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
+    )
+    placement: dict[str, str] = Field(
+        {}, description='parameter server by variable glob, {"hidden_0/*": "ps:0"}'
+    )
+    existing_servers: bool = Field(False, description="join servers that run, by TF_CONFIG")
+    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
+    max_restarts: int = Field(
+        3, ge=0, le=MOST, description="restarts of all tasks together, but the evaluator"
+    )
+    kubernetes: KubernetesConfig = Field(
+        KubernetesConfig(), description="settings of the TFJob and its pods"
+    )
+
+
+MODELS = ("softmax", "mlp", "cnn", "two_tower")
+STRATEGIES = tuple(TOPOLOGIES)
+# `tests/trainer/training/test_optimizers.py` holds this list against what Keras offers.
+OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
+    "muon", "nadam", "rmsprop", "sgd",
+)  # fmt: skip
+
+# The word for the checkpoint of the registry's champion, in `training.warm_start`.
+CHAMPION = "champion"
+_URI = r"(file:///|(gs|s3|minio)://)[^/]"
+
+
+def _known(kind: str, value: str, allowed: tuple[str, ...]) -> str:
+    module, _, name = value.partition(":")
+    own = all(part.isidentifier() for part in [*module.split("."), name])
+    if own or value in allowed:
+        return value
+    hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
+    raise ValueError(f"no {kind} of this name{hint}")
+
+
+class DataConfig(Section):
+    """Which examples, and how they are split and sharded."""
+
+    dataset: str = Field("digits", min_length=1, description="TFDS name, or package.module:Builder")
+    version: str = Field("", description="dataset version; the newest when empty")
+    manual_dir: str = Field(
+        "", description="folder with the official files, where there is no network"
+    )
+    shards: int = Field(8, ge=1, le=100_000, description="files of the training split")
+    validation: float = Field(
+        0.1, ge=0, description="taken from training: a share below 1, a count from 1, 0 for none"
+    )
+    partition: Literal["disjoint", "reshuffle"] = Field(
+        "disjoint", description="disjoint: own shards for each worker; reshuffle: all data on each"
+    )
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of the split into train and validation")
+
+    @field_validator("validation")
+    @classmethod
+    def _share_or_count(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError("a count of examples has to be a whole number")
+        return value
+
+
+class ModelConfig(Section):
+    """The Keras model."""
+
+    name: str = Field("mlp", description=f"{', '.join(MODELS)}, or package.module:function")
+    args: Free = Field({}, description="arguments of the model's function")
+
+    @field_validator("name")
+    @classmethod
+    def _known_model(cls, value: str) -> str:
+        return _known("model", value, MODELS)
+
+
+class OptimizerConfig(Section):
+    """A Keras optimizer by name; `args` are its further arguments."""
+
+    name: str = Field("adam", description=f"a Keras optimizer: {', '.join(OPTIMIZERS)}")
+    learning_rate: float = Field(0.003, gt=0, description="the rate that the schedule starts from")
+    args: Free = Field({}, description="further arguments of the optimizer, such as beta_1")
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, value: str) -> str:
+        if value not in OPTIMIZERS:
+            hint = nearest(value, OPTIMIZERS) or f" (one of {', '.join(OPTIMIZERS)})"
+            raise ValueError(f"no optimizer of this name{hint}")
+        return value
+
+
+class TrainingConfig(Section):
+    """How long, how fast and how safely to train."""
+
+    strategy: str = Field(
+        "async_parameter_server", description=f"{', '.join(STRATEGIES)}, or package.module:Class"
+    )
+    steps: int = Field(1500, ge=1, le=MOST, description="global steps (updates applied)")
+    batch_size: int = Field(64, ge=1, lt=2**31, description="examples of one replica in one step")
+    optimizer: OptimizerConfig = Field(OptimizerConfig())
+    schedule: ScheduleConfig = Field(ScheduleConfig())
+    pull_every: int = Field(
+        1, ge=1, lt=2**31, description="local steps between pull and push: async_parameter_server"
+    )
+    replicas_to_aggregate: int = Field(
+        0, ge=0, description="gradients of one update, 0: of all workers: sync_parameter_server"
+    )
+    checkpoint_every: int = Field(
+        500, ge=1, le=MOST, description="global steps between checkpoints"
+    )
+    checkpoint_seconds: float = Field(0, ge=0, description="seconds between checkpoints; 0: none")
+    keep: int = Field(3, ge=1, le=MOST, description="newest checkpoints kept, beside the best")
+    validate_every: int = Field(
+        500, ge=0, le=MOST, description="global steps between validations; 0: none"
+    )
+    patience: int = Field(
+        0, ge=0, le=MOST, description="stop after so many validations without gain; 0: never"
+    )
+    stall_timeout: float = Field(
+        120, ge=1, le=MOST, description="seconds without progress, until a task is started again"
+    )
+    mixed_precision: bool = Field(False, description="compute in 16 bits (bfloat16)")
+    jit_compile: bool = Field(False, description="compile the step with XLA")
+    warm_start: str = Field("", description="begin with a checkpoint: its URI, or champion")
+    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and of the order of examples")
+
+    @field_validator("warm_start")
+    @classmethod
+    def _checkpoint(cls, value: str) -> str:
+        if value and value != CHAMPION and not re.match(_URI, value):
+            hint = nearest(value, [CHAMPION])
+            raise ValueError(
+                f"neither {CHAMPION} nor the URI of a checkpoint (file:///path, gs://, s3:// or "
+                f"minio://){hint}"
+            )
+        return value.rstrip("/")
+
+    @field_validator("strategy")
+    @classmethod
+    def _known_strategy(cls, value: str) -> str:
+        return _known("strategy", value, STRATEGIES)
+
+
+class EvaluationConfig(Section):
+    """How a trained model is measured."""
+
+    batch_size: int = Field(1000, ge=1, lt=2**31, description="examples of one evaluation batch")
+    slices: tuple[str, ...] = Field((), description="features to report on apart, beside the label")
+
+
+class ExportConfig(Section):
+    """In which forms a blessed model leaves."""
+
+    formats: tuple[Literal["saved_model", "keras", "tflite", "tflite_int8"], ...] = Field(
+        ("saved_model", "keras"), description="forms of the exported model; saved_model always"
+    )
+
+    @field_validator("formats")
+    @classmethod
+    def _served(cls, formats: tuple[str, ...]) -> tuple[str, ...]:
+        # It is what is served, and what the next model is compared with.
+        if "saved_model" not in formats:
+            raise ValueError("saved_model has to be among them")
+        return formats
+
+
+class RegistryConfig(Section):
+    """What an exported model may cost, before it becomes the champion."""
+
+    max_megabytes: float = Field(0, ge=0, description="megabytes of all files; 0: no limit")
+    max_milliseconds: float = Field(
+        0, ge=0, description="milliseconds of one example, in a fresh process; 0: no limit"
+    )
+
+
+class StorageConfig(Section):
+    """Where published directories stand."""
+
+    root: str = Field(
+        "", description="URI below which all is published; empty: the workdir, or the pipeline root"
+    )
+
+    @field_validator("root")
+    @classmethod
+    def _uri(cls, value: str) -> str:
+        if value and not re.match(_URI, value):
+            raise ValueError("not a URI: write it as file:///path, gs://, s3:// or minio://bucket")
+        return value.rstrip("/")
+
+
+class Config(Section):
+    """One run, whole."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?$")] = Field(
+        "digits", description="name of the model in the registry"
+    )
+    data: DataConfig = Field(DataConfig())
+    model: ModelConfig = Field(ModelConfig())
+    training: TrainingConfig = Field(TrainingConfig())
+    cluster: ClusterConfig = Field(ClusterConfig())
+    evaluation: EvaluationConfig = Field(EvaluationConfig())
+    gate: GateConfig = Field(GateConfig())
+    export: ExportConfig = Field(ExportConfig())
+    registry: RegistryConfig = Field(RegistryConfig())
+    storage: StorageConfig = Field(StorageConfig())
+
+    @model_validator(mode="after")
+    def _validation_where_it_is_needed(self) -> Config:
+        """`cluster.evaluator` needs `data.validation`.
+
+        So does `training.patience`, and `training.validate_every` or the evaluator beside it.
+        """
+        if self.cluster.evaluator and not self.data.validation:
+            raise ValueError("cluster.evaluator: it needs examples; set data.validation")
+        validates = self.cluster.evaluator or (
+            self.training.validate_every and self.data.validation
+        )
+        if self.training.patience and not validates:
+            raise ValueError(
+                "training.patience: an early stop needs training.validate_every and "
+                "data.validation, or cluster.evaluator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_to_be_joined(self) -> Config:
+        """`cluster.existing_servers` is for strategies with servers, without `in_process`."""
+        if not self.cluster.existing_servers:
+            return self
+        strategy = self.training.strategy
+        if not topology_of(strategy).servers:
+            raise ValueError(f"cluster.existing_servers: {strategy} has no servers")
+        if self.cluster.in_process:
+            raise ValueError(
+                "cluster.existing_servers: leave cluster.in_process out; it starts servers of its "
+                "own"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _nccl_needs_gpus(self) -> Config:
+        """`cluster.communication: nccl` needs `cluster.gpus_per_worker` of 1 or more."""
+        if self.cluster.communication == "nccl" and not self.cluster.gpus_per_worker:
+            raise ValueError(
+                "cluster.communication: nccl is for GPUs; set cluster.gpus_per_worker, or "
+                "choose ring or auto"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_shard_for_each_worker(self) -> Config:
+        """`cluster.workers` is at most `data.shards`, where `data.partition` is `disjoint`."""
+        shared = topology_of(self.training.strategy).workers and self.data.partition == "disjoint"
+        if shared and self.cluster.workers > self.data.shards:
+            raise ValueError(
+                f"cluster.workers: {self.cluster.workers} workers cannot share "
+                f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_worker_for_each_gradient(self) -> Config:
+        """`training.replicas_to_aggregate` of `sync_parameter_server` is at most the workers."""
+        wanted, workers = self.training.replicas_to_aggregate, self.cluster.workers
+        if self.training.strategy == "sync_parameter_server" and wanted > workers:
+            raise ValueError(
+                f"training.replicas_to_aggregate: {workers} workers cannot give {wanted} "
+                f"gradients; set it to {workers} or less (0: one of each worker)"
+            )
+        return self

@@ -1,0 +1,1 @@
+"""Measuring a checkpoint on the test split, next to the champion."""

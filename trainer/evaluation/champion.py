@@ -1,0 +1,136 @@
+"""The champion: the model that a new one has to stand up to, asked about the same examples.
+
+It is taken in its exported form, so that it answers as it does where it is served, whatever the
+configuration and the code have become since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from scipy.stats import binomtest
+
+from trainer import storage
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+from trainer.evaluation.metrics import Floats, Labels, headline
+from trainer.evaluation.predictions import Answer, Predictions
+from trainer.evaluation.signature import LABELS, SERVING, class_names, described
+from trainer.models.registry import first_line
+
+KIND = "model"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Champion:
+    """A champion: how it answers, or why it cannot be asked."""
+
+    uri: str
+    answer: Answer | None
+    incomparable: str
+
+
+def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
+    """Fetch and load the model published at `uri`, to be asked about examples of a dataset.
+
+    One that takes other inputs, or knows other classes, is no error: the gate has to refuse.
+
+    Raises:
+        UserError: it is missing, damaged, or no model.
+    """
+    manifest = storage.read_manifest(uri)
+    if manifest.kind != KIND:
+        raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
+    if difference := _difference(manifest, uri, spec):
+        return Champion(uri=uri, answer=None, incomparable=difference)
+    place = manifest.fields["saved_model"]
+    folder = scratch / "champion"
+    storage.fetch(uri, folder, only=lambda path: path.startswith(f"{place}/"))
+    names = {each["feature"]: each["name"] for each in manifest.fields["inputs"]}
+    with _told(uri):
+        loaded = tf.saved_model.load(folder / place)
+        signature = loaded.signatures[SERVING]
+
+    def answer(inputs: Mapping[str, tf.Tensor]) -> Floats:
+        given = {names[feature]: values for feature, values in inputs.items()}
+        with _told(uri):
+            logits: Floats = signature(**given)["logits"].numpy()
+        return logits
+
+    return Champion(uri=uri, answer=answer, incomparable="")
+
+
+@contextmanager
+def _told(uri: str) -> Iterator[None]:
+    try:
+        yield
+    # What a foreign SavedModel does, nobody knows.
+    except Exception as error:
+        raise UserError(
+            f"the champion {uri} cannot be asked: {first_line(error)}; make another version "
+            "champion with `flotilla models promote`"
+        ) from error
+
+
+def compared(champion: Champion, found: Predictions) -> dict[str, Any]:
+    """Return what the evaluation says of the champion: figures, and the paired test."""
+    if found.champion is None:
+        return {"uri": champion.uri, "incomparable": champion.incomparable}
+    bad = int((~np.isfinite(found.champion).all(axis=1)).sum())
+    if bad:
+        why = f"it gives no finite numbers for {bad} of {len(found.labels)} examples"
+        return {"uri": champion.uri, "incomparable": why}
+    return {
+        "uri": champion.uri,
+        "incomparable": "",
+        "metrics": headline(found.labels, found.champion),
+        "paired": paired(found.labels, found.logits, found.champion),
+    }
+
+
+def paired(labels: Labels, logits: Floats, champion: Floats) -> dict[str, Any]:
+    """Return McNemar's exact test of who is right more often on the same examples.
+
+    `p_worse` is the probability of so many examples that only the champion has right, or more, if
+    both were equally good; `p_better` likewise for the challenger (McNemar 1947, one-sided).
+    """
+    own, other = logits.argmax(axis=1) == labels, champion.argmax(axis=1) == labels
+    only_challenger, only_champion = int((own & ~other).sum()), int((other & ~own).sum())
+    return {
+        "both_right": int((own & other).sum()),
+        "only_challenger_right": only_challenger,
+        "only_champion_right": only_champion,
+        "both_wrong": int((~own & ~other).sum()),
+        "p_worse": _at_least(only_champion, only_challenger),
+        "p_better": _at_least(only_challenger, only_champion),
+    }
+
+
+def _at_least(wins: int, losses: int) -> float:
+    if not wins + losses:
+        return 1.0
+    return float(binomtest(wins, wins + losses, alternative="greater").pvalue)
+
+
+def _difference(manifest: storage.Manifest, uri: str, spec: DatasetSpec) -> str:
+    fields = manifest.fields
+    mine = [described(spec, feature) for feature in spec.inputs]
+    if fields["inputs"] != mine:
+        return f"it takes {_named(fields['inputs'])}, and this model {_named(mine)}"
+    if fields["num_classes"] != spec.num_classes:
+        return f"it knows {fields['num_classes']} classes, and this model {spec.num_classes}"
+    theirs = storage.read_file(uri, LABELS).decode().splitlines()
+    for number, (their, own) in enumerate(zip(theirs, class_names(spec), strict=False)):
+        if their != own:
+            return f"its class {number} is {their!r}, and that of this model {own!r}"
+    return ""
+
+
+def _named(inputs: list[dict[str, Any]]) -> str:
+    return ", ".join(f"{each['name']} {each['dtype']} {each['shape']}" for each in inputs)

@@ -1,0 +1,96 @@
+"""Figures of parts of the examples: by label, or by any feature that is one value an example."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trainer.data.spec import DatasetSpec
+from trainer.errors import ConfigError, nearest
+from trainer.evaluation.metrics import Floats, Labels, headline, intervals_of_means
+
+# Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
+MOST_VALUES = 20
+OTHER = "(other)"
+
+Values = npt.NDArray[Any]
+Rows = npt.NDArray[np.bool_]
+
+
+def slice_features(spec: DatasetSpec, wanted: tuple[str, ...]) -> list[str]:
+    """Return the features to slice by: the label, and those that are `wanted`.
+
+    Raises:
+        ConfigError: there is no such feature, or it is more than one value an example.
+    """
+    able = [name for name, feature in spec.features.items() if feature.shape == ()]
+    for name in wanted:
+        if name not in able:
+            what = "is more than one value an example" if name in spec.features else "is no feature"
+            hint = nearest(name, able) or f" (one of {', '.join(able)})"
+            raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
+    return list(dict.fromkeys([spec.label, *wanted]))
+
+
+def sliced(
+    values: Values, labels: Labels, logits: Floats, names: tuple[str, ...]
+) -> list[dict[str, Any]]:
+    """Return a row for each part: `value`, `examples`, `metrics` and `intervals`.
+
+    Args:
+        values: of the feature, one an example.
+        labels: [n].
+        logits: [n, classes].
+        names: of the values 0, 1, ..., where they have names, as those of the label do.
+    """
+    return [
+        {
+            "value": value,
+            "examples": int(rows.sum()),
+            "metrics": headline(labels[rows], logits[rows]),
+            "intervals": intervals_of_means(labels[rows], logits[rows]),
+        }
+        for value, rows in _parts(values, names)
+    ]
+
+
+def _parts(values: Values, names: tuple[str, ...]) -> Iterator[tuple[str, Rows]]:
+    found, counts = np.unique(values, return_counts=True)
+    if names:
+        for value in found:
+            yield names[int(value)], values == value
+    elif len(found) <= MOST_VALUES:
+        for value in found:
+            # NaN alone does not equal itself.
+            yield text(value), values == value if value == value else np.isnan(values)  # noqa: PLR0124
+    elif values.dtype.kind in "iuf":
+        yield from _quarters(values)
+    else:
+        kept = found[np.argsort(-counts, kind="stable")][: MOST_VALUES - 1]
+        for value in kept:
+            yield text(value), values == value
+        yield OTHER, ~np.isin(values, kept)
+
+
+def _quarters(values: Values) -> Iterator[tuple[str, Rows]]:
+    # Differences of the largest single floats have no place in a single float.
+    values = values.astype(np.float64)
+    edges = np.unique(np.quantile(values[np.isfinite(values)], [0, 0.25, 0.5, 0.75, 1]))
+    for low, high in pairwise(edges):
+        last = high == edges[-1]
+        rows = (values >= low) & ((values <= high) if last else (values < high))
+        if rows.any():
+            yield f"{low:g} to {high:g}", rows
+    if not np.isfinite(values).all():
+        yield "not finite", ~np.isfinite(values)
+
+
+def text(value: Any) -> str:
+    """Return a feature's value as a person reads it."""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", errors="replace")
+    return f"{value:g}" if isinstance(value, np.floating) else str(value)

@@ -1,0 +1,180 @@
+"""Write a blessed model in the forms in which it leaves, and prove that all give the same answers.
+
+The model is published with the forms of `trainer.export.formats`, and beside them
+
+    labels.txt      one class a line
+    model_card.md   what it is, from what was measured
+    request.json    real examples, as TensorFlow Serving's REST interface takes them
+    kserve.yaml     a KServe InferenceService
+    parity.json     how far each form's answers are from the original's
+    config.json     the run's configuration
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.data.read import evaluation_batches, stage_shards
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+from trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
+from trainer.evaluation.signature import LABELS, class_names, described
+from trainer.export import model_card
+from trainer.export.formats import FORMATS, format_path
+from trainer.export.parity import Batch, Fresh, Subject, answered, fresh_process, prove
+from trainer.promotion import gate, kserve
+
+KIND = "model"
+PARITY_EXAMPLES = 512
+CALIBRATION_EXAMPLES = 200
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """Where a model is published, and by how much each of its forms differs from the original."""
+
+    uri: str
+    parity: dict[str, Any]
+
+
+def export(  # noqa: PLR0913, PLR0917
+    config: Config, dataset: str, checkpoint: str, decision: str, output: str, scratch: Path
+) -> Exported:
+    """Publish the model of `checkpoint` at `output` in every form of `export.formats`.
+
+    Each form is read back from disk and asked about real test examples, and a process that knows
+    nothing but the written folder answers a request. The same inputs again are a no-op that returns
+    the parity published before.
+
+    Args:
+        config: says how the model is built, and the forms.
+        dataset: URI of the published dataset: names of inputs and labels, test examples.
+        checkpoint: URI of the published checkpoint.
+        decision: URI of the gate's published decision on it.
+        output: URI of the model.
+        scratch: local folder for what is fetched and made.
+
+    Raises:
+        UserError: the decision is not a blessing of this checkpoint, a form cannot be written or
+            read back, or its answers differ by more than the tolerance; nothing is published then.
+    """
+    spec, inputs_from = read_inputs(dataset, checkpoint)
+    evaluation = _require_blessed(decision, inputs_from)
+    made_from = {**inputs_from, "formats": ",".join(config.export.formats)}
+    if made_before(output, KIND, made_from):
+        return Exported(uri=output, parity=json.loads(storage.read_file(output, "parity.json")))
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as name:
+        folder = Path(name)
+        with fresh_process(folder) as process:
+            model, step = restored(config, spec, checkpoint, scratch)
+            facts = model_card.Facts(
+                config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
+            )
+            subject = _subject(config, model, spec, dataset, scratch)
+            fields = _fields(facts, subject, evaluation, made_from)
+            parity = _proved(folder, subject, fields, process)
+        _write_beside(folder, facts, parity, fields, output)
+        storage.publish(folder, output, kind=KIND, fields=fields)
+    return Exported(uri=output, parity=parity)
+
+
+def _fields(
+    facts: model_card.Facts, subject: Subject, evaluation: str, made_from: Mapping[str, str]
+) -> dict[str, Any]:
+    config, spec = facts.config, subject.spec
+    return {
+        "name": config.name,
+        "global_step": facts.step,
+        "formats": list(config.export.formats),
+        "inputs": [described(spec, feature) for feature in spec.inputs],
+        "num_classes": spec.num_classes,
+        "saved_model": format_path("saved_model", config.name, facts.step),
+        "decision": facts.decision,
+        "evaluation": evaluation,
+        "made_from": dict(made_from),
+    }
+
+
+def _proved(
+    folder: Path, subject: Subject, fields: Mapping[str, Any], process: Fresh
+) -> dict[str, Any]:
+    """Write the forms into a folder, and return what proves each of them."""
+    name, step = fields["name"], fields["global_step"]
+    paths = {str(form): format_path(form, name, step) for form in fields["formats"]}
+    parity = prove(subject, paths, folder)
+    _write_text(folder / LABELS, "\n".join(class_names(subject.spec)))
+    parity["smoke"] = answered(subject, folder, fields["saved_model"], process)
+    return parity
+
+
+def _write_beside(
+    folder: Path,
+    facts: model_card.Facts,
+    parity: dict[str, Any],
+    fields: Mapping[str, Any],
+    output: str,
+) -> None:
+    _write_json(folder / "parity.json", parity)
+    _write_json(folder / "config.json", facts.config.model_dump(mode="json"))
+    _write_text(folder / "kserve.yaml", kserve.service(facts.config.name, output))
+    _write_text(folder / "model_card.md", model_card.written(facts, parity, fields["inputs"]))
+
+
+def _subject(
+    config: Config, model: keras.Model, spec: DatasetSpec, dataset: str, scratch: Path
+) -> Subject:
+    calibration = None
+    if any(FORMATS[form].calibrated for form in config.export.formats):
+        calibration, _ = next(_batches(spec, dataset, scratch, "train", CALIBRATION_EXAMPLES))
+    return Subject(
+        model=model,
+        spec=spec,
+        batches=lambda: _batches(spec, dataset, scratch, SPLIT, PARITY_EXAMPLES),
+        calibration=calibration,
+    )
+
+
+def _batches(
+    spec: DatasetSpec, dataset: str, scratch: Path, split: str, size: int
+) -> Iterator[Batch]:
+    files = stage_shards(dataset, scratch / split, split)
+    for inputs, labels in evaluation_batches(spec, files, batch_size=size):
+        named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
+        yield named, labels.numpy()
+
+
+def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:
+    kind = storage.read_manifest(decision).kind
+    if kind != gate.KIND:
+        raise UserError(
+            f"{decision} is a {kind} and not a {gate.KIND}: pass on what the gate wrote"
+        )
+    decided = json.loads(storage.read_file(decision, "decision.json"))
+    if decided["decision"] != gate.BLESSED:
+        reasons = "; ".join(decided["reasons"])
+        raise UserError(f"nothing is exported: the gate refused the model ({reasons})")
+    judged = storage.read_manifest(decided["evaluation"]).fields["made_from"]
+    other = [name for name, value in inputs_from.items() if judged[name] != value]
+    if other:
+        raise UserError(
+            f"nothing is exported: {decision} was taken on another {other[0]} "
+            f"({judged[other[0]]}); evaluate and check {inputs_from['checkpoint']} first"
+        )
+    return str(decided["evaluation"])
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+
+
+def _write_json(path: Path, tree: object) -> None:
+    _write_text(path, json.dumps(tree, indent=1, ensure_ascii=False))

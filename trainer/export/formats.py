@@ -1,0 +1,225 @@
+"""The written forms of a model: how each is written, and asked once it is read back from disk.
+
+TensorFlow Lite: convert a serving function, in floats or in 8 bits, and ask what was written.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from ai_edge_litert.interpreter import Interpreter
+from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
+
+from trainer.data.records import encode, parse
+from trainer.data.spec import DatasetSpec
+from trainer.evaluation.signature import SERIALIZED, SERVING, serving_name
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
+
+
+def converted(
+    serve: Callable[..., Any], takes: Sequence[tf.TensorSpec], calibration: Arrays | None
+) -> bytes:
+    """Return a serving function as a TFLite file with the signature `serving_default`.
+
+    Args:
+        serve: from tensors to a mapping of tensors.
+        takes: one spec with a name for each tensor.
+        calibration: real examples by name: weights and activations are rounded to 8 bits within the
+            ranges that these examples reach. Without, all stays in floats.
+    """
+    # The calibrator cannot read variables: they become constants first.
+    original = tf.function(serve, takes).get_concrete_function()
+    frozen = convert_variables_to_constants_v2(original)
+    names = sorted(original.structured_outputs)
+
+    def constant(*values: tf.Tensor) -> dict[str, tf.Tensor]:
+        # Freezing keeps the order of the outputs, which is that of their names, and not the names.
+        return dict(zip(names, frozen(*values), strict=True))
+
+    holder = tf.Module()
+    function = tf.function(constant, takes).get_concrete_function()
+    with warnings.catch_warnings():
+        # The converter warns of its own use of an interpreter that is deprecated.
+        warnings.simplefilter("ignore")
+        converter = tf.lite.TFLiteConverter.from_concrete_functions([function], holder)
+        if calibration is not None:
+            converter.optimizations = [tf.lite.Optimize.DEFAULT]
+            converter.representative_dataset = lambda: _one_by_one(calibration)
+            converter.target_spec.supported_ops = [
+                tf.lite.OpsSet.TFLITE_BUILTINS_INT8,
+                tf.lite.OpsSet.TFLITE_BUILTINS,
+            ]
+        content: bytes = converter.convert()
+    return content
+
+
+def reader(path: Path) -> Callable[[Arrays], dict[str, Any]]:
+    """Return a function from arrays by name to the answers of the TFLite file at `path`."""
+    runner = Interpreter(model_path=str(path)).get_signature_runner(SERVING)
+
+    def ask(arrays: Arrays) -> dict[str, Any]:
+        return dict(runner(**arrays))
+
+    return ask
+
+
+def _one_by_one(calibration: Arrays) -> Iterator[dict[str, Any]]:
+    count = len(next(iter(calibration.values())))
+    for index in range(count):
+        yield {name: values[index : index + 1] for name, values in calibration.items()}
+
+
+Inputs = Mapping[str, Any]
+Answers = Mapping[str, np.ndarray[Any, np.dtype[np.floating[Any]]]]
+Predictor = Callable[[Inputs], Answers]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Format:
+    """One written form of a model.
+
+    Attributes:
+        path: of the file below the model's directory; empty for the one that is laid out to be
+            served, which `form_path` places.
+        write: writes a model; the last argument are examples to calibrate with, by feature.
+        read: returns one predictor for each way to ask it; all have to give the same answers.
+        tolerance: largest difference of an answer from the original's.
+        calibrated: whether answers are rounded by calibration; such a form may lose `tolerance` of
+            accuracy instead.
+    """
+
+    path: str
+    write: Callable[[keras.Model, DatasetSpec, Path, Inputs | None], None]
+    read: Callable[[DatasetSpec, Path], tuple[Predictor, ...]]
+    tolerance: float
+    calibrated: bool = False
+
+
+def format_path(form: str, name: str, version: int) -> str:
+    """Return where a form stands below a model's directory.
+
+    What is served lies as TensorFlow Serving and KServe take it: a number below the model's name.
+    """
+    return FORMATS[form].path or f"serving/{name}/{version}"
+
+
+def called(model: keras.Model, inputs: Inputs) -> tf.Tensor:
+    """Return the logits of a model for inputs by feature name."""
+    given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
+    return tf.cast(model(given, training=False), tf.float32)
+
+
+def answers_of(logits: tf.Tensor) -> Answers:
+    """Return what every form answers."""
+    return {"logits": logits.numpy(), "probabilities": tf.nn.softmax(logits).numpy()}
+
+
+def _serving(model: keras.Model, spec: DatasetSpec) -> tuple[Any, list[tf.TensorSpec]]:
+    """Return the function that is served, and what it takes: one tensor an input feature."""
+
+    def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
+        logits = called(model, dict(zip(spec.inputs, values, strict=True)))
+        return {"logits": logits, "probabilities": tf.nn.softmax(logits)}
+
+    takes = [
+        tf.TensorSpec((None, *feature.shape), feature.dtype, name=serving_name(name))
+        for name, feature in ((name, spec.features[name]) for name in spec.inputs)
+    ]
+    return serve, takes
+
+
+def _write_saved_model(
+    model: keras.Model, spec: DatasetSpec, path: Path, _calibration: Inputs | None
+) -> None:
+    serve, takes = _serving(model, spec)
+    wanted = {name: spec.features[name] for name in spec.inputs}
+
+    def serve_examples(examples: tf.Tensor) -> dict[str, tf.Tensor]:
+        values = parse(wanted, examples)
+        answers: dict[str, tf.Tensor] = serve(*(values[name] for name in spec.inputs))
+        return answers
+
+    archive = keras.export.ExportArchive()
+    archive.track(model)
+    archive.add_endpoint(SERVING, serve, takes)
+    records = [tf.TensorSpec((None,), tf.string, name="examples")]
+    archive.add_endpoint(SERIALIZED, serve_examples, records)
+    archive.write_out(path, verbose=False)
+
+
+def _read_saved_model(spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
+    loaded = tf.saved_model.load(path)
+    wanted = {name: spec.features[name] for name in spec.inputs}
+
+    def ask(inputs: Inputs) -> Answers:
+        given = {serving_name(name): values for name, values in inputs.items()}
+        answers = loaded.signatures[SERVING](**given)
+        return {name: values.numpy() for name, values in answers.items()}
+
+    def ask_serialized(inputs: Inputs) -> Answers:
+        batch = {name: np.asarray(values) for name, values in inputs.items()}
+        records = tf.constant(list(encode(wanted, batch)))
+        answers = loaded.signatures[SERIALIZED](examples=records)
+        return {name: values.numpy() for name, values in answers.items()}
+
+    return ask, ask_serialized
+
+
+def _write_keras(
+    model: keras.Model, _spec: DatasetSpec, path: Path, _calibration: Inputs | None
+) -> None:
+    model.save(path)
+
+
+def _read_keras(_spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
+    loaded = keras.models.load_model(path, compile=False)
+    return (lambda inputs: answers_of(called(loaded, inputs)),)
+
+
+def _write_lite(
+    model: keras.Model, spec: DatasetSpec, path: Path, calibration: Inputs | None
+) -> None:
+    serve, takes = _serving(model, spec)
+    named = None
+    if calibration is not None:
+        named = {serving_name(name): np.asarray(each) for name, each in calibration.items()}
+    path.write_bytes(converted(serve, takes, named))
+
+
+def _write_float(
+    model: keras.Model, spec: DatasetSpec, path: Path, _calibration: Inputs | None
+) -> None:
+    _write_lite(model, spec, path, None)
+
+
+def _read_lite(_spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
+    ask = reader(path)
+
+    def predict(inputs: Inputs) -> Answers:
+        return ask({serving_name(name): np.asarray(values) for name, values in inputs.items()})
+
+    return (predict,)
+
+
+FORMATS = {
+    "saved_model": Format(
+        path="", write=_write_saved_model, read=_read_saved_model, tolerance=1e-5
+    ),
+    "keras": Format(path="model.keras", write=_write_keras, read=_read_keras, tolerance=1e-5),
+    "tflite": Format(path="model.tflite", write=_write_float, read=_read_lite, tolerance=1e-4),
+    "tflite_int8": Format(
+        path="model_int8.tflite",
+        write=_write_lite,
+        read=_read_lite,
+        tolerance=0.01,
+        calibrated=True,
+    ),
+}

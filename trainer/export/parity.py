@@ -1,0 +1,231 @@
+"""The proof that every written form is the same model: real examples, answered from disk.
+
+A request to the exported model in a fresh process that knows nothing but the written folder.
+
+TensorFlow takes seconds to load: the process is started before there is anything to ask, and loads
+it while the model is written.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+from trainer.evaluation.metrics import Labels
+from trainer.evaluation.signature import SERVING, serving_name
+from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, answers_of, called
+from trainer.models.registry import first_line
+
+# Batches of which a form that is rounded shows its accuracy.
+MOST_BATCHES = 20
+
+Batch = tuple[Inputs, Labels]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """The original: the model in memory, its dataset, and real examples.
+
+    Attributes:
+        model: with its weights.
+        spec: of the dataset.
+        batches: returns the test examples anew: inputs by feature name, and labels.
+        calibration: training examples by feature name, where a form needs them.
+    """
+
+    model: keras.Model
+    spec: DatasetSpec
+    batches: Callable[[], Iterator[Batch]]
+    calibration: Inputs | None
+
+    def first(self) -> Batch:
+        """Return the first batch of test examples; raises `UserError` where there is none."""
+        for batch in self.batches():
+            return batch
+        raise UserError("there are no test examples: the exported model cannot be proved")
+
+
+def prove(subject: Subject, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
+    """Write every form to its path below `folder`, read it back, and hold its answers.
+
+    Returns:
+        `examples`, and `formats` by name: `max_difference` (of values within -1..1 absolute, of
+        larger ones relative) and the `tolerance` it kept to; of a form that is rounded `accuracy`,
+        and `original_accuracy` on the same examples, which may differ by `tolerance`.
+
+    Raises:
+        UserError: a form cannot be written or read back, or answers otherwise.
+    """
+    inputs, labels = subject.first()
+    expected = answers_of(called(subject.model, inputs))
+    formats: dict[str, Any] = {}
+    for name, path in paths.items():
+        form = FORMATS[name]
+        readers = _written(name, form, subject, folder / path)
+        found = [_asked(name, ask, inputs) for ask in readers]
+        difference = max(_difference(expected, answers) for answers in found)
+        formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
+        if form.calibrated:
+            formats[name] |= _accuracies(name, form, subject, readers[0])
+        # Written so that a NaN fails too.
+        elif not difference <= form.tolerance:
+            raise UserError(
+                f"nothing is exported: as {name} the model's answers to {len(labels)} test "
+                f"examples differ by up to {difference:g} from the original ({form.tolerance:g} "
+                "is allowed)"
+            )
+    return {"examples": len(labels), "formats": formats}
+
+
+def _accuracies(name: str, form: Format, subject: Subject, ask: Predictor) -> dict[str, Any]:
+    count = own = original = 0
+    for inputs, labels in islice(subject.batches(), MOST_BATCHES):
+        count += len(labels)
+        logits = called(subject.model, inputs).numpy()
+        original += int((logits.argmax(axis=1) == labels).sum())
+        own += int((_asked(name, ask, inputs)["logits"].argmax(axis=1) == labels).sum())
+    # Of few examples one alone is more than the tolerance.
+    if original - own > max(form.tolerance * count, 1):
+        raise UserError(
+            f"nothing is exported: as {name} the model has {own} of {count} test examples right "
+            f"and the original {original} ({form.tolerance:g} of accuracy may be lost); leave "
+            f"{name} out of export.formats"
+        )
+    return {
+        "accuracy": own / count,
+        "original_accuracy": original / count,
+        "accuracy_examples": count,
+    }
+
+
+def _written(name: str, form: Format, subject: Subject, path: Path) -> tuple[Predictor, ...]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        form.write(subject.model, subject.spec, path, subject.calibration)
+        return form.read(subject.spec, path)
+    except (OSError, tf.errors.OpError) as error:
+        raise UserError(f"the model cannot be written as {name}: {first_line(error)}") from error
+    # The user's own classes run here, and may fail in any way.
+    except Exception as error:
+        raise _not_alike(name, error) from error
+
+
+def _asked(name: str, ask: Predictor, inputs: Inputs) -> Answers:
+    try:
+        return ask(inputs)
+    except Exception as error:
+        raise _not_alike(name, error) from error
+
+
+def _not_alike(name: str, error: Exception) -> UserError:
+    remedy = "give its own classes a get_config, or " if name == "keras" else ""
+    return UserError(
+        f"the model cannot be written as {name} and read back: {first_line(error)}; {remedy}leave "
+        f"{name} out of export.formats"
+    )
+
+
+def _difference(expected: Answers, found: Answers) -> float:
+    return max(
+        float(np.max(np.abs(found[name] - values) / np.maximum(np.abs(values), 1.0)))
+        for name, values in expected.items()
+    )
+
+
+REQUEST = "request.json"
+SMOKE_EXAMPLES = 3
+SMOKE_SECONDS = 300
+_PROGRAM = Path(__file__).with_name("smoke_request.py")
+
+Fresh = subprocess.Popen[str]
+
+
+@contextmanager
+def fresh_process(folder: Path) -> Iterator[Fresh]:
+    """Start the process that is asked later about what is written below `folder` until then."""
+    # Isolated: neither this folder nor PYTHONPATH is looked at, so that no code of ours is found.
+    command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
+    with subprocess.Popen(
+        command,
+        cwd=folder,
+        env=_environment(),
+        encoding="utf-8",
+        errors="replace",
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def _environment() -> dict[str, str]:
+    # It needs no Keras, which TensorFlow imports with itself unless it is told of another one.
+    return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
+
+
+def answered(subject: Subject, folder: Path, saved_model: str, process: Fresh) -> dict[str, Any]:
+    """Write `request.json` into `folder`, let a fresh process answer it, and hold the answers.
+
+    Returns:
+        `max_difference` of the probabilities, and `milliseconds` of one example (the median).
+
+    Raises:
+        UserError: the process cannot load the model, or answers otherwise.
+    """
+    inputs, _ = subject.first()
+    few = {name: np.asarray(values)[:SMOKE_EXAMPLES] for name, values in inputs.items()}
+    rows = zip(*(each.tolist() for each in few.values()), strict=True)
+    names = [serving_name(name) for name in few]
+    instances = [dict(zip(names, map(_plain, row), strict=True)) for row in rows]
+    request = {"signature_name": SERVING, "instances": instances}
+    (folder / REQUEST).write_text(json.dumps(request) + "\n", encoding="utf-8")
+    answer = _ask_process(process, saved_model)
+    expected = answers_of(called(subject.model, few))["probabilities"]
+    difference = float(np.max(np.abs(np.array(answer["probabilities"]) - expected)))
+    tolerance = FORMATS["saved_model"].tolerance
+    if not difference <= tolerance:
+        raise UserError(
+            f"nothing is exported: a fresh process answers {SMOKE_EXAMPLES} examples by up to "
+            f"{difference:g} otherwise than the original ({tolerance:g} is allowed)"
+        )
+    return {"max_difference": difference, "milliseconds": answer["milliseconds"]}
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as TensorFlow Serving's REST interface takes it."""
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return {"b64": base64.b64encode(value).decode()} if isinstance(value, bytes) else value
+
+
+def _ask_process(process: Fresh, saved_model: str) -> dict[str, Any]:
+    try:
+        out, said = process.communicate(saved_model, timeout=SMOKE_SECONDS)
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"nothing is exported: a fresh process gave no answer in {SMOKE_SECONDS} s"
+        ) from None
+    lines = [line for line in said.splitlines() if line.strip()]
+    if process.returncode:
+        last = lines[-1].strip() if lines else f"exit code {process.returncode}"
+        raise UserError(f"nothing is exported: a fresh process cannot serve the model: {last}")
+    answer: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return answer

@@ -1,0 +1,1 @@
+"""The gate, the registry and promotions."""

@@ -1,0 +1,238 @@
+"""The gate: is a model good enough to leave?
+
+The decision is a published directory with `decision.json`:
+
+    {"decision": "blessed" | "refused", "reasons": [one line each],
+     "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note"}],
+     "champion": URI or "", "evaluation": URI, "global_step"}
+
+`key` is what sets the threshold in the configuration, `note` what else there is to know. A value
+that is not a finite number stands there as null, and never passes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer import storage
+from trainer.config.schema import Config, GateConfig
+from trainer.errors import UserError, nearest
+
+KIND = "decision"
+BLESSED = "blessed"
+REFUSED = "refused"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One threshold and how the model stands to it."""
+
+    metric: str
+    bound: Literal["min", "max"]
+    threshold: float
+    value: float
+    key: str
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the value keeps to the bound."""
+        if not math.isfinite(self.value):
+            return False
+        if self.bound == "min":
+            return self.value >= self.threshold
+        return self.value <= self.threshold
+
+    def __str__(self) -> str:
+        """Say in one line how the value stands to the threshold."""
+        above = self.value > self.threshold
+        if not math.isfinite(self.value):
+            stands = "is not a finite number: it cannot be held against"
+        elif self.passed:
+            stands = "keeps to"
+        else:
+            stands = "is above" if above else "is below"
+        note = f" ({self.note})" if self.note else ""
+        return f"{self.metric} {self.value!r} {stands} {self.key} {self.threshold!r}{note}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """What the gate decided, and where it is published."""
+
+    uri: str
+    blessed: bool
+    rules: tuple[Rule, ...]
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """One line for each rule that decided: those that failed, or all when all passed."""
+        return _reasons(self.rules)
+
+
+def check(config: Config, evaluation: str, output: str) -> Decision:
+    """Hold the evaluated metrics against the thresholds of the configuration.
+
+    Args:
+        config: the run's configuration; its `gate` says the rules.
+        evaluation: URI of a published evaluation.
+        output: URI at which the decision is published; the same decision again is a no-op.
+
+    Raises:
+        UserError: a rule names a metric that was not measured, or `evaluation` is none.
+    """
+    measured = _measured(evaluation)
+    champion = measured.get("champion") or {}
+    rules = (*_bounds(config.gate, measured), *_beside(config.gate, measured, champion))
+    decision = Decision(uri=output, blessed=all(rule.passed for rule in rules), rules=rules)
+    origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
+    _publish(decision, {"champion": champion.get("uri", ""), **origin})
+    return decision
+
+
+def _measured(uri: str) -> dict[str, Any]:
+    kind = storage.read_manifest(uri).kind
+    if kind != "evaluation":
+        raise UserError(f"{uri} is a {kind} and not an evaluation: pass on what evaluate wrote")
+    tree = json.loads(storage.read_file(uri, "metrics.json"))
+    if not isinstance(tree, dict) or not isinstance(tree.get("metrics"), dict):
+        raise UserError(f"{uri}: metrics.json holds no metrics: evaluate the checkpoint again")
+    return tree
+
+
+def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
+    bounds: tuple[tuple[Literal["min", "max"], Mapping[str, float]], ...] = (
+        ("min", config.min),
+        ("max", config.max),
+    )
+    for bound, thresholds in bounds:
+        for name, threshold in thresholds.items():
+            metric, _, part = name.partition("@")
+            key = f"gate.{bound}"
+            for label, metrics in _parts(part, f"{key}.{name}", measured):
+                yield Rule(
+                    metric=f"{metric}{label}",
+                    bound=bound,
+                    threshold=threshold,
+                    value=_value(metric, f"{key}.{name}", metrics),
+                    key=key,
+                )
+
+
+def _parts(
+    part: str, key: str, measured: Mapping[str, Any]
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield a label and the metrics of all examples, of one part, or of each part of a slice."""
+    if not part:
+        yield "", measured["metrics"]
+        return
+    feature, one, value = part.partition("=")
+    slices = measured.get("slices", {})
+    if feature not in slices:
+        known = ", ".join(slices) or "nothing"
+        raise UserError(
+            f"{key}: there is no slice by {feature!r}{nearest(feature, slices)} (sliced by: "
+            f"{known}); name it in evaluation.slices"
+        )
+    rows = {row["value"]: row["metrics"] for row in slices[feature]}
+    if one and value not in rows:
+        raise UserError(
+            f"{key}: no example has {feature} {value!r}{nearest(value, rows)} (there is "
+            f"{', '.join(rows)})"
+        )
+    for each in [value] if one else rows:
+        yield f"@{feature}={each}", rows[each]
+
+
+def _beside(
+    config: GateConfig, measured: Mapping[str, Any], champion: Mapping[str, Any]
+) -> Iterator[Rule]:
+    """Yield the rules about a champion, where there is one."""
+    if not champion:
+        return
+    if champion["incomparable"]:
+        note = f"{champion['uri']}: {champion['incomparable']}; give this model another name"
+        yield Rule(
+            metric="comparable", bound="min", threshold=1, value=0, key="the champion", note=note
+        )
+        return
+    own, other = measured["metrics"]["accuracy"], champion["metrics"]["accuracy"]
+    paired = champion["paired"]
+    note = f"accuracy {own:.6g}, the champion's {other:.6g}, on the same examples"
+    if config.champion == "not_worse":
+        yield Rule(
+            metric="p_worse",
+            bound="min",
+            threshold=config.significance,
+            value=paired["p_worse"],
+            key="gate.significance",
+            note=note,
+        )
+        return
+    yield Rule(
+        metric="gain",
+        bound="min",
+        threshold=config.min_gain,
+        value=own - other,
+        key="gate.min_gain",
+        note=note,
+    )
+    yield Rule(
+        metric="p_better",
+        bound="max",
+        threshold=config.significance,
+        value=paired["p_better"],
+        key="gate.significance",
+        note=note,
+    )
+
+
+def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
+    if metric not in metrics:
+        hint = nearest(metric, metrics)
+        known = ", ".join(sorted(metrics)) or "nothing"
+        raise UserError(f"{key}: {metric!r} was not measured{hint} (measured: {known})")
+    value = metrics[metric]
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UserError(f"{key}: {metric!r} is {value!r}, which no threshold can be held against")
+    return float(value)
+
+
+def _reasons(rules: tuple[Rule, ...]) -> tuple[str, ...]:
+    failed = tuple(str(rule) for rule in rules if not rule.passed)
+    return failed or tuple(map(str, rules)) or ("gate.min and gate.max hold no rule",)
+
+
+def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
+    word = BLESSED if decision.blessed else REFUSED
+    tree = {
+        "decision": word,
+        "reasons": decision.reasons,
+        "rules": [row(rule) for rule in decision.rules],
+        **origin,
+    }
+    with tempfile.TemporaryDirectory(prefix="decision-") as folder:
+        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+        Path(folder, "decision.json").write_text(text + "\n", encoding="utf-8")
+        storage.publish(Path(folder), decision.uri, kind=KIND, fields={"decision": word, **origin})
+
+
+def row(rule: Rule) -> dict[str, Any]:
+    """Return a rule as JSON."""
+    return {
+        "metric": rule.metric,
+        "key": rule.key,
+        "bound": rule.bound,
+        "threshold": rule.threshold,
+        "value": rule.value if math.isfinite(rule.value) else None,
+        "passed": rule.passed,
+        "note": rule.note,
+    }

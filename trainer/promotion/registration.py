@@ -1,0 +1,190 @@
+"""Judge an exported model as it was published, register it, and make it the champion.
+
+What was decided is a published directory with `registration.json`:
+
+    {"decision": "promoted" | "refused", "reasons": [one line each], "rules": [as of the gate],
+     "version", "promotion", "model": URI, "predecessor": URI of the champion before or ""}
+
+Nothing is registered unless every rule is kept. Free of TensorFlow.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.promotion import registry
+from trainer.promotion.gate import Rule, row
+
+KIND = "registration"
+PROMOTED = "promoted"
+REFUSED = "refused"
+_MEGABYTE = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Registration:
+    """What came of a model. Without a promotion `version` and `promotion` are 0."""
+
+    uri: str
+    promoted: bool
+    reasons: tuple[str, ...]
+    version: int
+    promotion: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is to be registered.
+
+    Attributes:
+        config: says the name, and the limits of the registry.
+        root: URI below which the registry stands.
+        model: URI of the exported model.
+        output: URI of the registration.
+        lineage: what the version says of where it comes from.
+        by: who asks.
+    """
+
+    config: Config
+    root: str
+    model: str
+    output: str
+    lineage: Mapping[str, Any]
+    by: str
+
+
+def register(request: Request, scratch: Path) -> Registration:
+    """Judge, register and promote; the same model again gives what was decided before.
+
+    Raises:
+        UserError: the model, or what it was made from, is missing or damaged.
+    """
+    if storage.is_published(request.output):
+        return _read(request.output)
+    root, name = request.root, request.config.name
+    after, champion = registry.newest(root, name), registry.champion(root, name)
+    ours = champion is not None and champion.manifest.fields["source"]["uri"] == request.model
+    rules = () if ours else tuple(_rules(request, champion))
+    failed = [str(rule) for rule in rules if not rule.passed]
+    if failed:
+        return _publish(request, rules, reasons=failed, champion=champion)
+    made = registry.register(root, name, request.model, lineage=request.lineage, scratch=scratch)
+    try:
+        if not ours:
+            # An earlier try may have come so far.
+            after = registry.promote(root, name, made.number, after=after, by=request.by).number
+    except registry.PromotionLostError as lost:
+        # An earlier try may have died when the promotion was its own and was not published yet.
+        last = registry.promotions(root, name)[-1]
+        if (last.version, last.by) != (made.number, request.by):
+            return _publish(request, rules, reasons=[str(lost)], champion=champion)
+        after = last.number
+    return _publish(
+        request, rules, reasons=[], champion=champion, version=made.number, promotion=after
+    )
+
+
+def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:
+    manifest = storage.verify(request.model)
+    parity = json.loads(storage.read_file(request.model, "parity.json"))
+    for form, found in parity["formats"].items():
+        value, limit = found["max_difference"], found["tolerance"]
+        if "accuracy" in found:
+            # Of few examples one alone is more than the tolerance.
+            value = found["original_accuracy"] - found["accuracy"]
+            limit = max(limit, 1 / found["accuracy_examples"])
+        yield _at_most(f"difference of {form}", value, limit, "its tolerance")
+    yield _labelled(request.model, manifest)
+    limits = request.config.registry
+    if limits.max_megabytes:
+        size = manifest.total_bytes / _MEGABYTE
+        yield _at_most("megabytes", size, limits.max_megabytes, "registry.max_megabytes")
+    if limits.max_milliseconds:
+        taken = parity["smoke"]["milliseconds"]
+        yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
+    judged_beside = storage.read_manifest(manifest.fields["decision"]).fields.get("champion", "")
+    now = champion.uri if champion else ""
+    note = "" if judged_beside == now else f"the champion is {now}, the gate saw {judged_beside}"
+    yield _yes("same_champion", judged_beside == now, "the gate's", note and f"{note}; run again")
+    if champion:
+        changed = _changes(champion, request.model, manifest.fields)
+        note = f"{changed} changed since {champion.uri}; give this model another name"
+        yield _yes("same_signature", not changed, "the champion's", note if changed else "")
+
+
+def _labelled(model: str, manifest: storage.Manifest) -> Rule:
+    count = len(_labels(model))
+    wanted = manifest.fields["num_classes"]
+    note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} classes"
+    return _yes("labelled", count == wanted, "the model's", note)
+
+
+def _labels(model: str) -> list[str]:
+    try:
+        return storage.read_file(model, "labels.txt").decode(errors="replace").splitlines()
+    except storage.Missing:
+        return []
+
+
+def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
+    before = champion.manifest.fields
+    changed = [key for key in ("inputs", "num_classes") if before[key] != now[key]]
+    if not changed and _labels(champion.uri) != _labels(model):
+        changed = ["labels"]
+    return ", ".join(changed)
+
+
+def _at_most(metric: str, value: float, limit: float, key: str) -> Rule:
+    return Rule(metric=metric, bound="max", threshold=limit, value=value, key=key)
+
+
+def _yes(metric: str, holds: bool, key: str, note: str) -> Rule:
+    return Rule(metric=metric, bound="min", threshold=1, value=int(holds), key=key, note=note)
+
+
+def _publish(  # noqa: PLR0913
+    request: Request,
+    rules: tuple[Rule, ...],
+    *,
+    reasons: list[str],
+    champion: registry.Version | None,
+    version: int = 0,
+    promotion: int = 0,
+) -> Registration:
+    tree = {
+        "decision": PROMOTED if promotion else REFUSED,
+        "reasons": reasons,
+        "rules": [row(rule) for rule in rules],
+        "version": version,
+        "promotion": promotion,
+        "model": request.model,
+        "predecessor": champion.uri if champion else "",
+        "lineage": dict(request.lineage),
+    }
+    with tempfile.TemporaryDirectory(prefix="registration-") as folder:
+        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
+        Path(folder, "registration.json").write_text(text + "\n", encoding="utf-8")
+        fields = {"decision": tree["decision"], "model": request.model}
+        storage.publish(Path(folder), request.output, kind=KIND, fields=fields)
+    return _read(request.output)
+
+
+def _read(uri: str) -> Registration:
+    if (kind := storage.read_manifest(uri).kind) != KIND:
+        raise UserError(f"{uri} is a {kind} and not a {KIND}: delete it")
+    tree = json.loads(storage.read_file(uri, "registration.json"))
+    return Registration(
+        uri=uri,
+        promoted=tree["decision"] == PROMOTED,
+        reasons=tuple(tree["reasons"]),
+        version=tree["version"],
+        promotion=tree["promotion"],
+    )

@@ -1,0 +1,320 @@
+"""The registry: which models there are by name, and which of them is the champion.
+
+Below `<root>/registry` stand published directories, written once and never changed:
+
+    names/NAME                       says that there is a model of this name
+    models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
+    models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
+                                     promotion before
+    models/NAME/claims/...           notes by which a number gets one owner: `promotion.consensus`
+
+The champion is what the newest promotion says. A promotion names its predecessor by its own number,
+and a number is given once: of two at the same time one finds it taken, whatever the store promises.
+
+Whom a run meets in the registry: the champion that it is held against, or begins from.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer import storage
+from trainer.errors import UserError, nearest
+from trainer.promotion import kserve
+from trainer.promotion.consensus import reach
+from trainer.storage import Manifest
+
+MODEL = "model"
+PROMOTION = "promotion"
+NAME = "name"
+
+
+class PromotionLostError(UserError):
+    """Another promotion came first; nothing was promoted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """One registered model."""
+
+    number: int
+    uri: str
+    manifest: Manifest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promotion:
+    """One promotion: `version` became champion; `restores` is the promotion it went back to, or 0.
+
+    `by` says who asked: a run, or a person.
+    """
+
+    number: int
+    uri: str
+    version: int
+    restores: int
+    by: str
+    created: str
+
+
+def home(root: str, name: str) -> str:
+    """Return the URI below which all of a model stands."""
+    return storage.join(root, "registry", "models", name)
+
+
+def names(root: str) -> list[str]:
+    """Return the names of all registered models."""
+    found = storage.published(storage.join(root, "registry", "names"), NAME)
+    return [manifest.fields["name"] for _, manifest in found]
+
+
+def versions(root: str, name: str) -> list[Version]:
+    """Return the registered versions of a model, oldest first."""
+    found = storage.published(storage.join(home(root, name), "versions"), MODEL)
+    return [
+        Version(number=manifest.fields["version"], uri=uri, manifest=manifest)
+        for uri, manifest in found
+    ]
+
+
+def version(root: str, name: str, number: int) -> Version:
+    """Return one version; raises `UserError` where there is none of this number."""
+    found = {each.number: each for each in versions(root, name)}
+    if number not in found:
+        known = ", ".join(map(str, found)) or "none"
+        raise UserError(f"{name} has no version {number} below {root} (there is {known})")
+    return found[number]
+
+
+def promotions(root: str, name: str) -> list[Promotion]:
+    """Return every promotion of a model that can be read, oldest first."""
+    found = storage.published(storage.join(home(root, name), "promotions"), PROMOTION)
+    return [
+        Promotion(
+            number=manifest.fields["predecessor"] + 1,
+            uri=uri,
+            version=manifest.fields["version"],
+            restores=manifest.fields["restores"],
+            by=manifest.fields["by"],
+            created=manifest.created,
+        )
+        for uri, manifest in found
+    ]
+
+
+def champion(root: str, name: str) -> Version | None:
+    """Return the champion, or None before the first promotion.
+
+    Raises:
+        UserError: its version is gone, or cannot be read.
+    """
+    number = champion_number(root, name)
+    return crowned(root, name, number) if number else None
+
+
+def champion_number(root: str, name: str) -> int:
+    """Return the version that is champion, there or not; 0 before the first promotion."""
+    made = promotions(root, name)
+    return made[-1].version if made else 0
+
+
+def crowned(root: str, name: str, number: int) -> Version:
+    """Return a version that became champion; raises `UserError`, with the remedy, if it is gone."""
+    try:
+        return version(root, name, number)
+    except UserError as error:
+        remedy = "restore it, or make another version champion with `flotilla models promote`"
+        raise UserError(f"the champion is gone: {error}; {remedy}") from error
+
+
+def register(
+    root: str, name: str, model: str, *, lineage: Mapping[str, Any], scratch: Path
+) -> Version:
+    """Copy the exported model at URI `model` into the registry, as its next version.
+
+    The registry owns its files, so that a run can be deleted. The same model again is the version
+    that it became before.
+
+    Raises:
+        UserError: the model is damaged, or cannot be copied.
+    """
+    there = storage.read_manifest(model)
+    source = {"uri": model, "created": there.created}
+    known = versions(root, name)
+    for each in known:
+        if each.manifest.fields["source"] == source:
+            return each
+    number = known[-1].number + 1 if known else 1
+    _name(root, name)
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
+        copy = Path(folder) / "model"
+        storage.fetch(model, copy)
+        served = copy / there.fields["saved_model"]
+        while True:
+            if _claim(root, name, "versions", number, source) != source:
+                # Another run has taken this number meanwhile.
+                number += 1
+                continue
+            uri = storage.join(home(root, name), "versions", f"{number:06d}")
+            served = served.rename(served.with_name(str(number)))
+            service = kserve.service(name, uri)
+            (copy / "kserve.yaml").write_text(service, encoding="utf-8")
+            fields = {
+                **there.fields,
+                "saved_model": served.relative_to(copy).as_posix(),
+                "version": number,
+                "source": source,
+                "lineage": dict(lineage),
+            }
+            try:
+                manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
+            except storage.Conflict:
+                # What stands there may be this very model, by another process of this run.
+                manifest = storage.read_manifest(uri)
+                if manifest.fields.get("source") != source:
+                    number += 1
+                    continue
+            return Version(number=number, uri=uri, manifest=manifest)
+
+
+def _name(root: str, name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="name-") as folder:
+        uri = storage.join(root, "registry", "names", name)
+        storage.publish(Path(folder), uri, kind=NAME, fields={"name": name})
+
+
+def promote(  # noqa: PLR0913
+    root: str, name: str, number: int, *, after: int, by: str, restores: int = 0
+) -> Promotion:
+    """Make a version the champion, if `after` is still the newest promotion (0: there is none).
+
+    Raises:
+        LostError: another promotion was made after `after`.
+        UserError: there is no such version, or it is damaged.
+    """
+    storage.verify(version(root, name, number).uri)
+    fields = {
+        "version": number,
+        "predecessor": after,
+        "restores": restores,
+        "by": by,
+        # Two promotions that say the same are still two.
+        "token": secrets.token_hex(8),
+    }
+    uri = storage.join(home(root, name), "promotions", f"{after + 1:06d}")
+    if _is_made(uri):
+        raise PromotionLostError(_lost(root, name, after))
+    # Whose it is is published by all: who was agreed on may be dead.
+    agreed = _claim(root, name, "promotions", after + 1, fields)
+    with tempfile.TemporaryDirectory(prefix="promotion-") as folder:
+        Path(folder, "promotion.json").write_text(json.dumps(agreed) + "\n", encoding="utf-8")
+        try:
+            made = storage.publish(Path(folder), uri, kind=PROMOTION, fields=agreed)
+        except storage.Conflict:
+            raise PromotionLostError(_lost(root, name, after)) from None
+    if agreed != fields:
+        raise PromotionLostError(_lost(root, name, after))
+    return Promotion(
+        number=after + 1, uri=uri, version=number, restores=restores, by=by, created=made.created
+    )
+
+
+def _is_made(uri: str) -> bool:
+    """Say whether a promotion was published; one that cannot be read any more is damage."""
+    try:
+        storage.read_manifest(uri)
+    except storage.NotPublished:
+        return False
+    return True
+
+
+def _claim(
+    root: str, name: str, what: str, number: int, owner: Mapping[str, Any]
+) -> dict[str, Any]:
+    return reach(storage.join(home(root, name), "claims", what, f"{number:06d}"), owner)
+
+
+def rollback(root: str, name: str, *, by: str) -> Promotion:
+    """Make the version champion that was it before the one that is now.
+
+    Once more goes one further back, and not forth again.
+
+    Raises:
+        LostError: another promotion was made meanwhile.
+        UserError: there is none before.
+    """
+    made = {each.number: each for each in promotions(root, name)}
+    if not made:
+        raise UserError(f"{name} has no champion below {root}{nearest(name, names(root))}")
+    newest = made[max(made)]
+    before = [number for number in made if number < (newest.restores or newest.number)]
+    if not before:
+        raise UserError(f"{name} has no champion before version {newest.version}")
+    target = made[max(before)]
+    return promote(
+        root,
+        name,
+        target.version,
+        after=newest.number,
+        by=by,
+        restores=target.restores or target.number,
+    )
+
+
+def newest(root: str, name: str) -> int:
+    """Return the number of the newest promotion, 0 before the first."""
+    made = promotions(root, name)
+    return made[-1].number if made else 0
+
+
+def _lost(root: str, name: str, after: int) -> str:
+    other = next((each for each in promotions(root, name) if each.number == after + 1), None)
+    who = f"by {other.by} (version {other.version})" if other else "by another"
+    return f"{name}: promotion {after + 1} was made {who} meanwhile; nothing was promoted"
+
+
+def champion_checkpoint(root: str, name: str) -> str:
+    """Return the URI of the checkpoint that became the champion; empty where there is none yet.
+
+    Raises:
+        UserError: the champion's checkpoint is gone, as it is when its run was deleted.
+    """
+    found = champion(root, name)
+    if found is None:
+        return ""
+    uri = str(found.manifest.fields.get("lineage", {}).get("checkpoint", ""))
+    if not uri or not storage.is_published(uri):
+        raise UserError(
+            f"training.warm_start: the checkpoint of {name}'s champion, version {found.number}, is "
+            f"not there any more ({uri or 'it names none'}): name another checkpoint, or leave it "
+            "empty"
+        )
+    return uri
+
+
+def opponent(root: str, name: str, checkpoint: str) -> Version | None:
+    """Return the champion that the model of a checkpoint has to stand up to.
+
+    A run that is resumed while its own model is champion is not held against itself, but against
+    the champion before, so that it ends as it did. One that was followed meets who followed it:
+    nothing is promoted again over a better one.
+
+    Args:
+        root: URI below which the registry stands.
+        name: of the model.
+        checkpoint: URI of a published checkpoint.
+    """
+    created = storage.read_manifest(checkpoint).created
+    known = {each.number: each for each in versions(root, name)}
+    for made in reversed(promotions(root, name)):
+        found = known.get(made.version) or crowned(root, name, made.version)
+        origin = found.manifest.fields.get("made_from", {})
+        if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
+            return found
+    return None

@@ -1,0 +1,1 @@
+"""One run on one page, and in one summary."""

@@ -1,0 +1,222 @@
+"""`report.html`: one run on one page that needs nothing beside itself.
+
+The facts of a run are plain data; every part may be missing, as it is when a run failed early:
+
+    run_id      text
+    verdict     "blessed", "refused", "done", "failed" or "interrupted"
+    config      the configuration, nested
+    steps       [{"step", "status", "seconds", "figures": {name: value}, "uri", "error"}], of one
+                that was tried again also "tries" and "earlier_seconds"
+    metrics     {name: value} of the test split
+    rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
+    history     [{"global_step", "loss", "validation_loss", "validation_accuracy", ...}]
+    incidents   [{"event", "time": seconds since 1970, ...}]
+    checkpoints [{"event", "time", ...}]
+    evaluation  `metrics.json` of the evaluation
+    curves      its `curves.json`
+    pictures    {path of a worst example: PNG in base64}
+    registered  `registration.json`
+    lineage     {name: value}
+    cost        {name: value}
+    error       what is known of a failure that no step has told
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from trainer import storage
+from trainer.report import views
+from trainer.report.views import HEIGHT, LEFT, RIGHT, WIDTH, Chart, line_chart
+
+_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_CHARTS = (
+    ("Loss", {"loss": "training", "validation_loss": "validation"}),
+    ("Accuracy", {"validation_accuracy": "validation"}),
+    ("Learning rate", {"learning_rate": "training"}),
+    ("Global steps a second", {"steps_per_second": "training"}),
+    ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
+)
+HEADLINES = {
+    "blessed": "The model keeps to every rule.",
+    "refused": "The model was refused; the champion stays as it was.",
+    "done": "Every step of the run is done.",
+    "failed": "The run failed.",
+    "interrupted": "The run was interrupted; what was published before is kept.",
+}
+_SIZE = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT}
+NOTHING = "-"
+
+Facts = Mapping[str, Any]
+
+
+def write(facts: Facts, path: Path) -> None:
+    """Write the page of a run to `path`; a reader sees the old page or the new.
+
+    Raises:
+        UserError: the file cannot be written.
+    """
+    storage.write_bytes(storage.uri_of(path), render(facts).encode(errors="backslashreplace"))
+
+
+def render(facts: Facts) -> str:
+    """Return the page of a run as HTML; all that `facts` say is escaped."""
+    verdict = str(facts.get("verdict") or "unknown")
+    steps, rules, history = (_rows(facts, name) for name in ("steps", "rules", "history"))
+    incidents = _rows(facts, "incidents")
+    bars, marks = views.time_line(steps, [*_rows(facts, "checkpoints"), *incidents])
+    registered = facts.get("registered") or {}
+    evaluation = facts.get("evaluation") or {}
+    rules += [dict(rule) for rule in registered.get("rules") or ()]
+    return _template().render(
+        run_id=str(facts.get("run_id") or "run"),
+        verdict=verdict,
+        headline=HEADLINES.get(verdict, "How the run ended is not known."),
+        reasons=[*_reasons(verdict, steps, rules, registered), *_texts(facts, "error")],
+        metrics=views.metric_rows(evaluation, facts.get("metrics") or {}),
+        rules=rules,
+        size=_SIZE,
+        charts=_charts(history),
+        last=history[-1] if history else {},
+        steps=steps,
+        bars=bars,
+        marks=marks,
+        incidents=[_incident(each) for each in incidents],
+        config=_yaml(facts.get("config") or {}),
+        lineage=facts.get("lineage") or {},
+        cost=facts.get("cost") or {},
+        registered=registered,
+        **_measured(evaluation, facts),
+    )
+
+
+def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
+    pictures = facts.get("pictures") or {}
+    calibration = views.calibration(evaluation)
+    return {
+        "champion": evaluation.get("champion") or {},
+        "examples": evaluation.get("examples"),
+        "labels": evaluation.get("labels") or [],
+        "matrix": views.matrix(evaluation),
+        "classes": views.weak_classes(evaluation),
+        "confusions": views.confusions(evaluation),
+        "curves": views.curves(evaluation, facts.get("curves") or ()),
+        "calibration": [calibration] if calibration else [],
+        "parts": views.weak_parts(evaluation),
+        "worst": [
+            {**row, "data": pictures.get(row.get("picture"), "")}
+            for row in _rows(evaluation, "worst")
+        ],
+    }
+
+
+def figure(value: object) -> str:
+    """Return a value as a person reads it."""
+    if value is None or value == "":
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {figure(each)}" for name, each in value.items()) or NOTHING
+    if isinstance(value, list | tuple):
+        return ", ".join(figure(each) for each in value) or NOTHING
+    return str(value)
+
+
+def earlier(step: Facts) -> str:
+    """Return what the earlier tries of a step have taken, to be read after its own seconds."""
+    tries = step.get("tries")
+    if not isinstance(tries, int) or tries <= 1:
+        return ""
+    word = "try" if tries - 1 == 1 else "tries"
+    return f" + {figure(step.get('earlier_seconds'))} s in {tries - 1} earlier {word}"
+
+
+@cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_TEMPLATE.parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["figure"] = figure
+    environment.filters["earlier"] = earlier
+    environment.filters["short"] = lambda value: NOTHING if value is None else f"{value:.4g}"
+    environment.filters["interval"] = lambda pair: " to ".join(f"{end:.4g}" for end in pair)
+    environment.filters["words"] = lambda name: str(name).replace("_", " ")
+    return environment.get_template(_TEMPLATE.name)
+
+
+def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
+    return [dict(row) for row in facts.get(name) or ()]
+
+
+def _texts(facts: Facts, name: str) -> list[str]:
+    return [str(facts[name])] if facts.get(name) else []
+
+
+def _reasons(
+    verdict: str, steps: Sequence[Facts], rules: Sequence[Facts], registered: Facts
+) -> list[str]:
+    if verdict == "refused":
+        stand = [_stand(rule) for rule in rules if not rule.get("passed")]
+        # A race that was lost broke no rule.
+        return stand or [str(reason) for reason in registered.get("reasons") or ()]
+    failed = [step for step in steps if step.get("status", "done") != "done"]
+    return [f"{figure(step.get('step'))}: {figure(step.get('error'))}" for step in failed]
+
+
+def _stand(rule: Facts) -> str:
+    key = rule.get("key") or f"gate.{rule.get('bound')}"
+    bound = f"{key} {figure(rule.get('threshold'))}"
+    value = rule.get("value")
+    if value is None:
+        return f"{rule.get('metric')} is not a finite number, and {bound} asks for one."
+    # The gate compares exact values; figures rounded for reading could look equal.
+    note = f" ({rule['note']})" if rule.get("note") else ""
+    return f"{rule.get('metric')} is {value!r}, and {bound} does not allow that{note}."
+
+
+def _charts(history: Sequence[Facts]) -> list[Chart]:
+    drawn = (line_chart(title, history, "global_step", series) for title, series in _CHARTS)
+    return [chart for chart in drawn if chart]
+
+
+def _incident(event: Facts) -> dict[str, str]:
+    apart = ("event", "time", "last_lines")
+    lines = event.get("last_lines")
+    rest = {name: value for name, value in event.items() if name not in apart}
+    return {
+        "time": _clock(event.get("time")),
+        "event": figure(event.get("event")),
+        "what": figure(rest),
+        "lines": "\n".join(map(str, lines)) if isinstance(lines, list) else "",
+    }
+
+
+def _clock(seconds: object) -> str:
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return figure(seconds)
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return figure(seconds)
+
+
+def _yaml(config: object) -> str:
+    if not config:
+        return ""
+    plain = json.loads(json.dumps(config, default=str))
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, default_flow_style=None)

@@ -1,0 +1,101 @@
+"""`summary.md`: a run at a glance, for whoever opens it in the KFP UI.
+
+It is made of the same facts as the report (see `trainer.report.report`); every part may be missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trainer.report.report import HEADLINES, earlier, figure
+
+Facts = Mapping[str, Any]
+
+_MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
+_MOST = 12
+_LINEAGE = ("image", "commit", "dataset", "checkpoint")
+
+
+def as_markdown(facts: Facts, report: str) -> bytes:
+    """Return the summary of a run as Markdown; all that `facts` say is escaped.
+
+    Args:
+        facts: what is known of the run.
+        report: URI of the whole report, or empty.
+    """
+    verdict = str(facts.get("verdict") or "unknown")
+    blocks = [
+        [f"# {_plain(facts.get('run_id') or 'run')}: {_plain(verdict)}"],
+        [HEADLINES.get(verdict, "How the run ended is not known.")],
+        [f"- {_plain(reason)}" for reason in _reasons(facts)[:_MOST]],
+        _table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
+        _table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
+        _table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
+        _table(("cost", ""), _cost(facts)),
+        _table(("from", "what"), _lineage(facts)),
+        [f"The whole report: {_code(report)}"] if report else [],
+    ]
+    text = "\n\n".join("\n".join(block) for block in blocks if block) + "\n"
+    return text.encode(errors="backslashreplace")
+
+
+def _reasons(facts: Facts) -> list[str]:
+    errors = [f"{s['step']}: {s['error']}" for s in facts.get("steps") or () if s.get("error")]
+    registered = facts.get("registered") or {}
+    refusals = registered.get("reasons") or () if registered.get("decision") == "refused" else ()
+    decided = facts.get("reasons") or ()
+    unsaid = [facts["error"]] if facts.get("error") else []
+    return [*errors, *map(str, unsaid), *map(str, decided), *map(str, refusals)]
+
+
+def _rules(facts: Facts) -> list[Facts]:
+    registered = facts.get("registered") or {}
+    return [*(facts.get("rules") or ()), *(registered.get("rules") or ())][:_MOST]
+
+
+def _rule(rule: Facts) -> tuple[object, ...]:
+    sign = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
+    asked = f"{sign} {figure(rule.get('threshold'))}".strip()
+    return (
+        rule.get("metric", ""), asked, rule.get("value"), "kept" if rule.get("passed") else "broken"
+    )  # fmt: skip
+
+
+def _step(step: Facts) -> tuple[object, ...]:
+    seconds = f"{figure(step.get('seconds'))}{earlier(step)}"
+    return (step.get("step", ""), step.get("status", ""), seconds)
+
+
+def _cost(facts: Facts) -> list[tuple[str, object]]:
+    return [(name.replace("_", " "), value) for name, value in (facts.get("cost") or {}).items()]
+
+
+def _lineage(facts: Facts) -> list[tuple[str, object]]:
+    told = facts.get("lineage") or {}
+    return [(name, told[name]) for name in _LINEAGE if told.get(name)]
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [_row(heads), _row(["---"] * len(heads))]
+    return [*lines, *(_row([_plain(_cell(value)) for value in row]) for row in rows)]
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: object) -> str:
+    return value if isinstance(value, str) else figure(value)
+
+
+def _plain(text: object) -> str:
+    """Return a text that Markdown shows as it is, on one line."""
+    return _MARKS.sub(r"\\\1", " ".join(str(text).split()))
+
+
+def _code(text: str) -> str:
+    return f"`{' '.join(text.split()).replace('`', '')}`"

@@ -1,0 +1,319 @@
+"""What an evaluation and the events of a run look like on the page: plain data for the template.
+
+The geometry of a small line chart, as plain figures that a template can draw as SVG.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+# Small enough for a phone; beside each other on a screen.
+WIDTH, HEIGHT = 420, 220
+LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
+# More points than this are not told apart at this width.
+MOST_POINTS = 600
+MARKED_POINTS = 40
+# Beyond this the grid cannot be computed, and nobody can read it.
+_LARGEST = 1e100
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tick:
+    """One line of the grid: where it stands, and its label."""
+
+    at: float
+    label: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One series in the picture's coordinates; few points are marked one by one."""
+
+    label: str
+    points: tuple[Point, ...]
+
+    @property
+    def path(self) -> str:
+        """The points as an SVG polyline wants them."""
+        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
+
+    @property
+    def marks(self) -> tuple[Point, ...]:
+        """The points that are marked."""
+        return self.points if len(self.points) <= MARKED_POINTS else ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """A chart with its grid and lines."""
+
+    title: str
+    lines: tuple[Line, ...]
+    columns: tuple[Tick, ...]
+    rows: tuple[Tick, ...]
+
+
+def line_chart(
+    title: str, table: Sequence[Mapping[str, Any]], across: str, series: Mapping[str, str]
+) -> Chart | None:
+    """Draw columns of a table over another one.
+
+    Args:
+        title: what the chart shows.
+        table: rows; one that lacks a column, or holds no finite number there, adds no point.
+        across: the column of the horizontal axis.
+        series: the columns that are drawn, with their labels.
+
+    Returns:
+        The chart, or None where there is not one point.
+    """
+    found = {label: _points(table, across, name) for name, label in series.items()}
+    every = [point for points in found.values() for point in points]
+    if not every:
+        return None
+    columns = _ticks([x for x, _ in every])
+    rows = _ticks([y for _, y in every])
+
+    def place(point: Point) -> Point:
+        x = _share(point[0], columns) * (WIDTH - LEFT - RIGHT)
+        y = _share(point[1], rows) * (HEIGHT - TOP - BOTTOM)
+        return LEFT + x, HEIGHT - BOTTOM - y
+
+    return Chart(
+        title=title,
+        lines=tuple(
+            Line(label=label, points=tuple(place(point) for point in _thinned(points)))
+            for label, points in found.items()
+            if points
+        ),
+        columns=tuple(Tick(at=place((value, rows[0]))[0], label=f"{value:g}") for value in columns),
+        rows=tuple(Tick(at=place((columns[0], value))[1], label=f"{value:g}") for value in rows),
+    )
+
+
+def _points(table: Sequence[Mapping[str, Any]], across: str, name: str) -> list[Point]:
+    pairs = ((_number(row.get(across)), _number(row.get(name))) for row in table)
+    return sorted((x, y) for x, y in pairs if x is not None and y is not None)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return float(value) if abs(value) < _LARGEST else None
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """Keep the lowest and the highest point of each stretch, so that no peak is lost."""
+    if len(points) <= MOST_POINTS:
+        return list(points)
+    width = math.ceil(2 * len(points) / MOST_POINTS)
+    kept: list[Point] = []
+    for start in range(0, len(points), width):
+        stretch = points[start : start + width]
+        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def _ticks(values: Sequence[float]) -> list[float]:
+    """Return round values, at least two, that begin below all `values` and end above."""
+    low, high = min(values), max(values)
+    if high - low <= abs(high) * 1e-9:
+        room = abs(high) / 2 or 0.5
+        low, high = low - room, high + room
+    step = _round_step((high - low) / 4)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
+
+
+def _round_step(step: float) -> float:
+    power = 10.0 ** math.floor(math.log10(step))
+    return next((n * power for n in (1, 2, 5) if n * power >= step), 10 * power)
+
+
+def _share(value: float, ticks: Sequence[float]) -> float:
+    return (value - ticks[0]) / (ticks[-1] - ticks[0])
+
+
+# A matrix of more classes is a table that nobody reads; its largest confusions are told instead.
+MOST_CLASSES = 20
+_MOST_CONFUSIONS = 10
+_MOST_CURVES = 3
+_MOST_PARTS = 12
+_DARKEST = 55
+
+Facts = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One cell of the confusion matrix: how many, and how dark in percent."""
+
+    count: int
+    shade: int
+    right: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """One step on the time line: where it begins, and how long it is, in percent of the run."""
+
+    step: str
+    status: str
+    seconds: float
+    left: float
+    width: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark:
+    """Something that happened at one moment; `kind` is `checkpoint` or `incident`."""
+
+    left: float
+    kind: str
+    text: str
+
+
+def matrix(evaluation: Facts) -> list[list[Cell]]:
+    """Return the confusion matrix as cells; none where there are too many classes."""
+    rows = evaluation.get("confusion_matrix") or []
+    if len(rows) > MOST_CLASSES:
+        return []
+    return [
+        [
+            Cell(
+                count=count,
+                # The root shows one wrong example in a thousand.
+                shade=round(_DARKEST * math.sqrt(count / max(sum(row), 1))),
+                right=true == guess,
+            )
+            for guess, count in enumerate(row)
+        ]
+        for true, row in enumerate(rows)
+    ]
+
+
+def confusions(evaluation: Facts) -> list[dict[str, Any]]:
+    """Return the most frequent confusions: `true`, `predicted`, `count`."""
+    labels = evaluation.get("labels") or []
+    found = [
+        {"true": labels[true], "predicted": labels[guess], "count": count}
+        for true, row in enumerate(evaluation.get("confusion_matrix") or [])
+        for guess, count in enumerate(row)
+        if count and true != guess
+    ]
+    return sorted(found, key=lambda each: -each["count"])[:_MOST_CONFUSIONS]
+
+
+def weak_classes(evaluation: Facts) -> list[Facts]:
+    """Return the figures of each class, the lowest F1 first; of many classes the weakest."""
+    rows = evaluation.get("per_class") or ()
+    return sorted(rows, key=lambda row: row["f1"])[:MOST_CLASSES]
+
+
+def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
+    """Return ROC and precision over recall of the weakest classes."""
+    areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
+    charts = []
+    for title, curve, area in (
+        ("ROC: true over false positive rate", "roc", "roc_auc"),
+        ("Precision over recall", "pr", "pr_auc"),
+    ):
+        weakest = sorted(
+            (each for each in found if areas.get(each["label"], {}).get(area) is not None),
+            key=lambda each: areas[each["label"]][area],
+        )[:_MOST_CURVES]
+        table = [
+            {"across": x, str(number): y}
+            for number, each in enumerate(weakest)
+            for x, y in each[curve]
+        ]
+        series = {
+            str(number): f"{each['label']} (area {areas[each['label']][area]:.4f})"
+            for number, each in enumerate(weakest)
+        }
+        charts.append(line_chart(title, table, "across", series))
+    return [chart for chart in charts if chart]
+
+
+def calibration(evaluation: Facts) -> Chart | None:
+    """Return how often the model is right where it says how sure it is."""
+    bins = evaluation.get("calibration") or ()
+    if not bins:
+        return None
+    table = [{"across": each["confidence"], "found": each["accuracy"]} for each in bins]
+    table += [{"across": end, "ideal": end} for end in (0.0, 1.0)]
+    series = {"found": "accuracy", "ideal": "as sure as right"}
+    return line_chart("Calibration: accuracy over confidence", table, "across", series)
+
+
+def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
+    """Return the parts of every slice, the least accurate first: `slice`, `rows`."""
+    return [
+        {
+            "slice": name,
+            "rows": sorted(rows, key=lambda row: row["metrics"]["accuracy"])[:_MOST_PARTS],
+        }
+        for name, rows in (evaluation.get("slices") or {}).items()
+    ]
+
+
+def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
+    """Return every metric with its interval: `name`, `value`, `interval`."""
+    intervals = evaluation.get("intervals") or {}
+    return [
+        {"name": name, "value": value, "interval": intervals.get(name)}
+        for name, value in metrics.items()
+    ]
+
+
+def time_line(steps: Sequence[Facts], happened: Sequence[Facts]) -> tuple[list[Bar], list[Mark]]:
+    """Return the steps as bars, and checkpoints and incidents as marks, over the time of the run.
+
+    Args:
+        steps: records with the `time` at which they ended, and `seconds`.
+        happened: events with their `time`.
+    """
+    timed = [step for step in steps if _time(step) is not None and _is_number(step.get("seconds"))]
+    if not timed:
+        return [], []
+    begin: float = min(step["time"] - step["seconds"] for step in timed)
+    whole: float = max(max(step["time"] for step in timed) - begin, 1e-3)
+
+    def share(moment: float) -> float:
+        return round(min(max(100 * (moment - begin) / whole, 0.0), 100.0), 2)
+
+    bars = [
+        Bar(
+            step=str(step.get("step")),
+            status=str(step.get("status")),
+            seconds=step["seconds"],
+            left=share(step["time"] - step["seconds"]),
+            width=round(max(share(step["time"]) - share(step["time"] - step["seconds"]), 0.5), 2),
+        )
+        for step in timed
+    ]
+    marks = [
+        Mark(
+            left=share(event["time"]),
+            kind="checkpoint" if event.get("event") == "checkpoint" else "incident",
+            text=f"{event.get('event')} after {event['time'] - begin:.1f} s",
+        )
+        for event in happened
+        if _time(event) is not None
+    ]
+    return bars, marks
+
+
+def _time(event: Facts) -> float | None:
+    moment = event.get("time")
+    return float(moment) if _is_number(moment) else None
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

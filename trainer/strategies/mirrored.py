@@ -1,0 +1,246 @@
+"""Copies of one model that move together: on the GPUs of a process, or in processes side by side.
+
+Every replica computes the gradient of a batch of its own; the mean over all replicas is applied to
+each copy, so that the copies stay equal. What is not moved by gradients is kept together here:
+
+- moving averages (BatchNorm) are averaged over the replicas after each stretch of steps, which
+  gives what averaging them at every step would give, since they are linear in what they take in;
+- seeds (Dropout) are set apart before the first step, so that no two replicas drop the same units.
+
+One process without a cluster; mirrored over its GPUs when there are several.
+
+The plainest strategy: what every other one is measured and checked against.
+
+Synchronous training without servers: every worker has the model, gradients are all-reduced.
+
+Every worker runs the outer loop; worker 0 keeps the journal. The workers take the mean of their
+gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations") or by NCCL, and each applies it to its own copy. One worker that is gone stops all
+of them: each begins again from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import signal
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.strategies.fused_updates import fuse
+from trainer.strategies.parameter_server import Tally
+from trainer.strategies.strategy import (
+    Batch,
+    Problem,
+    Report,
+    Strategy,
+    checkpoint_variables,
+    exact_counter,
+    gradient_of,
+)
+from trainer.topology import Task
+
+Loss = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+_SEED = "seed_generator_state"
+
+
+class Replicated(Strategy):
+    """Model and optimizer in the scope of a `tf.distribute` strategy of replicas in step."""
+
+    @abstractmethod
+    def replicate(self) -> tf.distribute.Strategy:
+        """Return TensorFlow's strategy; nothing of TensorFlow has run in this process before."""
+
+    def build(self, problem: Problem) -> None:
+        """Make a copy of model and optimizer on each replica, and the input of this process."""
+        self.replicas = self.replicate()
+        with self.replicas.scope():
+            self.model = problem.build_model()
+            self.optimizer = problem.build_optimizer()
+            self.optimizer.build(self.model.trainable_variables)
+        # Copies on several devices are no variables that a kernel could move.
+        if self.replicas is tf.distribute.get_strategy():
+            fuse(self.optimizer)
+        self._applied = exact_counter(self.optimizer)
+        # It would sum gradients that are a mean already, and clip them before.
+        self.optimizer._all_reduce_sum_gradients = list
+        self._iterator = self._batches(problem)
+        self._steps_of = self._steps(problem)
+        self._apart = False
+
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates."""
+        if not self._apart:
+            # Not in `build`: a checkpoint that is restored after it has the seeds of one replica.
+            self._set_seeds_apart()
+            self._apart = True
+        return Report(loss=float(self._steps_of(self._iterator, tf.constant(steps))) / steps)
+
+    def global_step(self) -> int:
+        """Return the optimizer's counter."""
+        return int(self._applied.numpy())
+
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return the variables; what is read of one is the first copy in this process."""
+        return checkpoint_variables(self.model, self.optimizer)
+
+    def learning_rate(self) -> float:
+        """Return what the optimizer would use now."""
+        return float(tf.convert_to_tensor(self.optimizer.learning_rate))
+
+    def _batches(self, problem: Problem) -> Any:
+        def endless(_: object) -> tf.data.Dataset:
+            # TensorFlow asks all replicas before each step who still has a batch, unless it knows.
+            without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
+            return problem.batches().apply(without_end)
+
+        return iter(self.replicas.distribute_datasets_from_function(endless))
+
+    def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
+        replicas = self.replicas
+        loss = _of_one_replica(problem.loss, replicas.num_replicas_in_sync)
+        gradient = gradient_of(self.model, loss, jit=self.config.training.jit_compile)
+
+        def step(batch: Batch) -> tf.Tensor:
+            value, gradients = gradient(batch)
+            value, *gradients = _mean([value, *gradients])
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+            return value
+
+        def average() -> None:
+            moving = [
+                variable.value
+                for variable in self.model.non_trainable_variables
+                if variable.value.dtype.is_floating
+            ]
+            means = _mean([variable.read_value() for variable in moving]) if moving else []
+            for variable, mean in zip(moving, means, strict=True):
+                variable.assign(mean)
+
+        @tf.function
+        def steps_of(iterator: tf.data.Iterator, steps: tf.Tensor) -> tf.Tensor:
+            total = tf.constant(0.0)
+            for _ in tf.range(steps):
+                losses = replicas.run(step, args=(next(iterator),))
+                total += replicas.experimental_local_results(losses)[0]
+            replicas.run(average)
+            return total
+
+        return steps_of  # type: ignore[no-any-return]
+
+    def _set_seeds_apart(self) -> None:
+        seeds = [v.value for v in self.model.variables if v.path.endswith(_SEED)]
+
+        @tf.function
+        def shift() -> None:
+            number = tf.distribute.get_replica_context().replica_id_in_sync_group
+            for seed in seeds:
+                seed.assign_add(tf.cast([number, 0], seed.dtype))
+
+        self.replicas.run(shift)
+
+
+def _of_one_replica(loss: Loss, replicas: int) -> Loss:
+    """Take back that Keras divides a mean by the number of replicas, for a sum over them."""
+    if not isinstance(loss, keras.losses.Loss) or loss.reduction in ("sum", "none", None):
+        return loss
+    return lambda labels, logits: loss(labels, logits) * replicas
+
+
+def _mean(values: list[Any]) -> list[Any]:
+    """Return the mean of each value over all replicas; rows that were looked up stay sparse."""
+    replica = tf.distribute.get_replica_context()
+    if replica.num_replicas_in_sync == 1:
+        return values
+    means: list[Any] = replica.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+    return means
+
+
+class Single(Replicated):
+    """Model, input and updates in this process."""
+
+    def replicate(self) -> tf.distribute.Strategy:
+        """Return a strategy over the GPUs, or TensorFlow's default of one device."""
+        gpus = tf.config.list_logical_devices("GPU")
+        return tf.distribute.MirroredStrategy() if len(gpus) > 1 else tf.distribute.get_strategy()
+
+
+class MultiWorkerMirrored(Replicated):
+    """Workers side by side, each with a copy of the model."""
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this is worker 0."""
+        return self.task.index == 0
+
+    def replicate(self) -> tf.distribute.Strategy:
+        """Join the other workers, and wait for them."""
+        communication = self.config.cluster.communication
+        gpus = len(tf.config.list_physical_devices("GPU"))
+        if communication == "nccl" and not gpus:
+            raise ConfigError(
+                f"cluster.communication: nccl needs a GPU, and {self.task} sees none; "
+                "set it to ring or auto"
+            )
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.cluster.spec()),
+            task_type=self.task.role,
+            task_id=self.task.index,
+            rpc_layer="grpc",
+            num_accelerators={"GPU": gpus},
+        )
+        options = tf.distribute.experimental.CommunicationOptions(
+            implementation=tf.distribute.experimental.CommunicationImplementation[
+                communication.upper()
+            ]
+        )
+        on_sigterm = signal.getsignal(signal.SIGTERM)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+        # TensorFlow has put a handler of its own in its place.
+        signal.signal(signal.SIGTERM, on_sigterm)
+        return strategy
+
+    def build(self, problem: Problem) -> None:
+        """Join the others, and make the copies of this worker."""
+        super().build(problem)
+        local_replicas = self.replicas.num_replicas_in_sync // self.cluster.count("worker")
+        self._tally = Tally(batch_size=self.config.training.batch_size * local_replicas)
+
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates, each with a part of every worker."""
+        report = super().run(steps)
+        for index in range(self.cluster.count("worker")):
+            self._tally.add(str(Task(role="worker", index=index)), steps)
+        return replace(report, figures=self._tally.figures())
+
+    def totals(self, problem: Problem) -> list[float]:
+        """Return the sums over all workers, each of which measures a part on its own copy."""
+        workers = self.cluster.count("worker")
+        mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
+        every = self._gathered(tf.constant(mine, tf.float64))
+        return [float(value) for value in tf.reduce_sum(every, axis=0)]
+
+    def agreed(self, *values: int) -> tuple[int, ...]:
+        """Return the largest of each value over all workers."""
+        every = self._gathered(tf.constant(values, tf.int64))
+        return tuple(int(value) for value in tf.reduce_max(every, axis=0))
+
+    def leave(self) -> None:
+        """Go when all others know that the last checkpoint is published."""
+        # Whoever hears the last answer first is gone before the others hear it.
+        with suppress(tf.errors.OpError):
+            self.agreed(0)
+
+    @tf.function
+    def _gathered(self, values: tf.Tensor) -> tf.Tensor:
+        """Return the vectors of all workers, as rows."""
+
+        def gathered() -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_gather(values[tf.newaxis], axis=0)
+
+        return self.replicas.experimental_local_results(self.replicas.run(gathered))[0]

@@ -1,0 +1,234 @@
+"""What the outer loop asks of a strategy, and what it gives to one.
+
+A strategy builds the model on its devices, applies updates, and sums up what is to be measured of
+it. It never saves and never logs: `trainer.training.loop` does.
+
+A copy of a model in this process, to be measured at the variables of a strategy.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.config.schema import Config
+from trainer.topology import Cluster, Task
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What is to be trained.
+
+    Attributes:
+        build_model: makes the model; called once on each place that needs a copy.
+        build_optimizer: makes the optimizer, not yet built.
+        loss: labels [batch] and logits [batch, classes] to the mean loss, a scalar.
+        chance_loss: the loss of a blind guess; what lies far above it has diverged.
+        batches: the endless training examples of the task that calls it, as (inputs, labels). It
+            is traced into a graph and run by a worker, in that worker's working folder.
+        totals: sums over a part of the validation examples, of which every worker has all; traced
+            and run like `batches`. By default nothing is measured.
+    """
+
+    build_model: Callable[[], keras.Model]
+    build_optimizer: Callable[[], keras.optimizers.Optimizer]
+    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    chance_loss: float
+    batches: Callable[[], tf.data.Dataset]
+    totals: Totals = field(default=lambda _model, _part, _of: [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """What a stretch of steps has brought.
+
+    Attributes:
+        loss: the mean loss over the updates.
+        figures: further figures for the history, JSON values: staleness, dropped gradients, and
+            `workers`, which maps a worker to its local steps and examples.
+    """
+
+    loss: float
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Strategy(ABC):
+    """Applies updates to one model on one cluster."""
+
+    #: Where checkpoints are written and read: always on the task that leads.
+    io_device: str | None = None
+    #: Whether training goes on when a worker is lost, without a new life of the chief.
+    spares_workers: bool = False
+    #: Whether a graph is being used for the first time: traced, compiled and placed.
+    warming: bool = False
+
+    def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
+        """Remember what there is; nothing is connected before `build`."""
+        self.config = config
+        self.cluster = cluster
+        self.task = task
+        self._copy: MeasuredCopy | None = None
+
+    @property
+    def publishes(self) -> bool:
+        """Whether this task keeps the journal; where several run the loop, one of them does."""
+        return True
+
+    def agreed(self, *values: int) -> tuple[int, ...]:
+        """Return the largest of each value over all tasks that run the outer loop."""
+        return values
+
+    @abstractmethod
+    def build(self, problem: Problem) -> None:
+        """Connect to the cluster and make model, optimizer and input on it."""
+
+    @abstractmethod
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates.
+
+        Raises:
+            ClusterLostError: a task is gone that the strategy cannot do without; begin a new life.
+        """
+
+    def totals(self, problem: Problem) -> list[float]:
+        """Return the sums of `problem.totals` over all parts, at the variables as they are.
+
+        Here it is one part, in this process; a strategy with workers spreads the parts over them.
+        """
+        return self.measured_copy(problem).totals(self.variables(), 0, 1)
+
+    def measured_copy(self, problem: Problem) -> MeasuredCopy:
+        """Return a copy of the model in this process, the same one each time."""
+        if self._copy is None:
+            self._copy = MeasuredCopy(problem.build_model, problem.totals)
+        return self._copy
+
+    @abstractmethod
+    def global_step(self) -> int:
+        """Return the number of updates applied since the model was new."""
+
+    @abstractmethod
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return what a checkpoint holds by path: `model/...`, `optimizer/...`, `global_step`."""
+
+    @abstractmethod
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next update."""
+
+    def leave(self) -> None:  # noqa: B027
+        """Part from the other tasks that run the outer loop, when all is done and published."""
+
+    def close(self) -> None:  # noqa: B027
+        """Let go of the cluster."""
+
+
+Batch = tuple[Any, tf.Tensor]
+
+
+def sum_of(losses: Sequence[Any]) -> tf.Tensor:
+    """Return the sum of the losses of layers, of any shape and precision, as a scalar float32."""
+    return sum((tf.reduce_sum(tf.cast(each, tf.float32)) for each in losses), tf.constant(0.0))
+
+
+def gradient_of(
+    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool = False
+) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
+    """Return the function from a batch to its loss and the gradient of each trainable variable.
+
+    The loss has the losses of the layers (such as L2) in it; a gradient of rows that were looked
+    up is `IndexedSlices`. With `jit` XLA compiles it, which needs the variables in this process.
+    """
+
+    def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
+        inputs, labels = batch
+        with tf.GradientTape() as tape:
+            value = tf.cast(loss(labels, model(inputs, training=True)), tf.float32)
+            value += sum_of(model.losses)
+        weights = [variable.value for variable in model.trainable_variables]
+        # A variable that the loss does not know stays where it is; the others are still averaged.
+        unknown = tf.UnconnectedGradients.ZERO
+        return value, tape.gradient(value, weights, unconnected_gradients=unknown)
+
+    return tf.function(gradient, jit_compile=True) if jit else gradient
+
+
+def step_of(
+    model: keras.Model,
+    optimizer: keras.optimizers.Optimizer,
+    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    *,
+    jit: bool = False,
+) -> Callable[[Batch], tf.Tensor]:
+    """Return the function that computes one gradient and applies it: batch to loss."""
+    gradient = gradient_of(model, loss, jit=jit)
+
+    def step(batch: Batch) -> tf.Tensor:
+        value, gradients = gradient(batch)
+        optimizer.apply(gradients, model.trainable_variables)
+        return value
+
+    return step
+
+
+def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
+    """Make the optimizer count every update once, and return its counter: the global step.
+
+    Keras reads, adds and assigns, which loses updates when workers race: 1,000 steps of two workers
+    count 650 to 700. TensorFlow's own `assign_add` runs on the parameter server in one piece.
+    Schedules and Adam's bias correction read the same counter.
+    """
+    counter: tf.Variable = optimizer.iterations.value
+    optimizer.iterations.assign_add = counter.assign_add
+    return counter
+
+
+def checkpoint_variables(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer
+) -> dict[str, tf.Variable]:
+    """Return the variables of a run by path, the same under every strategy.
+
+    The learning rate is left out: the configuration owns it, also when training is resumed.
+    """
+    named = {f"model/{variable.path}": variable.value for variable in model.variables}
+    for variable in optimizer.variables:
+        if variable is not optimizer.iterations and variable.path.split("/")[-1] != "learning_rate":
+            named[_free(f"optimizer/{variable.path}", named)] = variable.value
+    named["global_step"] = optimizer.iterations.value
+    return named
+
+
+def _free(path: str, taken: Mapping[str, object]) -> str:
+    """Return the path, numbered where it is taken: Adafactor calls all its row factors `kernel`."""
+    names = (f"{path}-{number}" if number else path for number in count())
+    return next(name for name in names if name not in taken)
+
+
+# The model, the number of a part and the number of all parts, to sums over the part's examples.
+Totals = Callable[[keras.Model, tf.Tensor, int], list[tf.Tensor]]
+
+
+class MeasuredCopy:
+    """Stands on one device, whatever strategy trains the original."""
+
+    def __init__(self, build_model: Callable[[], keras.Model], totals: Totals) -> None:
+        """Build the copy; what is built before a cluster is connected is lost with its devices."""
+        self._model = build_model()
+        model = self._model
+
+        @tf.function
+        def graph(part: tf.Tensor, of: int) -> list[tf.Tensor]:
+            return totals(model, part, of)
+
+        self._graph = graph
+
+    def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> list[float]:
+        """Return the sums over one of `of` parts; `variables` are those of a checkpoint."""
+        for variable in self._model.variables:
+            variable.assign(variables[f"model/{variable.path}"])
+        return [float(value) for value in self._graph(tf.constant(part), of)]

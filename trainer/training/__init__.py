@@ -1,0 +1,1 @@
+"""The tasks of a training cluster: entry, chief, outer loop, servers, evaluator."""

@@ -1,0 +1,144 @@
+"""What an attempt of training leaves behind: history, TensorBoard, events and checkpoints.
+
+Where several tasks run the outer loop next to each other, one of them keeps the journal and the
+others only remember what it read at the beginning.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from trainer import events
+from trainer.checkpoints.checkpoints import UNWRITABLE, Checkpoints
+from trainer.checkpoints.history import History
+from trainer.config.schema import Config
+
+log = logging.getLogger(__name__)
+
+
+class TensorBoardLog:
+    """Writes scalars where TensorFlow can: into a local folder."""
+
+    def __init__(self, folder: Path | None) -> None:
+        """Write into `folder`, or nowhere."""
+        self._writer = None
+        with self._unless_unwritable():
+            self._writer = tf.summary.create_file_writer(str(folder)) if folder else None
+
+    def add(self, row: Mapping[str, Any]) -> None:
+        """Write all figures of one row of the history at its global step."""
+        if self._writer is None:
+            return
+        with self._unless_unwritable():
+            with self._writer.as_default(step=int(row["global_step"])):
+                for name, value in _scalars(row):
+                    if name != "global_step":
+                        tf.summary.scalar(name, value)
+            self._writer.flush()
+
+    @contextmanager
+    def _unless_unwritable(self) -> Iterator[None]:
+        """Write no more when the disk takes no more: pictures of a run are not worth the run."""
+        try:
+            yield
+        except UNWRITABLE as error:
+            log.warning("no more figures for TensorBoard: %s", error.message.splitlines()[0])
+            self._writer = None
+
+
+def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Yield the figures of a row; one in a mapping is called `outer/inner`."""
+    for name, value in row.items():
+        if isinstance(value, Mapping):
+            yield from _scalars(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+MOST_ROWS = 2000
+
+
+class Journal:
+    """The rows and checkpoints of a run, going on from a global step."""
+
+    def __init__(self, config: Config, checkpoints: Checkpoints, start: int) -> None:
+        """Read the rows up to global step `start`."""
+        self._steps = config.training.steps
+        self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
+        self._batch_size = config.training.batch_size
+        self._checkpoints = checkpoints
+        self._history = History(checkpoints.uri, start=start, write=checkpoints.write)
+        self._newest = self._history.rows[-1] if self._history.rows else {}
+
+    @cached_property
+    def _board(self) -> TensorBoardLog:
+        # Its file is made at once: not before there is a row, and not by a task that writes none.
+        return TensorBoardLog(self._checkpoints.logs)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all rows so far."""
+        return self._history.rows
+
+    @property
+    def last_checkpoint(self) -> str:
+        """Return the URI of the newest checkpoint, or an empty text."""
+        return self._checkpoints.last
+
+    def begin(self, start: int, warmed_from: str) -> None:
+        """Say that a life begins, of a run that began with a checkpoint of another run, or not."""
+        self._fields["warmed_from"] = warmed_from
+        events.emit("life", global_step=start, steps=self._steps, resumed=start > 0)
+
+    def progress(self, row: Mapping[str, Any]) -> None:
+        """Say how far training has come."""
+        speed = row["steps_per_second"]
+        left = (self._steps - row["global_step"]) / speed if speed else 0.0
+        events.emit("progress", steps=self._steps, seconds_left=round(left, 1), **row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keep one row, unless it is one of too many.
+
+        A run keeps at most `ROWS` rows beside those with a validation and the last one, since the
+        history is written whole each time.
+        """
+        since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
+        asked_for = "validation_loss" in row or row["global_step"] >= self._steps
+        if asked_for or since * MOST_ROWS >= self._steps:
+            self._history.add(row)
+            self._board.add(row)
+        self._newest = row
+
+    def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:
+        """Publish a checkpoint and return its URI; raises `UserError`."""
+        last = self._newest
+        metrics = {name: value for name, value in last.items() if name != "global_step"}
+        position = {"examples": last.get("global_step", 0) * self._batch_size}
+        fields = {**self._fields, "metrics": metrics, "input_position": position}
+        return self._checkpoints.save(variables, io_device=io_device, fields=fields)
+
+
+class UnpublishedJournal(Journal):
+    """The journal of a task beside the one that publishes: nothing leaves it."""
+
+    def begin(self, start: int, warmed_from: str) -> None:
+        """Say nothing."""
+
+    def progress(self, row: Mapping[str, Any]) -> None:
+        """Say nothing."""
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Remember one row."""
+        self._history.rows.append(row)
+
+    def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:  # noqa: ARG002
+        """Leave saving to the task that publishes, and return the URI of what it saves."""
+        self._checkpoints.last = self._checkpoints.uri_of(variables)
+        return self.last_checkpoint

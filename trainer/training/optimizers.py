@@ -1,0 +1,179 @@
+"""Make a Keras optimizer by its name.
+
+Learning rate schedules over the exact global step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.optimizers import schedules
+from keras.optimizers.schedules import LearningRateSchedule as Schedule
+
+from trainer.config.schedule import CosineArgs, ExponentialArgs, PiecewiseArgs
+from trainer.config.schema import TrainingConfig
+from trainer.errors import ConfigError, nearest
+
+
+def learning_rate(training: TrainingConfig) -> float | Schedule:
+    """Return what the optimizer takes: a number, or a schedule over its counter of updates."""
+    rate = training.optimizer.learning_rate
+    warmup = training.schedule.warmup_steps
+    after = _after(training, rate)
+    if not warmup:
+        return after
+    return Warmup(after=after, rate=rate, steps=warmup)
+
+
+def _after(training: TrainingConfig, rate: float) -> float | Schedule:
+    """Return what follows the warm-up, counted from its end."""
+    args = training.schedule.parsed()
+    if isinstance(args, CosineArgs):
+        steps = max(1, training.steps - training.schedule.warmup_steps)
+        return schedules.CosineDecay(rate, steps, alpha=args.alpha)
+    if isinstance(args, ExponentialArgs):
+        return schedules.ExponentialDecay(
+            rate, args.decay_steps, args.decay_rate, staircase=args.staircase
+        )
+    if isinstance(args, PiecewiseArgs):
+        # Keras keeps a value up to and with its boundary; here the next one begins at it.
+        boundaries = [boundary - 1 for boundary in args.boundaries]
+        return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
+    return rate
+
+
+class Warmup(Schedule):
+    """From `rate / steps` in equal steps up to `rate`, then `after`."""
+
+    def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
+        """Warm up over `steps` global steps."""
+        self._after = after
+        self._rate = rate
+        self._steps = steps
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """Return the learning rate of the update after `step` others."""
+        done = tf.cast(tf.convert_to_tensor(step), tf.float32)
+        rising = self._rate * (done + 1.0) / self._steps
+        later = tf.maximum(done - self._steps, 0.0)
+        after = self._after(later) if isinstance(self._after, Schedule) else self._after
+        return tf.where(done < self._steps, rising, after)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments, as Keras asks of every schedule."""
+        return {"after": self._after, "rate": self._rate, "steps": self._steps}
+
+
+# Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
+NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
+
+# Arguments that Keras offers and that would be wrong here: the first ones have a place of their
+# own, the others need a training loop that scales the loss, skips steps or swaps weights.
+REFUSED: dict[str, str] = {
+    "learning_rate": "set training.optimizer.learning_rate",
+    "name": "it has no effect",
+    "loss_scale_factor": "the loss is not scaled",
+    "gradient_accumulation_steps": "every gradient is applied; raise training.batch_size",
+    "use_ema": "averages of weights are not kept",
+    "ema_momentum": "averages of weights are not kept",
+    "ema_overwrite_frequency": "averages of weights are not kept",
+}
+
+
+def available() -> dict[str, type[keras.optimizers.Optimizer]]:
+    """Return Keras's optimizers by their names in lower case."""
+    return {
+        name.lower(): value
+        for name, value in vars(keras.optimizers).items()
+        if inspect.isclass(value)
+        and issubclass(value, keras.optimizers.Optimizer)
+        and value is not keras.optimizers.Optimizer
+        and name not in NOT_OFFERED
+    }
+
+
+def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
+    """Return the optimizer with its schedule, without variables yet (`build` was not called).
+
+    A gradient of looked up rows (`tf.IndexedSlices`) moves it as the same one written out would.
+
+    Raises:
+        ConfigError: an argument that the optimizer does not have, or a value it does not take.
+    """
+    config = training.optimizer
+    kind = available()[config.name]
+    defaults = {
+        parameter.name: parameter.default
+        for parameter in inspect.signature(kind).parameters.values()
+        if parameter.kind is not parameter.VAR_KEYWORD and parameter.name not in REFUSED
+    }
+    for argument, value in config.args.items():
+        _check(config.name, defaults, argument, value)
+    try:
+        optimizer = kind(learning_rate=learning_rate(training), **config.args)
+    except (ValueError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"training.optimizer.args of {config.name}: {reason}") from error
+    _keep_rows(optimizer)
+    return optimizer
+
+
+def each_row_once(gradient: Any) -> Any:
+    """Return a gradient of looked up rows with the parts of a row added up; others as they are."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows, places = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, places, tf.size(rows))
+    return tf.IndexedSlices(values, rows, gradient.dense_shape)
+
+
+def _keep_rows(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make the optimizer treat a gradient of looked up rows as the dense one that it stands for.
+
+    A batch that asks twice for a row, and two workers that ask for it, give it in two parts, which
+    Keras clips and squares one by one. And to clip by a norm Keras makes it dense: a whole table
+    on the network for a few rows. The rows without a gradient change no norm.
+    """
+    clip = optimizer._clip_gradients
+
+    def clip_gradients(gradients: Sequence[Any]) -> list[Any]:
+        summed = [each_row_once(gradient) for gradient in gradients]
+        sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in summed]
+        values = [g.values if rows else g for g, rows in zip(summed, sparse, strict=True)]
+        return [
+            tf.IndexedSlices(clipped, gradient.indices, gradient.dense_shape) if rows else clipped
+            for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
+        ]
+
+    # Keras calls it first of all, also where there is nothing to clip.
+    optimizer._clip_gradients = clip_gradients
+
+
+def _check(optimizer: str, defaults: Mapping[str, Any], argument: str, value: object) -> None:
+    key = f"training.optimizer.args.{argument}"
+    if argument in REFUSED:
+        raise ConfigError(f"{key} cannot be set: {REFUSED[argument]}")
+    if argument not in defaults:
+        hint = nearest(argument, defaults)
+        raise ConfigError(f"{key}: {optimizer} takes {', '.join(defaults)}{hint}")
+    default = defaults[argument]
+    if value is None and default is None:
+        return
+    fits, allowed = _expected(argument, default, value)
+    if not fits:
+        raise ConfigError(f"{key}: {value!r} is not allowed; it has to be {allowed}")
+
+
+def _expected(argument: str, default: object, value: object) -> tuple[bool, str]:
+    if argument == "exclude_layers":
+        fits = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        return fits, "a list of texts"
+    if isinstance(default, bool):
+        return isinstance(value, bool), "true or false"
+    if argument.endswith("_steps"):
+        return isinstance(value, int) and not isinstance(value, bool), "a whole number"
+    return isinstance(value, int | float) and not isinstance(value, bool), "a number"

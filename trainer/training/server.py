@@ -1,0 +1,90 @@
+"""A worker or a parameter server: serves TensorFlow's runtime to the chief.
+
+Free of Keras, whose import costs more than TensorFlow's own: a server only runs graphs.
+
+How much of its GPUs a task takes; and whether it sees those that it was given.
+"""
+
+from __future__ import annotations
+
+import tensorflow as tf
+
+from trainer.cluster.launcher import Job
+from trainer.cluster.process import gpu_count
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.topology import Cluster, Task
+from trainer.training.input import stage_input
+
+
+def configure_gpus(config: Config, task: Task) -> None:
+    """Make TensorFlow take of the GPUs what the configuration says, before it touches one.
+
+    Raises:
+        UserError: the task sees fewer GPUs than it was given.
+    """
+    wanted = gpu_count(config, task)
+    seen = tf.config.list_physical_devices("GPU")
+    if len(seen) < wanted:
+        raise UserError(
+            f"{task} was given {wanted} GPUs (cluster.gpus_per_worker) and sees {len(seen)}: "
+            "check the node's driver and the image's CUDA, or set it to 0 to train on the CPU"
+        )
+    for gpu in seen:
+        if not config.cluster.gpu_memory_mb:
+            tf.config.experimental.set_memory_growth(gpu, True)
+            continue
+        limit = tf.config.LogicalDeviceConfiguration(memory_limit=config.cluster.gpu_memory_mb)
+        tf.config.set_logical_device_configuration(gpu, [limit])
+
+
+# With fewer threads between operators, servers that wait for each other in one process hang.
+IN_PROCESS_THREADS = 16
+_SERVERS: list[tf.distribute.Server] = []
+
+
+def serve(job: Job, cluster: Cluster, task: Task) -> None:
+    """Stage this worker's shards, then serve on the task's address; never returns.
+
+    The chief's input pipelines run in this process, in its working folder: they find the shards
+    of this worker, and no others, as `shards/*.tfrecord`.
+
+    Raises:
+        UserError: the shards cannot be fetched.
+    """
+    configure_gpus(job.config, task)
+    stage_input(job, cluster, task)
+    server = tf.distribute.Server(
+        tf.train.ClusterSpec(cluster.spec()),
+        job_name=task.role,
+        task_index=task.index,
+        config=_settings(),
+    )
+    server.join()
+
+
+def serve_in_process(cluster: Cluster) -> None:
+    """Serve as every parameter server and worker in this process, on threads of its own.
+
+    All of them have the working folder of this process, and so the same shards.
+    """
+    settings = _settings()
+    settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
+    _SERVERS.extend(
+        tf.distribute.Server(
+            tf.train.ClusterSpec(cluster.spec()), job_name=role, task_index=index, config=settings
+        )
+        for role in ("ps", "worker")
+        for index in range(cluster.count(role))
+    )
+
+
+def _settings() -> tf.compat.v1.ConfigProto:
+    """Return settings of a server whose threads sleep while they wait.
+
+    By default they look for work in a loop first: a server that waits for the network takes the
+    processor from the tasks beside it that have work.
+    """
+    settings = tf.compat.v1.ConfigProto()
+    settings.experimental.disable_thread_spinning = True
+    return settings

@@ -1,0 +1,162 @@
+"""One task of a training cluster: which one this process is, and what its role does.
+
+A parameter server and a worker serve, a chief leads; where there is no chief, worker 0 leads, or
+all workers do. The evaluator watches the checkpoints.
+
+A cluster without a chief: worker 0 leads, and serves as a worker in a child process.
+
+Published examples run parameter servers and workers only. The coordinator and a worker's server
+cannot share a process, so worker 0 starts itself a second time for the one of the two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import threading
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from trainer import topology
+from trainer.cluster import lease, liveness, signals
+from trainer.cluster.launcher import Job, task_command
+from trainer.cluster.local import free_port
+from trainer.config.load import load_config
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+from trainer.topology import Cluster, Task, leader, topology_of
+
+CHIEF = Task(role="chief", index=0)
+FIRST_WORKER = Task(role="worker", index=0)
+
+
+def with_chief(cluster: Cluster) -> Cluster:
+    """Return the cluster with a chief on a free port of worker 0's host."""
+    host, _, _ = cluster.address(FIRST_WORKER).rpartition(":")
+    return Cluster(addresses={"chief": (f"{host}:{free_port()}",), **cluster.addresses})
+
+
+def serve_beside(cluster: Cluster, command: list[str], restarts: int) -> None:
+    """Serve as worker 0 in a child process with the command line of a task.
+
+    It ends with this process, and is started again up to `restarts` times when it dies before.
+    """
+    # Signs of life are for whoever started this process.
+    inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
+    settings = {
+        **inherited,
+        **signals.parent_environment(),
+        "TF_CONFIG": cluster.tf_config(FIRST_WORKER),
+        "TF_USE_LEGACY_KERAS": "1",
+    }
+
+    # Before this process changes into its folder: the user's own modules may stand here.
+    here = os.getcwd()
+
+    def keep() -> None:
+        for _ in range(restarts + 1):
+            subprocess.run(command, cwd=here, env=settings, stdin=subprocess.DEVNULL, check=False)
+
+    threading.Thread(target=keep, name="worker-0", daemon=True).start()
+
+
+_HOSTS = ("ps", "worker", "chief")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add what a task has to be told on its command line."""
+    parser.add_argument("--dataset", required=True, metavar="URI")
+    parser.add_argument("--checkpoints", required=True, metavar="URI")
+    flags = parser.add_argument_group("the cluster and this task, where TF_CONFIG does not say it")
+    for role in _HOSTS:
+        flags.add_argument(f"--{role}_hosts", default="", metavar="HOST:PORT,...")
+    flags.add_argument("--job_name", default="", metavar="ROLE")
+    flags.add_argument("--task_index", default=0, type=int, metavar="N")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Be the task that the flags, or else TF_CONFIG, name; a server never returns.
+
+    Raises:
+        UserError: the command line, the configuration or TF_CONFIG is wrong, or the role's work
+            fails.
+    """
+    config = load_config(options.config)
+    tasks, this = _cluster(options)
+    _require_roles(config, tasks)
+    job = Job(
+        config=config,
+        dataset=options.dataset,
+        checkpoints=options.checkpoints,
+        workdir=options.workdir,
+    )
+    if this.role == "evaluator":
+        _evaluate(job)
+        return
+    topology.check_port(tasks, this)
+    used = topology_of(config.training.strategy)
+    if used.chief and not tasks.count("chief") and this == FIRST_WORKER:
+        tasks, this = with_chief(tasks), CHIEF
+        command = task_command(job, options.config, job.workdir)
+        serve_beside(tasks, command, config.cluster.max_restarts)
+    # For whatever of TensorFlow reads it: without the evaluator, and with the chief.
+    os.environ["TF_CONFIG"] = tasks.tf_config(this)
+    # Graphs that run in this process find its shards by paths that are relative to its folder.
+    _enter(job.workdir)
+    if used.leads(this):
+        from trainer.training.chief import lead
+
+        liveness.begin()
+        with _lease(job, tasks, this) as held:
+            lead(job, tasks, this, held)
+    else:
+        from trainer.training.server import serve
+
+        liveness.begin()
+        serve(job, tasks, this)
+
+
+def _lease(job: Job, tasks: Cluster, this: Task) -> AbstractContextManager[lease.NoLease]:
+    """Hold the lock of the checkpoints, where this task is the one that publishes."""
+    if this != leader(tasks):
+        return nullcontext(lease.NoLease())
+    return lease.held(job.checkpoints, job.run_id)
+
+
+def _evaluate(job: Job) -> None:
+    from trainer.training.evaluator import watch
+
+    # It is in no cluster of TensorFlow's.
+    os.environ.pop("TF_CONFIG", None)
+    _enter(job.workdir)
+    liveness.begin()
+    watch(job)
+
+
+def _cluster(options: argparse.Namespace) -> tuple[Cluster, Task]:
+    hosts = {role: getattr(options, f"{role}_hosts") for role in _HOSTS}
+    if options.job_name or any(hosts.values()):
+        return topology.from_flags(hosts, options.job_name, options.task_index)
+    return topology.from_tf_config(os.environ.get("TF_CONFIG", ""))
+
+
+def _require_roles(config: Config, tasks: Cluster) -> None:
+    strategy = config.training.strategy
+    used = topology_of(strategy)
+    needed = {"ps": used.servers, "worker": used.workers}
+    for role, is_needed in needed.items():
+        if is_needed and not tasks.count(role):
+            raise ConfigError(f"training.strategy: {strategy} needs a {role}; the cluster has none")
+    if tasks.count("chief") and not used.chief:
+        raise ConfigError(
+            f"training.strategy: {strategy} is led by worker 0; leave the chief out of the cluster"
+        )
+
+
+def _enter(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(f"--workdir: cannot work in {folder}: {error.strerror}") from None
