@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterable
 from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -17,9 +17,11 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pipelines.runs.kfp_run import RemoteRun, Step
 from pipelines.runs.outcome import Outcome
 from trainer import storage
+
+if TYPE_CHECKING:
+    from pipelines.runs.kfp_run import RemoteRun, Step
 
 # Without a terminal a line of progress comes at most so often.
 LINE_SECONDS = 5.0

@@ -17,8 +17,8 @@ from trainer.cluster import lease
 from trainer.cluster.lease import (
     ABANDONED_SECONDS,
     LEASE_SECONDS,
-    HeldError,
     Lease,
+    LeaseHeldError,
     LeaseLostError,
     remove_expired,
 )
@@ -68,7 +68,7 @@ def kept(place, uri):
 
 
 def refused(act):
-    with pytest.raises(HeldError) as caught:
+    with pytest.raises(LeaseHeldError) as caught:
         act()
     line = str(caught.value)
     assert caught.value.exit_code == 1
@@ -136,7 +136,7 @@ def test_of_many_at_once_one_gets_it(uri):
         try:
             wanted.acquire()
             got.append(wanted)
-        except HeldError as error:
+        except LeaseHeldError as error:
             told.append(str(error))
 
     threads = [threading.Thread(target=try_it, args=(number,)) for number in range(8)]

@@ -1,0 +1,1 @@
+"""Runs on this machine and on a KFP instance; returns values and prints nothing."""

@@ -1,0 +1,171 @@
+"""With what a KFP instance is reached: endpoint, namespace, credentials.
+
+Secrets come from files or from the environment, never from the command line, where every user of
+the machine can read them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from trainer.errors import ConfigError, UserError
+
+# The first of these is the SDK's variable, the others are those of its command line.
+ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")
+NAMESPACE = ("KFP_NAMESPACE",)
+TOKEN = ("KFP_EXISTING_TOKEN",)
+TOKEN_FILE = ("KF_PIPELINES_SA_TOKEN_PATH",)
+COOKIES = ("KFP_COOKIES",)
+CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+# Where pods have the token that is made out to KFP.
+TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
+HIDDEN = "***"
+_LEAST_SECRET = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Access:
+    """How an instance is reached, and with whose credentials.
+
+    Attributes:
+        endpoint: URL of the instance without a slash at its end, with http:// or https://.
+        namespace: the profile's namespace in multi-user mode, else empty.
+        token: bearer token, or empty. A secret.
+        token_file: file with a bearer token that is read anew for each request, or empty.
+        cookies: value of the Cookie header, or empty. A secret.
+        ca_file: certificates in PEM that the endpoint's is checked against, or empty.
+    """
+
+    endpoint: str
+    namespace: str = ""
+    token: str = field(default="", repr=False)
+    token_file: str = ""
+    cookies: str = field(default="", repr=False)
+    ca_file: str = ""
+
+    def check(self) -> None:
+        """Raise a `ConfigError` for what cannot be right, before anything is sent."""
+        _check_endpoint(self.endpoint)
+        for name, value in (("the token", self.token), ("the cookies", self.cookies)):
+            _check_header(name, value)
+        if self.token_file and not self.token:
+            self.read_token()
+        if self.ca_file and not Path(self.ca_file).is_file():
+            raise ConfigError(f"--ca-file {self.ca_file}: there is no such file")
+
+    def has_token(self) -> bool:
+        """Return whether a token is sent."""
+        return bool(self.token or self.token_file)
+
+    def read_token(self) -> str:
+        """Return the token, from its file where it has one; raises `UserError`."""
+        if self.token:
+            return self.token
+        token = _read(self.token_file, "token file")
+        _check_header(f"the token in {self.token_file}", token)
+        return token
+
+    def masked(self, text: str) -> str:
+        """Return `text` without the secrets that stand in it."""
+        secrets = [self.token, self.cookies]
+        secrets += [part.partition("=")[2] for part in self.cookies.split(";")]
+        if self.token_file and not self.token:
+            try:
+                secrets.append(self.read_token())
+            except UserError:
+                secrets.append("")
+        for secret in secrets:
+            # What is shorter is no secret, and would take letters out of words.
+            if len(secret.strip()) >= _LEAST_SECRET:
+                text = text.replace(secret.strip(), HIDDEN)
+        return text
+
+
+def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether an instance is named, by an option or by the environment."""
+    return bool(endpoint or any(environment.get(name) for name in ENDPOINT))
+
+
+def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
+    """Return the namespace that was given, else that of the environment, else nothing."""
+    return _either(namespace, NAMESPACE, environment)
+
+
+def found_access(
+    endpoint: str = "",
+    namespace: str = "",
+    token_file: str = "",
+    cookies_file: str = "",
+    ca_file: str = "",
+    environment: Mapping[str, str] = os.environ,
+) -> Access:
+    """Return the access by what was given, then by the variables of the KFP client.
+
+    Raises:
+        ConfigError: no endpoint is given, or one that cannot be right.
+        UserError: a file with a secret cannot be read.
+    """
+    where = _either(endpoint, ENDPOINT, environment).strip()
+    if not where:
+        raise ConfigError(f"no KFP instance is named: give --endpoint URL, or set {ENDPOINT[0]}")
+    cookies = _read(cookies_file, "cookies file") if cookies_file else ""
+    cookies = _either(cookies, COOKIES, environment)
+    # What a person names comes before what the environment has.
+    token = "" if token_file else _either("", TOKEN, environment)
+    file = _either(token_file, TOKEN_FILE, environment)
+    if not (token or file or cookies) and TOKEN_VOLUME.is_file():
+        file = str(TOKEN_VOLUME)
+    access = Access(
+        # As the SDK has it.
+        endpoint=(where if "://" in where else f"https://{where}").rstrip("/"),
+        namespace=found_namespace(namespace, environment),
+        token=token.strip(),
+        token_file="" if token else file,
+        cookies=cookies.strip(),
+        ca_file=_either(ca_file, CA_FILE, environment),
+    )
+    access.check()
+    return access
+
+
+def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) -> str:
+    return given or next((environment[name] for name in names if environment.get(name)), "")
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        parts = urlsplit(endpoint)
+        wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
+    except ValueError:
+        wrong, parts = True, urlsplit("")
+    if parts.username is not None or parts.password is not None:
+        raise ConfigError(
+            "the endpoint carries a user or password: "
+            f"leave them out, and name a token or cookies by file or by {TOKEN[0]}, {COOKIES[0]}"
+        )
+    if wrong or parts.query or parts.fragment or any(c.isspace() for c in endpoint):
+        raise ConfigError(
+            f"the endpoint {endpoint!r} is not the URL of a KFP instance, "
+            "such as https://kfp.example.com or http://localhost:8888"
+        )
+
+
+def _check_header(name: str, value: str) -> None:
+    if not (value.isascii() and value.isprintable()):
+        raise ConfigError(f"{name} cannot be sent: it holds a line break or a strange character")
+
+
+def _read(path: str, what: str) -> str:
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
+    except ValueError:
+        raise UserError(f"the {what} {path} is no text") from None
+    if not text:
+        raise UserError(f"the {what} {path} is empty")
+    return text

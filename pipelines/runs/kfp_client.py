@@ -1,0 +1,390 @@
+"""A KFP instance: how it is reached, with whose credentials, and every failure in one line.
+
+The SDK's own client is used, without what it does unasked: it reads and writes files of the home
+folder, looks for clusters, opens a browser for a login, prints links, waits for ever, and takes a
+login page for an empty list.
+
+What a KFP instance refuses, or does not answer, in one line: what, where, what to do.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import json
+import logging
+import re
+import ssl
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import kfp_server_api
+import urllib3
+from kfp import client as sdk
+from kfp_server_api.exceptions import ApiException
+from kfp_server_api.rest import RESTClientObject
+from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
+
+from pipelines.runs.kfp_access import Access, found_access
+from trainer.errors import UserError
+
+# Of what an instance says; it likes to add a stack of calls.
+MOST_WORDS = 300
+_RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
+_REMEDIES = {
+    400: "mend what it names; an instance for several users asks for --namespace",
+    401: f"it does not know who asks, or no longer: {_RENEW}",
+    403: "it knows who asks and does not allow it: name your --namespace, or ask its owner",
+    404: "check --endpoint and the name or id; it has to be the instance's root",
+    405: "check --endpoint: this is no KFP API",
+    409: "it is there already, or was changed by another at the same time: look, then try again",
+    413: "it is too large for the instance or the proxy in front of it",
+    429: "it is asked too much: try again later",
+}
+_REDIRECTED = 3
+_SERVER = 500
+
+
+class InstanceError(UserError):
+    """A KFP instance refused a request, or gave no answer.
+
+    Attributes:
+        status: the HTTP status, or 0 where there was no answer that can be read.
+    """
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        """Keep the line and the status."""
+        super().__init__(message)
+        self.status = status
+
+    @property
+    def passing(self) -> bool:
+        """Whether the same request may well succeed a little later."""
+        return self.status in (0, 429) or self.status >= _SERVER
+
+
+def refused(access: Access, where: str, error: Any) -> InstanceError:
+    """Return what a status outside 200 to 299 means; `error` is the client's `ApiException`."""
+    status = int(error.status or 0)
+    words = _words(access, error)
+    said = f"{access.endpoint} answered {status} {error.reason or ''}".rstrip()
+    if words:
+        said += f" ({words})"
+    if status // 100 == _REDIRECTED:
+        remedy = _redirected(access, error)
+    elif status >= _SERVER:
+        remedy = "the instance or a proxy before it is in trouble: try again, or ask its owner"
+    else:
+        remedy = _REMEDIES.get(status, "check --endpoint")
+    return InstanceError(f"{said} to {where}: {remedy}", status)
+
+
+def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
+    """Return what a connection that failed, or stayed silent, means."""
+    cause: BaseException = error
+    if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason:
+        cause = error.reason
+    host = urlsplit(access.endpoint).netloc
+    if isinstance(cause, urllib3.exceptions.SSLError | ssl.SSLError):
+        return InstanceError(_tls(access, host, cause))
+    if isinstance(cause, NameResolutionError):
+        return InstanceError(f"the host of {access.endpoint} is not known: check --endpoint")
+    if isinstance(cause, NewConnectionError):
+        return InstanceError(
+            f"{host} takes no connection: check --endpoint; for a port forward: "
+            "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888:8888`"
+        )
+    if isinstance(cause, ConnectTimeoutError):
+        return InstanceError(
+            f"{host} cannot be reached, it is silent: check --endpoint, VPN, proxy"
+        )
+    if isinstance(cause, urllib3.exceptions.TimeoutError):
+        return InstanceError(f"{host} does not answer {where}, it hangs: try again, ask its owner")
+    return InstanceError(
+        f"{host} broke the connection at {where}: try again; check http:// and https://"
+    )
+
+
+def no_end(access: Access, where: str) -> InstanceError:
+    """Return what an answer that does not come to its end means."""
+    host = urlsplit(access.endpoint).netloc
+    return InstanceError(f"{host} does not come to an end with {where}: try again, ask its owner")
+
+
+def no_json(access: Access, where: str, answer: Any) -> InstanceError:
+    """Return what an answer that is not JSON means; it is a login page, as a rule."""
+    kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
+    return InstanceError(
+        f"{access.endpoint} answered {where} with {kind} where JSON is due, "
+        f"such as a login page: check --endpoint, or {_RENEW}"
+    )
+
+
+def strange_answer(access: Access, where: str) -> InstanceError:
+    """Return what JSON of another kind means."""
+    return InstanceError(
+        f"{access.endpoint} answered {where} with what no KFP instance says: check --endpoint"
+    )
+
+
+def _tls(access: Access, host: str, cause: BaseException) -> str:
+    words = " ".join(str(cause).split())
+    if "NO_CERTIFICATE" in words or "PEM" in words:
+        return f"{access.ca_file} holds no certificate in PEM: name another by --ca-file"
+    if "certificate" in words.lower():
+        reason = words.rpartition("failed: ")[2].partition(" (_ssl")[0]
+        return f"the certificate of {host} is not trusted ({reason}): name its CA by --ca-file"
+    return f"{host} speaks no TLS: check the port, or give --endpoint with http://"
+
+
+def _redirected(access: Access, error: Any) -> str:
+    target = urlsplit((error.headers or {}).get("location", ""))
+    place = f"{target.scheme}://{target.netloc}" if target.netloc else target.path
+    if target.netloc and target.netloc != urlsplit(access.endpoint).netloc:
+        return f"it sends elsewhere, to {place}: a login, so {_RENEW}"
+    if target.scheme == "https" and access.endpoint.startswith("http:"):
+        return f"give --endpoint with https://: {place}"
+    return f"it sends to {place}, such as a login: {_RENEW}"
+
+
+def _words(access: Access, error: Any) -> str:
+    """Return what the instance says in its own words, cut, without secrets; none of a page."""
+    body = error.body
+    text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body or "")
+    try:
+        tree = json.loads(text)
+    except ValueError:
+        return ""
+    if not isinstance(tree, dict):
+        return ""
+    said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
+    line = access.masked(" ".join(str(said).split()))
+    # What would move the cursor, or change colours, is no word.
+    line = "".join(letter for letter in line if letter.isprintable())
+    return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."
+
+
+__all__ = ["Access", "Client", "ask", "connect", "found_access", "health", "is_id", "pages"]
+
+CONNECT_SECONDS = 3.0
+# Of silence, not of the whole answer.
+READ_SECONDS = 8.0
+# Of a request with all its tries, names of hosts included. A log may be long.
+WHOLE_SECONDS = 22.0
+LOG_SECONDS = 300.0
+BUSY = (429, 502, 503, 504)
+_HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
+_PAGE = 100
+_VERSION_KEYS = ("tag_name", "apiServerTagName")
+_ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+
+
+class Client(sdk.Client):  # type: ignore[misc]
+    """The SDK's client on one instance: bounded, quiet, with no memory in the home folder."""
+
+    def __init__(self, access: Access) -> None:
+        """Be ready to ask; nothing is sent yet."""
+        self.access = access
+        with warnings.catch_warnings():
+            # It says with which versions it works.
+            warnings.simplefilter("ignore", FutureWarning)
+            super().__init__(host=access.endpoint)
+        self.set_user_namespace(access.namespace)
+        api = self._healthz_api.api_client
+        api.cookie = access.cookies or None
+        api.rest_client = _Requests(access, api.configuration)
+
+    def _load_config(self, *_ignored: object) -> kfp_server_api.Configuration:
+        config = kfp_server_api.Configuration()
+        config.host = self.access.endpoint
+        config.ssl_ca_cert = self.access.ca_file or None
+        # A hung server is not asked twice, and what writes is sent once.
+        config.retries = urllib3.Retry(
+            total=2,
+            read=0,
+            other=0,
+            # A login page is no answer, and a POST would be sent on as a GET.
+            redirect=False,
+            status_forcelist=BUSY,
+            allowed_methods=("GET",),
+            backoff_factor=0.5,
+            respect_retry_after_header=False,
+            raise_on_status=False,
+        )
+        if self.access.has_token():
+            config.api_key["authorization"] = ""
+            config.api_key_prefix["authorization"] = "Bearer"
+            config.refresh_api_key_hook = self._fresh_token
+        return config
+
+    def _fresh_token(self, config: kfp_server_api.Configuration) -> None:
+        # At every request: the kubelet renews the file.
+        config.api_key["authorization"] = self.access.read_token()
+
+    def _load_context_setting_or_default(self) -> None:
+        # Not empty, or the constructor would ask the instance, unbounded.
+        self._context_setting = {"namespace": "-"}
+
+    def set_user_namespace(self, namespace: str) -> None:
+        """Set the namespace of this client alone."""
+        self._context_setting["namespace"] = namespace
+
+    def get_json(self, path: str) -> dict[str, Any]:
+        """Return what the instance answers to a GET of `path`; raises `InstanceError`."""
+        tree: dict[str, Any] = json.loads(self._get(path).data)
+        return tree
+
+    def get_text(self, path: str) -> str:
+        """Return the plain text at `path`, which may be none; raises `InstanceError`."""
+        return str(self._get(path, plain=True).data.decode("utf-8", "replace"))
+
+    def _get(self, path: str, *, plain: bool = False) -> Any:
+        api = self._healthz_api.api_client
+        headers: dict[str, str] = {**api.default_headers, "Accept": "text/plain, application/json"}
+        if api.cookie:
+            headers["Cookie"] = api.cookie
+        api.update_params_for_auth(headers, [], ["Bearer"])
+        url = self.access.endpoint + path
+        return api.rest_client.request("GET", url, headers=headers, plain=plain)
+
+
+class _Requests(RESTClientObject):  # type: ignore[misc]
+    """Sends the requests of the generated client: bounded, and an error is an `InstanceError`."""
+
+    def __init__(self, access: Access, config: kfp_server_api.Configuration) -> None:
+        self._access = access
+        super().__init__(config)
+
+    def request(self, method: str, url: str, *, plain: bool = False, **named: Any) -> Any:
+        named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
+        where = f"{method} {urlsplit(url).path}"
+        send = functools.partial(super().request, method, url, **named)
+        try:
+            answer = _in_time(send, LOG_SECONDS if plain else WHOLE_SECONDS)
+        except TimeoutError:
+            raise no_end(self._access, where) from None
+        except ApiException as error:
+            raise refused(self._access, where, error) from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise no_answer(self._access, where, error) from None
+        if plain:
+            if "html" in (answer.getheader("content-type") or ""):
+                raise no_json(self._access, where, answer)
+            return answer
+        try:
+            tree = json.loads(answer.data)
+        except ValueError:
+            raise no_json(self._access, where, answer) from None
+        if not isinstance(tree, dict):
+            raise strange_answer(self._access, where)
+        return answer
+
+
+def _in_time(call: Callable[[], Any], seconds: float) -> Any:
+    """Return what `call` returns; raises `TimeoutError` when it takes longer.
+
+    Sockets bound silence alone, and the look-up of a host's name nothing.
+    """
+    ended: list[tuple[Any, BaseException | None]] = []
+
+    def work() -> None:
+        try:
+            ended.append((call(), None))
+        except BaseException as error:
+            ended.append((None, error))
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not ended:
+        raise TimeoutError
+    result, error = ended[0]
+    if error is not None:
+        raise error
+    return result
+
+
+def connect(access: Access) -> Client:
+    """Return a client of the instance, which is not asked yet; raises `UserError`."""
+    access.check()
+    # The SDK sets up logging, and then each new try would be told with its URL.
+    logging.getLogger("urllib3").setLevel(logging.ERROR)
+    return Client(access)
+
+
+def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """Return what a method of the client returns, quietly; every failure is an `InstanceError`."""
+    try:
+        # Links to pages, which are ours to print.
+        with redirect_stdout(io.StringIO()):
+            return call(*arguments, **named)
+    except (ApiException, TypeError, ValueError) as error:
+        words = " ".join(str(error).split())
+        raise InstanceError(f"the KFP client cannot read what was answered: {words}") from None
+
+
+def pages(
+    call: Callable[..., Any], items: str, *, size: int = _PAGE, most: int = 0, **named: Any
+) -> Iterator[Any]:
+    """Yield what a list call of the client holds, page after page, as far as it is asked for.
+
+    Args:
+        call: a method of the client.
+        items: the attribute of its answer.
+        size: of a page.
+        most: how many are wanted, and no more are asked for; all when 0.
+        named: what else the call takes.
+    """
+    token, seen, left = "", set[str](), most or sys.maxsize
+    while token not in seen:
+        seen.add(token)
+        page = ask(call, page_token=token, page_size=min(size, left), **named)
+        found = getattr(page, items) or []
+        yield from found[:left]
+        left -= len(found)
+        token = page.next_page_token or ""
+        if not token or left <= 0:
+            return
+
+
+def is_id(text: str) -> bool:
+    """Say whether a text is what an instance calls a run or a version by."""
+    return _ID.fullmatch(text) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What an instance says of itself.
+
+    Attributes:
+        version: empty where it keeps it for itself.
+        is_shared: whether what belongs to a user stands in a namespace.
+    """
+
+    version: str
+    is_shared: bool
+
+
+def health(access: Access) -> Health:
+    """Return what the instance says of itself, and look into the namespace where it has several.
+
+    Raises:
+        UserError: the instance cannot be reached, or does not let us in.
+    """
+    client = connect(access)
+    told = ask(client.get_json, _HEALTH[0])
+    if not any(told.get(key) for key in _VERSION_KEYS):
+        # An older path, which says more where it is still there.
+        with suppress(InstanceError):
+            told |= ask(client.get_json, _HEALTH[1])
+    version = next((str(told[key]) for key in _VERSION_KEYS if told.get(key)), "")
+    is_shared = told.get("multi_user") is True
+    if is_shared and access.namespace:
+        ask(client.list_experiments, page_size=1, namespace=access.namespace)
+    return Health(version=version, is_shared=is_shared)

@@ -1,0 +1,252 @@
+"""A run on a KFP instance, as the instance tells of it: states, steps, and where their logs are.
+
+An instance tells of nodes of an Argo workflow. A step `train-model` is a node of this name beside
+`train-model-driver`, and its pod is the node `executor` among its children; groups of steps have
+drivers too. Nodes that were never begun are absent.
+
+What KFP takes from its cache has a driver and a node that succeeded; the node `executor` is there
+and was skipped, and its name is that of a pod that never was. Outputs are told of no step.
+
+The logs of a run on a KFP instance, and what its steps say in them.
+
+The API server gives a log as a whole and does not follow; the user interface gives it under another
+path, and answers the API's path with its start page. After the pod is gone, both may have it from
+an archive, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode
+
+from pipelines.runs.kfp_client import Client, InstanceError, ask, is_id, pages
+from pipelines.runs.upload import NEWEST, equals
+from trainer.errors import UserError
+
+ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
+_DRIVER = "-driver"
+_GROUP = re.compile(r"root|(exit-handler|condition|condition-branches|for-loop|iteration\S*)-\d+")
+_EXECUTOR = re.compile(r"executor(\(\d+\))?")
+# Argo puts the template of a node into the name of its pod.
+_TEMPLATES = ("system-container-impl", "retry-system-container-impl")
+_EPOCH = 1970
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a run.
+
+    Attributes:
+        name: of the step.
+        state: as KFP tells it.
+        began: when.
+        ended: when, or None.
+        pods: names that its pod could have, the likeliest first; none where it is cached.
+        cached: whether KFP took its outputs from the cache, so that none of its code ran.
+    """
+
+    name: str
+    state: str
+    began: datetime | None
+    ended: datetime | None
+    pods: tuple[str, ...]
+    cached: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, until now if it goes on."""
+        if self.began is None:
+            return 0.0
+        return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RemoteRun:
+    """One run; `error` is one line, empty where the instance says nothing."""
+
+    run_id: str
+    name: str
+    state: str
+    created: datetime | None
+    finished: datetime | None
+    error: str
+    steps: tuple[Step, ...]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing more will happen in it."""
+        return self.state in ENDED
+
+    def step(self, name: str) -> Step | None:
+        """Return a step by its name."""
+        return next((step for step in self.steps if step.name == name), None)
+
+
+def run_of(client: Client, run: str) -> RemoteRun:
+    """Return a run by its id, or by its name where that is one run's; raises `UserError`."""
+    if is_id(run.lower()):
+        return view(ask(client.get_run, run_id=run.lower()))
+    found = list(
+        pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
+    )
+    if not found:
+        raise UserError(f"{client.access.endpoint} has no run {run!r}; see `flotilla runs`")
+    if len(found) > 1:
+        ids = ", ".join(str(each.run_id) for each in found[:3])
+        raise UserError(f"{len(found)} runs are named {run!r}: give the id of one, such as {ids}")
+    return view(ask(client.get_run, run_id=found[0].run_id))
+
+
+def view(told: Any) -> RemoteRun:
+    """Return what the client's model of a run says."""
+    details = told.run_details.task_details if told.run_details else None
+    return RemoteRun(
+        run_id=str(told.run_id),
+        name=str(told.display_name),
+        # A run that has just been created has no state yet.
+        state=str(told.state or "PENDING"),
+        created=_moment(told.created_at),
+        finished=_moment(told.finished_at),
+        error=" ".join(str(told.error.message or "").split()) if told.error else "",
+        steps=steps_of(details or ()),
+    )
+
+
+def steps_of(details: Sequence[Any]) -> tuple[Step, ...]:
+    """Return the steps among the nodes of a run, in the order in which they began."""
+    by_hash = {_hash(node.pod_name): node for node in details if node.pod_name}
+    nodes = {str(node.display_name): node for node in details}
+    steps = []
+    for name, driver in nodes.items():
+        step = name.removesuffix(_DRIVER)
+        if step == name or _GROUP.fullmatch(step):
+            continue
+        if node := nodes.get(step):
+            if _is_cached(node, by_hash, details):
+                steps.append(_step(step, node, (), cached=True))
+            else:
+                steps.append(_step(step, node, tuple(_pods(node, by_hash))))
+        elif driver.state == "FAILED":
+            steps.append(_step(step, driver, (str(driver.pod_name or ""),)))
+    return tuple(sorted(steps, key=lambda step: step.began or datetime.max.replace(tzinfo=UTC)))
+
+
+def _step(name: str, node: Any, pods: tuple[str, ...], *, cached: bool = False) -> Step:
+    return Step(
+        name=name.replace("-", "_"),
+        state=str(node.state or "PENDING"),
+        began=_moment(node.start_time),
+        ended=_moment(node.end_time),
+        pods=pods,
+        cached=cached,
+    )
+
+
+def _is_cached(node: Any, by_hash: dict[str, Any], details: Sequence[Any]) -> bool:
+    children = (by_hash.get(_hash(child.pod_name or "")) for child in node.child_tasks or ())
+    found = [child for child in children if child is not None] or _within(node, details)
+    executors = [each for each in found if _EXECUTOR.fullmatch(str(each.display_name))]
+    # Nothing but the cache has KFP skip the pod of a step that itself is not skipped.
+    return bool(executors) and all(each.state == "SKIPPED" for each in executors)
+
+
+def _within(node: Any, details: Sequence[Any]) -> list[Any]:
+    """Return what began while `node` went on, for instances that leave names of pods out."""
+    begin, end = _moment(node.start_time), _moment(node.end_time)
+    if begin is None or any(each.pod_name for each in details):
+        return []
+    began = ((each, _moment(each.start_time)) for each in details)
+    return [
+        each
+        for each, moment in began
+        if moment is not None and begin <= moment and (end is None or moment <= end)
+    ]
+
+
+def _pods(node: Any, by_hash: dict[str, Any]) -> Iterable[str]:
+    for child in node.child_tasks or ():
+        found = by_hash.get(_hash(child.pod_name or ""))
+        if found is None:
+            yield from _likely(child.pod_name or "")
+        elif _EXECUTOR.fullmatch(found.display_name):
+            tries = [each for each in _executors(found, by_hash) if each is not found]
+            # The last try is the one that counts.
+            yield str(tries[-1].pod_name if tries else found.pod_name)
+
+
+def _executors(node: Any, by_hash: dict[str, Any]) -> Iterable[Any]:
+    for child in node.child_tasks or ():
+        found = by_hash.get(_hash(child.pod_name or ""))
+        if found is not None and re.fullmatch(r"executor\(\d+\)", found.display_name):
+            yield found
+
+
+def _likely(node_id: str) -> Iterable[str]:
+    workflow, dash, end = node_id.rpartition("-")
+    if dash:
+        yield from (f"{workflow}-{template}-{end}" for template in _TEMPLATES)
+        yield node_id
+
+
+def _hash(name: str) -> str:
+    return name.rpartition("-")[2]
+
+
+def _moment(told: datetime | None) -> datetime | None:
+    """Return a moment, or None for what stands for none: the epoch, or the year one."""
+    if told is None or told.year <= _EPOCH:
+        return None
+    return told if told.tzinfo else told.replace(tzinfo=UTC)
+
+
+_DENIED = (401, 403)
+
+
+def log_of(client: Client, run: RemoteRun, step: Step) -> str:
+    """Return the log of a step so far; raises `InstanceError` when it is not to be had."""
+    refused: InstanceError | None = None
+    for pod in step.pods:
+        for path in _paths(client, run, pod):
+            try:
+                return client.get_text(path)
+            except InstanceError as error:
+                if error.status in _DENIED:
+                    raise
+                refused = refused or error
+    raise refused or InstanceError(f"{step.name} has no pod yet")
+
+
+def remedy(client: Client, step: Step) -> str:
+    """Return how to read a log where the instance does not give it."""
+    namespace = client.access.namespace or "kubeflow"
+    return f"`kubectl logs -n {namespace} {step.pods[0] if step.pods else '-'} -c main`"
+
+
+def events_in(log: str) -> Iterator[dict[str, Any]]:
+    """Yield what a step has written as events into its log."""
+    for line in log.splitlines():
+        _, brace, rest = line.partition('{"event": ')
+        if not brace:
+            continue
+        try:
+            tree = json.loads(brace + rest)
+        except ValueError:
+            continue
+        yield tree
+
+
+def _paths(client: Client, run: RemoteRun, pod: str) -> tuple[str, str]:
+    query = urlencode(
+        {
+            "podname": pod,
+            "runid": run.run_id,
+            "podnamespace": client.access.namespace or "kubeflow",
+            "createdat": f"{run.created:%Y-%m-%d}" if run.created else "",
+        }
+    )
+    return f"/apis/v1alpha1/runs/{run.run_id}/nodes/{pod}/log", f"/k8s/pod/logs?{query}"

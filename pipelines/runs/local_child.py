@@ -1,0 +1,52 @@
+"""The process in which KFP's local runner works: one pipeline, one fresh folder, then the end.
+
+It stands apart because the runner changes its process (it patches `print`, leaves a step running
+when it is interrupted, and prints the whole input of every step).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+
+from kfp import local
+
+from components.record import STOPPING
+from pipelines.training import PIPELINES
+from trainer.cluster import signals
+
+
+def main() -> None:
+    """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`."""
+    name, folder = sys.argv[1], Path(sys.argv[2])
+    signals.end_with_parent()
+    # The steps get their parent from here; a shell stands between them and this process.
+    os.environ.update(signals.parent_environment())
+    # An end is for the step that runs; this process goes on to the exit step.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _no_further_step)
+    # The runner puts the interpreter's path unquoted into a shell command, and in place of the word
+    # `python3` wherever a value of a parameter has it: let both be the same word.
+    path = os.environ.get("PATH", os.defpath)
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
+    sys.executable = "python3"
+    arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    local.init(
+        runner=local.SubprocessRunner(use_venv=False),
+        pipeline_root=str(folder / "kfp"),
+        raise_on_error=True,
+    )
+    PIPELINES[name](**arguments)
+
+
+def _no_further_step(_number: int, _frame: FrameType | None) -> None:
+    # It may have come between two steps: the next one has to hear of it.
+    os.environ[STOPPING] = "1"
+
+
+if __name__ == "__main__":
+    main()

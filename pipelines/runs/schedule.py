@@ -1,0 +1,365 @@
+"""`flotilla schedule` and `unschedule`: recurring runs on a KFP instance, one for each name.
+
+Cron expressions as KFP reads them: six fields, seconds first.
+
+KFP takes five fields too, and reads the first one as seconds: `10 10 * * *` would run each hour.
+Here five fields are what they are everywhere else, and get their second.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta, tzinfo
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from kfp_server_api import (
+    V2beta1CronSchedule,
+    V2beta1PeriodicSchedule,
+    V2beta1PipelineVersionReference,
+    V2beta1RecurringRun,
+    V2beta1RuntimeConfig,
+    V2beta1Trigger,
+)
+
+from pipelines.cli.commands import print_json
+from pipelines.runs.kfp_client import Access, Client, InstanceError, ask, connect, pages
+from pipelines.runs.submit import Request, experiment_id, run_parameters
+from pipelines.runs.upload import version_of
+from pipelines.step_settings import assigned
+from trainer.errors import DONE, ConfigError, UserError, nearest
+
+_MONTHS = {name.lower(): number for number, name in enumerate(calendar.month_abbr) if name}
+_DAYS = {
+    name: number for number, name in enumerate(("sun", "mon", "tue", "wed", "thu", "fri", "sat"))
+}
+_EVERY = {
+    "@yearly": "0 0 0 1 1 *",
+    "@annually": "0 0 0 1 1 *",
+    "@monthly": "0 0 0 1 * *",
+    "@weekly": "0 0 0 * * 0",
+    "@daily": "0 0 0 * * *",
+    "@midnight": "0 0 0 * * *",
+    "@hourly": "0 0 * * * *",
+}
+# A day that does not come in so many years, such as the 30th of February, does not come.
+_YEARS = 9
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Field:
+    name: str
+    least: int
+    most: int
+    words: Mapping[str, int]
+
+
+_FIELDS = (
+    _Field(name="second", least=0, most=59, words={}),
+    _Field(name="minute", least=0, most=59, words={}),
+    _Field(name="hour", least=0, most=23, words={}),
+    _Field(name="day of the month", least=1, most=31, words={}),
+    _Field(name="month", least=1, most=12, words=_MONTHS),
+    _Field(name="day of the week", least=0, most=6, words=_DAYS),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cron:
+    """A schedule.
+
+    Attributes:
+        text: the six fields, as KFP gets them.
+        allowed: the values of each field.
+        any_day: whether the day of the month is left open.
+        any_weekday: whether the day of the week is left open.
+    """
+
+    text: str
+    allowed: tuple[frozenset[int], ...]
+    any_day: bool
+    any_weekday: bool
+
+    def after(self, moment: datetime) -> datetime | None:
+        """Return the first time after `moment`, in its time zone; None if it never comes."""
+        seconds, minutes, hours, days, months, weekdays = self.allowed
+        when = moment.replace(microsecond=0) + timedelta(seconds=1)
+        last = moment.year + _YEARS
+        while when.year <= last:
+            if when.month not in months:
+                first = when.replace(day=1, hour=0, minute=0, second=0)
+                when = (first + timedelta(days=32)).replace(day=1)
+            elif not self._has_day(when, days, weekdays):
+                when = when.replace(hour=0, minute=0, second=0) + timedelta(days=1)
+            elif when.hour not in hours:
+                when = when.replace(minute=0, second=0) + timedelta(hours=1)
+            elif when.minute not in minutes:
+                when = when.replace(second=0) + timedelta(minutes=1)
+            elif when.second not in seconds:
+                when += timedelta(seconds=1)
+            else:
+                return when
+        return None
+
+    def _has_day(self, when: datetime, days: frozenset[int], weekdays: frozenset[int]) -> bool:
+        day = when.day in days
+        weekday = when.isoweekday() % 7 in weekdays
+        # Where both are given, either will do.
+        return day and weekday if self.any_day or self.any_weekday else day or weekday
+
+
+def parsed(text: str) -> Cron:
+    """Return the schedule of a cron expression of five or six fields; raises `ConfigError`."""
+    words = _EVERY.get(text.strip().lower(), text).split()
+    if len(words) == len(_FIELDS) - 1:
+        words = ["0", *words]
+    if len(words) != len(_FIELDS):
+        raise ConfigError(
+            f"--cron {text!r} has {len(words)} fields: give five (minute hour day month weekday), "
+            "or six with seconds first"
+        )
+    allowed = tuple(_values(word, field, text) for word, field in zip(words, _FIELDS, strict=True))
+    return Cron(
+        text=" ".join(words),
+        allowed=allowed,
+        any_day=words[3][0] in "*?",
+        any_weekday=words[5][0] in "*?",
+    )
+
+
+def _values(word: str, field: _Field, text: str) -> frozenset[int]:
+    values: set[int] = set()
+    for part in word.split(","):
+        span, slash, step_text = part.partition("/")
+        low_text, dash, high_text = span.partition("-")
+        try:
+            if span in ("*", "?"):
+                low, high = field.least, field.most
+            else:
+                low = _number(low_text, field)
+                high = _number(high_text, field) if dash else (field.most if slash else low)
+            step = int(step_text) if slash else 1
+        except ValueError:
+            low, high, step = 1, 0, 0
+        if not (field.least <= low <= high <= field.most and step >= 1):
+            raise ConfigError(
+                f"--cron {text!r}: {part!r} is no {field.name} "
+                f"({field.least} to {field.most}, *, a-b, a,b, */n)"
+            )
+        values.update(range(low, high + 1, step))
+    return frozenset(values)
+
+
+def _number(word: str, field: _Field) -> int:
+    return field.words[word.lower()] if word.lower() in field.words else int(word)
+
+
+_ABSENT = 404
+_INTERVAL = re.compile(r"(\d{1,9})([smhd]?)", re.ASCII)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_LONGEST = 366 * 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """When runs begin.
+
+    Attributes:
+        cron: a schedule by the clock, or None.
+        interval: seconds from one begin to the next, or 0; one of the two is given.
+        zone: the time zone in which the instance reads `cron`. The API takes none: it is set for
+            the whole instance, by CRON_SCHEDULE_TIMEZONE of its ml-pipeline-scheduledworkflow.
+        catch_up: whether runs that were missed are made up for.
+        at_once: how many runs there may be at a time.
+        latest: whether each run takes the newest version then, in place of one for all.
+    """
+
+    cron: Cron | None
+    interval: int
+    zone: str = "UTC"
+    catch_up: bool = False
+    at_once: int = 1
+    latest: bool = False
+
+
+def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
+    """Return when runs begin, from the words of the command line; raises `ConfigError`."""
+    if bool(cron) == bool(every):
+        raise ConfigError("give one of --cron and --every: when is it to run?")
+    if more["latest"] and version:
+        raise ConfigError("--latest and --version contradict each other: leave one out")
+    if cron:
+        return Timing(cron=parsed(cron), interval=0, **more)
+    found = _INTERVAL.fullmatch(every)
+    seconds = int(found[1]) * _SECONDS[found[2] or "s"] if found else 0
+    if not 0 < seconds <= _LONGEST:
+        raise ConfigError(f"--every {every!r} is no time from one begin to the next, such as 6h")
+    if more["zone"] != "UTC":
+        raise ConfigError("--timezone is for --cron: an interval has none")
+    return Timing(cron=None, interval=seconds, **more)
+
+
+def zone_of(name: str) -> tzinfo:
+    """Return a time zone by its name; raises `ConfigError`."""
+    if name == "UTC":
+        return UTC
+    try:
+        return ZoneInfo(name)
+    except (OSError, ValueError, KeyError):
+        raise ConfigError(f"--timezone {name!r} is no time zone, such as Europe/Berlin") from None
+
+
+def schedule(access: Access, request: Request, timing: Timing, *, as_json: bool) -> int:
+    """See to it that there is this one schedule of its name; raises `UserError`."""
+    words, upcoming = _when(timing)
+    client = connect(access)
+    wanted = _wanted(client, request, timing)
+    same, others = _found(client, request.name, wanted)
+    if same is not None:
+        told, recurring_run = "is there already", str(same.recurring_run_id)
+        if not _enabled(same):
+            ask(client.enable_recurring_run, recurring_run)
+            told = "was disabled, and is enabled again"
+    else:
+        # The new one first: nothing is lost if the instance refuses it.
+        made = ask(
+            client.recurring_runs.recurring_run_service_create_recurring_run, recurring_run=wanted
+        )
+        recurring_run = str(made.recurring_run_id)
+        told = "was changed" if others else "was created"
+    removed = _delete(client, others)
+    sys.stderr.write(f"schedule {request.name} {told}: {words}\n")
+    if same is not None and removed:
+        sys.stderr.write(f"removed {removed} more of this name\n")
+    if as_json:
+        found = {"id": recurring_run, "name": request.name, "next": upcoming, "removed": removed}
+        print_json({"status": "done", "schedule": {**found, "done": told}})
+    return DONE
+
+
+def unschedule(access: Access, name: str, *, as_json: bool) -> int:
+    """Remove every schedule of this name; raises `UserError` if there is none."""
+    client = connect(access)
+    found = [each for each in _all(client) if each.display_name == name]
+    if not found:
+        known = sorted({str(each.display_name) for each in _all(client)})
+        hint = nearest(name, known) or (f"; there are {', '.join(known[:5])}" if known else "")
+        raise UserError(f"{access.endpoint} has no schedule {name!r}{hint}")
+    removed = _delete(client, found)
+    sys.stderr.write(f"schedule {name} was removed\n")
+    if as_json:
+        print_json({"status": "done", "schedule": {"name": name, "removed": removed}})
+    return DONE
+
+
+def _when(timing: Timing) -> tuple[str, str]:
+    """Return what the timing means, in words, and its next time; raises `ConfigError`."""
+    if timing.cron is None:
+        return f"every {timing.interval} s", ""
+    zone = zone_of(timing.zone)
+    upcoming = timing.cron.after(datetime.now(zone))
+    if upcoming is None:
+        raise ConfigError(f"--cron {timing.cron.text!r} never comes: there is no such day")
+    there = f"{upcoming:%Y-%m-%d %H:%M:%S} {timing.zone}"
+    utc = upcoming.astimezone(UTC)
+    also = "" if timing.zone == "UTC" else f" ({utc:%Y-%m-%d %H:%M:%S} UTC)"
+    unless = "the instance reads it in UTC, unless its CRON_SCHEDULE_TIMEZONE says otherwise"
+    if timing.zone != "UTC":
+        unless = f"if the instance's CRON_SCHEDULE_TIMEZONE is {timing.zone}, as --timezone says"
+    text = f"cron {timing.cron.text!r}, next at {there}{also}; {unless}"
+    return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"
+
+
+def _wanted(client: Client, request: Request, timing: Timing) -> V2beta1RecurringRun:
+    version = version_of(client, request.pipeline, request.version)
+    what = f"version {version.name} of {version.pipeline}"
+    # Parameters first: a refusal leaves no empty experiment.
+    parameters = run_parameters(request.config, assigned(request.parameters), version.spec, what)
+    if timing.cron:
+        trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
+    else:
+        every = V2beta1PeriodicSchedule(interval_second=str(timing.interval))
+        trigger = V2beta1Trigger(periodic_schedule=every)
+    return V2beta1RecurringRun(
+        display_name=request.name,
+        experiment_id=experiment_id(client, request.experiment),
+        namespace=client.access.namespace or None,
+        pipeline_version_reference=V2beta1PipelineVersionReference(
+            pipeline_id=version.pipeline_id,
+            pipeline_version_id=None if timing.latest else version.version_id,
+        ),
+        runtime_config=V2beta1RuntimeConfig(
+            parameters=parameters, pipeline_root=request.pipeline_root or None
+        ),
+        service_account=request.service_account or None,
+        trigger=trigger,
+        mode="ENABLE",
+        no_catchup=not timing.catch_up,
+        max_concurrency=str(timing.at_once),
+    )
+
+
+def _found(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any | None, list[Any]]:
+    """Return the schedule of this name that is as it should be, and the others."""
+    named = [each for each in _all(client) if each.display_name == name]
+    pipeline = wanted.pipeline_version_reference.pipeline_id
+    for each in named:
+        reference = each.pipeline_version_reference
+        if reference is None or reference.pipeline_id != pipeline:
+            raise UserError(
+                f"the schedule {name!r} is there for another pipeline: choose another --name, "
+                f"or remove it with `flotilla unschedule {name}`"
+            )
+    account = wanted.service_account
+    same = [
+        each
+        for each in named
+        # The instance fills in its own where none is asked for.
+        if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
+    ]
+    # One that runs comes before one that was disabled.
+    same.sort(key=_enabled, reverse=True)
+    kept = same[0] if same else None
+    return kept, [each for each in named if each is not kept]
+
+
+def _all(client: Client) -> list[Any]:
+    namespace = client.access.namespace or None
+    return list(pages(client.list_recurring_runs, "recurring_runs", namespace=namespace))
+
+
+def _enabled(each: Any) -> bool:
+    return each.status != "DISABLED" and each.mode != "DISABLE"
+
+
+def _meaning(each: Any) -> dict[str, Any]:
+    """Return what makes two schedules the same; numbers of JSON compare as numbers."""
+    trigger, runtime = each.trigger, each.runtime_config
+    cron = trigger.cron_schedule.cron if trigger and trigger.cron_schedule else None
+    every = trigger.periodic_schedule if trigger else None
+    reference = each.pipeline_version_reference
+    return {
+        "cron": cron or "",
+        "interval": int(every.interval_second or 0) if every else 0,
+        "version": (reference.pipeline_version_id if reference else None) or "",
+        "parameters": (runtime.parameters if runtime else None) or {},
+        "pipeline_root": (runtime.pipeline_root if runtime else None) or "",
+        "experiment": each.experiment_id,
+        "no_catchup": bool(each.no_catchup),
+        "max_concurrency": int(each.max_concurrency or 0),
+    }
+
+
+def _delete(client: Client, schedules: list[Any]) -> int:
+    for each in schedules:
+        try:
+            ask(client.delete_recurring_run, each.recurring_run_id)
+        except InstanceError as error:
+            # Somebody else was faster.
+            if error.status != _ABSENT:
+                raise
+    return len(schedules)

@@ -1,0 +1,224 @@
+"""`flotilla upload`: a pipeline on a KFP instance, one version for each content."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kfp_server_api import V2beta1Pipeline
+
+from pipelines.cli.commands import print_json
+from pipelines.compile import Package, image_remark
+from pipelines.runs.kfp_client import Access, Client, InstanceError, ask, connect, is_id, pages
+from trainer.errors import DONE, ConfigError, UserError, nearest
+
+_ABSENT, _CONFLICT = 404, 409
+NEWEST = "created_at desc"
+# A version comes with its whole spec, 80 kB of ours.
+_VERSIONS = 5
+# To guess from what was meant.
+_SOME = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Version:
+    """A version of a pipeline on an instance."""
+
+    pipeline: str
+    pipeline_id: str
+    name: str
+    version_id: str
+    spec: dict[str, Any] | None
+
+
+def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int:
+    """Upload a pipeline, as a new version of it where it is there; the same content is there once.
+
+    Raises:
+        UserError: the instance refuses, or cannot be reached.
+    """
+    if name and not name.strip():
+        raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
+    client = connect(access)
+    version, made = uploaded(client, package, name or package.name)
+    told = "uploaded" if made else "the same content is there already"
+    place = page_of(access, f"pipelines/details/{version.pipeline_id}/version/{version.version_id}")
+    sys.stderr.write(f"{told}: {version.pipeline} version {version.name}\n{place}\n")
+    # Asked of the instance: it knows moments to the second only, and others upload too.
+    newest = next(versions(client, version.pipeline, version.pipeline_id, most=1), version)
+    is_newest = newest.version_id == version.version_id
+    if not is_newest:
+        sys.stderr.write(
+            f"it is not the newest: `submit` and `schedule` take {newest.name}, "
+            f"or this one by --version {version.name}\n"
+        )
+    sys.stderr.write(image_remark(package.image))
+    if as_json:
+        found = {
+            "id": version.version_id,
+            "name": version.name,
+            "pipeline": version.pipeline,
+            "pipeline_id": version.pipeline_id,
+            "created": made,
+            "newest": is_newest,
+        }
+        print_json({"status": "done", "version": found, "artifacts": {"pipeline": place}})
+    return DONE
+
+
+def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool]:
+    """Return the version with this content, and whether it was made now."""
+    pipeline_id = pipeline_id_of(client, name) or _created(client, name)
+    for version in versions(client, name, pipeline_id, package.digest):
+        if version.name.startswith(package.digest):
+            return version, False
+    wanted = package.version()
+    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+        path = Path(folder, "pipeline.yaml")
+        path.write_text(package.text, encoding="utf-8")
+        try:
+            made = ask(client.upload_pipeline_version, str(path), wanted, pipeline_id=pipeline_id)
+        except InstanceError as error:
+            if error.status == _CONFLICT:
+                for version in versions(client, name, pipeline_id, wanted):
+                    if version.name == wanted:
+                        return version, False
+            raise
+    return _version(name, made), True
+
+
+def pipeline_id_of(client: Client, name: str) -> str:
+    """Return the id of the pipeline of this name, or an empty string."""
+    for pipeline in pages(
+        client.list_pipelines,
+        "pipelines",
+        namespace=client.access.namespace or None,
+        filter=containing("display_name", name),
+    ):
+        if pipeline.display_name == name:
+            return str(pipeline.pipeline_id)
+    return ""
+
+
+def versions(
+    client: Client, name: str, pipeline_id: str, part: str = "", most: int = 0
+) -> Iterator[Version]:
+    """Yield the versions of a pipeline, newest first.
+
+    Args:
+        client: of the instance.
+        name: of the pipeline.
+        pipeline_id: of the pipeline.
+        part: of the name of a version; all versions when empty.
+        most: how many are wanted; all when 0.
+    """
+    found = pages(
+        client.list_pipeline_versions,
+        "pipeline_versions",
+        size=most or _VERSIONS,
+        most=most,
+        pipeline_id=pipeline_id,
+        sort_by=NEWEST,
+        **({"filter": containing("display_name", part)} if part else {}),
+    )
+    for each in found:
+        yield _version(name, each)
+
+
+def version_of(client: Client, name: str, wanted: str) -> Version:
+    """Return an uploaded version of the pipeline `name`.
+
+    Args:
+        client: of the instance.
+        name: of the pipeline.
+        wanted: name or id of the version, or the beginning of its name; the newest when empty.
+
+    Raises:
+        UserError: there is none.
+    """
+    pipeline_id = pipeline_id_of(client, name)
+    if not pipeline_id:
+        known = [
+            str(each.display_name)
+            for each in pages(
+                client.list_pipelines, "pipelines", namespace=client.access.namespace or None
+            )
+        ]
+        hint = nearest(name, known) or "; upload it with `flotilla upload`, or submit a --file"
+        raise UserError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
+    found = _wanted(client, name, pipeline_id, wanted)
+    if found is not None:
+        return found
+    some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
+    if not some:
+        raise UserError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
+    hint = nearest(wanted, some) or f"; newest: {some[0]}"
+    raise UserError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
+
+
+def equals(key: str, value: str) -> str:
+    """Return a filter of the API."""
+    return json.dumps({"predicates": [{"operation": "EQUALS", "key": key, "stringValue": value}]})
+
+
+def containing(key: str, value: str) -> str:
+    """Return a filter of the API for texts that hold `value`, and for some others.
+
+    For pipelines and versions: an instance that keeps them in Kubernetes knows no other filter.
+    """
+    predicate = {"operation": "IS_SUBSTRING", "key": key, "stringValue": value}
+    return json.dumps({"predicates": [predicate]})
+
+
+def page_of(access: Access, path: str) -> str:
+    """Return the page of the user interface that shows something."""
+    return f"{access.endpoint}/#/{path}"
+
+
+def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version | None:
+    if not wanted:
+        return next(versions(client, name, pipeline_id, most=1), None)
+    if is_id(wanted):
+        try:
+            made = ask(client.get_pipeline_version, pipeline_id, wanted)
+        except InstanceError as error:
+            if error.status != _ABSENT:
+                raise
+        else:
+            # An instance looks at the id of the version alone.
+            return _version(name, made) if made.pipeline_id == pipeline_id else None
+    begins: Version | None = None
+    for version in versions(client, name, pipeline_id, wanted):
+        if version.name == wanted:
+            return version
+        if begins is None and version.name.startswith(wanted):
+            begins = version
+    return begins
+
+
+def _created(client: Client, name: str) -> str:
+    # Without content: the first version would get the name of the pipeline, not of its content.
+    body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
+    try:
+        made = ask(client.pipelines.pipeline_service_create_pipeline, pipeline=body)
+    except InstanceError as error:
+        found = pipeline_id_of(client, name) if error.status == _CONFLICT else ""
+        if not found:
+            raise
+        return found
+    return str(made.pipeline_id)
+
+
+def _version(pipeline: str, made: Any) -> Version:
+    return Version(
+        pipeline=pipeline,
+        pipeline_id=str(made.pipeline_id),
+        name=str(made.display_name or made.name),
+        version_id=str(made.pipeline_version_id),
+        spec=made.pipeline_spec,
+    )

@@ -1,0 +1,141 @@
+"""Ctrl-C while a run is looked at: the person goes away, the run does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+
+import pytest
+
+from tests.pipelines.called import FLOTILLA
+
+SECONDS = 5
+SECRET = "ey-secret-0123456789"
+
+
+@pytest.fixture
+def calling(instance, tmp_path):
+    """Start the console script on the instance; it is ended with the test."""
+    processes = []
+
+    def start(*words):
+        process = subprocess.Popen(
+            [FLOTILLA, *words],
+            cwd=tmp_path,
+            env={**os.environ, "KF_PIPELINES_ENDPOINT": instance.url, "KFP_EXISTING_TOKEN": SECRET},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def begun(instance):
+    """Return an event that is set when a run is looked at."""
+    looked = threading.Event()
+
+    def look(workflow, run):
+        if run["state"] == "PENDING":
+            run["state"] = "RUNNING"
+            workflow.begin("train_model")
+            workflow.write("train_model", "a line\n")
+        looked.set()
+
+    instance.store.play = [look] * 1000
+    return looked
+
+
+@pytest.mark.usefixtures("uploaded")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_of_submit_that_waits(instance, calling, number):
+    looked = begun(instance)
+    process = calling("submit", "--wait", "--json")
+    assert looked.wait(60)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    [run_id] = instance.store.runs
+    cancel = f"flotilla cancel {run_id} --endpoint {instance.url}"
+    words = f"interrupted; the run {run_id} goes on; cancel it with: {cancel}"
+    assert err.splitlines()[-1] == f"flotilla: {words}"
+    told = json.loads(out.splitlines()[-1])
+    assert (told["status"], told["message"]) == ("interrupted", words)
+    assert told["run_id"] == run_id
+    assert instance.store.runs[run_id]["state"] == "RUNNING"
+    assert not instance.asked("terminate")
+    assert SECRET not in out + err
+    assert "Traceback" not in err
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_of_logs(instance, calling):
+    assert calling("submit").wait(60) == 0
+    looked = begun(instance)
+    [run_id] = instance.store.runs
+    process = calling("logs", run_id)
+    assert looked.wait(60)
+    assert process.stdout.readline() == "a line\n"
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert f"the run {run_id} goes on; cancel it with: flotilla cancel {run_id}" in err
+    assert instance.store.runs[run_id]["state"] == "RUNNING"
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_while_the_instance_hangs(instance, calling):
+    asked = threading.Event()
+    instance.store.play = [lambda _workflow, _run: asked.set()]
+    instance.faults.add("GET .*/runs/[^/]+$", -1, late=True)
+    process = calling("submit", "--wait")
+    assert asked.wait(60)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert "goes on; cancel it with" in err.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_before_the_start_is_known(instance, calling):
+    instance.faults.add("POST .*/runs$", -1, late=True)
+    process = calling("submit", "--wait")
+    while not instance.asked("POST .*/runs$"):
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=SECONDS)
+    assert process.returncode == 130
+    assert "whether the run was started is not known: see `flotilla runs`" in err
+
+
+def test_new_tries_are_not_told_one_by_one(instance, calling, uploaded):
+    instance.faults.add("GET .*/pipelines", 503, times=2)
+    process = calling("submit")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, uploaded
+    [run_id] = instance.store.runs
+    assert err == f"run {run_id}\n{instance.url}/#/runs/details/{run_id}\n"
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_reader_that_goes_away(instance, calling):
+    assert calling("submit").wait(60) == 0
+    [run_id] = instance.store.runs
+    workflow = instance.store.workflows[run_id]
+    workflow.begin("train_model")
+    workflow.write("train_model", "line\n" * 100000)
+    instance.store.end_run(run_id, "SUCCEEDED")
+    process = calling("logs", run_id)
+    assert process.stdout.readline() == "line\n"
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 0
+    assert "Traceback" not in err

@@ -1,0 +1,124 @@
+"""How an instance is reached: where options and variables meet, and where secrets stay."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipelines.runs import kfp_access as accesses
+from pipelines.runs.kfp_access import Access, found_access
+from trainer.errors import ConfigError, UserError
+
+TOKEN = "ey-secret-token"
+
+
+@pytest.fixture(autouse=True)
+def _outside_a_pod(tmp_path, monkeypatch):
+    monkeypatch.setattr(accesses, "TOKEN_VOLUME", tmp_path / "no-volume")
+
+
+def found(environment=None, **given):
+    return found_access(environment=environment or {}, **given)
+
+
+@pytest.mark.parametrize(
+    ("environment", "given", "endpoint"),
+    [
+        ({}, {"endpoint": "http://a:8888/"}, "http://a:8888"),
+        ({"KF_PIPELINES_ENDPOINT": "http://b"}, {}, "http://b"),
+        ({"KFP_ENDPOINT": "http://c"}, {}, "http://c"),
+        ({"KF_PIPELINES_ENDPOINT": "http://b", "KFP_ENDPOINT": "http://c"}, {}, "http://b"),
+        ({"KF_PIPELINES_ENDPOINT": "http://b"}, {"endpoint": "http://a/pipeline"}, "http://a/pipeline"),
+        ({}, {"endpoint": "kfp.example.com"}, "https://kfp.example.com"),
+    ],
+)  # fmt: skip
+def test_the_endpoint(environment, given, endpoint):
+    assert found(environment, **given).endpoint == endpoint
+
+
+def test_without_an_endpoint_both_ways_are_named():
+    with pytest.raises(ConfigError, match="--endpoint URL, or set KF_PIPELINES_ENDPOINT"):
+        found()
+
+
+@pytest.mark.parametrize("endpoint", ["ftp://x", "http://", "http://a b", "http://[x", "http://x?y",
+                                      "http://x:99999", "http://x:0", "http://x#y"])  # fmt: skip
+def test_what_is_no_url(endpoint):
+    with pytest.raises(ConfigError, match="is not the URL of a KFP instance"):
+        found(endpoint=endpoint)
+
+
+def test_a_password_in_the_endpoint_is_refused_and_not_told():
+    with pytest.raises(ConfigError, match="carries a user or password") as refused:
+        found(endpoint=f"http://me:{TOKEN}@kfp")
+    assert TOKEN not in str(refused.value)
+
+
+def test_secrets_come_from_the_environment():
+    access = found(
+        {"KFP_EXISTING_TOKEN": f"{TOKEN}\n", "KFP_COOKIES": "session=x", "KFP_NAMESPACE": "me"},
+        endpoint="http://kfp",
+    )
+    assert (access.read_token(), access.cookies, access.namespace) == (TOKEN, "session=x", "me")
+
+
+def test_a_file_that_is_named_comes_before_the_environment(tmp_path):
+    (tmp_path / "token").write_text("of-the-file\n")
+    (tmp_path / "cookies").write_text("a=1; b=2\n")
+    access = found(
+        {"KFP_EXISTING_TOKEN": TOKEN, "KFP_COOKIES": "session=x"},
+        endpoint="http://kfp",
+        token_file=str(tmp_path / "token"),
+        cookies_file=str(tmp_path / "cookies"),
+    )
+    assert (access.token, access.read_token(), access.cookies) == ("", "of-the-file", "a=1; b=2")
+
+
+def test_a_token_file_is_read_anew(tmp_path):
+    file = tmp_path / "token"
+    file.write_text("first")
+    access = found({"KF_PIPELINES_SA_TOKEN_PATH": str(file)}, endpoint="http://kfp")
+    assert access.read_token() == "first"
+    file.write_text("second")
+    assert access.read_token() == "second"
+
+
+def test_in_a_pod_its_own_token_is_taken_unless_there_is_another(tmp_path, monkeypatch):
+    volume = tmp_path / "volume"
+    volume.write_text("of-the-pod")
+    monkeypatch.setattr(accesses, "TOKEN_VOLUME", volume)
+    assert found(endpoint="http://kfp").read_token() == "of-the-pod"
+    assert found({"KFP_EXISTING_TOKEN": TOKEN}, endpoint="http://kfp").read_token() == TOKEN
+    assert not found({"KFP_COOKIES": "a=1"}, endpoint="http://kfp").has_token()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot read the token file"),
+        (b"", "is empty"),
+        (b"\xff\xfe", "is no text"),
+        (b"a\nb", "holds a line break"),
+    ],
+)
+def test_a_token_file_that_cannot_be_used(tmp_path, content, message):
+    file = tmp_path / "token"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        found(endpoint="http://kfp", token_file=str(file))
+
+
+def test_a_ca_file_has_to_be_there(tmp_path):
+    with pytest.raises(ConfigError, match=r"--ca-file .*: there is no such file"):
+        found(endpoint="https://kfp", ca_file=str(tmp_path / "ca.pem"))
+
+
+def test_no_secret_is_in_the_repr_or_in_what_is_told(tmp_path):
+    access = Access(endpoint="http://kfp", token=TOKEN, cookies="session=secret-value")
+    assert TOKEN not in repr(access)
+    assert "secret-value" not in repr(access)
+    told = f"refused {TOKEN} and session=secret-value, or only secret-value"
+    assert access.masked(told) == "refused *** and ***, or only ***"
+    file = tmp_path / "token"
+    file.write_text("of-the-file\n")
+    assert Access(endpoint="http://kfp", token_file=str(file)).masked("of-the-file") == "***"

@@ -1,0 +1,283 @@
+"""What goes wrong between the command line and an instance: one line each, and soon."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+
+import pytest
+
+from pipelines.runs import kfp_client as instances
+from pipelines.runs.kfp_client import Access, InstanceError, health
+
+SECRET = "ey-secret-0123456789"
+EVERY = (
+    ("upload",),
+    ("submit",),
+    ("schedule", "--every", "1h"),
+    ("unschedule", "x"),
+    ("runs",),
+    ("status", "x"),
+    ("logs", "x"),
+    ("cancel", "x"),
+)
+
+
+def told_in_one_line(told, *words):
+    assert told.code == 1
+    assert (told.out, told.err.count("\n")) == ("", 1)
+    for word in words:
+        assert word in told.err
+    assert "Traceback" not in told.err
+
+
+@pytest.mark.parametrize(
+    ("status", "remedy"),
+    [
+        (400, "mend what it names"),
+        (401, "renew the token or cookies"),
+        (403, "does not allow it: name your --namespace"),
+        (404, "check --endpoint"),
+        (405, "this is no KFP API"),
+        (409, "look, then try again"),
+        (413, "too large"),
+        (418, "check --endpoint"),
+        (429, "try again later"),
+        (500, "try again, or ask its owner"),
+        (503, "try again, or ask its owner"),
+    ],
+)
+def test_a_status(instance, remote, status, remedy):
+    instance.faults.add(".", status)
+    told_in_one_line(remote("runs"), f"{instance.url} answered {status}", remedy, "/v2beta1/runs")
+
+
+@pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
+def test_every_command_tells_a_refusal_in_one_line(instance, remote, words):
+    instance.token = "right"
+    told_in_one_line(remote(*words), "answered 401", "renew the token")
+    told = remote(*words, "--json")
+    assert told.json["status"] == "failed"
+    assert "answered 401" in told.json["message"]
+
+
+@pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
+def test_every_command_tells_a_login_page(instance, remote, words):
+    instance.faults.add(".", 200, body=b"<!doctype html><html>Sign in</html>")
+    told_in_one_line(remote(*words), "text/html where JSON is due, such as a login page")
+
+
+@pytest.mark.parametrize(
+    ("location", "words"),
+    [
+        (
+            "https://login.example.com/auth?state=1",
+            "sends elsewhere, to https://login.example.com:",
+        ),
+        ("/dex/auth?client=x", "it sends to /dex/auth, such as a login"),
+    ],
+)
+def test_a_redirect_is_not_followed(instance, remote, location, words):
+    instance.faults.add(".", 302, headers={"Location": location}, body=b"see other")
+    told_in_one_line(remote("runs"), "answered 302", words)
+
+
+def test_a_redirect_to_tls_names_it(instance, remote):
+    place = instance.url.replace("http:", "https:")
+    instance.faults.add(".", 301, headers={"Location": f"{place}/"}, body=b"moved")
+    told_in_one_line(remote("runs"), f"give --endpoint with https://: {place}")
+
+
+@pytest.mark.parametrize("body", [b"[1, 2]", b'"ok"', b"17"])
+def test_json_of_another_kind(instance, remote, body):
+    instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
+    told_in_one_line(remote("runs"), "what no KFP instance says")
+
+
+@pytest.mark.parametrize("body", [b'{"runs": 5}', b'{"runs": [{"created_at": "soon"}]}'])
+def test_json_that_the_client_cannot_read(instance, remote, body):
+    instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
+    told_in_one_line(remote("runs"), "the KFP client cannot read")
+
+
+def test_words_of_the_instance_are_kept_short_and_on_one_line(instance, remote):
+    body = json.dumps({"message": "first line\nstack of calls " * 99}).encode()
+    instance.faults.add(".", 400, body=body)
+    told = remote("runs")
+    told_in_one_line(told, "(first line stack of calls")
+    assert len(told.err) < 700
+
+
+def test_what_is_read_is_asked_again_what_writes_is_not(instance, remote):
+    instance.faults.add("GET .*/pipelines", 503, times=2)
+    instance.faults.add("POST .*/pipelines", 503)
+    told_in_one_line(remote("upload"), "answered 503", "POST /apis/v2beta1/pipelines")
+    assert len(instance.asked("GET ")) == 3
+    assert len(instance.asked("POST ")) == 1
+
+
+def test_a_connection_that_breaks(instance, remote):
+    instance.faults.add(".", 0)
+    told_in_one_line(remote("runs"), "broke the connection at GET /apis/v2beta1/runs")
+
+
+def test_nothing_listens_there(remote, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{port}")
+    told_in_one_line(remote("runs"), f"127.0.0.1:{port} takes no connection", "port-forward")
+
+
+def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
+    def unknown(*_arguments, **_named):
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    told_in_one_line(remote("runs", "--endpoint", "https://nowhere.invalid"), "is not known")
+    assert not outside_attempts
+
+
+@pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
+def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
+    monkeypatch.setattr(instances, "READ_SECONDS", 0.2)
+    instance.faults.add(".", -1)
+    told_in_one_line(remote(*words), "does not answer", "it hangs")
+    # A hung server is not asked twice.
+    assert len(instance.requests) == 1
+
+
+def test_all_tries_together_stay_below_thirty_seconds():
+    retries = instances.connect(Access(endpoint="http://127.0.0.1:9"))._existing_config.retries
+    assert retries.read == 0
+    tries = 1 + retries.total
+    pauses = sum(retries.backoff_factor * 2**number for number in range(tries))
+    known = tries * instances.CONNECT_SECONDS + instances.READ_SECONDS + pauses
+    assert known < instances.WHOLE_SECONDS < 30
+
+
+@pytest.mark.parametrize("words", [("runs",), ("upload",)], ids=lambda words: words[0])
+def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkeypatch, words):
+    monkeypatch.setattr(instances, "WHOLE_SECONDS", 0.3)
+    instance.faults.add(".", -2)
+    told_in_one_line(remote(*words), "does not come to an end")
+
+
+def certificate(folder):
+    """Return a certificate of 127.0.0.1 that signs itself, and its key."""
+    made, key = folder / "ca.pem", folder / "key.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
+         "-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1",
+         "-keyout", key, "-out", made],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    return made, key
+
+
+def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypatch):
+    made, key = certificate(tmp_path)
+    (tmp_path / "other").mkdir()
+    other, _ = certificate(tmp_path / "other")
+    told_in_one_line(
+        remote("runs", "--endpoint", instance.url.replace("http:", "https:")),
+        "speaks no TLS: check the port",
+    )
+    instance.speak_tls(made, key)
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+    told_in_one_line(remote("runs"), "is not trusted", "name its CA by --ca-file")
+    told_in_one_line(remote("runs", "--ca-file", other), "is not trusted")
+    assert remote("runs", "--ca-file", made).code == 0
+    (tmp_path / "no.pem").write_text("no certificate")
+    told_in_one_line(remote("runs", "--ca-file", tmp_path / "no.pem"), "no.pem")
+
+
+def test_the_version(instance):
+    assert health(Access(endpoint=instance.url)).version == "2.17.0"
+    instance.faults.add("v2beta1/healthz", 200, body=b"{}")
+    assert health(Access(endpoint=instance.url)).version == "2.17.0"
+    instance.faults.add("v1beta1/healthz", 200, body=b"{}")
+    assert health(Access(endpoint=instance.url)).version == ""
+    instance.faults.clear()
+    instance.faults.add("healthz", 403)
+    with pytest.raises(InstanceError) as refused:
+        health(Access(endpoint=instance.url))
+    assert (refused.value.status, refused.value.passing) == (403, False)
+
+
+def test_an_api_without_the_older_path_keeps_its_version_for_itself(instance):
+    instance.faults.add("v2beta1/healthz", 200, body=b'{"multi_user": false}')
+    instance.faults.add("v1beta1/healthz", 404)
+    assert health(Access(endpoint=instance.url)).version == ""
+
+
+def test_the_home_folder_is_neither_read_nor_written(instance, remote, tmp_path):
+    home = tmp_path / "home"
+    home.mkdir()
+    context = {"namespace": "theirs", "client_authentication_cookie": "theirs"}
+    (home / "context.json").write_text(json.dumps(context))
+    instance.cookies = "mine"
+    told_in_one_line(remote("runs"), "answered 401")
+    assert json.loads((home / "context.json").read_text()) == context
+    assert remote("runs").err.count("\n") == 1
+
+
+def test_credentials_reach_every_path(instance, remote, tmp_path, monkeypatch):
+    (tmp_path / "token").write_text(f"{SECRET}\n")
+    (tmp_path / "cookies").write_text("session=abc; other=d\n")
+    instance.token, instance.cookies = SECRET, "session=abc; other=d"
+    words = ["--token-file", tmp_path / "token", "--cookies-file", tmp_path / "cookies"]
+    assert remote("upload", *words).code == 0
+    assert remote("submit", *words).code == 0
+    [run_id] = instance.store.runs
+    instance.store.runs[run_id]["state"] = "SUCCEEDED"
+    workflow = instance.store.workflows[run_id]
+    workflow.begin("train_model")
+    workflow.end("train_model")
+    told = remote("logs", run_id, *words)
+    assert (told.code, "step_end" in told.out) == (0, True)
+    monkeypatch.setenv("KFP_EXISTING_TOKEN", SECRET)
+    monkeypatch.setenv("KFP_COOKIES", "session=abc; other=d")
+    assert remote("runs").code == 0
+
+
+def test_a_token_that_is_renewed_meanwhile_is_taken(instance, remote, tmp_path, uploaded):
+    file = tmp_path / "token"
+    file.write_text("first")
+    instance.token = "first"
+
+    def renew(_workflow, run):
+        file.write_text("second")
+        instance.token = "second"
+        run["state"] = "RUNNING"
+
+    def over(_workflow, run):
+        run["state"] = "SUCCEEDED"
+
+    instance.store.play = [renew, over]
+    assert remote("submit", "--wait", "--token-file", file).code == 0
+    assert uploaded
+
+
+@pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
+@pytest.mark.parametrize("flag", [(), ("--json",)], ids=["", "json"])
+def test_no_secret_is_told(instance, remote, monkeypatch, words, flag):
+    # The instance repeats the token that it does not know.
+    instance.token = "right"
+    monkeypatch.setenv("KFP_EXISTING_TOKEN", SECRET)
+    monkeypatch.setenv("KFP_COOKIES", f"session={SECRET}-cookie")
+    told = remote(*words, *flag)
+    assert "***" in told.err
+    assert SECRET not in told.err + told.out
+    instance.faults.add(".", 400, body=json.dumps({"message": f"x {SECRET}-cookie"}).encode())
+    told = remote(*words, *flag)
+    assert "answered 400" in told.err
+    assert SECRET not in told.err + told.out
+
+
+def test_no_option_takes_a_secret_in_clear(remote):
+    words = remote("runs", "--help").out
+    named = set(re.findall(r"--[a-z-]+", words))
+    assert {"--token-file", "--cookies-file"} <= named
+    assert not named & {"--token", "--cookies", "--existing-token", "--password"}

@@ -1,0 +1,213 @@
+"""A step that KFP took from its cache: what `submit`, `status` and `logs` say of it."""
+
+from __future__ import annotations
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("uploaded")
+
+DATASET = "gs://bucket/flotilla/datasets/digits-0123"
+LINE = "flotilla: prepare_data was taken from KFP's cache: it did not run and has no log\n"
+
+
+def cached(workflow, run):
+    run["state"] = "RUNNING"
+    workflow.take_from_cache("prepare_data")
+
+
+def done(step, **record):
+    def happen(workflow, _run):
+        workflow.begin(step)
+        workflow.write(step, f"words of {step}\n")
+        workflow.end(step, **record)
+
+    return happen
+
+
+def over(state="SUCCEEDED"):
+    def happen(_workflow, run):
+        run["state"] = state
+
+    return happen
+
+
+BLESSED = (
+    cached,
+    done("train_model", inputs={"dataset": DATASET}, figures={"global_step": 9}, uri="gs://b/c"),
+    done("check_gate", figures={"decision": "blessed", "reasons": []}),
+    done("register_model", figures={"decision": "promoted", "version": 3}),
+    over(),
+)
+
+
+@pytest.fixture
+def run_id(instance, remote):
+    """A run that goes on."""
+    assert remote("submit").code == 0
+    [run_id] = instance.store.runs
+    return run_id
+
+
+@pytest.fixture
+def play(instance, run_id):
+    """Have things happen in the run."""
+
+    def happen(*things):
+        for thing in things:
+            thing(instance.store.workflows[run_id], instance.store.runs[run_id])
+
+    return happen
+
+
+@pytest.mark.parametrize("names_pods", [True, False])
+@pytest.mark.parametrize("has_logs", ["api", "page"])
+def test_the_dataset_is_what_later_steps_took(instance, remote, names_pods, has_logs):
+    instance.store.names_pods, instance.has_logs = names_pods, has_logs
+    instance.store.play = [*BLESSED]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (0, "blessed")
+    assert told.json["artifacts"]["dataset"] == DATASET
+    assert told.json["artifacts"]["checkpoint"] == "gs://b/c"
+    assert told.json["global_step"] == 9
+    lines = told.err.splitlines()
+    assert lines.index("prepare_data cached") < lines.index("train_model done in 2.0 s")
+    [row] = [line for line in told.out.splitlines() if line.startswith("prepare_data")]
+    assert row.split()[:2] == ["prepare_data", "cached"]
+
+
+def test_nothing_is_asked_of_a_pod_that_never_was(instance, remote):
+    instance.store.play = [*BLESSED]
+    assert remote("submit", "--wait").code == 0
+    [workflow] = instance.store.workflows.values()
+    assert not instance.asked(workflow.pod("prepare_data"))
+    assert instance.asked(f"{workflow.pod('train_model')}/log")
+
+
+def test_status_of_a_run_that_has_ended(remote, run_id, play):
+    play(*BLESSED)
+    told = remote("status", run_id, "--json")
+    assert told.json["artifacts"]["dataset"] == DATASET
+    assert any(line.split()[:2] == ["prepare_data", "cached"] for line in told.out.splitlines())
+
+
+def test_status_of_a_run_that_goes_on(remote, run_id, play):
+    play(cached, lambda workflow, _run: workflow.begin("train_model"))
+    told = remote("status", run_id, "--json")
+    words = [line.split()[:2] for line in told.out.splitlines()]
+    assert ["prepare_data", "cached"] in words
+    assert ["train_model", "running"] in words
+    assert told.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
+
+
+def test_on_a_terminal_it_stands_in_the_table(instance, remote, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    instance.store.play = [*BLESSED]
+    told = remote("submit", "--wait")
+    assert told.code == 0
+    assert "cached" in told.err
+
+
+def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
+    play(cached, done("train_model"), done("check_gate", figures={"decision": "refused"}), over())
+    told = remote("status", run_id, "--json")
+    assert "dataset" not in told.json["artifacts"]
+    [row] = [line for line in told.out.splitlines() if line.startswith("prepare_data")]
+    assert "KFP's cache does not say" in row
+
+
+def test_a_step_that_was_killed_has_said_what_it_took(remote, run_id, play):
+    def killed(workflow, _run):
+        workflow.begin("train_model")
+        workflow.say_begin("train_model", {"dataset": DATASET})
+        workflow.stop("train_model", "FAILED")
+
+    play(cached, killed, over("FAILED"))
+    told = remote("status", run_id, "--json")
+    assert (told.json["status"], told.json["artifacts"]) == ("failed", {"dataset": DATASET})
+    assert told.json["message"] == "train_model: the log of train_model says nothing of its end"
+
+
+def test_lines_that_others_print_are_not_taken_for_ours(remote, run_id, play):
+    def print_lines(workflow, _run):
+        workflow.begin("train_model")
+        for line in (
+            '{"event": "step_begin"}',
+            '{"event": "step_begin", "step": "evaluate_model", "inputs": {"dataset": "x"}}',
+            '{"event": "step_begin", "step": "train_model", "inputs": ["dataset"]}',
+            '{"event": "step_end", "step": "train_model"}',
+        ):
+            workflow.write("train_model", f"{line}\n")
+        workflow.stop("train_model", "SUCCEEDED")
+
+    play(cached, print_lines, over())
+    told = remote("status", run_id, "--json")
+    assert (told.code, told.json["artifacts"]) == (0, {})
+
+
+@pytest.mark.parametrize("names_pods", [True, False])
+def test_logs_say_so_and_go_on_with_the_others(instance, remote, names_pods):
+    instance.store.names_pods = names_pods
+    remote("submit")
+    [run_id] = instance.store.runs
+    for thing in BLESSED:
+        thing(instance.store.workflows[run_id], instance.store.runs[run_id])
+    told = remote("logs", run_id)
+    assert told.code == 0
+    assert told.err == f"{LINE}--- train_model\n--- check_gate\n--- register_model\n"
+    assert "words of train_model" in told.out
+
+
+def test_logs_that_are_followed_say_so_once(instance, remote, run_id):
+    instance.store.play = [lambda _workflow, _run: None, *BLESSED]
+    told = remote("logs", run_id)
+    assert (told.code, told.err.count(LINE)) == (0, 1)
+    assert told.err.splitlines()[1:] == ["--- train_model", "--- check_gate", "--- register_model"]
+
+
+def test_logs_of_that_step_alone(remote, run_id, play):
+    play(*BLESSED)
+    told = remote("logs", run_id, "--step", "prepare-data", "--json")
+    assert (told.code, told.err) == (0, LINE)
+    assert len(told.out.splitlines()) == 1
+    assert told.json["status"] == "succeeded"
+
+
+def test_it_is_looked_for_only_until_its_pod_is_skipped(instance, remote, run_id):
+    def on_its_way(workflow, run):
+        cached(workflow, run)
+        # Argo has looked at the group, and at no node in it.
+        held.append(workflow.nodes.pop())
+        workflow.nodes[-1]["state"] = "RUNNING"
+
+    def skipped(workflow, _run):
+        workflow.nodes[-1]["state"] = "SUCCEEDED"
+        workflow.nodes.append(held.pop())
+
+    held = []
+    instance.store.play = [lambda _workflow, _run: None, on_its_way, skipped, *BLESSED[1:]]
+    told = remote("logs", run_id)
+    assert told.code == 0
+    assert "no log of" not in told.err
+    assert told.err.startswith(LINE)
+
+
+def test_an_instance_without_logs_is_an_error_all_the_same(instance, remote, run_id, play):
+    instance.has_logs = ""
+    play(*BLESSED)
+    told = remote("logs", run_id)
+    assert told.code == 1
+    assert LINE in told.err
+    assert "no log of prepare_data" not in told.err
+    assert "gives no log of the run" in told.err.splitlines()[-1]
+
+
+def test_a_group_that_a_condition_skipped_is_no_cache(remote, run_id, play):
+    play(
+        done("check_gate", figures={"decision": "refused", "reasons": ["too low"]}),
+        lambda workflow, _run: workflow.skip(),
+        over(),
+    )
+    told = remote("status", run_id, "--json")
+    assert told.json["status"] == "refused"
+    assert "cached" not in told.out

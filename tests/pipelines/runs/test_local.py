@@ -1,0 +1,213 @@
+"""A run on this machine: its folder, its process, its events, its interrupts."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from components.record import STOPPING
+from pipelines.runs import local
+from trainer import events, storage
+from trainer.config.load import load_config, parse_config
+from trainer.config.run_parameters import from_parameters
+from trainer.config.schema import Config, StorageConfig
+from trainer.errors import ConfigError
+
+CONFIG = Config()
+# A runner that says it is there, and goes on when it is asked to end.
+DEAF = (
+    "import signal; signal.signal(signal.SIGTERM, lambda *_: print('asked', flush=True))\n"
+    "print('there', flush=True)\n"
+    "while True: pass"
+)
+
+
+@pytest.fixture
+def workdir(tmp_path):
+    return tmp_path / "it's a wörk dir"
+
+
+@pytest.fixture
+def deaf():
+    process = subprocess.Popen(
+        [sys.executable, "-c", DEAF], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout.readline() == "there\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+class TestLayingOut:
+    def test_a_run_has_an_id_of_its_own(self, workdir):
+        runs = [local.new_run(CONFIG, workdir) for _ in range(3)]
+        assert len({run.run_id for run in runs}) == 3
+        for run in runs:
+            assert run.run_id.startswith("digits-")
+            assert run.folder == workdir / run.run_id
+            assert run.folder.is_dir()
+
+    def test_it_publishes_below_the_workdir(self, workdir):
+        run = local.new_run(CONFIG, workdir)
+        assert storage.local_path(run.config.storage.root) == workdir
+        assert run.config.model_copy(update={"storage": CONFIG.storage}) == CONFIG
+
+    def test_it_publishes_where_the_configuration_says(self, workdir):
+        config = CONFIG.model_copy(update={"storage": StorageConfig(root="file:///elsewhere")})
+        assert local.new_run(config, workdir).config == config
+
+    def test_a_relative_workdir_is_below_the_current_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        run = local.new_run(CONFIG, type(tmp_path)("runs"))
+        assert run.folder == tmp_path / "runs" / run.run_id
+        assert storage.local_path(run.config.storage.root) == tmp_path / "runs"
+
+    def test_the_configuration_is_kept_as_it_was_given(self, workdir):
+        config = load_config(None, ["training.steps=7"])
+        run = local.new_run(config, workdir)
+        kept = local.saved_config(workdir, run.run_id)
+        # Without the root, so that a workdir can be moved.
+        assert load_config(kept) == config
+
+    def test_taking_a_run_up_again_keeps_what_it_has(self, workdir):
+        run = local.new_run(CONFIG, workdir)
+        (run.folder / "checkpoints").mkdir()
+        (run.folder / "checkpoints" / "kept").write_text("x", encoding="utf-8")
+        (run.folder / local.EVENTS).write_text('{"event": "old"}\n', encoding="utf-8")
+        os.close(run.lock)
+        again = local.resumed_run(load_config(None, ["training.steps=9"]), workdir, run.run_id)
+        assert (again.run_id, again.folder) == (run.run_id, run.folder)
+        assert (run.folder / "checkpoints" / "kept").is_file()
+        # What happened before is not how this one ends.
+        assert not list(events.read(run.folder / local.EVENTS))
+        assert load_config(local.saved_config(workdir, run.run_id)).training.steps == 9
+
+    @pytest.mark.parametrize("take", [local.saved_config, local.check_run_id])
+    def test_a_run_that_is_not_there(self, workdir, take):
+        with pytest.raises(ConfigError, match=r"^no run 'x' below .*wörk dir$"):
+            take(workdir, "x")
+
+    def test_a_file_in_the_place_of_a_folder(self, workdir):
+        run = local.new_run(CONFIG, workdir)
+        (run.folder / "tmp").rmdir()
+        (run.folder / "tmp").write_text("", encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"^cannot write to .*; choose another --workdir$"):
+            local.resumed_run(CONFIG, workdir, run.run_id)
+
+
+class TestExecuting:
+    def test_a_runner_that_dies_is_told_and_leaves_its_output(self, workdir):
+        run = local.new_run(CONFIG, workdir)
+        seen = []
+        outcome = local.execute(run, "no_such_pipeline", {"more": "x"}, seen.append)
+        assert (outcome.status, outcome.exit_code) == ("failed", 1)
+        assert outcome.message == "the local runner ended with exit code 1; see pipeline.log"
+        assert (outcome.steps, seen) == ((), [])
+        log = (run.folder / "pipeline.log").read_text(encoding="utf-8")
+        assert "KeyError: 'no_such_pipeline'" in log
+        assert not (run.folder / "tmp").exists()
+
+    def test_the_pipeline_gets_every_run_parameter(self, workdir):
+        run = local.new_run(CONFIG, workdir)
+        local.execute(run, "no_such_pipeline", {"dataset": "file:///d"}, lambda _event: None)
+        given = json.loads((run.folder / "arguments.json").read_text(encoding="utf-8"))
+        assert given.pop("dataset") == "file:///d"
+        assert from_parameters(given) == run.config
+
+    def test_signals_are_as_they_were_afterwards(self, workdir):
+        before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+        run = local.new_run(CONFIG, workdir)
+        local.execute(run, "no_such_pipeline", {}, lambda _event: None)
+        assert before == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    def test_an_error_of_the_follower_leaves_no_process(self, workdir):
+        run = local.new_run(CONFIG, workdir)
+        # The first event is there before the runner is.
+        (run.folder / local.EVENTS).write_text('{"event": "x"}\n', encoding="utf-8")
+
+        before = psutil.Process().children(recursive=True)
+
+        def fail(_event):
+            raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            local.execute(run, "prepare", {}, fail)
+        assert psutil.Process().children(recursive=True) == before
+
+
+class TestFollowing:
+    def test_every_event_comes_once_and_whole(self, tmp_path):
+        path = tmp_path / "events.jsonl"
+        path.touch()
+        with path.open("a", encoding="utf-8") as writer, path.open(encoding="utf-8") as lines:
+
+            def write(text):
+                writer.write(text)
+                writer.flush()
+                return list(local._since(lines))
+
+            assert write("") == []
+            assert write('{"event": "ä"}\n{"event": "b"}\n{"eve') == [
+                {"event": "ä"},
+                {"event": "b"},
+            ]
+            assert write('nt": "c') == []
+            assert write('"}\n') == [{"event": "c"}]
+            assert write("") == []
+            # What a full disk has torn is passed over.
+            assert write('{"event": {"event": "d"}\n{"event": "e"}\n') == [{"event": "e"}]
+
+
+class TestInterrupting:
+    def test_the_first_asks_and_the_second_ends(self, deaf):
+        with local._interrupts(deaf) as seen:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert deaf.stdout.readline() == "asked\n"
+            assert deaf.poll() is None
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert deaf.wait() == -signal.SIGKILL
+        assert seen == [signal.SIGINT, signal.SIGTERM]
+
+    def test_nothing_came(self, deaf):
+        with local._interrupts(deaf) as seen:
+            pass
+        assert seen == []
+        assert deaf.poll() is None
+
+    def test_a_runner_that_is_gone_is_no_error(self, deaf):
+        with local._interrupts(deaf) as seen:
+            deaf.kill()
+            deaf.wait()
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert seen == [signal.SIGTERM]
+
+
+class TestEnvironment:
+    def test_a_run_tells_its_steps_who_they_are(self, workdir, monkeypatch):
+        monkeypatch.setenv("PYTHONPATH", "/own/modules")
+        run = local.new_run(CONFIG, workdir)
+        environment = local._environment(run)
+        assert environment["FLOTILLA_RUN_ID"] == run.run_id
+        assert environment["FLOTILLA_RUN_FOLDER"] == str(run.folder)
+        assert environment[events.VARIABLE] == str(run.folder / "events.jsonl")
+        assert environment["TMPDIR"] == str(run.folder / "tmp")
+        assert environment["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/own/modules"
+        assert environment["PATH"] == os.environ["PATH"]
+
+    def test_an_interrupt_of_another_run_is_not_its_own(self, workdir, monkeypatch):
+        monkeypatch.setenv(STOPPING, "1")
+        assert STOPPING not in local._environment(local.new_run(CONFIG, workdir))
+
+
+def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
+    going = local.new_run(parse_config({}), tmp_path)
+    (going.folder / "events.jsonl").write_text("what it has said\n")
+    with pytest.raises(ConfigError, match=f"run {going.run_id} is still going on"):
+        local.resumed_run(parse_config({}), tmp_path, going.run_id)
+    assert (going.folder / "events.jsonl").read_text() == "what it has said\n"
+    os.close(going.lock)
+    os.close(local.resumed_run(parse_config({}), tmp_path, going.run_id).lock)

@@ -1,0 +1,134 @@
+"""Ctrl-C, and going on: `flotilla run` ended in the middle, then its training resumed."""
+
+import signal
+
+import psutil
+import pytest
+
+from tests.pipelines.called import Called, call, calling, processes_of, setting
+from tests.trainer.page import Page
+from trainer import storage
+
+pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
+
+# More than any machine does before the interrupt comes.
+ENDLESS = 10_000_000
+LONG = setting(training__steps=ENDLESS, training__checkpoint_every=ENDLESS)
+MORE = 40
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    return tmp_path_factory.mktemp("interrupted") / "my runs"
+
+
+def until_it_trains(process):
+    told = []
+    for line in process.stderr:
+        told.append(line)
+        if line.startswith("global step"):
+            break
+    return told
+
+
+@pytest.fixture(scope="module")
+def interrupted(workdir):
+    with calling("run", workdir, *LONG, cwd=workdir.parent) as process:
+        told = until_it_trains(process)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate()
+    return Called(code=process.returncode, out=out, err="".join(told) + err, workdir=workdir)
+
+
+@pytest.fixture(scope="module")
+def happened(interrupted):
+    """What had happened when the run ended; a resumed run writes its events anew."""
+    return interrupted.happened("checkpoint", "life", "step_end")
+
+
+@pytest.fixture(scope="module")
+def reached(happened):
+    """The global step at which the run was ended."""
+    return max(event["global_step"] for event in happened if event["event"] == "checkpoint")
+
+
+@pytest.fixture(scope="module")
+def resumed(interrupted, workdir, reached):
+    run_id, dataset = interrupted.told["run_id"], interrupted.told["artifacts"]["dataset"]
+    steps = setting(training__steps=reached + MORE)
+    given = ["--resume", run_id, "--dataset", dataset, *steps]
+    return call("train", workdir, *given, cwd=workdir.parent)
+
+
+def test_it_says_so(interrupted, reached):
+    assert interrupted.code == 130, interrupted.err
+    assert interrupted.told["status"] == "interrupted"
+    assert interrupted.told["message"].startswith(f"interrupted at global step {reached}; ")
+
+
+def test_it_ends_with_what_to_do_next(interrupted):
+    run_id = interrupted.told["run_id"]
+    words, remedy = interrupted.err.splitlines()[-2:]
+    assert words == f"flotilla: {interrupted.told['message']}"
+    assert remedy == (
+        f"flotilla: go on with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
+    )
+    assert "Traceback" not in interrupted.err + interrupted.out
+
+
+def test_the_steps_after_it_were_left_out(interrupted, happened):
+    statuses = {each["step"]: each["status"] for each in happened if each["event"] == "step_end"}
+    assert statuses == {
+        "resolve_config": "done",
+        "prepare_data": "done",
+        "train_model": "interrupted",
+        "finish": "done",
+    }
+    assert storage.verify(interrupted.told["artifacts"]["dataset"]).kind == "dataset"
+
+
+def test_a_last_checkpoint_is_published(interrupted, reached):
+    assert reached > 0
+    uri = storage.uri_of(interrupted.folder / "checkpoints" / f"step-{reached:08d}")
+    assert storage.verify(uri).fields["global_step"] == reached
+    assert uri in interrupted.told["message"]
+
+
+def test_there_is_a_report_all_the_same(interrupted, reached):
+    page = Page((interrupted.folder / "report.html").read_text(encoding="utf-8"))
+    assert page.words[1] == "interrupted"
+    assert f"interrupted at global step {reached}" in page.text
+
+
+def test_it_goes_on_from_there(resumed, interrupted, reached):
+    assert resumed.code == 0, resumed.err + resumed.log
+    assert resumed.told["status"] == "done"
+    assert resumed.told["run_id"] == interrupted.told["run_id"]
+    assert resumed.told["global_step"] == reached + MORE
+    assert f"training goes on from global step {reached}" in resumed.err.splitlines()
+    (life,) = resumed.happened("life")
+    assert (life["resumed"], life["global_step"]) == (True, reached)
+
+
+def test_it_goes_on_with_the_configuration_of_the_run(resumed):
+    # No file was named: only what was set anew is different.
+    kept = (resumed.folder / "config.json").read_text(encoding="utf-8")
+    assert f'"checkpoint_every": {ENDLESS}' in kept
+
+
+def test_on_a_given_dataset_it_prepares_none(resumed):
+    assert resumed.statuses() == {"resolve_config": "done", "train_model": "done"}
+    assert set(resumed.told["artifacts"]) == {"checkpoint"}
+
+
+def test_no_process_outlives_a_run_that_is_killed(interrupted, workdir):
+    given = ["--dataset", interrupted.told["artifacts"]["dataset"], *LONG]
+    with calling("train", workdir, *given, cwd=workdir.parent) as process:
+        until_it_trains(process)
+        others = [each for each in processes_of(workdir) if each.pid != process.pid]
+        # The runner, a step, and the four tasks of the cluster at least.
+        assert len(others) >= 6
+        process.kill()
+        _, alive = psutil.wait_procs(others, timeout=10)
+    assert not alive
+    assert not processes_of(workdir)

@@ -1,0 +1,235 @@
+"""`flotilla runs`, `status`, `logs`, `cancel` for runs on this machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from pipelines.runs import local_status
+from tests.pipelines.called import calling, setting
+
+# A process that starts another one with the words of a run's child, and says how it was ended.
+STARTER = """
+import json, os, signal, subprocess, sys
+words = json.loads(os.environ["WORDS"])
+child = subprocess.Popen(
+    [sys.executable, "-c", "import signal; signal.pause()", *words], start_new_session=True
+)
+print(child.pid, flush=True)
+def end(number, _frame):
+    child.kill()
+    print("ended by", number, flush=True)
+    os._exit(130)
+signal.signal(signal.SIGINT, end)
+print("started", flush=True)
+print("child", child.wait(), flush=True)
+"""
+
+
+def event(name, **fields):
+    return json.dumps({"event": name, "time": round(time.time(), 3), **fields}) + "\n"
+
+
+def ended(step, status="done", **more):
+    whole = {"exit_code": 0, "error": "", "seconds": 2.0, "figures": {}, "uri": ""} | more
+    return event("step_begin", step=step) + event("step_end", step=step, status=status, **whole)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run that has trained and was refused."""
+    made = tmp_path / "here" / "runs" / "digits-1"
+    made.mkdir(parents=True)
+    (made / "config.json").write_text("{}")
+    (made / "pipeline.log").write_text("one\ntwo\n")
+    gate = {"decision": "refused", "reasons": ["too low"]}
+    (made / "events.jsonl").write_text(ended("check_gate", figures=gate) + ended("finish"))
+    return made
+
+
+@pytest.fixture
+def flotilla(folder, remote, monkeypatch):
+    """Call the command line where no instance is named."""
+    monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
+    assert folder.is_dir()
+    return remote
+
+
+@pytest.fixture
+def going(folder):
+    """The process that follows the run, which goes on."""
+    train = event("step_begin", step="train_model")
+    progress = event("progress", global_step=20, steps=100, loss=0.5, seconds_left=9.0)
+    (folder / "events.jsonl").write_text(ended("prepare_data") + train + progress)
+    with starting(folder, "flotilla") as process:
+        yield process
+
+
+@contextmanager
+def starting(folder, name):
+    """Start a process of this name that starts the child of a run."""
+    words = json.dumps(["-m", "pipelines.runs.local_child", "run", str(folder)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", STARTER, name],
+        env={**os.environ, "WORDS": words},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    child = int(process.stdout.readline())
+    assert process.stdout.readline() == "started\n"
+    process.child = child
+    try:
+        yield process
+    finally:
+        for pid in (process.pid, child):
+            with suppress(ProcessLookupError):
+                os.killpg(pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_a_run_that_has_ended(flotilla):
+    told = flotilla("status", "digits-1", "--json")
+    assert (told.code, told.json["status"], told.json["message"]) == (0, "refused", "too low")
+    assert "run digits-1: refused" in told.out
+
+
+def test_a_run_that_goes_on(flotilla, going):
+    told = flotilla("status", "digits-1", "--json")
+    assert (told.code, told.json["status"]) == (0, "running")
+    assert told.json["global_step"] == 20
+    lines = told.out.splitlines()
+    assert any(line.startswith("prepare_data  done") for line in lines)
+    [line] = [line for line in lines if line.startswith("train_model   running")]
+    assert "global_step=20 steps=100" in line
+    assert going.poll() is None
+
+
+def test_a_run_that_was_killed(flotilla, folder):
+    (folder / "events.jsonl").write_text(
+        ended("prepare_data") + event("step_begin", step="train_model")
+    )
+    assert flotilla("status", "digits-1", "--json").json["status"] == "failed"
+    (folder / "events.jsonl").write_text(ended("prepare_data") + ended("train_model"))
+    assert flotilla("status", "digits-1", "--json").json["status"] == "done"
+    (folder / "events.jsonl").write_text(ended("train_model") + ended("evaluate_model"))
+    told = flotilla("status", "digits-1", "--json")
+    assert "ended without a word" in told.json["message"]
+
+
+def test_the_log(flotilla):
+    told = flotilla("logs", "digits-1", "--json")
+    assert (told.code, told.out.splitlines()[:2]) == (0, ["one", "two"])
+    assert told.json["status"] == "refused"
+
+
+def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monkeypatch):
+    looks = iter([going.pid, going.pid, 0])
+
+    def child(asked):
+        assert asked == folder
+        with (folder / "pipeline.log").open("a") as log:
+            log.write("more\n")
+        return next(looks, 0)
+
+    monkeypatch.setattr(local_status, "child_of", child)
+    monkeypatch.setattr(local_status, "LOOK_SECONDS", 0.0)
+    assert flotilla("logs", "digits-1").out == "one\ntwo\n" + "more\n" * 3
+
+
+def test_the_log_without_following(flotilla, going):
+    assert flotilla("logs", "digits-1", "--no-follow").out == "one\ntwo\n"
+    assert going.poll() is None
+
+
+def test_a_log_that_is_gone(flotilla, folder):
+    (folder / "pipeline.log").unlink()
+    told = flotilla("logs", "digits-1")
+    assert (told.code, told.err.count("\n"), "cannot read" in told.err) == (1, 1, True)
+
+
+def test_one_log_has_no_steps(flotilla):
+    told = flotilla("logs", "digits-1", "--step", "train_model")
+    assert (told.code, "one log for all steps" in told.err) == (2, True)
+
+
+def test_cancel_is_an_interrupt_of_the_process_that_follows(flotilla, going):
+    told = flotilla("cancel", "digits-1", "--json")
+    assert (told.code, told.json["status"]) == (0, "canceling")
+    assert going.wait(30) == 130
+    assert going.stdout.read() == f"ended by {signal.SIGINT.value}\n"
+
+
+def test_cancel_of_a_run_that_nobody_follows_ends_its_steps(flotilla, folder):
+    # Whoever has taken it over is not to be interrupted, wherever its program lies.
+    with starting(folder, "/of/flotilla/somebody") as process:
+        assert flotilla("cancel", "digits-1").code == 0
+        assert process.stdout.readline() == f"child {-signal.SIGTERM}\n"
+        assert process.wait(30) == 0
+
+
+def test_cancel_of_what_has_ended(flotilla):
+    told = flotilla("cancel", "digits-1", "--json")
+    assert (told.code, told.json["status"]) == (0, "ended")
+    assert "has ended already: refused" in told.err
+
+
+def test_a_run_of_a_longer_name_is_another_one(flotilla, folder, going):
+    other = folder.parent / "digits-12"
+    other.mkdir()
+    for name in ("config.json", "events.jsonl", "pipeline.log"):
+        (other / name).write_bytes((folder / name).read_bytes())
+    assert flotilla("cancel", "digits-12", "--json").json["status"] == "ended"
+    assert going.poll() is None
+
+
+def test_processes_without_proc_are_found_by_ps(folder, going, monkeypatch):
+    monkeypatch.setattr(local_status, "_PROCESSES", folder / "no-proc")
+    assert local_status.status_of(folder.parent, "digits-1").child == going.child
+
+
+def test_runs_newest_first(flotilla, folder):
+    for number in (2, 3):
+        made = folder.parent / f"digits-{number}"
+        made.mkdir()
+        (made / "config.json").write_text("{}")
+        (made / "events.jsonl").write_text("")
+        os.utime(made / "config.json", (2e9 + number, 2e9 + number))
+    told = flotilla("runs", "--json")
+    assert [row["run_id"] for row in told.json["runs"]] == ["digits-3", "digits-2", "digits-1"]
+    assert told.json["runs"][-1]["state"] == "refused"
+    assert len(flotilla("runs", "--limit", "1", "--json").json["runs"]) == 1
+    assert flotilla("runs", "--workdir", "none").out == "no runs below none\n"
+
+
+@pytest.mark.parametrize("run", ["../runs/digits-1", "", ".", "/etc", "digits-1/"])
+def test_only_a_name_is_a_run(flotilla, run):
+    assert flotilla("status", run).code == 2
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_a_real_run_is_seen_and_cancelled(flotilla, tmp_path):
+    workdir = tmp_path / "work"
+    words = setting(training__strategy="single", training__steps=10**7)
+    with calling("train", workdir, *words, cwd=tmp_path) as process:
+        while not (found := local_status.run_ids(workdir)):
+            assert process.poll() is None
+        run_id, place = found[0], ("--workdir", workdir)
+        while "global_step" not in flotilla("status", run_id, *place, "--json").json:
+            assert process.poll() is None
+        told = flotilla("logs", run_id, *place, "--no-follow")
+        assert "train-model" in told.out
+        assert flotilla("cancel", run_id, *place).code == 0
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert json.loads(out.splitlines()[-1])["status"] == "interrupted"
+    assert "go on with: flotilla train" in err
+    assert flotilla("status", run_id, *place, "--json").json["status"] == "interrupted"

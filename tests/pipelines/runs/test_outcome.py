@@ -1,0 +1,166 @@
+"""How a run ended, told from its events and the exit code of the runner."""
+
+import pytest
+
+from pipelines.runs.outcome import outcome_of
+from tests.pipelines.happened import STEPS, begun, done, ended, judged, promoted
+
+FINISHED = done("finish", uri="file:///r/report.html")
+
+
+def judge(events, returncode=0, *, interrupted=False):
+    outcome = outcome_of(events, returncode, interrupted=interrupted)
+    return outcome.status, outcome.exit_code, outcome.message
+
+
+def failed(step, message, code=1):
+    return [begun(step), ended(step, "failed", code, error=message)]
+
+
+def test_blessed_and_exported():
+    events = [*judged("blessed", "accuracy 1.0"), *promoted(), *FINISHED]
+    assert judge(events) == ("blessed", 0, "")
+
+
+def test_exported_and_not_registered():
+    events = [*judged("blessed", "accuracy 1.0"), *done("export_model"), *FINISHED]
+    message = "the model was blessed, but register_model was not run; see pipeline.log"
+    assert judge(events) == ("failed", 1, message)
+
+
+def test_refused_by_the_registry():
+    figures = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
+    register = done("register_model", figures=figures)
+    events = [*judged("blessed"), *done("export_model"), *register, *FINISHED]
+    assert judge(events) == ("refused", 3, "megabytes 9.0 is above; labelled 0")
+
+
+def test_refused_with_every_reason():
+    events = [*judged("refused", "accuracy is below", "loss is above"), *FINISHED]
+    assert judge(events) == ("refused", 3, "accuracy is below; loss is above")
+
+
+def test_blessed_but_not_exported():
+    events = [*judged("blessed", "accuracy 1.0"), *FINISHED]
+    message = "the model was blessed, but export_model was not run; see pipeline.log"
+    assert judge(events) == ("failed", 1, message)
+
+
+def test_without_a_gate_it_is_done():
+    assert judge([*done("resolve_config"), *done("prepare_data")]) == ("done", 0, "")
+
+
+@pytest.mark.parametrize(("code", "exit_code"), [(1, 1), (2, 2), (3, 1), (138, 1)])
+def test_a_step_has_failed(code, exit_code):
+    events = [*done("resolve_config"), *failed("prepare_data", "no such set", code), *FINISHED]
+    assert judge(events, 1) == ("failed", exit_code, "prepare_data: no such set")
+
+
+def test_a_failure_counts_even_when_the_runner_saw_none():
+    assert judge(failed("train_model", "no"))[:2] == ("failed", 1)
+
+
+def test_the_first_failure_is_told_and_not_that_of_the_exit_step():
+    events = [*failed("train_model", "diverged"), *failed("finish", "no space")]
+    assert judge(events, 1)[2] == "train_model: diverged"
+
+
+def test_an_exit_step_that_failed_fails_the_run():
+    events = [*judged("blessed"), *promoted(), *failed("finish", "no space")]
+    assert judge(events, 1) == ("failed", 1, "finish: no space")
+
+
+def test_a_step_that_died_without_a_word_has_failed():
+    events = [*done("resolve_config"), begun("train_model"), *FINISHED]
+    outcome = outcome_of(events, 1, interrupted=False)
+    assert outcome.status == "failed"
+    assert outcome.exit_code == 1
+    assert outcome.message == "train_model: the step was killed; see pipeline.log"
+    names = [step["step"] for step in outcome.steps]
+    assert names == ["resolve_config", "train_model", "finish"]
+    assert outcome.steps[1]["status"] == "failed"
+
+
+def test_a_step_that_died_is_told_before_an_exit_step_that_failed():
+    events = [begun("train_model"), *failed("finish", "no space")]
+    assert judge(events, 1)[2].startswith("train_model: the step was killed")
+
+
+def test_the_runner_died_between_two_steps():
+    message = "the local runner ended with exit code -9; see pipeline.log"
+    assert judge(done("resolve_config"), -9) == ("failed", 1, message)
+
+
+def test_the_runner_died_before_the_first_step():
+    message = "the local runner ended with exit code 1; see pipeline.log"
+    assert judge([], 1) == ("failed", 1, message)
+
+
+def test_interrupted_while_training():
+    words = "interrupted at global step 70; checkpoint file:///r/step-00000070"
+    events = [
+        *done("prepare_data"),
+        begun("train_model"),
+        ended("train_model", "interrupted", 130, error=words),
+        *FINISHED,
+    ]
+    assert judge(events, 1, interrupted=True) == ("interrupted", 130, words)
+    # The platform may have asked the step alone.
+    assert judge(events, 1) == ("interrupted", 130, words)
+
+
+@pytest.mark.parametrize("events", [[], done("prepare_data"), judged("blessed")])
+def test_interrupted_while_no_step_noticed(events):
+    assert judge(events, 1, interrupted=True) == ("interrupted", 130, "interrupted")
+
+
+def test_interrupted_so_soon_that_the_step_died():
+    events = [*done("resolve_config"), begun("prepare_data")]
+    status, code, message = judge(events, 1, interrupted=True)
+    assert (status, code) == ("interrupted", 130)
+    assert message == "the step was killed; see pipeline.log"
+
+
+def test_a_step_that_runs_again_counts_by_its_last_end():
+    events = [*failed("train_model", "lost"), *done("train_model", uri="file:///c")]
+    assert judge(events) == ("done", 0, "")
+    assert outcome_of(events, 0, interrupted=False).artifacts() == {"checkpoint": "file:///c"}
+
+
+def test_a_step_that_runs_again_and_dies_has_failed():
+    events = [*failed("train_model", "lost", 2), begun("train_model")]
+    assert judge(events, 1) == ("failed", 1, "train_model: the step was killed; see pipeline.log")
+
+
+def test_other_events_do_not_matter():
+    events = [{"event": "progress", "time": 1.0, "loss": 1.0}, *done("prepare_data")]
+    assert len(outcome_of(events, 0, interrupted=False).steps) == 1
+
+
+def test_figures_and_artifacts():
+    uris = {step: f"file:///{step}" for step in (*STEPS[1:], "export_model", "finish")}
+    events = [
+        *done("resolve_config"),
+        *(event for step, uri in uris.items() for event in done(step, uri=uri)),
+        begun("check_gate"),
+        ended("check_gate", uri=uris["check_gate"], figures={"decision": "blessed"}),
+        begun("evaluate_model"),
+        ended("evaluate_model", uri=uris["evaluate_model"], figures={"accuracy": 0.5}),
+    ]
+    outcome = outcome_of(events, 0, interrupted=False)
+    assert outcome.figures("evaluate_model") == {"accuracy": 0.5}
+    assert outcome.figures("train_model") == {}
+    assert outcome.figures("no_such_step") == {}
+    assert outcome.artifacts() == {
+        "dataset": "file:///prepare_data",
+        "checkpoint": "file:///train_model",
+        "evaluation": "file:///evaluate_model",
+        "decision": "file:///check_gate",
+        "model": "file:///export_model",
+        "report": "file:///finish",
+    }
+
+
+def test_a_step_without_an_artifact_names_none():
+    events = [*done("prepare_data", uri="file:///d"), *failed("train_model", "no")]
+    assert outcome_of(events, 1, interrupted=False).artifacts() == {"dataset": "file:///d"}

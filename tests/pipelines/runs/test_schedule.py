@@ -1,0 +1,207 @@
+"""`flotilla schedule`: one schedule for each name, as it was asked for last."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+pytestmark = pytest.mark.usefixtures("uploaded")
+
+NIGHTLY = ("schedule", "--cron", "30 2 * * *")
+
+
+def the_schedule(instance):
+    [found] = instance.store.recurring.values()
+    return found
+
+
+def test_a_schedule_as_it_is_by_default(instance, remote):
+    told = remote(*NIGHTLY, "--set", "training.steps=9", "--json")
+    assert told.code == 0
+    made = the_schedule(instance)
+    [version] = instance.store.versions.values()
+    assert made["display_name"] == "digits"
+    assert made["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
+    assert (made["no_catchup"], made["max_concurrency"], made["mode"]) == (True, "1", "ENABLE")
+    assert made["pipeline_version_reference"] == {
+        "pipeline_id": version["pipeline_id"],
+        "pipeline_version_id": version["pipeline_version_id"],
+    }
+    assert made["runtime_config"]["parameters"]["training_steps"] == 9
+    assert told.json["schedule"]["id"] == made["recurring_run_id"]
+    assert told.json["schedule"]["next"].endswith("T02:30:00Z")
+    assert (
+        "02:30:00 UTC; the instance reads it in UTC, unless its CRON_SCHEDULE_TIMEZONE" in told.err
+    )
+
+
+def test_the_same_again_changes_nothing(instance, remote):
+    remote(*NIGHTLY)
+    before = copy.deepcopy(instance.store.recurring)
+    told = remote(*NIGHTLY)
+    assert (told.code, "is there already" in told.err) == (0, True)
+    assert instance.store.recurring == before
+    assert len(instance.asked("POST .*recurringruns")) == 1
+    assert not instance.asked("DELETE")
+
+
+CHANGES = (
+    ("--cron", "0 4 * * *"),
+    ("--every", "6h"),
+    (*NIGHTLY[1:], "--set", "training.steps=8"),
+    (*NIGHTLY[1:], "--catch-up"),
+    (*NIGHTLY[1:], "--at-once", "2"),
+    (*NIGHTLY[1:], "--latest"),
+    (*NIGHTLY[1:], "--experiment", "other"),
+    (*NIGHTLY[1:], "--pipeline-root", "gs://b/r"),
+    (*NIGHTLY[1:], "--service-account", "trainer"),
+)
+
+
+@pytest.mark.parametrize("words", CHANGES, ids=" ".join)
+def test_a_change_replaces_it_once(instance, remote, words):
+    remote(*NIGHTLY)
+    before = the_schedule(instance)["recurring_run_id"]
+    told = remote("schedule", *words)
+    assert (told.code, "was changed" in told.err) == (0, True)
+    after = the_schedule(instance)["recurring_run_id"]
+    assert after != before
+    assert "is there already" in remote("schedule", *words).err
+    assert the_schedule(instance)["recurring_run_id"] == after
+
+
+def test_duplicates_are_removed(instance, remote):
+    remote(*NIGHTLY)
+    made = the_schedule(instance)
+    for number in range(3):
+        more = {**made, "recurring_run_id": f"more-{number}"}
+        instance.store.recurring[f"more-{number}"] = more
+    told = remote(*NIGHTLY, "--json")
+    assert told.code == 0
+    assert "removed 3 more of this name" in told.err
+    assert told.json["schedule"]["removed"] == 3
+    assert len(instance.store.recurring) == 1
+
+
+def test_one_that_was_disabled_is_enabled(instance, remote):
+    remote(*NIGHTLY)
+    made = the_schedule(instance)
+    instance.store.enable(made["recurring_run_id"], False)
+    told = remote(*NIGHTLY)
+    assert "was disabled, and is enabled again" in told.err
+    assert the_schedule(instance)["status"] == "ENABLED"
+    assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
+
+
+def test_a_refusal_leaves_what_was_there(instance, remote):
+    remote(*NIGHTLY)
+    before = the_schedule(instance)["recurring_run_id"]
+    instance.faults.add("POST .*recurringruns", 403)
+    told = remote("schedule", "--cron", "0 4 * * *")
+    assert (told.code, "answered 403" in told.err) == (1, True)
+    assert the_schedule(instance)["recurring_run_id"] == before
+
+
+def test_names_stand_beside_each_other_over_pages(instance, remote):
+    remote(*NIGHTLY)
+    made = the_schedule(instance)
+    for number in range(150):
+        key = f"other-{number}"
+        other = {**made, "recurring_run_id": key, "display_name": key}
+        instance.store.recurring = {key: other, **instance.store.recurring}
+    assert "is there already" in remote(*NIGHTLY).err
+    remote(*NIGHTLY, "--name", "nightly")
+    assert len(instance.store.recurring) == 152
+
+
+def test_a_namesake_of_another_pipeline_is_left_alone(instance, remote):
+    remote(*NIGHTLY)
+    the_schedule(instance)["pipeline_version_reference"]["pipeline_id"] = "another"
+    told = remote(*NIGHTLY)
+    assert told.code == 1
+    assert "the schedule 'digits' is there for another pipeline" in told.err
+    assert len(instance.store.recurring) == 1
+
+
+def test_the_latest_version_is_left_to_the_instance(instance, remote):
+    assert remote(*NIGHTLY, "--latest").code == 0
+    assert set(the_schedule(instance)["pipeline_version_reference"]) == {"pipeline_id"}
+
+
+@pytest.mark.parametrize(
+    ("words", "seconds"), [("90", 90), ("90s", 90), ("15m", 900), ("6h", 21600), ("1d", 86400)]
+)
+def test_intervals(instance, remote, words, seconds):
+    assert remote("schedule", "--every", words).code == 0
+    assert the_schedule(instance)["trigger"] == {
+        "periodic_schedule": {"interval_second": str(seconds)}
+    }
+
+
+def test_a_time_zone_is_said_in_both_clocks(instance, remote):
+    told = remote(*NIGHTLY, "--timezone", "Asia/Kolkata")
+    assert told.code == 0
+    assert "02:30:00 Asia/Kolkata (" in told.err
+    assert "21:00:00 UTC); if the instance's CRON_SCHEDULE_TIMEZONE is Asia/Kolkata" in told.err
+    # The API has no place for it.
+    assert the_schedule(instance)["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ((), "give one of --cron and --every"),
+        (("--cron", "* * * * *", "--every", "1h"), "give one of --cron and --every"),
+        (("--cron", "* * *"), "has 3 fields"),
+        (("--cron", "0 0 30 2 *"), "never comes"),
+        (("--every", "0"), "is no time"),
+        (("--every", "soon"), "is no time"),
+        (("--every", "9999d"), "is no time"),
+        (("--every", "1h", "--timezone", "Europe/Berlin"), "an interval has none"),
+        (("--cron", "* * * * *", "--timezone", "Mars/Olympus"), "is no time zone"),
+        (("--cron", "* * * * *", "--timezone", "../etc"), "is no time zone"),
+        (("--cron", "* * * * *", "--latest", "--version", "x"), "leave one out"),
+        (("--cron", "* * * * *", "--at-once", "11"), "less than or equal to 10"),
+    ],
+)
+def test_what_is_wrong_is_one_line(instance, remote, words, message):
+    told = remote("schedule", *words)
+    assert (told.code, told.err.count("\n")) == (2, 1)
+    assert message in told.err
+    assert not instance.store.recurring
+
+
+def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
+    remote(*NIGHTLY)
+    remote(*NIGHTLY, "--name", "other")
+    made = next(iter(instance.store.recurring.values()))
+    instance.store.recurring["twin"] = {**made, "recurring_run_id": "twin"}
+    told = remote("unschedule", "digits", "--json")
+    assert (told.code, told.json["schedule"]) == (0, {"name": "digits", "removed": 2})
+    assert the_schedule(instance)["display_name"] == "other"
+
+
+def test_unschedule_of_what_is_not_there(instance, remote):
+    remote(*NIGHTLY)
+    told = remote("unschedule", "digit")
+    assert (told.code, told.err.count("\n")) == (1, 1)
+    assert "has no schedule 'digit'; did you mean 'digits'?" in told.err
+    assert len(instance.store.recurring) == 1
+
+
+def test_one_that_somebody_else_removed_meanwhile_is_gone(instance, remote):
+    remote(*NIGHTLY)
+    instance.faults.add("DELETE", 404, late=True)
+    assert remote("unschedule", "digits").code == 0
+    assert not instance.store.recurring
+
+
+def test_where_several_users_share_the_instance(instance, remote):
+    instance.multi_user = True
+    told = remote(*NIGHTLY)
+    assert (told.code, "--namespace" in told.err) == (1, True)
+    [pipeline] = instance.store.pipelines.values()
+    pipeline["namespace"] = "me"
+    assert remote(*NIGHTLY, "--namespace", "me").code == 0
+    assert the_schedule(instance)["namespace"] == "me"

@@ -1,0 +1,272 @@
+"""`flotilla submit`: what an instance gets, and how a run that is waited for is judged."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from trainer.config.run_parameters import to_parameters
+from trainer.config.schema import Config
+
+pytestmark = pytest.mark.usefixtures("uploaded")
+
+
+def begin(step):
+    def happen(workflow, run):
+        run["state"] = "RUNNING"
+        workflow.begin(step)
+
+    return happen
+
+
+def end(step, state="SUCCEEDED", **record):
+    return lambda workflow, _run: workflow.end(step, state, **record)
+
+
+def done(step, **figures):
+    return [begin(step), end(step, figures=figures)]
+
+
+def over(state="SUCCEEDED", message=""):
+    def happen(_workflow, run):
+        run["state"] = state
+        if message:
+            run["error"] = {"code": 13, "message": message}
+
+    return happen
+
+
+def skip(workflow, _run):
+    workflow.skip()
+
+
+def the_run(instance):
+    [run] = instance.store.runs.values()
+    return run
+
+
+def test_the_newest_version_runs_with_typed_parameters(instance, remote):
+    told = remote("submit", "--set", "training.steps=7", "--set", "gate.min.accuracy=0.5", "--json")
+    assert told.code == 0
+    run = the_run(instance)
+    assert told.json["run_id"] == run["run_id"]
+    assert told.json["status"] == "submitted"
+    assert told.json["artifacts"]["run"] == f"{instance.url}/#/runs/details/{run['run_id']}"
+    sent = run["runtime_config"]["parameters"]
+    expected = to_parameters(Config())
+    assert sent == {**expected, "training_steps": 7, "gate_min": '{"accuracy": 0.5}'}
+    assert {name: type(value) for name, value in sent.items()} == {
+        name: type(value) for name, value in expected.items()
+    }
+    [version] = instance.store.versions.values()
+    assert (
+        run["pipeline_version_reference"]["pipeline_version_id"] == version["pipeline_version_id"]
+    )
+    [experiment] = instance.store.experiments.values()
+    assert (experiment["display_name"], run["experiment_id"]) == (
+        "flotilla",
+        experiment["experiment_id"],
+    )
+
+
+def test_names_and_places_are_passed_on(instance, remote):
+    words = ["--name", "mine", "--experiment", "tests", "--pipeline-root", "gs://b/r"]
+    assert remote("submit", *words, "--service-account", "trainer").code == 0
+    assert remote("submit", *words).code == 0
+    first, second = instance.store.runs.values()
+    assert first["display_name"] == "mine"
+    assert first["runtime_config"]["pipeline_root"] == "gs://b/r"
+    assert (first["service_account"], second["service_account"]) == ("trainer", "pipeline-runner")
+    # The experiment is made once.
+    assert len(instance.store.experiments) == 1
+
+
+def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
+    file = tmp_path / "p.yaml"
+    assert remote("compile", "-o", file).code == 0
+    assert remote("submit", "--file", file).code == 0
+    spec, platform = yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    sent = the_run(instance)["pipeline_spec"]
+    assert sent["pipeline_spec"]["pipelineInfo"] == spec["pipelineInfo"]
+    assert sent["platform_spec"] == platform
+    assert "pipeline_version_reference" not in the_run(instance)
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "message"),
+    [
+        (1, ("--version", "nope"), "has no version 'nope'; newest: "),
+        (1, ("--pipeline", "flotilla-trainin"), "did you mean 'flotilla-training'?"),
+        (2, ("--set", "training.step=1"), "did you mean 'steps'?"),
+        (2, ("--file", "x.yaml", "--version", "v"), "leave one out"),
+        (1, ("--file", "x.yaml"), "cannot read x.yaml"),
+        (2, ("--namespace",), "requires an argument"),
+    ],
+)
+def test_what_is_wrong_is_one_line(instance, remote, code, words, message):
+    told = remote("submit", *words)
+    assert (told.code, told.err.count("\n")) == (code, 1)
+    assert message in told.err
+    assert not instance.store.runs
+
+
+def test_without_an_uploaded_pipeline(instance, remote):
+    instance.store.pipelines.clear()
+    told = remote("submit")
+    assert (told.code, told.err.count("\n")) == (1, 1)
+    assert "has no pipeline 'flotilla-training'; upload it with `flotilla upload`" in told.err
+
+
+PROMOTED = [
+    *done("train_model", global_step=1500),
+    *done("evaluate_model", accuracy=0.97),
+    *done("check_gate", decision="blessed", reasons=[]),
+    *done("export_model"),
+    *done("register_model", decision="promoted", version=3),
+    over(),
+]
+
+
+def test_a_blessed_run_is_0_with_its_figures(instance, remote):
+    instance.store.play = [*PROMOTED]
+    told = remote("submit", "--wait", "--json")
+    assert told.code == 0
+    assert told.json["status"] == "blessed"
+    assert told.json["metrics"] == {"accuracy": 0.97}
+    assert told.json["global_step"] == 1500
+    lines = told.err.splitlines()
+    assert lines.index("train_model ...") < lines.index("train_model done in 2.0 s")
+    assert lines.index("train_model done in 2.0 s") < lines.index("register_model ...")
+    assert any(line.startswith("register_model") and "version=3" in line
+               for line in told.out.splitlines())  # fmt: skip
+
+
+def test_on_a_terminal_a_table_lives(instance, remote, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    instance.store.play = [*PROMOTED]
+    told = remote("submit", "--wait")
+    assert told.code == 0
+    # It is drawn anew: the cursor goes up over what was there.
+    assert "\x1b[1A" in told.err
+    assert told.err.count("train_model") > 2
+    assert "running" in told.err
+
+
+def test_a_gate_that_refuses_is_3_with_its_reasons(instance, remote):
+    gate = done("check_gate", decision="refused", reasons=["accuracy 0.5 is below 0.95"])
+    instance.store.play = [*gate, skip, *done("finish"), over()]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (3, "refused")
+    assert told.json["message"] == "accuracy 0.5 is below 0.95"
+
+
+def test_a_registry_that_refuses_is_3(instance, remote):
+    registry = done("register_model", decision="refused", reasons=["the champion has changed"])
+    gate = done("check_gate", decision="blessed", reasons=[])
+    instance.store.play = [*gate, *done("export_model"), *registry, over()]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (3, "refused")
+    assert told.json["message"] == "the champion has changed"
+
+
+def test_a_failed_step_is_1_with_its_words(instance, remote):
+    words = "the loss is nan at global step 20"
+    instance.store.play = [
+        begin("train_model"),
+        end("train_model", "FAILED", error=words),
+        *done("finish"),
+        over("FAILED", "workflow failed"),
+    ]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (1, "failed")
+    assert told.json["message"] == f"train_model: {words}"
+
+
+def test_a_driver_that_fails_is_its_step(instance, remote):
+    def fail(workflow, _run):
+        workflow.fail_driver("train_model")
+
+    instance.store.play = [fail, over("FAILED", "no such image")]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (1, "failed")
+    assert told.json["message"].startswith("train_model: ")
+
+
+def test_a_run_that_was_cancelled_is_1(instance, remote):
+    instance.store.play = [begin("train_model"), over("CANCELING"), over("CANCELED")]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (1, "canceled")
+
+
+def test_without_logs_a_gate_that_refused_is_still_seen(instance, remote):
+    instance.has_logs = ""
+    instance.store.play = [*done("check_gate", decision="refused"), skip, over()]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["message"]) == (3, "the gate refused the model")
+
+
+def test_without_logs_a_promotion_is_not_taken_for_granted(instance, remote):
+    instance.has_logs = ""
+    instance.store.play = [*PROMOTED]
+    told = remote("submit", "--wait", "--json")
+    assert (told.code, told.json["status"]) == (1, "unknown")
+    assert "what the registry decided cannot be read" in told.json["message"]
+
+
+@pytest.mark.parametrize("names_pods", [True, False])
+@pytest.mark.parametrize("has_logs", ["api", "page"])
+def test_wherever_the_logs_are_the_end_is_known(instance, remote, names_pods, has_logs):
+    instance.store.names_pods, instance.has_logs = names_pods, has_logs
+    instance.store.play = [*PROMOTED]
+    assert remote("submit", "--wait").code == 0
+
+
+def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
+    instance.store.play = [*PROMOTED]
+
+    def away(workflow, run):
+        begin("prepare_data")(workflow, run)
+        instance.faults.add("GET .*/runs/[^/]+$", 503, times=7)
+
+    instance.store.play.insert(0, away)
+    told = remote("submit", "--wait")
+    assert told.code == 0
+    assert told.err.count("no news of the run") == 1
+
+
+def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remote, monkeypatch):
+    monkeypatch.setattr("pipelines.runs.follow.RETRY_SECONDS", 0.0)
+    instance.faults.add("GET .*/runs/[^/]+$", 500)
+    told = remote("submit", "--wait")
+    run_id = the_run(instance)["run_id"]
+    assert told.code == 1
+    assert f"the run goes on without us, see: flotilla status {run_id} --endpoint" in told.err
+
+
+def test_a_token_that_expires_meanwhile_ends_the_waiting(instance, remote):
+    instance.faults.add("GET .*/runs/[^/]+$", 401)
+    told = remote("submit", "--wait")
+    assert told.code == 1
+    assert "renew the token" in told.err
+    assert "the run goes on without us" in told.err
+
+
+def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
+    instance.faults.add("POST .*/runs$", 0, late=True)
+    told = remote("submit")
+    assert told.code == 1
+    assert "whether the run was started is not known, see `flotilla runs`" in told.err
+    # What writes is sent once.
+    assert len(instance.asked("POST .*/runs$")) == 1
+    assert len(instance.store.runs) == 1
+
+
+def test_words_of_the_instance_are_shown_as_they_are(instance, remote):
+    body = b'{"message": "[/red] is no [bold]step\\u001b[31m"}'
+    instance.faults.add("GET .*/runs/[^/]+$", 503, times=3, body=body)
+    instance.store.play = [*PROMOTED]
+    told = remote("submit", "--wait", "--name", "[/x]")
+    assert told.code == 0
+    assert "([/red] is no [bold]step[31m)" in told.err
+    assert "[/x]" in remote("runs").out
