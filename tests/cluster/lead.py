@@ -42,7 +42,7 @@ def main() -> None:
         variables[path].assign(value)
     for steps in spec["runs"]:
         report = strategy.run(steps)
-        say(loss=report.loss, figures=report.figures, global_step=strategy.global_step())
+        say(loss=report.loss, metrics=report.metrics, global_step=strategy.global_step())
     values = {path: variable.numpy().tolist() for path, variable in variables.items()}
     say(
         global_step=strategy.global_step(),

@@ -56,7 +56,7 @@ def three_workers(tmp_path_factory) -> Iterator[Servers]:
 
 
 def local_steps(report: dict[str, Any]) -> dict[str, int]:
-    workers = report["figures"]["workers"]
+    workers = report["metrics"]["workers"]
     for each in workers.values():
         assert each["examples"] == BATCH * each["local_steps"]
     return {name: each["local_steps"] for name, each in workers.items()}
@@ -68,7 +68,7 @@ def assert_adds_up(outcome: Outcome, runs: list[int], needed: int) -> None:
     assert outcome.variables["global_step"] == outcome.global_step == sum(runs)
     for report in outcome.reports:
         taken = needed * report["global_step"]
-        assert sum(local_steps(report).values()) == taken + report["figures"]["dropped_gradients"]
+        assert sum(local_steps(report).values()) == taken + report["metrics"]["dropped_gradients"]
 
 
 def failure(leading: Leading, servers: Servers) -> str:
@@ -109,7 +109,7 @@ def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers):
     outcome = two_workers.lead(trial("problems:equal", runs))
     assert_adds_up(outcome, runs, needed=2)
     assert local_steps(outcome.reports[-1]) == {"worker-0": 1000, "worker-1": 1000}
-    assert outcome.reports[-1]["figures"]["dropped_gradients"] == 0
+    assert outcome.reports[-1]["metrics"]["dropped_gradients"] == 0
 
 
 def slowed(needed: int, runs: list[int]) -> Trial:
@@ -128,7 +128,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     slow = local_steps(ahead.reports[-1])["worker-2"]
     assert slow > 0
     assert ahead.global_step / slow >= 5 * waiting.global_step / SLOW_STEPS
-    assert ahead.reports[-1]["figures"]["dropped_gradients"] > 0
+    assert ahead.reports[-1]["metrics"]["dropped_gradients"] > 0
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ def test_what_comes_late_is_dropped_and_counted(three_workers):
     runs = [20, 20]
     outcome = three_workers.lead(trial("problems:equal", runs, workers=3, needed=1))
     assert_adds_up(outcome, runs, needed=1)
-    dropped = [report["figures"]["dropped_gradients"] for report in outcome.reports]
+    dropped = [report["metrics"]["dropped_gradients"] for report in outcome.reports]
     assert dropped[0] > 0
     assert all(before <= after for before, after in pairwise(dropped))
 

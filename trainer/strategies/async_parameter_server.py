@@ -98,7 +98,7 @@ class AsyncParameterServer(Served):
             # A worker pulls right after it has pushed: between the two stand the others' updates.
             staleness = (applied - n) / n
             self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
-        return Report(loss=total / steps, figures=self._tally.figures())
+        return Report(loss=total / steps, metrics=self._tally.metrics())
 
     def _call(self, steps: int, unit: int) -> Call:
         if unit == 1 or steps % TURN:

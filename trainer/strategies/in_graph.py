@@ -34,7 +34,7 @@ class InGraph(Served):
         total = self._steps_of(self._iterators, tf.constant(steps))
         for index in self._workers:
             self._tally.add(str(Task(role="worker", index=index)), steps)
-        return Report(loss=float(total) / steps, figures=self._tally.figures())
+        return Report(loss=float(total) / steps, metrics=self._tally.metrics())
 
     def _batches(self, worker: int, problem: Problem) -> Any:
         with tf.device(f"{_device(worker)}/device:CPU:0"):

@@ -216,7 +216,7 @@ class MultiWorkerMirrored(Replicated):
         report = super().run(steps)
         for index in range(self.cluster.count("worker")):
             self._tally.add(str(Task(role="worker", index=index)), steps)
-        return replace(report, figures=self._tally.figures())
+        return replace(report, metrics=self._tally.metrics())
 
     def totals(self, problem: Problem) -> list[float]:
         """Return the sums over all workers, each of which measures a part on its own copy."""

@@ -54,8 +54,8 @@ class Tally:
         if staleness is not None:
             self._staleness.append(staleness)
 
-    def figures(self) -> dict[str, Any]:
-        """Return the figures for the history."""
+    def metrics(self) -> dict[str, Any]:
+        """Return the metrics for the history."""
         workers = {
             name: {"local_steps": steps, "examples": steps * self._batch_size}
             for name, steps in sorted(self._steps.items())

@@ -50,12 +50,12 @@ class Report:
 
     Attributes:
         loss: the mean loss over the updates.
-        figures: further figures for the history, JSON values: staleness, dropped gradients, and
+        metrics: further metrics for the history, JSON values: staleness, dropped gradients, and
             `workers`, which maps a worker to its local steps and examples.
     """
 
     loss: float
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Strategy(ABC):

@@ -239,8 +239,8 @@ class SyncParameterServer(Served):
         ):
             self._tally.add(f"worker-{worker}", int(taken + refused))
             self._dropped += int(refused)
-        figures = {**self._tally.figures(), "dropped_gradients": self._dropped}
-        return Report(loss=float(loss) / steps, figures=figures)
+        metrics = {**self._tally.metrics(), "dropped_gradients": self._dropped}
+        return Report(loss=float(loss) / steps, metrics=metrics)
 
     def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
         gradient = self.gradient(problem)

@@ -198,7 +198,7 @@ class _Loop:
             "learning_rate": self._strategy.learning_rate(),
             "steps_per_second": round(speed, 3),
             "seconds": round(self._seconds, 3),
-            **report.figures,
+            **report.metrics,
         }
         self._journal.progress(row)
         return reached, row
@@ -206,12 +206,12 @@ class _Loop:
     def _validated(self, step: int) -> dict[str, float]:
         if self._around.validate is None:
             return {}
-        figures = self._around.validate(self._strategy)
-        for name, value in figures.items():
+        metrics = self._around.validate(self._strategy)
+        for name, value in metrics.items():
             if not math.isfinite(value):
                 what = f"the validation {name} is {value}"
                 raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
-        return {f"validation_{name}": value for name, value in figures.items()}
+        return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _checkpoint_late(self) -> bool:
         every = self._training.checkpoint_seconds

@@ -10,51 +10,51 @@ from trainer.strategies.parameter_server import NUMBER_FILE, WATCHED, Tally, wor
 
 
 def test_nothing_was_done_yet():
-    assert Tally(batch_size=8).figures() == {"workers": {}}
+    assert Tally(batch_size=8).metrics() == {"workers": {}}
 
 
 def test_steps_and_examples_add_up_by_worker():
     tally = Tally(batch_size=8)
     for worker, steps in [("worker-1", 3), ("worker-0", 5), ("worker-1", 4)]:
         tally.add(worker, steps)
-    figures = tally.figures()
-    assert figures == {
+    metrics = tally.metrics()
+    assert metrics == {
         "workers": {
             "worker-0": {"local_steps": 5, "examples": 40},
             "worker-1": {"local_steps": 7, "examples": 56},
         }
     }
-    assert list(figures["workers"]) == ["worker-0", "worker-1"]
+    assert list(metrics["workers"]) == ["worker-0", "worker-1"]
 
 
 def test_staleness_is_told_by_its_mean_and_its_95th_percentile():
     tally = Tally(batch_size=8)
     for value in range(101):
         tally.add("worker-0", 1, staleness=float(value))
-    figures = tally.figures()
-    assert figures["staleness_mean"] == pytest.approx(50)
-    assert figures["staleness_p95"] == pytest.approx(95)
+    metrics = tally.metrics()
+    assert metrics["staleness_mean"] == pytest.approx(50)
+    assert metrics["staleness_p95"] == pytest.approx(95)
 
 
 def test_nothing_is_as_good_a_staleness_as_any():
     tally = Tally(batch_size=8)
     tally.add("worker-0", 1, staleness=0.0)
-    assert tally.figures()["staleness_mean"] == 0
+    assert tally.metrics()["staleness_mean"] == 0
 
 
 def test_only_the_last_updates_tell_the_staleness_but_all_of_them_count():
     tally = Tally(batch_size=1)
     for value in [1e6] * 50 + [2.0] * WATCHED:
         tally.add("worker-0", 1, staleness=value)
-    figures = tally.figures()
-    assert (figures["staleness_mean"], figures["staleness_p95"]) == (2, 2)
-    assert figures["workers"]["worker-0"]["local_steps"] == WATCHED + 50
+    metrics = tally.metrics()
+    assert (metrics["staleness_mean"], metrics["staleness_p95"]) == (2, 2)
+    assert metrics["workers"]["worker-0"]["local_steps"] == WATCHED + 50
 
 
-def test_the_figures_are_json():
+def test_the_metrics_are_json():
     tally = Tally(batch_size=8)
     tally.add("worker-0", 2, staleness=1.5)
-    assert json.loads(json.dumps(tally.figures())) == tally.figures()
+    assert json.loads(json.dumps(tally.metrics())) == tally.metrics()
 
 
 def test_a_worker_knows_its_number_from_its_working_folder(tmp_path, monkeypatch):

@@ -87,11 +87,11 @@ def test_the_history_has_a_row_for_every_look(run):
     assert all(value > 0 for value in run.rows("steps_per_second"))
 
 
-def test_further_figures_of_a_strategy_stand_in_its_row(run):
+def test_further_metrics_of_a_strategy_stand_in_its_row(run):
     class Telling(Counting):
         def run(self, steps):
             workers = {"worker-0": {"local_steps": steps, "examples": 64 * steps}}
-            return Report(loss=super().run(steps).loss, figures={"workers": workers})
+            return Report(loss=super().run(steps).loss, metrics={"workers": workers})
 
     run.train(Telling(), steps=10)
     assert run.rows("workers") == [{"worker-0": {"local_steps": 10, "examples": 640}}]
@@ -99,7 +99,7 @@ def test_further_figures_of_a_strategy_stand_in_its_row(run):
     assert run.fields(10)["metrics"]["workers"] == run.rows("workers")[0]
 
 
-def test_the_figures_reach_tensorboard(run):
+def test_the_metrics_reach_tensorboard(run):
     run.train(steps=10)
     assert list((run.folder / "checkpoints" / "logs").glob("events.out.tfevents.*"))
 
