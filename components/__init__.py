@@ -1,1 +1,1 @@
-"""Thin KFP components: the body of each is one import and one call."""
+"""The steps of the pipeline, one file each: the KFP component and its body."""

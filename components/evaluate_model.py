@@ -1,8 +1,17 @@
-"""Measure a checkpoint on the test split."""
+"""Measure a checkpoint, and the champion, on the test split."""
+
+import json
+from typing import Any
 
 from kfp import dsl
 
+from components import ui
 from components.image import IMAGE
+from components.locations import output_of, run_at, scratch_folder
+from components.record import recorded
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.promotion.registry import opponent
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -16,7 +25,37 @@ def evaluate_model(
     confusion: dsl.Output[dsl.ClassificationMetrics],
     roc: dsl.Output[dsl.ClassificationMetrics],
 ) -> str:
-    """Evaluate the checkpoint on the dataset; give the URI of the evaluation."""
-    from components import steps
+    """Evaluate the checkpoint on the dataset; return the URI of the evaluation."""
+    from components.evaluate_model import run_step
 
-    return steps.evaluate_model(config, root, run_id, dataset, checkpoint, metrics, confusion, roc)
+    return run_step(config, root, run_id, dataset, checkpoint, metrics, confusion, roc)
+
+
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    checkpoint: str,
+    metrics: Any,
+    confusion: Any,
+    roc: Any,
+) -> str:
+    """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
+    at, took = run_at(root, run_id), {"dataset": dataset}
+    with recorded("evaluate_model", at, inputs=took) as record, scratch_folder() as scratch:
+        from trainer.evaluation import evaluate
+
+        settings = Config.model_validate_json(config)
+        found = opponent(root, settings.name, checkpoint)
+        champion = found.uri if found else ""
+        created = storage.read_manifest(checkpoint).created
+        origin = (dataset, created, champion, *settings.evaluation.slices)
+        output = output_of(root, run_id, "evaluation", checkpoint, *origin)
+        result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
+        record.done(result.uri, result.metrics)
+        ui.log_metrics(metrics, result.metrics, result.uri)
+        measured = json.loads(storage.read_file(result.uri, "metrics.json"))
+        ui.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
+        ui.log_roc(roc, measured.get("roc", ()))
+        return result.uri

@@ -1,8 +1,14 @@
 """Export a blessed model and prove that what was written is the same model."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components.image import IMAGE
+from components.locations import output_of, run_at, scratch_folder
+from components.record import recorded
+from trainer import storage
+from trainer.config.schema import Config
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -15,7 +21,34 @@ def export_model(
     decision: str,
     exported: dsl.Output[dsl.Model],
 ) -> str:
-    """Export the checkpoint that the decision at its URI has blessed; give the model's URI."""
-    from components import steps
+    """Export the checkpoint that the decision at its URI has blessed; return the model's URI."""
+    from components.export_model import run_step
 
-    return steps.export_model(config, root, run_id, dataset, checkpoint, decision, exported)
+    return run_step(config, root, run_id, dataset, checkpoint, decision, exported)
+
+
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    checkpoint: str,
+    decision: str,
+    artifact: Any,
+) -> str:
+    """Export; `artifact` is a KFP Model."""
+    at, took = run_at(root, run_id), {"dataset": dataset}
+    with recorded("export_model", at, inputs=took) as record, scratch_folder() as scratch:
+        from trainer.export import export
+
+        settings = Config.model_validate_json(config)
+        # A decision against another champion is another decision, and leads to another model.
+        created = storage.read_manifest(checkpoint).created
+        origin = (dataset, created, decision, *settings.export.formats)
+        output = output_of(root, run_id, "model", checkpoint, *origin)
+        exported = export.export(settings, dataset, checkpoint, decision, output, scratch)
+        forms = exported.parity["formats"]
+        differences = {name: form["max_difference"] for name, form in forms.items()}
+        record.done(exported.uri, differences)
+        artifact.metadata = {"uri": exported.uri, **differences}
+        return exported.uri

@@ -26,6 +26,11 @@ def run_id_of(kfp_run_id: str) -> str:
     return os.environ.get(RUN_ID) or kfp_run_id
 
 
+def is_local_run() -> bool:
+    """Say whether the command line runs the pipeline on this machine."""
+    return bool(os.environ.get(RUN_ID))
+
+
 def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
     """Return `storage.root`, or the folder of ours below the run's KFP pipeline root.
 

@@ -1,13 +1,45 @@
-"""Download a dataset, split and shard it, and publish it; one that is published is reused."""
+"""Download a dataset, split and shard it, and publish it; a published one is reused."""
+
+from typing import Any
 
 from kfp import dsl
 
+from components import locations, pinned_inputs
 from components.image import IMAGE
+from components.record import recorded
+from trainer import events
+from trainer.config.schema import DataConfig
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
 def prepare_data(data: str, root: str, seal: str, dataset: dsl.Output[dsl.Dataset]) -> str:
-    """Publish the dataset of the data section below `root`; give its URI."""
-    from components import steps
+    """Publish the dataset of the data section below `root`; return its URI."""
+    from components.prepare_data import run_step
 
-    return steps.prepare_data(data, root, seal, dataset)
+    return run_step(data, root, seal, dataset)
+
+
+def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
+    """Prepare the dataset; `dataset` is a KFP Dataset.
+
+    The seal exists for KFP's cache alone: it differs in every run until the dataset is published,
+    and again when the dataset is gone or damaged, so that the cache never returns its URI then.
+    """
+    at = locations.run_at(root, locations.run_id_in(dataset.uri, "prepare-data"))
+    with recorded("prepare_data", at) as record, locations.scratch_folder() as scratch:
+        from trainer.data import prepare
+
+        section = DataConfig.model_validate_json(data)
+        key = f"version of {section.dataset}"
+        chosen = section.version or pinned_inputs.known(key)
+        prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
+        fields = prepared.manifest.fields
+        version = fields["version"]
+        pinned_inputs.keep(key, version)
+        if not chosen:
+            events.emit("newest_version", dataset=section.dataset, version=version)
+        examples = {split: each["examples"] for split, each in fields["splits"].items()}
+        record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
+        origin = {"fingerprint": fields["fingerprint"], "version": version}
+        dataset.metadata = {"uri": prepared.uri, **origin, **examples}
+        return prepared.uri

@@ -1,8 +1,15 @@
 """Judge the exported model, register it, and make it the champion."""
 
+from typing import Any
+
 from kfp import dsl
 
 from components.image import IMAGE
+from components.locations import is_local_run, output_of, run_at, scratch_folder
+from components.record import recorded
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.promotion import lineage, registration
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -15,6 +22,46 @@ def register_model(
     registered: dsl.Output[dsl.Model],
 ) -> str:
     """Return "promoted" or "refused" for the exported model at its URI."""
-    from components import steps
+    from components.register_model import run_step
 
-    return steps.register_model(config, root, run_id, model, image, registered)
+    return run_step(config, root, run_id, model, image, registered)
+
+
+def run_step(config: str, root: str, run_id: str, model: str, image: str, artifact: Any) -> str:
+    """Return `promoted` or `refused`; `artifact` is a KFP Model."""
+    with recorded("register_model", run_at(root, run_id)) as record, scratch_folder() as scratch:
+        settings = Config.model_validate_json(config)
+        request = registration.Request(
+            config=settings,
+            root=root,
+            model=model,
+            output=output_of(root, run_id, "registration", model, settings.registry.digest()),
+            lineage=_lineage(settings, run_id, model, image),
+            by=f"run {run_id}",
+        )
+        made = registration.register(request, scratch)
+        word = registration.PROMOTED if made.promoted else registration.REFUSED
+        figures = {"version": made.version, "promotion": made.promotion}
+        record.done(made.uri, {"decision": word, **figures, "reasons": list(made.reasons)})
+        artifact.metadata = {"uri": model, "decision": word, **figures}
+        return word
+
+
+def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, Any]:
+    fields = storage.read_manifest(model).fields
+    measured = storage.read_manifest(fields["evaluation"]).fields
+    checkpoint = fields["made_from"]["checkpoint"]
+    return {
+        "run_id": run_id,
+        "dataset": fields["made_from"]["dataset"],
+        "fingerprint": fields["made_from"]["fingerprint"],
+        "config": config.digest(),
+        "commit": lineage.commit(),
+        # A local run uses the code of this machine, and no image.
+        "image": "" if is_local_run() else image,
+        "checkpoint": checkpoint,
+        "warmed_from": str(storage.read_manifest(checkpoint).fields.get("warmed_from", "")),
+        "evaluation": fields["evaluation"],
+        "decision": fields["decision"],
+        "metrics": measured["metrics"],
+    }

@@ -1,10 +1,15 @@
 """The first step: check the run parameters and pass one JSON text on."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from kfp import dsl
 
+from components import locations, pinned_inputs, published_record
 from components.image import IMAGE
+from components.record import recorded
+from trainer.config.run_parameters import from_parameters
+from trainer.config.schema import DataConfig
 
 
 # One parameter for each leaf of the configuration; a test holds them against the config model.
@@ -33,7 +38,53 @@ def resolve_config(
     "Resolved",
     [("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str)],
 ):
-    """Check the run parameters; give the configuration, its data section and where to store."""
-    from components import steps
+    """Check the run parameters; return the configuration, its data section and where to store."""
+    from components.resolve_config import run_step
 
-    return steps.resolve_config(locals())
+    return run_step(locals())
+# fmt: on
+
+
+class Resolved(NamedTuple):
+    """What the first step passes on."""
+
+    config: str
+    data: str
+    root: str
+    run_id: str
+    seal: str
+
+
+def run_step(values: Mapping[str, Any]) -> Resolved:
+    """Check all run parameters; the data section alone is what preparing data depends on.
+
+    Args:
+        values: the run parameters, KFP's run id, and an artifact `place` whose URI shows the
+            pipeline root.
+    """
+    place, kfp_run_id = values["place"].uri, values["kfp_run_id"]
+    at = locations.run_at_first(values["storage_root"], place, kfp_run_id)
+    with recorded("resolve_config", at) as record:
+        config = from_parameters(values)
+        root = locations.root_of(config.storage.root, place, kfp_run_id)
+        config = pinned_inputs.with_champion(config, root)
+        published_record.publish_config(at, config.model_dump_json(indent=2))
+        # A local run has no KFP cache, and preparing finds the version itself.
+        data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
+        record.figures = {"name": config.name, "data_version": data.version}
+        run_id = locations.run_id_of(kfp_run_id)
+        return Resolved(
+            config=config.model_dump_json(),
+            data=data.model_dump_json(),
+            root=root,
+            run_id=run_id,
+            seal=_seal(data, root) or run_id,
+        )
+
+
+def _seal(data: DataConfig, root: str) -> str:
+    if locations.is_local_run():
+        return ""
+    from trainer.data import key
+
+    return key.seal(data, root)

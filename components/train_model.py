@@ -1,8 +1,17 @@
-"""Launch the training cluster, watch it, and give the final checkpoint."""
+"""Launch the training cluster, watch it, and return the final checkpoint."""
+
+from typing import Any
 
 from kfp import dsl
 
-from components.image import IMAGE
+from components import gather_report, launchers, ui
+from components.image import IMAGE, PodDefaults
+from components.locations import folder_of_run, run_at
+from components.record import recorded
+from trainer import storage
+from trainer.checkpoints.index import best_of, index_of, newest_checkpoint
+from trainer.cluster.launcher import Job
+from trainer.config.schema import Config
 
 
 @dsl.component(base_image=IMAGE, install_kfp_package=False)
@@ -16,9 +25,50 @@ def train_model(
     model: dsl.Output[dsl.Model],
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
 ) -> str:
-    """Train on the dataset at URI `dataset`; give the URI of the final checkpoint."""
-    from components import steps
+    """Train on the dataset at URI `dataset`; return the URI of the final checkpoint."""
+    from components.train_model import run_step
 
-    return steps.train_model(
+    return run_step(
         config, root, run_id, dataset, image, store_secret, model, mlpipeline_ui_metadata
     )
+
+
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    image: str,
+    store_secret: str,
+    model: Any,
+    viewers: Any,
+) -> str:
+    """Train; `model` is a KFP Model, and `viewers` a file by which the UI shows TensorBoard.
+
+    The pods of a TFJob get the image and the secret of the run where its settings name none.
+    """
+    at = run_at(root, run_id)
+    with recorded("train_model", at, inputs={"dataset": dataset}) as record:
+        settings = Config.model_validate_json(config)
+        record.held = gather_report.held_by(settings.model_dump())
+        job = Job(
+            config=settings,
+            dataset=dataset,
+            checkpoints=storage.join(root, run_id, "checkpoints"),
+            workdir=folder_of_run() / "cluster",
+        )
+        logs = ui.logs_of(job.checkpoints)
+        ui.write_viewers(viewers, logs)
+        launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))
+        uri, step = newest_checkpoint(job.checkpoints)
+        # What is passed on may have been damaged since it was published.
+        fields = storage.verify(uri).fields
+        best = best_of(index_of(job.checkpoints))
+        figures = {"global_step": step, **fields["metrics"]}
+        if fields.get("warmed_from"):
+            figures["warmed_from"] = fields["warmed_from"]
+        if best:
+            figures |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
+        record.done(uri, figures)
+        model.metadata = {"uri": uri, "tensorboard": logs, **figures}
+        return uri

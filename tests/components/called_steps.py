@@ -1,9 +1,16 @@
 """What the tests of steps share: a run to be judged, and the one line of a refusal."""
 
 import json
+import os
+import resource
+from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 from kfp import dsl
+
+from components import check_gate, evaluate_model
+from trainer import events
 
 RUN = "digits-1"
 
@@ -31,4 +38,32 @@ def refused(step, *given, capsys):
     out, err = capsys.readouterr()
     assert not out
     assert err.count("\n") == 1
-    return ended.value.code, err.removeprefix(f"flotilla: {step.__name__}: ").strip()
+    name = step.__module__.rpartition(".")[2]
+    return ended.value.code, err.removeprefix(f"flotilla: {name}: ").strip()
+
+
+def evaluated(run, root):
+    """Evaluate a run's checkpoint; return the URI and the three artifacts of the UI."""
+    shown = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+    uri = evaluate_model.run_step(text_of(run), root, RUN, run.dataset, run.checkpoint, *shown)
+    return uri, *shown
+
+
+def gated(run, root, folder, accuracy):
+    """Evaluate a run and hold it against this accuracy; return the word and the decision."""
+    evaluation, *_ = evaluated(run, root)
+    path = folder / "decision.txt"
+    word = check_gate.run_step(text_of(run, accuracy=accuracy), root, RUN, evaluation, str(path))
+    return word, path.read_text(encoding="utf-8")
+
+
+@contextmanager
+def no_larger_files_than(size):
+    """Let no file grow beyond `size` bytes, as on a disk that is full; events go nowhere."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with mock.patch.dict(os.environ, {events.VARIABLE: os.devnull}):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)

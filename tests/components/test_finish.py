@@ -1,51 +1,76 @@
-"""The exit step of a run whose training cluster was a TFJob."""
-
-from __future__ import annotations
+"""The exit step: the report that it leaves, and the end of a training cluster that was a TFJob."""
 
 from pathlib import Path
 
 import pytest
 from kfp import dsl
 
-from components import locations, steps
-from tests.components.called_steps import ended as final
+from components import finish
+from tests.components.called_steps import RUN, ended, refused
 from tests.trainer.page import Page
-from trainer import events, storage
+from trainer import storage
 
-RUN = "digits-1"
-
-
-@pytest.fixture(autouse=True)
-def happened(tmp_path, monkeypatch):
-    path = tmp_path / "events.jsonl"
-    monkeypatch.setenv(events.VARIABLE, str(path))
-    monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path))
-    return lambda: list(events.read(path))
+pytestmark = pytest.mark.usefixtures("happened")
 
 
-def finish(tmp_path, kubernetes):
-    root = storage.uri_of(tmp_path / "root")
-    artifact = dsl.HTML(uri=str(tmp_path / "artifact"))
-    summary = dsl.Markdown(uri=str(tmp_path / "summary"))
-    steps.finish(final("FAILED"), root, "tfjob", kubernetes, RUN, artifact, summary)
-
-
+@pytest.fixture
 def report(tmp_path):
-    return Page((tmp_path / "root" / RUN / "report.html").read_text(encoding="utf-8")).words
+    return dsl.HTML(uri=str(tmp_path / "report"))
 
 
-def test_a_job_that_cannot_be_ended_fails_the_step_and_the_report_stands(
-    tmp_path, monkeypatch, happened
+@pytest.fixture
+def summary(tmp_path):
+    return dsl.Markdown(uri=str(tmp_path / "summary"))
+
+
+def page(root):
+    return Page(storage.read_bytes(storage.join(root, RUN, "report.html")).decode()).words
+
+
+def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
+    root, report, summary, tmp_path, happened
+):
+    finish.run_step(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
+    uri = storage.join(root, RUN, "report.html")
+    assert happened()[-1]["uri"] == uri
+    written = storage.read_bytes(uri)
+    assert written == Path(report.path).read_bytes()
+    assert written == (tmp_path / "folder" / "report.html").read_bytes()
+    assert page(root)[1] == "done"
+    text = Path(summary.path).read_text(encoding="utf-8")
+    assert text.startswith(f"# {RUN}: done\n")
+    assert f"The whole report: `{uri}`" in text
+
+
+def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, happened):
+    finish.run_step(ended("FAILED"), "", "local", "{}", RUN, report, summary)
+    assert happened()[-1]["status"] == "done"
+    assert Page(Path(report.path).read_text(encoding="utf-8")).words[1] == "failed"
+
+
+def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, capsys):
+    (tmp_path / "root").write_text("", encoding="utf-8")
+    root = storage.uri_of(tmp_path / "root")
+    given = (ended("FAILED"), root, "local", "{}", RUN, report, summary)
+    code, line = refused(finish.run_step, *given, capsys=capsys)
+    assert code == 1
+    assert line.startswith("cannot write ")
+    # There is a report all the same.
+    assert Page((tmp_path / "folder" / "report.html").read_text(encoding="utf-8")).words
+
+
+def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(
+    root, report, summary, monkeypatch, happened
 ):
     monkeypatch.setenv("KUBECONFIG", str(Path("/nowhere")))
-    with pytest.raises(SystemExit) as ended:
-        finish(tmp_path, "{}")
-    assert ended.value.code == 1
+    with pytest.raises(SystemExit) as stopped:
+        finish.run_step(ended("FAILED"), root, "tfjob", "{}", RUN, report, summary)
+    assert stopped.value.code == 1
     assert happened()[-1]["error"].startswith("no Kubernetes API to launch on")
-    assert report(tmp_path)
+    assert page(root)
 
 
-def test_settings_that_were_refused_have_launched_nothing(tmp_path, happened):
-    finish(tmp_path, "{nothing: known}")
+def test_settings_that_were_refused_have_launched_nothing(root, report, summary, happened):
+    finish.run_step(ended("FAILED"), root, "tfjob", "{nothing: known}", RUN, report, summary)
     assert happened()[-1]["status"] == "done"
-    assert report(tmp_path)
+    assert page(root)

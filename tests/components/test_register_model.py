@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from kfp import dsl
 
-from components import locations, steps
+from components import check_gate, evaluate_model, export_model, locations, register_model
 from tests.trainer import small_run
 from trainer import events, storage
 from trainer.promotion import registry
@@ -30,20 +30,20 @@ def pipeline(run, tmp_path, monkeypatch):
         tree = {**run.config.model_dump(mode="json"), "gate": {"min": {}}, **sections}
         tree["export"] = {"formats": ["saved_model"]}
         given = (json.dumps(tree), root, run_id)
-        measured = steps.evaluate_model(
+        measured = evaluate_model.run_step(
             *given,
             run.dataset,
             checkpoint,
             dsl.Metrics(),
             *(dsl.ClassificationMetrics() for _ in range(2)),
         )
-        word = steps.check_gate(*given, measured, str(tmp_path / "decision"))
+        word = check_gate.run_step(*given, measured, str(tmp_path / "decision"))
         decision = (tmp_path / "decision").read_text()
         if word == "refused":
             return SimpleNamespace(word=word, decision=decision, figures={})
-        uri = steps.export_model(*given, run.dataset, checkpoint, decision, dsl.Model())
+        uri = export_model.run_step(*given, run.dataset, checkpoint, decision, dsl.Model())
         artifact = dsl.Model()
-        word = steps.register_model(*given, uri, "our/image:2", artifact)
+        word = register_model.run_step(*given, uri, "our/image:2", artifact)
         last = list(events.read(tmp_path / "events.jsonl"))[-1]
         return SimpleNamespace(
             word=word, model=uri, decision=decision, figures=last["figures"], artifact=artifact

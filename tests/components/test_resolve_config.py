@@ -4,7 +4,7 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from components import locations, steps
+from components import locations, resolve_config
 from tests.components.called_steps import RUN, refused
 from trainer import storage
 from trainer.config.run_parameters import run_parameters, to_parameters
@@ -23,7 +23,7 @@ class TestResolveConfig:
         return {**given, "storage_root": "file:///r", "kfp_run_id": "123", "place": place}
 
     def test_it_passes_on_what_the_others_need(self, values):
-        resolved = steps.resolve_config({**values, "steps": steps, "data_seed": 5})
+        resolved = resolve_config.run_step({**values, "data_seed": 5})
         config = Config.model_validate_json(resolved.config)
         assert config.data == DataConfig(seed=5)
         assert config.model_copy(update={"storage": Config().storage, "data": DataConfig()}) == (
@@ -35,15 +35,15 @@ class TestResolveConfig:
         assert (resolved.root, resolved.run_id) == ("file:///r", "123")
 
     def test_what_another_section_says_does_not_change_the_data(self, values):
-        first = steps.resolve_config(values)
-        second = steps.resolve_config({**values, "training_steps": 7, "kfp_run_id": "124"})
+        first = resolve_config.run_step(values)
+        second = resolve_config.run_step({**values, "training_steps": 7, "kfp_run_id": "124"})
         assert first.data == second.data
         assert first.config != second.config
 
     def test_the_cache_is_not_asked_for_a_dataset_that_is_not_there(self, values, root):
         given = {**values, "storage_root": root}
-        assert steps.resolve_config(given).seal == "123"
-        assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == "124"
+        assert resolve_config.run_step(given).seal == "123"
+        assert resolve_config.run_step({**given, "kfp_run_id": "124"}).seal == "124"
 
     def test_it_is_asked_for_one_that_is(self, values, root, run, tmp_path):
         version = storage.read_manifest(run.dataset).fields["version"]
@@ -52,38 +52,38 @@ class TestResolveConfig:
         fields = {"version": version}
         storage.publish(tmp_path / "dataset", uri, kind="dataset", fields=fields)
         given = {**values, "storage_root": root}
-        first = steps.resolve_config(given).seal
+        first = resolve_config.run_step(given).seal
         assert storage.name_of(uri) in first
-        assert steps.resolve_config({**given, "kfp_run_id": "124"}).seal == first
+        assert resolve_config.run_step({**given, "kfp_run_id": "124"}).seal == first
         storage.delete(uri)
-        assert steps.resolve_config({**given, "kfp_run_id": "125"}).seal == "125"
+        assert resolve_config.run_step({**given, "kfp_run_id": "125"}).seal == "125"
 
     def test_a_newer_version_is_other_data_for_the_cache(self, values, monkeypatch, happened):
-        before = steps.resolve_config(values).data
+        before = resolve_config.run_step(values).data
         assert happened()[-1]["figures"]["data_version"] == "1.0.0"
         monkeypatch.setattr(Digits, "VERSION", tfds.core.Version("1.1.0"))
-        after = steps.resolve_config(values).data
+        after = resolve_config.run_step(values).data
         assert after == before.replace("1.0.0", "1.1.0") != before
 
     def test_on_this_machine_preparing_finds_the_version(self, values, monkeypatch):
         monkeypatch.setenv(locations.RUN_ID, RUN)
         unknown = {**values, "data_dataset": "no.such:Builder"}
-        data = steps.resolve_config(unknown).data
+        data = resolve_config.run_step(unknown).data
         assert DataConfig.model_validate_json(data) == DataConfig(dataset="no.such:Builder")
 
     def test_a_dataset_that_does_not_exist_is_told_at_once_on_a_cluster(self, values, capsys):
         code, line = refused(
-            steps.resolve_config, {**values, "data_dataset": "mnits"}, capsys=capsys
+            resolve_config.run_step, {**values, "data_dataset": "mnits"}, capsys=capsys
         )
         assert code == 2
         assert line.startswith("data.dataset: there is no dataset 'mnits' in TFDS")
 
     def test_the_command_line_names_the_run(self, values, monkeypatch):
         monkeypatch.setenv(locations.RUN_ID, RUN)
-        assert steps.resolve_config(values).run_id == RUN
+        assert resolve_config.run_step(values).run_id == RUN
 
     def test_without_a_root_nothing_can_be_published(self, values, capsys):
-        code, line = refused(steps.resolve_config, {**values, "storage_root": ""}, capsys=capsys)
+        code, line = refused(resolve_config.run_step, {**values, "storage_root": ""}, capsys=capsys)
         assert code == 1
         assert line.startswith("storage.root is empty: set it to the URI")
 
@@ -103,25 +103,25 @@ class TestResolveConfig:
 
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path):
         place = dsl.Artifact(uri=storage.uri_of(tmp_path / "k/p/123/resolve-config/7/place"))
-        resolved = steps.resolve_config({**values, "storage_root": "", "place": place})
+        resolved = resolve_config.run_step({**values, "storage_root": "", "place": place})
         assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
 
     def test_a_wrong_value_is_the_users(self, values, capsys, happened):
         wrong = {**values, "training_steps": 0}
-        code, line = refused(steps.resolve_config, wrong, capsys=capsys)
+        code, line = refused(resolve_config.run_step, wrong, capsys=capsys)
         assert code == 2
         assert line.startswith("training.steps: 0 is not allowed")
         assert happened()[-1]["exit_code"] == 2
 
     def test_what_is_no_json_is_the_users(self, values, capsys):
         wrong = {**values, "model_args": "{hidden"}
-        code, line = refused(steps.resolve_config, wrong, capsys=capsys)
+        code, line = refused(resolve_config.run_step, wrong, capsys=capsys)
         assert code == 2
         assert "model.args" in line
 
     def test_it_takes_what_a_configuration_gives(self, values):
         config = Config()
-        resolved = steps.resolve_config(
+        resolved = resolve_config.run_step(
             {**values, **to_parameters(config), "storage_root": "file:///r"}
         )
         assert Config.model_validate_json(resolved.config).training == config.training

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from kfp import dsl
 
-from components import launchers, locations, steps, ui
+from components import launchers, locations, train_model, ui
 from components.image import PodDefaults
 from tests.components.called_steps import RUN, refused, text_of
 from trainer import storage
@@ -49,7 +49,7 @@ class TestTrainModel:
 
     def test_it_gives_the_newest_checkpoint(self, launched, root, run, viewers, happened):
         artifact = dsl.Model()
-        uri = steps.train_model(text_of(run), root, RUN, run.dataset, *PODS, artifact, viewers)
+        uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, artifact, viewers)
         assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
         logs = storage.join(root, RUN, "checkpoints", "logs")
         assert artifact.metadata == {
@@ -81,7 +81,7 @@ class TestTrainModel:
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", damaging)
         given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
-        code, line = refused(steps.train_model, *given, capsys=capsys)
+        code, line = refused(train_model.run_step, *given, capsys=capsys)
         assert code == 1
         assert "step-00000010 is damaged: variables.index has crc32c" in line
 
@@ -96,7 +96,7 @@ class TestTrainModel:
                 Validations(job.checkpoints).add(manifest, {"loss": loss})
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", validated)
-        steps.train_model(text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
         figures = happened()[-1]["figures"]
         assert figures["global_step"] == 10
         assert (figures["best_global_step"], figures["best_validation_loss"]) == (9, 0.9)
@@ -107,7 +107,7 @@ class TestTrainModel:
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", fail)
         given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
-        assert refused(steps.train_model, *given, capsys=capsys) == (
+        assert refused(train_model.run_step, *given, capsys=capsys) == (
             1,
             "worker-0 ended with exit code 1",
         )
@@ -119,14 +119,14 @@ class TestTrainModel:
         monkeypatch.setitem(launchers.LAUNCHERS, "local", end)
         given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
         with pytest.raises(SystemExit) as ended:
-            steps.train_model(*given)
+            train_model.run_step(*given)
         assert ended.value.code == 130
         assert happened()[-1]["status"] == "interrupted"
 
     def test_a_launcher_that_leaves_nothing_is_told(self, monkeypatch, root, run, viewers, capsys):
         monkeypatch.setitem(launchers.LAUNCHERS, "local", lambda _job, _defaults: None)
         given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
-        _, line = refused(steps.train_model, *given, capsys=capsys)
+        _, line = refused(train_model.run_step, *given, capsys=capsys)
         assert line.startswith("no checkpoint is published below ")
 
     def test_there_is_a_launcher_for_every_one_that_can_be_named(self):

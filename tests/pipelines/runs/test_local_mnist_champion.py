@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from kfp import dsl
 
-from components import locations, steps
+from components import check_gate, evaluate_model, locations
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.trainer.small_run import publish_checkpoint
 from trainer import events, storage
@@ -87,10 +87,9 @@ def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, mon
     dataset = first.told["artifacts"]["dataset"]
     checkpoint = _noisy(config, dataset, first.told["artifacts"]["checkpoint"], tmp_path)
     given = (config.model_dump_json(), root, "noise")
-    evaluation = steps.evaluate_model(
-        *given, dataset, checkpoint, dsl.Metrics(), dsl.ClassificationMetrics()
-    )
-    assert steps.check_gate(*given, evaluation, str(tmp_path / "decision")) == "refused"
+    shown = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+    evaluation = evaluate_model.run_step(*given, dataset, checkpoint, *shown)
+    assert check_gate.run_step(*given, evaluation, str(tmp_path / "decision")) == "refused"
     decision = (tmp_path / "decision").read_text()
     rules = json.loads(storage.read_file(decision, "decision.json"))["rules"]
     assert [(rule["metric"], rule["passed"]) for rule in rules] == [

@@ -6,7 +6,7 @@ import pytest
 import tensorflow_datasets as tfds
 from kfp import dsl
 
-from components import locations, steps
+from components import locations, prepare_data
 from trainer import storage
 from trainer.config.schema import DataConfig
 from trainer.data.digits import Digits
@@ -31,7 +31,7 @@ def prepared(root, happened, monkeypatch, tmp_path):
     def prepare(run, **section):
         monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / run))
         artifact = dsl.Dataset()
-        uri = steps.prepare_data(DataConfig(**section).model_dump_json(), root, "", artifact)
+        uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", artifact)
         version = storage.read_manifest(uri).fields["version"]
         *_, told, step = happened()
         figures = step["figures"]

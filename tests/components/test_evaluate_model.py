@@ -1,0 +1,76 @@
+"""The step that evaluates: what it publishes, what the UI shows of it, and how it fails."""
+
+import json
+
+import pytest
+from kfp import dsl
+
+from components import evaluate_model, ui
+from tests.components.called_steps import RUN, evaluated, no_larger_files_than, refused, text_of
+from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
+from trainer import storage
+
+pytestmark = pytest.mark.usefixtures("happened")
+
+
+def artifacts():
+    return dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics()
+
+
+def test_it_fills_what_the_ui_shows(run, root, happened):
+    uri, metrics, confusion, roc = evaluated(run, root)
+    assert uri.startswith(storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}-"))
+    written = json.loads(storage.read_file(uri, "metrics.json"))
+    assert {**written["metrics"], "uri": uri} == metrics.metadata
+    assert happened()[-1]["figures"] == written["metrics"]
+    assert happened()[0]["inputs"] == {"dataset": run.dataset}
+    matrix = confusion.metadata["confusionMatrix"]
+    names = [each["displayName"] for each in matrix["annotationSpecs"]]
+    assert names == [str(digit) for digit in range(10)]
+    assert sum(sum(row["row"]) for row in matrix["rows"]) == TEST_EXAMPLES
+    points = roc.metadata["confidenceMetrics"]
+    assert [
+        [each[key] for key in ("falsePositiveRate", "recall", "confidenceThreshold")]
+        for each in points
+    ] == written["roc"]
+    assert (points[0]["recall"], points[-1]["recall"]) == (0, 1)
+
+
+def test_a_matrix_that_is_too_large_for_the_ui_is_left_out(run, root, monkeypatch):
+    monkeypatch.setattr(ui, "MOST_CLASSES", 9)
+    uri, metrics, confusion, _ = evaluated(run, root)
+    assert confusion.metadata == {"left_out": "10 classes are more than 9"}
+    assert metrics.metadata["uri"] == uri
+    assert len(json.loads(storage.read_file(uri, "metrics.json"))["confusion_matrix"]) == 10
+
+
+@pytest.mark.parametrize("size", [0, 6000])
+def test_a_full_disk_is_one_line(run, root, capsys, size):
+    given = (text_of(run), root, "full", run.dataset, run.checkpoint, *artifacts())
+    with no_larger_files_than(size):
+        code, line = refused(evaluate_model.run_step, *given, capsys=capsys)
+    assert (code, "File too large" in line) == (1, True)
+    assert not storage.children(storage.join(root, "full"))
+
+
+def test_a_second_evaluation_is_the_first(run, root):
+    assert evaluated(run, root)[0] == evaluated(run, root)[0]
+
+
+def test_a_checkpoint_that_is_not_there(run, root, capsys):
+    given = (text_of(run), root, RUN, run.dataset, f"{run.checkpoint}9", *artifacts())
+    code, line = refused(evaluate_model.run_step, *given, capsys=capsys)
+    assert code == 1
+    assert f"{run.checkpoint}9 is not published" in line
+
+
+def test_a_checkpoint_that_was_made_again_is_evaluated_again(root, tmp_path):
+    run = small_run(tmp_path / "run")
+    first, *_ = evaluated(run, root)
+    storage.fetch(run.checkpoint, tmp_path / "again")
+    fields = storage.read_manifest(run.checkpoint).fields
+    storage.delete(run.checkpoint)
+    storage.publish(tmp_path / "again", run.checkpoint, kind="checkpoint", fields=fields)
+    second, *_ = evaluated(run, root)
+    assert first != second
+    assert len(storage.published(storage.join(root, RUN, "evaluation"))) == 2
