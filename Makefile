@@ -1,7 +1,7 @@
 # `make help` lists the targets. ARGS reaches the command: make run ARGS="configs/mnist.yaml --json"
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-slow test-long lint chaos compile golden bench scaling experiments image clean lock
+.PHONY: help setup run check test test-slow test-long lint style chaos compile golden bench scaling experiments image clean lock
 
 BIN := .venv/bin
 PYTHON := $(BIN)/python
@@ -30,24 +30,35 @@ $(SETUP): pyproject.toml requirements.lock
 run: $(SETUP) ## the whole pipeline on this machine
 	@$(BIN)/flotilla run $(ARGS)
 
+# HOUSE_RULES run where the tests of a change do: in `lint` and in `check`.
+HOUSE_RULES := tests/house_rules
+BASE ?= HEAD
+
+check: style ## style, types, house rules, and the tests of what changed since BASE (HEAD)
+	$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) \
+		$$($(PYTHON) -m tests.mirror $(BASE)) $(ARGS)
+
 # Tests that start clusters want both cores to themselves: a second pass. 5: nothing was collected.
 test: $(SETUP) ## every test but the slow and the long ones
-	$(PYTEST) -m "not slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS)
+	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
+		--numprocesses 2 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests
 	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
 	$(PYTEST) -m "slow and not long and cluster" $(ARGS) || test $$? -eq 5
 
-test-long: $(SETUP) ## what takes longest, beside both others; before a release
+test-long: $(SETUP) ## what takes longest, before a release
 	$(PYTEST) -m long $(ARGS) || test $$? -eq 5
 
-lint: $(SETUP) ## style, types, import contracts, house rules
+style: $(SETUP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(PYTEST) -q tests/house_rules
+
+lint: style ## style, types, import contracts, house rules
+	$(PYTEST) -q $(HOUSE_RULES)
 
 chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1
 	$(PYTHON) -m tests.chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))

@@ -46,6 +46,12 @@ def python_files(*packages: str) -> list[Path]:
     ]
 
 
+def source_modules() -> list[Path]:
+    """Return the modules of the three packages; an `__init__.py` is its folder and no module."""
+    return [path for path in python_files(*PACKAGES) if path.name != "__init__.py"]
+
+
+@cache
 def text(path: Path) -> str:
     """Return the text of a file; an empty one for what is not text."""
     try:
@@ -54,6 +60,7 @@ def text(path: Path) -> str:
         return ""
 
 
+@cache
 def tree(path: Path) -> ast.Module:
     """Return the syntax tree of a Python file."""
     return ast.parse(text(path), filename=str(path))
@@ -63,6 +70,11 @@ def module_name(path: Path) -> str:
     """Return the dotted name of a Python file."""
     parts = path.with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_within(name: str, *packages: str) -> bool:
+    """Tell whether a dotted name is one of these modules or packages, or inside one."""
+    return any(f"{name}.".startswith(f"{package}.") for package in packages)
 
 
 def imported(node: ast.AST) -> list[str]:
@@ -87,11 +99,30 @@ def imports_on_load(module: ast.Module) -> list[str]:
     return found
 
 
+@cache
 def all_imports(module: ast.Module) -> list[str]:
     """Return every import of the module, those inside functions included."""
     return [name for node in ast.walk(module) for name in imported(node)]
 
 
+def importers() -> dict[str, set[str]]:
+    """Return, for every source module, which source modules import it."""
+    names = {module_name(path) for path in source_modules()}
+    found: dict[str, set[str]] = {name: set() for name in names}
+    for path in python_files(*PACKAGES):
+        for name in all_imports(tree(path)):
+            for target in {name, name.rpartition(".")[0]} & names:
+                found[target].add(module_name(path))
+    return found
+
+
 def project() -> dict[str, Any]:
     """Return pyproject.toml."""
     return tomllib.loads(text(Path("pyproject.toml")))
+
+
+def tensorflow_free() -> list[str]:
+    """Return the rooms that load no TensorFlow: the list of the import contract."""
+    contracts = project()["tool"]["importlinter"]["contracts"]
+    named = "These rooms are free of TensorFlow"
+    return next(each["source_modules"] for each in contracts if each["name"] == named)

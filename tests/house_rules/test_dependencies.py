@@ -1,4 +1,4 @@
-"""What is imported is asked for, what is asked for is used, and all of it is pinned."""
+"""What is imported is declared, what is declared is imported, and all of it is pinned."""
 
 import re
 import sys
@@ -12,6 +12,7 @@ from tests.house_rules.source import PACKAGES, all_imports, project, python_file
 
 # Imported by TFDS, and by `tf.summary`, which do not declare them.
 FOR_OTHERS = {"importlib-resources", "tensorboard"}
+LOCKS = ("requirements.lock", "requirements-gpu.lock")
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)$")
 
 
@@ -19,10 +20,20 @@ def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def requirements(key=None):
+def requirements(*extras):
     section = project()["project"]
-    lines = section["optional-dependencies"][key] if key else section["dependencies"]
+    lines = section["dependencies"] + [
+        line for extra in extras for line in section["optional-dependencies"][extra]
+    ]
     return [Requirement(line) for line in lines]
+
+
+def lines_of(lock):
+    return [line for line in text(Path(lock)).splitlines() if not line.startswith("#")]
+
+
+def pins_of(lock):
+    return {normal(match[1]): match[2] for match in map(PIN.match, lines_of(lock)) if match}
 
 
 def imported_distributions():
@@ -36,41 +47,40 @@ def imported_distributions():
     return {top: {normal(name) for name in owners.get(top, [])} for top in foreign}
 
 
-def asked_for():
-    return {normal(requirement.name) for requirement in [*requirements(), *requirements("s3")]}
+def undeclared_and_unused():
+    declared = {normal(requirement.name) for requirement in requirements("s3")}
+    imported = imported_distributions()
+    for top, owners in imported.items():
+        if not owners & declared:
+            yield f"pyproject.toml: {top} is imported but not declared"
+    for name in declared - set().union(*imported.values()) - FOR_OTHERS:
+        yield f"pyproject.toml: {name} is declared but never imported"
 
 
-def test_what_is_imported_is_asked_for():
-    asked = asked_for()
-    assert not {top for top, owners in imported_distributions().items() if not owners & asked}
+def wrong_pins():
+    for lock in LOCKS:
+        for line in lines_of(lock):
+            if not PIN.match(line):
+                yield f"{lock}: {line!r} is no pin"
+    pins = pins_of("requirements.lock")
+    for requirement in requirements("s3", "dev"):
+        pin = pins.get(normal(requirement.name), "")
+        if not pin or pin not in requirement.specifier:
+            yield f"requirements.lock: {requirement} is pinned to {pin or 'nothing'}: `make lock`"
 
 
-def test_what_is_asked_for_is_imported():
-    used = set().union(*imported_distributions().values()) | FOR_OTHERS
-    assert not asked_for() - used
-
-
-def test_the_lock_file_holds_pins_only():
-    lines = text(Path("requirements.lock")).splitlines()
-    assert not [line for line in lines if not line.startswith("#") and not PIN.match(line)]
-
-
-def test_the_lock_file_satisfies_pyproject():
-    matches = map(PIN.match, text(Path("requirements.lock")).splitlines())
-    pins = {normal(match[1]): match[2] for match in matches if match}
-    unmet = [
-        str(requirement)
-        for requirement in [*requirements(), *requirements("s3"), *requirements("dev")]
-        if pins.get(normal(requirement.name), "") not in requirement.specifier
-        or normal(requirement.name) not in pins
-    ]
-    assert not unmet, "run `make lock`"
-
-
-def test_the_lock_of_the_gpu_image_pins_all_that_tensorflow_asks_for():
-    lines = text(Path("requirements-gpu.lock")).splitlines()
-    pins = dict(PIN.match(line).groups() for line in lines if not line.startswith("#"))
+def wrong_pins_of_the_gpu_image():
+    pins = pins_of("requirements-gpu.lock")
     asked = [Requirement(line) for line in metadata.requires("tensorflow")]
-    cuda = [each for each in asked if each.marker and "and-cuda" in str(each.marker)]
-    assert {normal(each.name) for each in cuda} == set(pins)
-    assert all(each.specifier.contains(pins[normal(each.name)]) for each in cuda)
+    cuda = {normal(each.name): each for each in asked if "and-cuda" in str(each.marker)}
+    for name in cuda.keys() ^ pins.keys():
+        yield f"requirements-gpu.lock: {name} is only in one of tensorflow[and-cuda] and the lock"
+    for name in cuda.keys() & pins.keys():
+        if not cuda[name].specifier.contains(pins[name]):
+            yield f"requirements-gpu.lock: {name}=={pins[name]} is not {cuda[name]}"
+
+
+def test_what_is_imported_is_declared_and_locked():
+    assert imported_distributions()
+    offenders = [*undeclared_and_unused(), *wrong_pins(), *wrong_pins_of_the_gpu_image()]
+    assert not offenders, "\n".join(offenders)

@@ -1,35 +1,34 @@
+"""Names say what a thing is, in the words of the field."""
+
 import ast
 import re
-
-import pytest
 
 from tests.house_rules.source import files, python_files, tree
 
 SAYS_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc"}
 NUMBERED = re.compile(r"_v\d+$")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def says_nothing(name):
     return bool(NUMBERED.search(name) or SAYS_NOTHING & set(re.split(r"[_.-]", name)))
 
 
-def test_files_and_folders_are_named_for_what_they_hold():
-    bad = [str(path) for path in files() if any(map(says_nothing, path.with_suffix("").parts))]
-    assert not bad
+def nameless_files():
+    for path in files():
+        if any(map(says_nothing, path.with_suffix("").parts)):
+            yield f"{path}: name it for what it holds"
 
 
-@pytest.mark.parametrize("path", python_files(), ids=str)
-def test_nothing_is_named_by_a_version(path):
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-    named = [node.name for node in ast.walk(tree(path)) if isinstance(node, kinds)]
-    assert not [name for name in named if NUMBERED.search(name.lower())]
+def numbered_definitions():
+    for path in python_files():
+        for node in ast.walk(tree(path)):
+            if isinstance(node, DEFINITIONS) and NUMBERED.search(node.name.lower()):
+                yield f"{path}:{node.lineno}: {node.name} is named by a version"
 
 
-@pytest.mark.parametrize("name", ["utils", "file_utils", "common", "train_v2", "misc.old"])
-def test_the_rule_sees(name):
-    assert says_nothing(name)
-
-
-@pytest.mark.parametrize("name", ["commonly", "utilisation", "mnist_v", "conv2d"])
-def test_the_rule_lets_pass(name):
-    assert not says_nothing(name)
+def test_names_say_what_a_thing_is():
+    assert all(map(says_nothing, ["utils", "file_utils", "common", "train_v2", "misc.old"]))
+    assert not any(map(says_nothing, ["commonly", "utilisation", "mnist_v", "conv2d"]))
+    offenders = [*nameless_files(), *numbered_definitions()]
+    assert not offenders, "\n".join(offenders)

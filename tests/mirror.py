@@ -1,0 +1,162 @@
+"""Which tests mirror the files that were changed: what `make check` runs.
+
+    trainer/storage/uri.py      tests/trainer/storage/test_uri.py and test_uri_*.py
+    components/train_model.py   tests/components/test_train_model.py and test_train_model_*.py
+    trainer/__main__.py         tests/trainer/test_main.py and test_main_*.py
+    benchmarks/baselines/fit.py tests/benchmarks/test_baselines.py, named for the package
+    any other module            the tests that import it
+    a test file                 itself
+    what no test imports        what ELSEWHERE names
+
+`python -m tests.mirror [REV]` prints the tests of what differs from REV (HEAD when left out),
+untracked files included, and says on standard error which changed files have none.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from tests.house_rules.source import all_imports, module_name, tree
+
+ROOT = Path(__file__).parent.parent
+MIRRORED = ("trainer", "components", "pipelines", "benchmarks")
+# What tests of another name show, where none is named for a file and none imports it.
+ELSEWHERE = {
+    "CHANGELOG.md": ("tests/docs",),
+    "README.md": ("tests/docs",),
+    "benchmarks/ports.py": ("tests/benchmarks",),
+    "components": ("tests/components/test_steps.py", "tests/components/test_thin.py"),
+    "components/tfjob": ("tests/components/tfjob",),
+    "configs": ("tests/test_configs.py", "tests/docs"),
+    "docs": ("tests/docs", "tests/golden/test_reference.py"),
+    "pipelines/cli": ("tests/pipelines/cli", "tests/golden/test_command_line.py"),
+    "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
+    "tests/golden": ("tests/golden",),
+    "trainer/export/model_card.py": ("tests/trainer/export/test_export.py",),
+    "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity_smoke.py",),
+    "trainer/storage": ("tests/trainer/storage",),
+    "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """What to run after a change.
+
+    Attributes:
+        tests: files and folders, for pytest.
+        unmirrored: changed files that no test mirrors: only the whole suite shows what they break.
+    """
+
+    tests: tuple[str, ...]
+    unmirrored: tuple[str, ...]
+
+
+def is_test(path: PurePosixPath) -> bool:
+    """Tell whether pytest collects a file."""
+    return path.parts[0] == "tests" and path.name.startswith("test_") and path.suffix == ".py"
+
+
+def stem(path: PurePosixPath) -> str:
+    """Return the name that the tests of a file carry: `main` for `__main__.py`."""
+    return path.stem.strip("_")
+
+
+def mirrors(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
+    """Return the test files that are named for `source` and for no longer name, or its package."""
+    names = {stem(path) for path in files if path.parent == source.parent}
+    own = [
+        test
+        for test in files_of(PurePosixPath("tests", source.parent), files)
+        if longest(test, names) == stem(source)
+    ]
+    package = source.parent.name
+    of_package = [
+        test
+        for test in files_of(PurePosixPath("tests", source.parent.parent), files)
+        if longest(test, {package}) == package
+    ]
+    return [str(path) for path in own or of_package]
+
+
+def files_of(folder: PurePosixPath, files: Sequence[PurePosixPath]) -> list[PurePosixPath]:
+    """Return the test files of one folder."""
+    return [path for path in files if path.parent == folder and is_test(path)]
+
+
+def longest(test: PurePosixPath, names: Iterable[str]) -> str:
+    """Return the longest of `names` that a test file begins with, empty if there is none."""
+    words = test.stem.removeprefix("test_")
+    return max((name for name in names if f"{words}_".startswith(f"{name}_")), key=len, default="")
+
+
+def importing(source: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
+    """Return the test files that import the module `source`."""
+    name = module_name(Path(source))
+    return [
+        str(path)
+        for path in files
+        if is_test(path)
+        and any(each in {name, f"{name}.{last(each)}"} for each in all_imports(tree(Path(path))))
+    ]
+
+
+def last(name: str) -> str:
+    """Return the last part of a dotted name."""
+    return name.rpartition(".")[2]
+
+
+def select(changed: Sequence[str], files: Iterable[str]) -> Selection:
+    """Return the tests that mirror `changed`.
+
+    Args:
+        changed: paths relative to the root; those of removed files as well.
+        files: all files of the repository.
+    """
+    paths = [PurePosixPath(name) for name in files]
+    tests: set[str] = set()
+    unmirrored = []
+    for name in changed:
+        path = PurePosixPath(name)
+        if is_test(path):
+            tests.update({name} if path in paths else ())
+            continue
+        found = find_tests(path, paths)
+        tests.update(found)
+        unmirrored += [] if found else [name]
+    return Selection(tests=tuple(sorted(tests)), unmirrored=tuple(unmirrored))
+
+
+def find_tests(path: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]:
+    """Return the tests of a file that is no test itself."""
+    if path.parts[0] in MIRRORED and path.suffix == ".py":
+        found = mirrors(path, files) or importing(path, files)
+        if found:
+            return found
+    places = [place for place in ELSEWHERE if PurePosixPath(place) in [path, *path.parents]]
+    return list(ELSEWHERE[max(places, key=len)]) if places else []
+
+
+def git_lines(*arguments: str) -> list[str]:
+    """Return the lines that a git command prints; raises `CalledProcessError`."""
+    command = ["git", *arguments, "-z"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    return [name for name in listed.stdout.split("\0") if name]
+
+
+def main(base: str = "HEAD") -> None:
+    """Print the tests of what differs from `base`."""
+    untracked = git_lines("ls-files", "--others", "--exclude-standard")
+    changed = sorted({*git_lines("diff", "--name-only", base), *untracked})
+    selection = select(changed, [*git_lines("ls-files"), *untracked])
+    for name in selection.unmirrored:
+        sys.stderr.write(f"{name}: no test mirrors it: `make test` shows what it breaks\n")
+    sys.stdout.write("\n".join(selection.tests) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
