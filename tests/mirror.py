@@ -29,7 +29,6 @@ ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "README.md": ("tests/docs",),
     "benchmarks/ports.py": ("tests/benchmarks",),
-    "components": ("tests/components/test_steps.py", "tests/components/test_thin.py"),
     "components/tfjob": ("tests/components/tfjob",),
     "configs": ("tests/test_configs.py", "tests/docs"),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),

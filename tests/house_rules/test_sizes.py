@@ -35,15 +35,6 @@ SAME_ROLE = {
 }
 # Small files with one importer, and why they are files.
 ALONE = {
-    "components/check_gate.py": "a step",
-    "components/evaluate_model.py": "a step",
-    "components/export_model.py": "a step",
-    "components/finish.py": "a step",
-    "components/launchers.py": "the one place that knows every engine",
-    "components/prepare_data.py": "a step",
-    "components/register_model.py": "a step",
-    "components/resolve_config.py": "a step",
-    "components/train_model.py": "a step",
     "pipelines/cli/__main__.py": "the console script: has to handle Ctrl-C before anything loads",
     "pipelines/garbage.py": "a command",
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
