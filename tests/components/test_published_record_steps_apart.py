@@ -32,7 +32,7 @@ REASON = "worker-0 ended with exit code 137 | <killed>"
 # Trains in a pod of its own, which is killed or asked to end.
 POD = """
 import sys, types
-from components import launching
+from components import launchers
 from components.train_model import train_model
 from kfp import dsl
 
@@ -40,7 +40,7 @@ def launch(job, defaults):
     print("training", flush=True)
     while True: pass
 
-launching.LAUNCHERS["local"] = launch
+launchers.LAUNCHERS["local"] = launch
 config, root, run, folder = sys.argv[1:]
 artifacts = [dsl.Artifact(uri=f"{folder}/{name}") for name in ("model", "viewers")]
 train_model.python_func(config, root, run, "gs://b/d", "image", "", *artifacts)

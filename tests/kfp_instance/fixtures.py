@@ -68,6 +68,10 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     return call
 
 
+# The fixture below puts another function in its place.
+_COMPILE_ALL = compile.compile_all
+
+
 def _compiled_before(output: Path, image: str, _components: None) -> None:
     output.write_bytes(_content(image))
 
@@ -76,7 +80,7 @@ def _compiled_before(output: Path, image: str, _components: None) -> None:
 def _content(image: str) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "pipeline.yaml")
-        compile.compile_all(path, image, None)
+        _COMPILE_ALL(path, image, None)
         return path.read_bytes()
 
 

@@ -21,11 +21,12 @@ FEW = setting(training__steps=200, training__checkpoint_every=50, gate__min__acc
 READ_ALL = """
 import json, sys
 from pathlib import Path
-from trainer import checkpoint_listing, storage
+from trainer import storage
+from trainer.checkpoints.index import list_checkpoints
 root, run, model = sys.argv[1:4]
 checkpoints = storage.join(root, run, "checkpoints")
 manifests = [storage.fetch(uri, Path(f"step-{step}")) for uri, step in
-             checkpoint_listing.listed(checkpoints)]
+             list_checkpoints(checkpoints)]
 kind = storage.fetch(model, Path("model")).kind
 names = sorted(path.name for path in Path("model").iterdir())
 steps = [manifest.fields["global_step"] for manifest in manifests]

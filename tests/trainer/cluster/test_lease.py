@@ -98,7 +98,7 @@ def test_a_second_one_is_told_who_holds_it_and_until_when(uri, hands):
     hands.taken("digits-1")
     assert refused(lambda: hands.taken("digits-2")) == (
         f"run digits-1 (process {os.getpid()} on {os.uname().nodename}) writes to {uri} since "
-        "2027-01-15 08:00:00 UTC, and holds its lock until 2027-01-15 08:02:00 UTC at least: wait "
+        "2027-01-15 08:00:00 UTC, and holds its lease until 2027-01-15 08:02:00 UTC at least: wait "
         "for its end, or stop it; if it is dead already, try again after that time"
     )
 

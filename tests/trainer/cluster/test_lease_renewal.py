@@ -18,8 +18,8 @@ from trainer.errors import ClusterLostError, UserError
 
 HOLD = """
 import sys
-from trainer import lock
-with lock.held(sys.argv[1], "digits-1"):
+from trainer.cluster import lease
+with lease.held(sys.argv[1], "digits-1"):
     print("held", flush=True)
     sys.stdin.read()
 """

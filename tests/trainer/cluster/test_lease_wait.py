@@ -25,10 +25,10 @@ from trainer.cluster.lease import (
 ELSEWHERE = "another-boot.4026531836/1/77"
 WAIT = """
 import sys
-from trainer import lock
+from trainer.cluster import lease
 from trainer.errors import RunInterruptedError
 try:
-    with lock.held(sys.argv[1], "digits-2"):
+    with lease.held(sys.argv[1], "digits-2"):
         print("held", flush=True)
 except RunInterruptedError as error:
     print(error)

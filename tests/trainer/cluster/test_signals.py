@@ -25,16 +25,16 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits as 
 # The last of the chain: says that it listens, then waits for ever.
 TASK = """
 import os, signal
-from trainer import parent
-parent.end_with_parent()
+from trainer.cluster import signals
+signals.end_with_parent()
 print(os.getpid(), os.getppid(), flush=True)
 signal.pause()
 """
 # The first of the chain: starts the rest of it and waits for ever, or until a line comes.
 STARTER = """
 import os, subprocess, sys
-from trainer import parent
-child = subprocess.Popen(sys.argv[1:], env={**os.environ, **parent.environment()})
+from trainer.cluster import signals
+child = subprocess.Popen(sys.argv[1:], env={**os.environ, **signals.parent_environment()})
 sys.stdin.readline()
 """
 DIRECT = [sys.executable, "-c", TASK]

@@ -30,10 +30,10 @@ SLACK = 60 << 20
 PEAK = """
 import re, sys
 from pathlib import Path
-from trainer.config.load import parse
+from trainer.config.load import parse_config
 from trainer.evaluation.evaluate import evaluate
 dataset, checkpoint, output, scratch = sys.argv[1:]
-config = parse({"model": {"name": "softmax"}, "evaluation": {"batch_size": 200}})
+config = parse_config({"model": {"name": "softmax"}, "evaluation": {"batch_size": 200}})
 evaluate(config, dataset, checkpoint, output, Path(scratch))
 status = Path("/proc/self/status").read_text()
 print(int(re.search(r"VmHWM:\\s+(\\d+)", status)[1]) * 1024)
