@@ -79,8 +79,9 @@ scaling: $(SETUP) ## 1 to 16 workers on this machine, as a part of docs/performa
 experiments: $(SETUP) ## the published experiments, measured, as docs/experiments.md (an hour)
 	$(PYTHON) -m benchmarks.experiments
 
-image: ## the container image: make image VARIANT=gpu IMAGE=name:tag
-	docker build --build-arg VARIANT=$(VARIANT) --build-arg COMMIT=$(COMMIT) --tag $(IMAGE) .
+image: ## the container image: make image VARIANT=gpu IMAGE=name:tag BASE=name@sha256:digest
+	docker build --build-arg VARIANT=$(VARIANT) --build-arg COMMIT=$(COMMIT) \
+		$(if $(BASE),--build-arg BASE=$(BASE)) --tag $(IMAGE) .
 
 clean: ## remove caches and build output; .venv and runs/ stay
 	rm -rf build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pipelines.doctor.kubernetes_api import Kubernetes
 from pipelines.doctor.permissions import LAUNCHER, TRAINER, Account
 from pipelines.runs.kfp_access import found_namespace, is_named
 from pipelines.runs.local import root_of
+from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.storage.probe import SILENT, Probe
@@ -88,7 +88,7 @@ def _of_config(asked: Asked) -> Iterator[Check]:
         yield Check(name="disk", look=partial(machine.disk, asked.workdir))
         yield Check(name="loopback", look=machine.loopback)
         return
-    path = [os.getcwd(), *sys.path]
+    path = [*sys.path, user_code.folder()]
     elsewhere = asked.is_of_cluster(config) or is_named(asked.instance.endpoint)
     yield Check(
         name=CONFIGURATION,

@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from components.locations import RUN_FOLDER, RUN_ID
 from components.record import STOPPING
 from pipelines.runs.outcome import Outcome, outcome_of
-from trainer import events, storage
+from trainer import events, storage, user_code
 from trainer.cluster import signals
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
@@ -170,8 +170,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
         RUN_ID: run.run_id,
         RUN_FOLDER: str(run.folder),
         "TMPDIR": str(run.folder / "tmp"),
-        # The user's own modules stand where the command was given.
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])),
+        **user_code.environment(),
     }
 
 

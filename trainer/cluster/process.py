@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 
-from trainer import events
+from trainer import events, user_code
 from trainer.cluster import lease, liveness, signals, termination
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
@@ -254,10 +254,7 @@ class TaskProcess:
             "TF_CONFIG": self._cluster.tf_config(self.task),
             # A dead peer is an error at once and not after gRPC's own patience.
             "GRPC_FAIL_FAST": "use_caller",
-            # The user's own modules stand where the run was started, not in the task's folder.
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")])
-            ),
+            **user_code.environment(),
         }
 
 

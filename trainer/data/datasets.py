@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
 
+from trainer import user_code
 from trainer.config.schema import DataConfig
 from trainer.errors import ConfigError, nearest
 
@@ -60,12 +60,12 @@ def _own_class(name: str) -> type[Any]:
             f"data.version to {attribute!r}"
         )
     try:
-        loaded = importlib.import_module(module)
+        loaded = user_code.import_module(module)
     # A module of the user's may fail in any way while it is imported.
     except Exception as error:
         raise ConfigError(
             f"data.dataset: cannot import {module}: {type(error).__name__}: {first_line(error)}; "
-            "it has to stand on PYTHONPATH"
+            f"{user_code.remedy(module)}"
         ) from error
     found = getattr(loaded, attribute, None)
     if not (isinstance(found, type) and issubclass(found, tfds.core.DatasetBuilder)):

@@ -5,7 +5,6 @@ What a model says of an example that it does not take, told in one line.
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -16,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
+from trainer import user_code
 from trainer.config.schema import ModelConfig
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.models.classifiers import cnn, mlp, softmax
@@ -89,12 +89,11 @@ def require_compilable(model: keras.Model) -> None:
 def _own_function(name: str) -> ModelFunction:
     place, _, function = name.partition(":")
     try:
-        module = importlib.import_module(place)
+        module = user_code.import_module(place)
     # A module of the user's may fail in any way while it is imported.
     except Exception as error:
         raise ConfigError(
-            f"model {name}: cannot import {place}: {first_line(error)}; "
-            "it has to stand on PYTHONPATH"
+            f"model {name}: cannot import {place}: {first_line(error)}; {user_code.remedy(place)}"
         ) from error
     found = getattr(module, function, None)
     if not callable(found):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-
+from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.strategies.strategy import Strategy
@@ -27,7 +26,7 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
     name = config.training.strategy
     module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
     try:
-        strategy = getattr(importlib.import_module(module_name), class_name)
+        strategy = getattr(user_code.import_module(module_name), class_name)
     # A module of the user's may fail in any way while it is imported.
     except Exception as error:
         reason = " ".join(str(error).split())

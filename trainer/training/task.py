@@ -18,7 +18,7 @@ import threading
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
-from trainer import topology
+from trainer import topology, user_code
 from trainer.cluster import lease, liveness, signals
 from trainer.cluster.launcher import Job, task_command
 from trainer.cluster.local import free_port
@@ -47,11 +47,12 @@ def serve_beside(cluster: Cluster, command: list[str], restarts: int) -> None:
     settings = {
         **inherited,
         **signals.parent_environment(),
+        **user_code.environment(),
         "TF_CONFIG": cluster.tf_config(FIRST_WORKER),
         "TF_USE_LEGACY_KERAS": "1",
     }
 
-    # Before this process changes into its folder: the user's own modules may stand here.
+    # Before this process changes into its folder: paths of the command line may be relative.
     here = os.getcwd()
 
     def keep() -> None:
@@ -155,6 +156,8 @@ def _require_roles(config: Config, tasks: Cluster) -> None:
 
 
 def _enter(folder: Path) -> None:
+    # The user's own modules are in the folder that this process leaves.
+    os.environ.update(user_code.environment())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         os.chdir(folder)

@@ -195,7 +195,9 @@ class TestEnvironment:
         assert environment["FLOTILLA_RUN_FOLDER"] == str(run.folder)
         assert environment[events.VARIABLE] == str(run.folder / "events.jsonl")
         assert environment["TMPDIR"] == str(run.folder / "tmp")
-        assert environment["PYTHONPATH"] == f"{os.getcwd()}{os.pathsep}/own/modules"
+        assert environment["PYTHONPATH"] == "/own/modules"
+        assert environment["PYTHONSAFEPATH"] == "1"
+        assert environment["FLOTILLA_USER_FOLDER"] == os.getcwd()
         assert environment["PATH"] == os.environ["PATH"]
 
     def test_an_interrupt_of_another_run_is_not_its_own(self, workdir, monkeypatch):

@@ -92,16 +92,11 @@ def test_the_environment_of_a_task(process, job, monkeypatch, task):
     assert found[signals.PARENT_VARIABLE] == str(os.getpid())
     assert found["GRPC_FAIL_FAST"] == "use_caller"
     assert found["GRPC_EXPERIMENTS"] == "tcp_frame_size_tuning"
-    assert found["PYTHONPATH"].split(os.pathsep) == [os.getcwd(), "/somewhere/else"]
+    assert found["PYTHONPATH"] == "/somewhere/else"
+    assert found["PYTHONSAFEPATH"] == "1"
+    assert found["FLOTILLA_USER_FOLDER"] == os.getcwd()
     assert found["OF_THE_USER"] == "kept"
     assert found["CWD"] == str(job.workdir / str(task))
-
-
-def test_no_part_of_the_path_is_empty(process, monkeypatch):
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    one = process(code=PRINT_ENVIRONMENT)
-    one.start().wait()
-    assert json.loads(one.last_line())["PYTHONPATH"] == os.getcwd()
 
 
 @pytest.mark.parametrize(

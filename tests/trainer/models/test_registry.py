@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 
@@ -189,7 +190,7 @@ def test_unknown_module():
         registry.build(ModelConfig(name="no_such_package:model"), SPEC, 0)
     assert str(caught.value) == (
         "model no_such_package:model: cannot import no_such_package: ModuleNotFoundError: "
-        "No module named 'no_such_package'; it has to stand on PYTHONPATH"
+        f"No module named 'no_such_package'; it has to be in {os.getcwd()} or on PYTHONPATH"
     )
 
 

@@ -1,0 +1,49 @@
+"""The Dockerfile and `.dockerignore`, read as a container engine reads them."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable
+from pathlib import PurePosixPath
+
+
+def instructions(text: str) -> list[tuple[str, str]]:
+    """Return the instructions of a Dockerfile in order: each its name and its arguments."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\s*\n", " ", "\n".join(lines))
+    words = (line.split(maxsplit=1) for line in joined.splitlines() if line.strip())
+    return [(name.upper(), rest) for name, rest in words]
+
+
+def copied(text: str) -> list[str]:
+    """Return the sources of every COPY and ADD that takes them from the build context."""
+    sources = []
+    for name, rest in instructions(text):
+        words = shlex.split(rest)
+        if name in ("COPY", "ADD") and not any(word.startswith("--from=") for word in words):
+            sources += [word for word in words if not word.startswith("--")][:-1]
+    return sources
+
+
+def is_ignored(path: str, patterns: Iterable[str]) -> bool:
+    """Say whether `.dockerignore` keeps a path out of the build context.
+
+    The last pattern that matches the path, or a folder above it, decides; `!` takes back in.
+    """
+    above = [path, *map(str, PurePosixPath(path).parents)][:-1]
+    ignored = False
+    for line in patterns:
+        pattern = line.strip()
+        if pattern and not pattern.startswith("#"):
+            expression = _expression(pattern.removeprefix("!").strip("/"))
+            if any(re.fullmatch(expression, part) for part in above):
+                ignored = not pattern.startswith("!")
+    return ignored
+
+
+def _expression(pattern: str) -> str:
+    """Return a pattern as a regular expression: `**` is any number of folders, `*` is in one."""
+    parts = re.split(r"(\*\*/|\*\*|\*|\?)", pattern)
+    meaning = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(meaning.get(part, re.escape(part)) for part in parts)

@@ -1,0 +1,127 @@
+"""The wheel, installed without a checkout, works next to folders that have Flotilla's own names."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
+
+HIDING = ("components", "pipelines", "trainer")
+MODEL = """
+import sibling
+from trainer.models.spec import scaled_input
+import keras
+
+
+def small(spec):
+    given, x = scaled_input(spec)
+    x = keras.layers.Flatten(name="flatten")(x)
+    return keras.Model(given, keras.layers.Dense(sibling.classes(spec), name="logits")(x))
+"""
+SMALL = [
+    "training.steps=60",
+    "training.checkpoint_every=30",
+    "training.validate_every=30",
+    "gate.min.accuracy=0.05",
+    "cluster.workers=1",
+    "cluster.evaluator=true",
+    "model.name=blocks:small",
+    "model.args={}",
+]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """The wheel of this checkout, built from a copy: building leaves folders behind."""
+    source = tmp_path_factory.mktemp("source")
+    for name in (*HIDING, "pyproject.toml", "README.md", "LICENSE"):
+        if (ROOT / name).is_dir():
+            skipped = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, source / name, ignore=skipped)
+        else:
+            shutil.copy(ROOT / name, source / name)
+    words = ["wheel", "--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", "dist", "."]
+    run([sys.executable, "-m", "pip", *words], cwd=source)
+    (built,) = (source / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def flotilla(wheel, tmp_path_factory):
+    """The console script of a fresh environment, which borrows the installed dependencies."""
+    place = tmp_path_factory.mktemp("environment")
+    run([sys.executable, "-m", "venv", "--without-pip", str(place)], cwd=place)
+    (packages,) = place.glob("lib/python*/site-packages")
+    words = ["install", "--no-deps", "--no-index", "--ignore-installed", str(wheel)]
+    # The target's own interpreter gets the script's first line right.
+    pip = Path(distribution("pip").locate_file(""))
+    run([str(place / "bin/python"), str(pip / "pip"), *words], cwd=place)
+    # A line of a `.pth` file adds a folder but not the `.pth` files in it: no editable finder.
+    (packages / "dependencies.pth").write_text(f"{pip}\n")
+    return place / "bin" / "flotilla"
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A folder with a model, and with names of Flotilla and Python that fail when imported."""
+    folder = tmp_path / "own"
+    folder.mkdir()
+    for name in HIDING:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(f"raise RuntimeError('{name} of the user')")
+    for name in ("json", "queue", "types"):
+        (folder / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user')")
+    (folder / "blocks.py").write_text(MODEL)
+    (folder / "sibling.py").write_text("def classes(spec): return spec.num_classes")
+    shutil.copy(ROOT / "configs/digits.yaml", folder / "digits.yaml")
+    return folder
+
+
+def run(command, cwd):
+    hidden = ("PYTHONPATH", "PYTHONSAFEPATH", "VIRTUAL_ENV")
+    environment = {name: value for name, value in os.environ.items() if name not in hidden}
+    process = subprocess.run(
+        command,
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 0, f"{command}\n{process.stdout[-2000:]}{process.stderr[-6000:]}"
+    return process.stdout
+
+
+def test_it_holds_every_module_and_template(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+    files = [path for top in HIDING for path in (ROOT / top).rglob("*")]
+    expected = {str(path.relative_to(ROOT)) for path in files if path.suffix in (".py", ".j2")}
+    assert any(name.endswith(".j2") for name in expected)
+    assert held == expected
+
+
+def test_help_and_compile(flotilla, own):
+    assert "compile" in run([flotilla, "--help"], cwd=own)
+    run([flotilla, "compile", "-o", "pipeline.yaml"], cwd=own)
+    assert re.search(r"^# PIPELINE DEFINITION", (own / "pipeline.yaml").read_text())
+
+
+def test_a_run_with_a_model_of_the_users(flotilla, own):
+    settings = [word for setting in SMALL for word in ("--set", setting)]
+    printed = run([flotilla, "run", "digits.yaml", *settings, "--json"], cwd=own)
+    result = json.loads(printed.splitlines()[-1])
+    assert result["status"] == "blessed"
+    assert result["global_step"] == 60
