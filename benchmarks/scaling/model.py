@@ -23,7 +23,7 @@ import numpy as np
 
 from trainer.strategies.async_parameter_server import FEW, MOST, TURN, unit_of
 from trainer.strategies.placement import Sized, assign
-from trainer.training.loop import STRETCH_SECONDS
+from trainer.training.loop import INNER_LOOP_SECONDS
 
 # Closures that a worker gets in a stretch, where they are neither the largest nor the smallest:
 # half of the stretch in halves of what is left, and the rest in quarters of a worker's share.
@@ -157,7 +157,7 @@ def fit(points: Sequence[Point], looped: Point) -> Costs:
 
 def too_few_for_turns(rate: float, workers: int) -> bool:
     """Whether a stretch at so many updates a second is handed out without turns."""
-    return unit_of(int(rate * STRETCH_SECONDS), workers, TURN) == 1
+    return unit_of(int(rate * INNER_LOOP_SECONDS), workers, TURN) == 1
 
 
 def _same_case(one: Point, other: Point) -> bool:
@@ -237,7 +237,7 @@ def _shared(costs: Costs, point: Point, cores: int, *, looped: bool) -> float:
 
 def _closures(rate: float, workers: int) -> float:
     """Return the closures a second at a rate of updates, as the strategy cuts a stretch up."""
-    share = rate * STRETCH_SECONDS / workers
+    share = rate * INNER_LOOP_SECONDS / workers
     size = min(MOST, max(min(FEW, share), share / OF_A_WORKER))
     return rate / max(1.0, size)
 
@@ -249,7 +249,7 @@ def _most_of_chief(costs: Costs, workers: int) -> float:
     small, down to single steps.
     """
     closures = (1 - costs.chief_share) / costs.closure
-    of_a_worker = closures * STRETCH_SECONDS / workers
+    of_a_worker = closures * INNER_LOOP_SECONDS / workers
     return closures * (MOST if of_a_worker >= OF_A_WORKER else FEW if of_a_worker >= 1 else 1)
 
 

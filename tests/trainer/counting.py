@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.strategies.strategy import Problem, Report, Strategy
 from trainer.topology import Cluster, Task
-from trainer.training.loop import Surroundings, train
+from trainer.training.loop import Hooks, train
 
 CHANCE_LOSS = 2.0
 
@@ -91,6 +91,10 @@ class Run:
         """Return the events of a kind."""
         return [each for each in events.read(self.folder / "events.jsonl") if each["event"] == kind]
 
+    def all_events(self) -> list[dict[str, Any]]:
+        """Return the events of all kinds."""
+        return list(events.read(self.folder / "events.jsonl"))
+
     def damage(self, step: int) -> None:
         """Flip a bit of a checkpoint."""
         path = self.folder / "checkpoints" / f"step-{step:08d}" / "variables.data-00000-of-00001"
@@ -98,25 +102,15 @@ class Run:
         data[0] ^= 1
         path.write_bytes(data)
 
-    def train(
-        self,
-        strategy: Strategy | None = None,
-        *,
-        validate: Callable[[Strategy], dict[str, float]] | None = None,
-        stopping: Callable[[], bool] = lambda: False,
-        enough: Callable[[], bool] = lambda: False,
-        problem: Callable[[int], Problem] | None = None,
-        **training: Any,
-    ) -> int:
-        """Begin one life; every key of the training section may be set."""
-        config = config_of(**training)
+    def train(self, strategy: Strategy | None = None, **named: Any) -> int:
+        """Begin one attempt; `named` are hooks, and keys of the training section."""
+        own = {each.name: named.pop(each.name) for each in fields(Hooks) if each.name in named}
+        config = config_of(**named)
         checkpoints = Checkpoints(
             self.uri, keep=config.training.keep, scratch=self.folder / "scratch"
         )
-        around = Surroundings(
-            problem=problem or nothing, validate=validate, stopping=stopping, enough=enough
-        )
-        return train(config, strategy or Counting(), checkpoints, around)
+        hooks = Hooks(**{"make_problem": nothing, **own})
+        return train(config, strategy or Counting(), checkpoints, hooks)
 
 
 def config_of(**training: Any) -> Config:

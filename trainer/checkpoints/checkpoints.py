@@ -48,10 +48,10 @@ class RestoredCheckpoint:
 class Checkpoints:
     """The checkpoints of one run below one URI: saved, kept, and found again.
 
-    Nothing is written to the URI without `lock`.
+    Nothing is written to the URI without `lease`.
     """
 
-    lock = NoLease()
+    lease = NoLease()
 
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
@@ -143,11 +143,11 @@ class Checkpoints:
 
     def write(self, uri: str, data: bytes) -> None:
         """Write a small file beside the checkpoints."""
-        self.lock.require()
+        self.lease.require()
         storage.write_bytes(uri, data)
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def flushed(self) -> Iterator[None]:
         """Leave this block when all that was saved in it is published, as it is at once here."""
         yield
 
@@ -155,7 +155,7 @@ class Checkpoints:
         return list_checkpoints(self.uri)
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
-        self.lock.check()
+        self.lease.check()
         publish_anew(folder, uri, fields)
         self.published(uri, fields["global_step"])
 

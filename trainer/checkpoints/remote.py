@@ -51,7 +51,7 @@ class UploadQueue:
             self._waiting[slot] = errand
             self._change.notify_all()
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all is carried; what a store was not available for is tried once more.
 
         Raises:
@@ -158,7 +158,7 @@ class RemoteCheckpoints(Checkpoints):
         return self._measured
 
     @contextmanager
-    def settled(self) -> Iterator[None]:
+    def flushed(self) -> Iterator[None]:
         """Wait at the end until all is published.
 
         A life that is to begin again does not wait: the next one finds what it left.
@@ -171,15 +171,15 @@ class RemoteCheckpoints(Checkpoints):
         except ClusterLostError:
             raise
         except RunInterruptedError:
-            self._outbox.settle()
+            self._outbox.flush()
             raise
         except UserError:
             try:
-                self._outbox.settle()
+                self._outbox.flush()
             except UserError as error:
                 log.warning("%s", error)
             raise
-        self._outbox.settle()
+        self._outbox.flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
         there = list_checkpoints(self.uri)
@@ -206,7 +206,7 @@ class RemoteCheckpoints(Checkpoints):
         folder = storage.local_path(here)
         if folder is None or not storage.is_published(here):
             return
-        self.lock.check()
+        self.lease.check()
         manifest = storage.read_manifest(here)
         there = storage.join(self.uri, name)
         try:
@@ -216,7 +216,7 @@ class RemoteCheckpoints(Checkpoints):
             storage.publish(folder, there, kind=manifest.kind, fields=manifest.fields)
         except (storage.Conflict, storage.Corrupt, storage.UnknownSchema):
             # What stands there goes, and an upload may have lasted: it may be another's by now.
-            self.lock.check()
+            self.lease.check()
             publish_anew(folder, there, manifest.fields)
         self.passed_over.discard(there)
         self.published(there, manifest.fields["global_step"])
@@ -230,6 +230,6 @@ class RemoteCheckpoints(Checkpoints):
             log.warning("%s", error)
 
     def _carry_logs(self) -> None:
-        self.lock.require()
+        self.lease.require()
         for path in sorted(self._logs.glob("*")):
             storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())

@@ -1,9 +1,17 @@
-"""What a launcher does when a person, or the system, asks it to end.
+"""Signals between the processes of a run: how one is asked to stop, and how orphans are avoided.
 
-End with the process that started this one, however that one ended.
+A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) travels as SIGTERM or SIGINT
+from each process to the one that it started. Handlers only take note of it:
 
-A cluster must not outlive its starter, `kill -9` included. The starter passes its process id in
-the environment; the started process asks the kernel to be told.
+1. `pipelines.runs`: the command line signals the run's processes.
+2. `trainer.cluster.local`: the launcher, in the process of the step, puts it into the queue of its
+   supervisor (`on_interrupt`).
+3. `trainer.cluster.supervisor`: sends SIGTERM to the task that leads, and waits for its end.
+4. `trainer.training.chief`: the task notes it (`catch_stop_signals`), which is `Hooks.should_stop`.
+5. `trainer.training.loop`: stops at the next barrier, with a last checkpoint.
+
+No process outlives its starter, even where that one was killed by SIGKILL: the starter passes its
+process id in the environment, and the started process asks the kernel to end it then.
 """
 
 from __future__ import annotations
@@ -18,21 +26,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+PARENT_VARIABLE = "FLOTILLA_PARENT"
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
 
 @contextmanager
-def on_interrupt(ask: Callable[[], object]) -> Iterator[None]:
-    """Call `ask` at each SIGINT and SIGTERM in this block; the handlers before it come back.
+def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
+    """Call `callback` at each SIGINT and SIGTERM in this block, then restore the handlers.
 
-    Python gives signals to the main thread alone: in another one nothing is changed.
+    Python delivers signals to the main thread only: in another thread this changes nothing.
     """
 
     def handle(_signal: int, _frame: FrameType | None) -> None:
-        ask()
+        callback()
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
     try:
         yield
     finally:
@@ -40,31 +52,39 @@ def on_interrupt(ask: Callable[[], object]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-PARENT_VARIABLE = "FLOTILLA_PARENT"
-_PR_SET_PDEATHSIG = 1  # prctl(2)
+def catch_stop_signals() -> Callable[[], bool]:
+    """Note SIGINT and SIGTERM from now on; the function returned says whether one has come."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: FrameType | None) -> None:
+        seen.append(number)
+
+    for number in _STOP_SIGNALS:
+        signal.signal(number, handle)
+    return lambda: bool(seen)
 
 
 def parent_environment() -> dict[str, str]:
-    """Return the variables that make a child, started with them, end with this process."""
+    """Return the environment variables that make a child process end with this one."""
     return {PARENT_VARIABLE: str(os.getpid())}
 
 
 def end_with_parent() -> None:
-    """End this process at once when the process that `environment` named has ended.
+    """End this process at once when the one named by `parent_environment` has ended.
 
-    Does nothing when no process was named. Linux and macOS; elsewhere nothing is watched.
+    Does nothing where no process is named. Linux and macOS only.
     """
     named = os.environ.get(PARENT_VARIABLE, "")
     if not named.isdigit():
         return
     parent = int(named)
     if parent == os.getppid() and sys.platform == "linux":
-        # The kernel's own signal also ends a process that is stopped or holds the interpreter.
+        # The kernel's signal also ends a process that is stopped or holds the interpreter lock.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             _kill_self()
         return
-    # A shell may stand between the two (KFP's runner starts steps that way).
+    # There may be a shell between the two (KFP's runner starts steps that way).
     try:
         wait = _watch_parent(parent)
     except ProcessLookupError:

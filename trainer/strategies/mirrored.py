@@ -225,16 +225,17 @@ class MultiWorkerMirrored(Replicated):
         every = self._gathered(tf.constant(mine, tf.float64))
         return [float(value) for value in tf.reduce_sum(every, axis=0)]
 
-    def agreed(self, *values: int) -> tuple[int, ...]:
-        """Return the largest of each value over all workers."""
-        every = self._gathered(tf.constant(values, tf.int64))
-        return tuple(int(value) for value in tf.reduce_max(every, axis=0))
+    def barrier(self, *values: int) -> tuple[int, ...]:
+        """Wait for all workers, and return the largest of each value over them."""
+        every = self._gathered(tf.constant(values or (0,), tf.int64))
+        largest = [int(value) for value in tf.reduce_max(every, axis=0)]
+        return tuple(largest[: len(values)])
 
     def leave(self) -> None:
-        """Go when all others know that the last checkpoint is published."""
-        # Whoever hears the last answer first is gone before the others hear it.
+        """Return when all other workers know that the last checkpoint is published."""
+        # The first worker that passes this barrier may be gone before the others have passed it.
         with suppress(tf.errors.OpError):
-            self.agreed(0)
+            self.barrier()
 
     @tf.function
     def _gathered(self, values: tf.Tensor) -> tf.Tensor:

@@ -80,8 +80,13 @@ class Strategy(ABC):
         """Whether this task keeps the journal; where several run the loop, one of them does."""
         return True
 
-    def agreed(self, *values: int) -> tuple[int, ...]:
-        """Return the largest of each value over all tasks that run the outer loop."""
+    def barrier(self, *values: int) -> tuple[int, ...]:
+        """Wait for all tasks that run the outer loop; return the largest of each value over them.
+
+        So the tasks agree on flags (1 where any task has set one) and on numbers. Blocks until each
+        of these tasks has called it with as many values, and raises TensorFlow's error where one of
+        them is gone. Where a single task leads, it returns its own values at once.
+        """
         return values
 
     @abstractmethod

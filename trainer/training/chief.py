@@ -1,14 +1,17 @@
-"""The task that leads: trains from the newest valid checkpoint to the end."""
+"""The task that leads: prepares an attempt of training, and runs it to the end.
+
+`lead` is the whole of it, step by step. What the outer loop calls back is in `Hooks`
+(`trainer.training.loop`); how an attempt ends is an exception: see `lead`.
+"""
 
 from __future__ import annotations
 
 import logging
 import math
 import re
-import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from types import FrameType
 
 import keras
 import tensorflow as tf
@@ -17,6 +20,7 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
+from trainer.cluster import signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import Config
@@ -27,16 +31,17 @@ from trainer.evaluation import evaluate
 from trainer.models import registry as models
 from trainer.models.registry import refused_input
 from trainer.models.spec import InputSpec
+from trainer.storage import Manifest
 from trainer.strategies import registry as strategies
 from trainer.strategies.strategy import Problem, Strategy
 from trainer.topology import Cluster, Task
 from trainer.training.input import NUMBER_FILE, PATTERN, VALIDATION_PATTERN, stage_input
-from trainer.training.loop import Patience, Surroundings, train
+from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
 from trainer.training.server import configure_gpus, serve_in_process
-from trainer.training.stall import stall_watch
+from trainer.training.stall import StallWatch, stall_watch
 
-# What TensorFlow raises in the chief when a server that it relies on has gone or has begun anew.
+# What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
 _LOST = (
     tf.errors.UnavailableError,
     tf.errors.AbortedError,
@@ -47,49 +52,90 @@ _LOST = (
 )
 
 
-def lead(job: Job, cluster: Cluster, task: Task, lock: NoLease) -> None:
-    """Train from the newest valid checkpoint to the end; see `trainer.training.loop.train`.
+def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
+    """Train from the newest valid checkpoint to the end.
 
-    `lock` is that of the checkpoints.
+    Args:
+        job: what is trained.
+        cluster: all tasks that train.
+        task: this one.
+        lease: that of the checkpoints, which this task holds where it publishes them.
+
+    Raises:
+        UserError: training fails for good; see `trainer.training.loop.train`.
+        RunInterruptedError: SIGINT or SIGTERM came; a last checkpoint is published.
+        ClusterLostError: a task that the strategy cannot do without is gone; a new attempt helps.
     """
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
-    stopping = _stop_on_sigterm(lock)
-    config = job.config
-    data = storage.read_manifest(job.dataset)
-    spec = DatasetSpec.from_manifest(data)
-    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    build_model = partial(_build_model, config, inputs)
+    stop_requested = signals.catch_stop_signals()
+    dataset = storage.read_manifest(job.dataset)
+    _set_precision(job.config)
+    configure_gpus(job.config, task)
+    stage_input(job, cluster, task)
+    if job.config.cluster.in_process and task.role == "chief":
+        serve_in_process(cluster)
+    strategy = strategies.create(job.config, cluster, task)
+    watch = stall_watch(strategy, cluster, task, job.workdir)
+    checkpoints = _open_checkpoints(job, task, dataset, lease)
+    hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested)
+    watch.begin()
+    with _lost_cluster(strategy), refused_input(), checkpoints.flushed():
+        train(job.config, strategy, checkpoints, hooks)
+
+
+def _set_precision(config: Config) -> None:
     if config.training.mixed_precision:
         # bfloat16 has the range of float32, so that no loss has to be scaled.
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    configure_gpus(config, task)
-    stage_input(job, cluster, task)
-    if config.cluster.in_process and task.role == "chief":
-        serve_in_process(cluster)
-    strategy = strategies.create(config, cluster, task)
-    problem = partial(_problem, config, spec, build_model)
-    watch = stall_watch(strategy, cluster, task, job.workdir)
-    validates = spec.examples("validation") and not config.cluster.evaluator
-    kept = checkpoints_of(
+
+
+def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -> Checkpoints:
+    checkpoints = checkpoints_of(
         job.checkpoints,
-        keep=config.training.keep,
+        keep=job.config.training.keep,
         scratch=job.workdir / "scratch",
-        fingerprint=data.fields["fingerprint"],
-        awaited=config.cluster.evaluator,
+        fingerprint=dataset.fields["fingerprint"],
+        awaited=job.config.cluster.evaluator,
         alone=task.role == "chief",
     )
-    kept.lock = lock
-    around = Surroundings(
-        problem=problem,
-        validate=partial(_validate, problem(0)) if validates else None,
-        stopping=stopping,
-        enough=partial(_has_stopped_to_gain, config, kept),
-        stepping=watch.stepping,
+    checkpoints.lease = lease
+    return checkpoints
+
+
+def hooks_of(
+    config: Config,
+    dataset: Manifest,
+    checkpoints: Checkpoints,
+    watch: StallWatch,
+    stop_requested: Callable[[], bool],
+) -> Hooks:
+    """Return what the outer loop calls; see `Hooks`.
+
+    Where an evaluator runs, its validations are read in place of validating here.
+    """
+    spec = DatasetSpec.from_manifest(dataset)
+    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
+    make_problem = partial(_problem, config, spec, partial(_build_model, config, inputs))
+    validates = spec.examples("validation") and not config.cluster.evaluator
+
+    def should_stop() -> bool:
+        checkpoints.lease.require()
+        return stop_requested()
+
+    return Hooks(
+        make_problem=make_problem,
+        validate=partial(_validate, make_problem(0)) if validates else None,
+        should_stop=should_stop,
+        should_stop_early=partial(_evaluator_sees_no_gain, config, checkpoints),
+        watch_steps=watch.stepping,
     )
-    watch.begin()
+
+
+@contextmanager
+def _lost_cluster(strategy: Strategy) -> Iterator[None]:
+    """Turn TensorFlow's error about a lost task into ours, and close the strategy at the end."""
     try:
-        with refused_input(), kept.settled():
-            train(config, strategy, kept, around)
+        yield
     except tf.errors.OpError as error:
         if not is_lost(error):
             raise
@@ -101,17 +147,17 @@ def lead(job: Job, cluster: Cluster, task: Task, lock: NoLease) -> None:
 def is_lost(error: tf.errors.OpError) -> bool:
     """Say whether an error means that a task, or a message to one, is gone; and not a bad step."""
     if isinstance(error, tf.errors.InternalError):
-        # Now and then a message is mangled on its way, and the server cannot read it.
+        # A message that was damaged on its way, so that the server cannot parse it.
         return "Unable to parse request" in str(error)
     return isinstance(error, _LOST)
 
 
 def _cause(error: tf.errors.OpError) -> str:
     """Return the line of TensorFlow's error that says what has happened, and to which task."""
-    # It stands below the stack of the graph, and the tasks stand below it.
+    # It follows the stack of the graph, and the names of the tasks follow it.
     first, *more = str(error).strip().split("\n\n")[-1].splitlines()
-    words = f"{first} {more[0]}" if more and first.endswith(":") else first
-    return re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", words)
+    line = f"{first} {more[0]}" if more and first.endswith(":") else first
+    return re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", line)
 
 
 def _build_model(config: Config, inputs: InputSpec) -> keras.Model:
@@ -142,7 +188,7 @@ def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
         spec,
         PATTERN,
         batch_size=config.training.batch_size,
-        # Two workers on the same examples have orders of their own, and so has a resumed life.
+        # Two workers on the same examples shuffle differently, and so does a resumed attempt.
         seed=config.training.seed + start + 7919 * number,
     )
 
@@ -150,7 +196,7 @@ def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
 def _totals(
     config: Config, spec: DatasetSpec, model: keras.Model, part: tf.Tensor, of: int
 ) -> list[tf.Tensor]:
-    """Return what a validation sums up over a part of the examples."""
+    """Return the sums of a validation over a part of the examples."""
     size = config.evaluation.batch_size
     batches = evaluation_batches(spec, VALIDATION_PATTERN, batch_size=size, part=part, of=of)
     return evaluate.totals(model, batches)
@@ -160,24 +206,9 @@ def _validate(problem: Problem, strategy: Strategy) -> dict[str, float]:
     return evaluate.means(strategy.totals(problem))
 
 
-def _has_stopped_to_gain(config: Config, kept: Checkpoints) -> bool:
+def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints) -> bool:
     """Say whether the evaluator has seen no gain for `training.patience` checkpoints."""
-    patience = Patience(limit=config.training.patience)
-    asked = config.cluster.evaluator and patience.limit
-    rows = kept.measured() if asked else []
-    return any(patience.exhausted(row[VALIDATION_LOSS]) for row in rows)
-
-
-def _stop_on_sigterm(lock: NoLease) -> Callable[[], bool]:
-    asked: list[int] = []
-
-    def stopping() -> bool:
-        lock.require()
-        return bool(asked)
-
-    def remember(number: int, _frame: FrameType | None) -> None:
-        asked.append(number)
-
-    signal.signal(signal.SIGTERM, remember)
-    signal.signal(signal.SIGINT, remember)
-    return stopping
+    early_stopping = EarlyStopping(patience=config.training.patience)
+    asks = config.cluster.evaluator and early_stopping.patience
+    rows = checkpoints.measured() if asks else []
+    return any(early_stopping.update(row[VALIDATION_LOSS]) for row in rows)

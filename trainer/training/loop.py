@@ -1,4 +1,18 @@
-"""The outer loop of all strategies: steps, checkpoints, validation, history, early stop."""
+"""The outer loop of all strategies: checkpoints, validation, history and early stopping.
+
+The inner loop is `Strategy.run`: it applies steps, and never saves, logs or evaluates. The outer
+loop does all of that between two inner loops, in this order:
+
+1. A barrier (`Strategy.barrier`). All tasks that run the outer loop agree on what comes next: stop,
+   stop early, save a checkpoint, and how many steps the inner loop runs. Nothing else decides.
+2. The inner loop, about a second of steps, never across a boundary of `checkpoint_every` or
+   `validate_every`.
+3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
+
+A checkpoint ends with a barrier of its own: no task goes on, or leaves, before it is written. A
+request to stop is noticed at the next barrier; a last checkpoint is saved before
+`RunInterruptedError` is raised.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +21,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 from trainer.checkpoints import checkpoints as checkpointing
 from trainer.checkpoints import warm_start
@@ -17,28 +31,49 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.strategies.strategy import Problem, Strategy
 from trainer.training.journal import Journal, UnpublishedJournal
 
-# One stretch of steps between two looks at the world: long enough that it costs little that workers
-# wait for each other at its end, short enough that a person sees progress and that an end that was
-# asked for comes soon.
-STRETCH_SECONDS = 1.0
-# A stretch that no boundary cuts short is a multiple of it, and so of the turns of a strategy.
-FEWEST = 20
-# A mean loss this many times that of a blind guess is as lost as one that is not a number: weights
-# that Adam has thrown far away still give finite losses, and never come back.
+# Long enough that it costs little when workers wait for each other at the end of an inner loop,
+# short enough that progress is visible and a request to stop is noticed soon.
+INNER_LOOP_SECONDS = 1.0
+# An inner loop that no boundary cuts short is a multiple of it, and so of the turns of a strategy.
+STEP_MULTIPLE = 20
+# A mean loss this many times the loss of a blind guess counts as diverged, as one that is not
+# finite does: weights that Adam has thrown far away still give finite losses, and never recover.
 DIVERGED = 1e4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hooks:
+    """What the outer loop calls outside of the strategy and the checkpoints.
+
+    Attributes:
+        make_problem: called once, with the global step at which the attempt begins.
+        validate: measures the current variables of the strategy, at each boundary of
+            `training.validate_every`; None without a validation split.
+        should_stop: called before each barrier; true ends training with a last checkpoint. May
+            raise, as where the lease of the checkpoints is lost.
+        should_stop_early: called after each checkpoint; true where the validations of another task
+            (the evaluator) no longer improve.
+        watch_steps: entered around each inner loop, to see that its steps make progress.
+    """
+
+    make_problem: Callable[[int], Problem]
+    validate: Callable[[Strategy], dict[str, float]] | None = None
+    should_stop: Callable[[], bool] = lambda: False
+    should_stop_early: Callable[[], bool] = lambda: False
+    watch_steps: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(kw_only=True)
 class Pace:
-    """How many steps to run before the next look, from the speed that was seen."""
+    """The length of the next inner loop, from the speed of the one before."""
 
     training: TrainingConfig
     steps_per_second: float = 0.0
 
-    def stretch(self, step: int) -> int:
-        """Return the steps from `step` to the next look, at most to the next boundary."""
-        most = max(1, int(self.steps_per_second * STRETCH_SECONDS / FEWEST)) * FEWEST
-        boundaries = [self.training.steps, step + most]
+    def next_steps(self, step: int) -> int:
+        """Return how many steps to run from global step `step`, at most to the next boundary."""
+        turns = int(self.steps_per_second * INNER_LOOP_SECONDS / STEP_MULTIPLE)
+        boundaries = [self.training.steps, step + max(1, turns) * STEP_MULTIPLE]
         for every in (self.training.checkpoint_every, self.training.validate_every):
             if every:
                 boundaries.append((step // every + 1) * every)
@@ -46,190 +81,202 @@ class Pace:
 
 
 @dataclass(kw_only=True)
-class Patience:
-    """Whether validation has stopped to gain; `limit` 0 never stops."""
+class EarlyStopping:
+    """Whether the validation loss has not improved `patience` times in a row; 0 never stops."""
 
-    limit: int
+    patience: int
     best: float = math.inf
     without_gain: int = 0
 
-    def exhausted(self, loss: float) -> bool:
-        """Take one validation loss in, and say whether training should end."""
+    def update(self, loss: float) -> bool:
+        """Record one validation loss, and return whether training should end."""
         self.without_gain = 0 if loss < self.best else self.without_gain + 1
         self.best = min(self.best, loss)
-        return 0 < self.limit <= self.without_gain
+        return 0 < self.patience <= self.without_gain
 
 
-@dataclass(frozen=True, kw_only=True)
-class Surroundings:
-    """What the loop needs beside the strategy.
-
-    Attributes:
-        problem: made for the global step at which this life begins.
-        validate: measures the current variables of the strategy; None where there is no split.
-        stopping: whether an end was asked for.
-        enough: whether the validations of another task say that training should end.
-        stepping: holds while steps are under way; the place to watch that they come.
-    """
-
-    problem: Callable[[int], Problem]
-    validate: Callable[[Strategy], dict[str, float]] | None
-    stopping: Callable[[], bool]
-    enough: Callable[[], bool] = lambda: False
-    stepping: Callable[[], AbstractContextManager[None]] = nullcontext
-
-
-def train(
-    config: Config, strategy: Strategy, checkpoints: Checkpoints, around: Surroundings
-) -> int:
+def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: Hooks) -> int:
     """Train to `training.steps` from the newest valid checkpoint; return the global step reached.
 
-    Where there is none yet, `training.warm_start` may name another model's weights to begin with.
-
+    A run without a checkpoint begins with the weights of `training.warm_start`, where it is set.
     The final checkpoint is published when this returns.
 
     Raises:
         UserError: the loss is not finite, or a checkpoint does not fit.
-        RunInterruptedError: `around.stopping` said so; a last checkpoint is published.
+        RunInterruptedError: `hooks.should_stop` returned true; a last checkpoint is published.
         ClusterLostError: the strategy lost a task that it cannot do without, or the tasks that run
-            the loop side by side found different checkpoints.
+            the outer loop found different checkpoints.
     """
     found = checkpoints.newest()
-    # A run that goes on has its own weights.
+    # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
-    problem = around.problem(found.global_step if found else 0)
+    problem = hooks.make_problem(found.global_step if found else 0)
     strategy.build(problem)
-    _require_same_beginning(strategy, found.global_step if found else -1)
+    _require_same_checkpoint(strategy, found.global_step if found else -1)
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
     elif warm:
         warm_start.take(warm, strategy.variables(), io_device=strategy.io_device)
-    keeper = Journal if strategy.publishes else UnpublishedJournal
-    journal = keeper(config, checkpoints, strategy.global_step())
+    journal_type = Journal if strategy.publishes else UnpublishedJournal
+    journal = journal_type(config, checkpoints, strategy.global_step())
     journal.begin(strategy.global_step(), _origin(found, warm))
-    loop = _Loop(config.training, strategy, journal, around, DIVERGED * problem.chance_loss)
+    loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
     if not found:
         loop.save()
     return loop.run()
 
 
-class _Loop:
+class _Decision(NamedTuple):
+    """What all tasks that run the outer loop do next: flags as 0 or 1, and a number of steps."""
+
+    stop: int
+    stop_early: int
+    save: int
+    steps: int
+
+
+class _InnerResult(NamedTuple):
+    """What one inner loop returned, and how long it took."""
+
+    global_step: int
+    loss: float
+    metrics: dict[str, Any]
+    seconds: float
+    steps_per_second: float
+
+
+class _OuterLoop:
     def __init__(
         self,
         training: TrainingConfig,
         strategy: Strategy,
         journal: Journal,
-        around: Surroundings,
-        most_loss: float,
+        hooks: Hooks,
+        max_loss: float,
     ) -> None:
         self._training = training
         self._strategy = strategy
         self._journal = journal
-        self._around = around
-        self._most_loss = most_loss
+        self._hooks = hooks
+        self._max_loss = max_loss
         self._pace = Pace(training=training)
-        self._patience = Patience(limit=training.patience)
-        self._enough = False
+        self._early_stopping = EarlyStopping(patience=training.patience)
+        self._stop_early = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
         for row in journal.rows:
-            if "validation_loss" in row:
-                self._enough = self._patience.exhausted(row["validation_loss"])
+            self._note_validation(row)
 
     def run(self) -> int:
         step = self._strategy.global_step()
         while step < self._training.steps:
-            stop, enough, late, stretch = self._strategy.agreed(
-                int(self._around.stopping()),
-                int(self._enough),
-                int(self._checkpoint_late()),
-                self._pace.stretch(step),
-            )
-            if stop:
-                uri = self._end()
+            decision = self._decide(step)
+            if decision.stop:
+                uri = self._finish()
                 raise RunInterruptedError(f"interrupted at global step {step}; checkpoint {uri}")
-            if enough:
+            if decision.stop_early:
                 break
-            if late:
+            if decision.save:
                 self.save()
-            before, step = step, self._trained(step, stretch)
+            result = self._run_inner_loop(step, decision.steps)
+            self._record(step, result)
+            before, step = step, result.global_step
             if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
                 self.save()
-        self._end()
+        self._finish()
         return step
 
     def save(self) -> str:
         uri = self._journal.save(self._strategy.variables(), self._strategy.io_device)
         self._saved_at = time.monotonic()
-        self._enough = self._enough or self._around.enough()
+        self._stop_early = self._stop_early or self._hooks.should_stop_early()
         # A task that goes on, or leaves, could not begin again with one that dies while it writes.
-        self._strategy.agreed(0)
+        self._strategy.barrier()
         return uri
 
-    def _end(self) -> str:
+    def _decide(self, step: int) -> _Decision:
+        own = _Decision(
+            stop=int(self._hooks.should_stop()),
+            stop_early=int(self._stop_early),
+            save=int(self._checkpoint_is_due()),
+            steps=self._pace.next_steps(step),
+        )
+        return _Decision(*self._strategy.barrier(*own))
+
+    def _finish(self) -> str:
         uri = self.save()
         self._strategy.leave()
         return uri
 
-    def _trained(self, before: int, stretch: int) -> int:
-        step, row = self._stretch(before, stretch)
-        if _crossed(before, step, self._training.validate_every, self._training.steps):
-            row |= self._validated(step)
-        if "validation_loss" in row:
-            self._enough = self._patience.exhausted(row["validation_loss"])
-        self._journal.add(row)
-        return step
-
-    def _stretch(self, step: int, stretch: int) -> tuple[int, dict[str, Any]]:
+    def _run_inner_loop(self, step: int, steps: int) -> _InnerResult:
+        """Apply steps and measure how long they take; nothing is saved, logged or evaluated."""
         began = time.monotonic()
-        with self._around.stepping():
-            report = self._strategy.run(stretch)
+        with self._hooks.watch_steps():
+            report = self._strategy.run(steps)
         seconds = time.monotonic() - began
         reached = self._strategy.global_step()
-        if not report.loss <= self._most_loss:
-            what = f"the loss is {report.loss:g}"
-            raise UserError(checkpointing.diverged(what, reached, self._journal.last_checkpoint))
-        speed = (reached - step) / max(seconds, 1e-9)
-        self._pace.steps_per_second = speed
-        self._seconds += seconds
+        return _InnerResult(
+            global_step=reached,
+            loss=report.loss,
+            metrics=dict(report.metrics),
+            seconds=seconds,
+            steps_per_second=(reached - step) / max(seconds, 1e-9),
+        )
+
+    def _record(self, before: int, result: _InnerResult) -> None:
+        """Check, report and keep what an inner loop brought, with a validation where one is due."""
+        step = result.global_step
+        if not result.loss <= self._max_loss:
+            self._raise_diverged(f"the loss is {result.loss:g}", step)
+        self._pace.steps_per_second = result.steps_per_second
+        self._seconds += result.seconds
         row = {
-            "global_step": reached,
-            "loss": report.loss,
+            "global_step": step,
+            "loss": result.loss,
             "learning_rate": self._strategy.learning_rate(),
-            "steps_per_second": round(speed, 3),
+            "steps_per_second": round(result.steps_per_second, 3),
             "seconds": round(self._seconds, 3),
-            **report.metrics,
+            **result.metrics,
         }
         self._journal.progress(row)
-        return reached, row
+        if _crossed(before, step, self._training.validate_every, self._training.steps):
+            row |= self._validate(step)
+        self._note_validation(row)
+        self._journal.add(row)
 
-    def _validated(self, step: int) -> dict[str, float]:
-        if self._around.validate is None:
+    def _validate(self, step: int) -> dict[str, float]:
+        if self._hooks.validate is None:
             return {}
-        metrics = self._around.validate(self._strategy)
+        metrics = self._hooks.validate(self._strategy)
         for name, value in metrics.items():
             if not math.isfinite(value):
-                what = f"the validation {name} is {value}"
-                raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
+                self._raise_diverged(f"the validation {name} is {value}", step)
         return {f"validation_{name}": value for name, value in metrics.items()}
 
-    def _checkpoint_late(self) -> bool:
+    def _note_validation(self, row: dict[str, Any]) -> None:
+        if "validation_loss" in row:
+            self._stop_early = self._early_stopping.update(row["validation_loss"])
+
+    def _raise_diverged(self, what: str, step: int) -> NoReturn:
+        raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
+
+    def _checkpoint_is_due(self) -> bool:
         every = self._training.checkpoint_seconds
         return bool(every) and time.monotonic() - self._saved_at >= every
 
 
 def _origin(found: RestoredCheckpoint | None, warm: RestoredCheckpoint | None) -> str:
-    """Return the checkpoint with which the first life of a run began, or an empty text."""
+    """Return the checkpoint of the warm start with which the run began, or an empty text."""
     if found:
         return str(found.fields.get("warmed_from", ""))
     return warm.uri if warm else ""
 
 
-def _require_same_beginning(strategy: Strategy, start: int) -> None:
-    if strategy.agreed(start, -start) != (start, -start):
+def _require_same_checkpoint(strategy: Strategy, start: int) -> None:
+    if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
 
 
 def _crossed(before: int, after: int, every: int, end: int) -> bool:
-    """Whether a multiple of `every`, or the end, lies in (before, after]; never for 0."""
+    """Say whether a multiple of `every`, or the end, is in (before, after]; never for 0."""
     return bool(every) and (after // every > before // every or after >= end > before)

@@ -45,7 +45,7 @@ def of(uri, tmp_path):
     yield _of
     # What a life that is over for the test still carries ends with the server.
     for kept in made:
-        with suppress(UserError, ZeroDivisionError), kept.settled():
+        with suppress(UserError, ZeroDivisionError), kept.flushed():
             pass
 
 
@@ -67,7 +67,7 @@ def blocked(of, server):
 
 
 def save_and_end(kept, step, end=None):
-    with kept.settled():
+    with kept.flushed():
         save(kept, step)
         if end:
             raise end
@@ -85,7 +85,7 @@ def test_a_file_system_needs_no_outbox(tmp_path):
 
 def test_what_is_saved_is_published_when_the_block_is_left(of, uri):
     kept = of()
-    with kept.settled():
+    with kept.flushed():
         at = save(kept, 1500, strategy="counting")
         kept.write(storage.join(uri, "history.jsonl"), b"{}")
     assert at == storage.join(uri, "step-00001500")
@@ -99,7 +99,7 @@ def test_what_is_saved_is_published_when_the_block_is_left(of, uri):
 def test_saving_does_not_wait_for_the_store(of, uri, blocked):
     free, came = blocked
     kept = of()
-    with kept.settled():
+    with kept.flushed():
         for step in range(1, 6):
             save(kept, step)
             assert came.wait(60)
@@ -115,7 +115,7 @@ def test_what_was_not_published_is_found_on_this_machine_and_published(of, uri, 
     monkeypatch.setattr(first, "_hand_over", lambda _name: None)
     save(first, 10)
     second = of()
-    with second.settled():
+    with second.flushed():
         found = second.newest()
         assert found.global_step == 10
         assert restored(found)["global_step"] == 10
@@ -129,7 +129,7 @@ def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
     save(kept, 10)
     assert of(alone=False).newest() is None
     blocked[0].set()
-    with kept.settled():
+    with kept.flushed():
         save(kept, 20)
     assert of(alone=False).newest().global_step == 20
     assert of("another machine", alone=False).newest().global_step == 20
@@ -138,7 +138,7 @@ def test_tasks_side_by_side_take_only_what_all_of_them_can_find(of, blocked):
 def test_the_oldest_go_and_what_was_published_does_not_stay_here(of, uri, tmp_path):
     kept = of(keep=2)
     for step in (1, 2, 3, 4):
-        with kept.settled():
+        with kept.flushed():
             save(kept, step)
     assert steps(uri) == [3, 4]
     assert not list((tmp_path / "chief-0" / "unpublished").glob("step-*"))
@@ -148,7 +148,7 @@ def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkey
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     kept = of()
     for step in (1, 2):
-        with kept.settled():
+        with kept.flushed():
             save(kept, step)
     bucket, _, key = uri.partition("://")[2].partition("/")
     for name in ("variables.index", "variables.data-00000-of-00001"):
@@ -166,7 +166,7 @@ def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkey
         server.replace(bucket, at, whole)
     server.replace(bucket, f"{key}/step-00000002/variables.index", b"other")
     again = of()
-    with again.settled():
+    with again.flushed():
         again.newest()
         save(again, 2)
     assert of().newest().global_step == 2
@@ -178,7 +178,7 @@ def test_a_store_that_is_away_for_a_while_does_not_end_training(
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     kept = of()
-    with kept.settled():
+    with kept.flushed():
         server.plan.add(Fault(503, times=10_000))
         save(kept, 1)
         kept._outbox._change.acquire()
@@ -223,7 +223,7 @@ def test_logs_go_with_a_checkpoint(of, uri):
     kept = of()
     kept.logs.mkdir(parents=True)
     (kept.logs / "events.1").write_bytes(b"figures")
-    with kept.settled():
+    with kept.flushed():
         save(kept, 1)
     assert storage.read_bytes(storage.join(uri, "logs", "events.1")) == b"figures"
 
@@ -242,7 +242,7 @@ def test_a_bug_in_the_background_ends_training(of, monkeypatch):
         raise ZeroDivisionError
 
     monkeypatch.setattr(RemoteCheckpoints, "published", bug)
-    with pytest.raises(ZeroDivisionError), kept.settled():
+    with pytest.raises(ZeroDivisionError), kept.flushed():
         kept.save(variables(1), io_device=None, fields={})
 
 
@@ -264,11 +264,11 @@ class Looks(NoLease):
 def test_what_stands_in_the_way_goes_by_the_holders_hand_alone(of, uri, lost_at, stands):
     """The second look comes after an upload, which may have taken long."""
     other, kept = of("another machine"), of()
-    with other.settled():
+    with other.flushed():
         save(other, 10, strategy="of the other")
-    kept.lock = Looks(lost_at)
+    kept.lease = Looks(lost_at)
     said = pytest.raises(LeaseLostError) if stands != "mine" else nullcontext()
-    with said, kept.settled():
+    with said, kept.flushed():
         save(kept, 10, strategy="mine")
     assert storage.verify(storage.join(uri, "step-00000010")).fields["strategy"] == stands
 
@@ -277,8 +277,8 @@ def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
     held = Lease(uri, "digits-1")
     held.acquire()
     kept = of()
-    kept.lock = held
-    with kept.settled():
+    kept.lease = held
+    with kept.flushed():
         save(kept, 100)
     assert steps(uri) == [100]
     for number in holders(uri):

@@ -31,7 +31,7 @@ def test_nobody_waits_for_an_errand_and_settle_waits_for_all() -> None:
     assert gate.begun.wait(60)
     assert done == []
     gate.let.set()
-    outbox.settle()
+    outbox.flush()
     assert done == ["b"]
 
 
@@ -43,7 +43,7 @@ def test_of_what_waits_the_newest_is_enough() -> None:
         outbox.put("a", lambda number=number: done.append(number))
         outbox.put("b", lambda number=number: done.append(-number))
     gate.let.set()
-    outbox.settle()
+    outbox.flush()
     assert done == [4, -4]
 
 
@@ -57,7 +57,7 @@ def test_never_more_than_one_is_on_its_way() -> None:
 
     for number in range(50):
         outbox.put(str(number), errand)
-    outbox.settle()
+    outbox.flush()
     assert most == [1] * 50
 
 
@@ -65,7 +65,7 @@ def test_what_will_not_pass_by_itself_is_raised_at_the_next_errand() -> None:
     outbox = UploadQueue()
     outbox.put("a", failing(UserError("no permission")))
     with pytest.raises(UserError, match="no permission"):
-        outbox.settle()
+        outbox.flush()
     with pytest.raises(UserError, match="no permission"):
         outbox.put("a", lambda: None)
 
@@ -82,7 +82,7 @@ def test_a_store_that_is_away_ends_nothing_and_is_tried_again_at_the_end() -> No
     done = threading.Event()
     outbox.put("a", errand)
     outbox.put("b", lambda: None)
-    outbox.settle()
+    outbox.flush()
     assert done.is_set()
     assert len(tries) == 2
 
@@ -92,7 +92,7 @@ def test_a_store_that_stays_away_is_one_line_at_the_end() -> None:
     outbox.put("a", failing(storage.Unavailable("away for 300 s")))
     outbox.put("b", lambda: None)
     with pytest.raises(storage.Unavailable, match="away for 300 s"):
-        outbox.settle()
+        outbox.flush()
 
 
 def test_a_newer_errand_makes_good_what_failed() -> None:
@@ -103,14 +103,14 @@ def test_a_newer_errand_makes_good_what_failed() -> None:
     assert gate.begun.wait(60)
     outbox.put("a", lambda: None)
     gate.let.set()
-    outbox.settle()
+    outbox.flush()
 
 
 def test_a_bug_is_not_kept_quiet() -> None:
     outbox = UploadQueue()
     outbox.put("a", failing(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
-        outbox.settle()
+        outbox.flush()
 
 
 def failing(error: Exception) -> Callable[[], None]:

@@ -151,3 +151,19 @@ def test_it_ends_at_once_where_the_named_one_is_gone():
 
 def test_a_process_names_itself():
     assert signals.parent_environment() == {signals.PARENT_VARIABLE: str(os.getpid())}
+
+
+CATCHES = """
+import os, signal
+from trainer.cluster import signals
+requested = signals.catch_stop_signals()
+print(requested())
+os.kill(os.getpid(), signal.{name})
+print(requested())
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stop_signal_is_noted_and_ends_nothing(name):
+    done = run(None, CATCHES.format(name=name))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "False\nTrue\n", "")

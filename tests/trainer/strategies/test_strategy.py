@@ -55,7 +55,7 @@ def test_what_a_strategy_gets_before_it_is_built():
 def test_a_strategy_that_leads_alone_publishes_and_agrees_with_itself():
     strategy = Plain()
     assert strategy.publishes
-    assert strategy.agreed(3, -3, 0) == (3, -3, 0)
+    assert strategy.barrier(3, -3, 0) == (3, -3, 0)
     strategy.leave()
 
 

@@ -43,7 +43,7 @@ def test_what_the_evaluator_measured_is_asked_for_in_the_background(kept, uri, g
     finally:
         answered.set()
         gcs.plan.before = None
-    with kept.settled():
+    with kept.flushed():
         pass
     assert kept.measured() == [row]
 
@@ -52,7 +52,7 @@ def test_training_goes_on_where_the_evaluator_cannot_be_asked(kept, gcs, monkeyp
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.2")
     gcs.plan.add(Fault(503, path="validation.jsonl", times=-1))
     try:
-        with kept.settled():
+        with kept.flushed():
             assert kept.measured() == []
     finally:
         gcs.plan.clear()

@@ -1,11 +1,20 @@
-"""Which errors of TensorFlow begin a new life, and which end training."""
+"""What the chief gives to the outer loop, and which errors of TensorFlow begin a new attempt."""
 
 from __future__ import annotations
+
+from contextlib import contextmanager
+from unittest.mock import create_autospec
 
 import pytest
 import tensorflow as tf
 
-from trainer.training.chief import is_lost
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.cluster.lease import LeaseLostError, NoLease
+from trainer.config.load import parse_config
+from trainer.data.spec import KIND, SCHEMA
+from trainer.storage import Manifest
+from trainer.training.chief import hooks_of, is_lost
+from trainer.training.stall import StallWatch
 
 MANGLED = (
     "Unable to parse request\nAdditional GRPC error information from remote target "
@@ -27,3 +36,98 @@ MANGLED = (
 )
 def test_what_was_lost_is_told_from_what_is_wrong(error, expected):
     assert is_lost(error) is expected
+
+
+def dataset(validation):
+    return Manifest(
+        kind=KIND,
+        fields={
+            "dataset_schema": SCHEMA,
+            "splits": {"train": {"shards": [4]}, "validation": {"shards": [validation]}},
+            "features": {"x": {"shape": [3], "dtype": "float32", "stored": "float"}},
+            "inputs": ["x"],
+            "label": "x",
+            "labels": [],
+            "num_classes": 2,
+        },
+    )
+
+
+@pytest.fixture
+def hooks():
+    """Return the hooks, and what they read: the checkpoints, the watch and the stop request."""
+
+    def build(*, validation=1, evaluator=False, patience=0, losses=()):
+        checkpoints = create_autospec(Checkpoints, instance=True, lease=NoLease())
+        checkpoints.measured.return_value = [{"validation_loss": loss} for loss in losses]
+        config = parse_config(
+            {
+                "cluster": {"evaluator": evaluator},
+                "training": {"patience": patience},
+                "model": {"name": "softmax"},
+            }
+        )
+        stops = []
+        watch = create_autospec(StallWatch, instance=True)
+        made = hooks_of(config, dataset(validation), checkpoints, watch, lambda: bool(stops))
+        return made, checkpoints, watch, stops
+
+    return build
+
+
+def test_a_stop_signal_is_a_stop_request(hooks):
+    made, _, _, stops = hooks()
+    assert not made.should_stop()
+    stops.append("SIGTERM")
+    assert made.should_stop()
+
+
+def test_a_lost_lease_ends_training_with_its_own_error(hooks):
+    class Lost(NoLease):
+        def require(self):
+            raise LeaseLostError("taken over")
+
+    made, checkpoints, _, stops = hooks()
+    checkpoints.lease = Lost()
+    stops.append("SIGTERM")
+    with pytest.raises(LeaseLostError, match="taken over"):
+        made.should_stop()
+
+
+@pytest.mark.parametrize(
+    ("validation", "evaluator", "validates"),
+    [(1, False, True), (0, False, False), (1, True, False)],
+)
+def test_the_chief_validates_unless_there_is_nothing_to_measure_or_an_evaluator(
+    hooks, validation, evaluator, validates
+):
+    made, *_ = hooks(validation=validation, evaluator=evaluator)
+    assert (made.validate is not None) is validates
+
+
+@pytest.mark.parametrize(
+    ("evaluator", "patience", "losses", "stops"),
+    [
+        (True, 2, [3, 2, 2, 2], True),
+        (True, 2, [3, 2, 2, 1], False),
+        (True, 0, [3, 4, 5, 6], False),
+        (False, 2, [3, 4, 5, 6], False),
+    ],
+)
+def test_the_evaluator_s_validations_stop_training_early(hooks, evaluator, patience, losses, stops):
+    made, *_ = hooks(evaluator=evaluator, patience=patience, losses=losses)
+    assert made.should_stop_early() is stops
+
+
+def test_steps_are_watched_for_a_stall(hooks):
+    entered = []
+
+    @contextmanager
+    def stepping():
+        entered.append("steps")
+        yield
+
+    made, _, watch, _ = hooks()
+    watch.stepping.side_effect = stepping
+    with made.watch_steps():
+        assert entered == ["steps"]

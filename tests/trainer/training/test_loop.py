@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from dataclasses import FrozenInstanceError
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.trainer.counting import Counting, Run, config_of
+from tests.trainer.counting import Counting, Run, config_of, nothing
 from trainer import events
 from trainer.config.schema import TrainingConfig
+from trainer.errors import RunInterruptedError, UserError
 from trainer.strategies.strategy import Report
-from trainer.training.loop import Pace
+from trainer.training.loop import Hooks, Pace
 
 FIGURES = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
 
@@ -143,7 +147,7 @@ def test_patience_ends_training_when_validation_stops_to_gain(run, patience, val
 
 
 def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
-    # A part of a stretch whose worker dies is run again as a whole.
+    # A portion whose worker dies is run again as a whole.
     assert run.train(Counting(beyond=3), steps=30, keep=100, validate=measured) == 33
     assert run.steps() == [0, 13, 23, 33]
     assert run.rows("validation_loss") == [1 / 13, 1 / 23, 1 / 33]
@@ -171,31 +175,82 @@ training = st.builds(
 
 @settings(deadline=None)
 @given(training, st.floats(0, 1e7), st.data())
-def test_a_stretch_goes_forward_and_over_no_boundary(options, speed, data):
+def test_an_inner_loop_goes_forward_and_over_no_boundary(options, speed, data):
     step = data.draw(st.integers(0, options.steps - 1))
     pace = Pace(training=options, steps_per_second=speed)
-    stretch = pace.stretch(step)
-    assert 0 < stretch <= max(20, speed)
-    after = step + stretch
+    steps = pace.next_steps(step)
+    assert 0 < steps <= max(20, speed)
+    after = step + steps
     assert after <= options.steps
     for every in (options.checkpoint_every, options.validate_every):
         assert not every or after <= (step // every + 1) * every
 
 
-def test_a_stretch_is_as_long_as_the_speed_allows():
+def test_an_inner_loop_is_as_long_as_the_speed_allows():
     options = TrainingConfig(steps=10**6, checkpoint_every=10**6, validate_every=0)
-    lengths = [Pace(training=options, steps_per_second=s).stretch(0) for s in (0, 10, 400, 1000)]
+    lengths = [Pace(training=options, steps_per_second=s).next_steps(0) for s in (0, 10, 400, 1000)]
     assert lengths == [20, 20, 400, 1000]
 
 
 def test_it_ends_when_another_task_s_validations_say_so(run):
     seen = []
 
-    def enough():
+    def no_gain():
         seen.append(run.steps()[-1])
         return len(seen) == 3
 
     # Asked when there is a new checkpoint.
-    assert run.train(steps=100, keep=100, enough=enough) == 20
+    assert run.train(steps=100, keep=100, should_stop_early=no_gain) == 20
     assert seen[:3] == [0, 10, 20]
     assert run.steps() == [0, 10, 20]
+
+
+def test_the_inner_loop_is_watched_and_nothing_is_saved_logged_or_validated_in_it(run):
+    strategy, calls = Counting(), []
+
+    @contextmanager
+    def watch_steps():
+        before = run.steps(), run.rows(), len(run.all_events()), len(calls)
+        yield
+        calls.append("steps")
+        assert (run.steps(), run.rows(), len(run.all_events()), len(calls) - 1) == before
+
+    def validate(_strategy):
+        calls.append("validate")
+        return {"loss": 1.0}
+
+    run.train(strategy, steps=20, validate=validate, watch_steps=watch_steps)
+    assert calls == ["steps", "validate"] * 2
+
+
+def test_a_stop_request_is_noticed_at_the_next_barrier_and_saved_first(run):
+    strategy = Counting()
+
+    def should_stop():
+        return strategy.global_step() >= 10
+
+    with pytest.raises(RunInterruptedError, match=r"at global step 10; checkpoint .*/step-0+10$"):
+        run.train(strategy, steps=30, keep=9, should_stop=should_stop)
+    assert run.steps() == [0, 10]
+    assert run.weight(10) == 5.0
+
+
+def test_a_hook_that_raises_ends_training_without_another_checkpoint(run):
+    strategy = Counting()
+
+    def should_stop():
+        if strategy.global_step() >= 15:
+            raise UserError("the lease is lost")
+        return False
+
+    with pytest.raises(UserError, match="the lease is lost"):
+        run.train(strategy, steps=30, keep=9, checkpoint_every=10, should_stop=should_stop)
+    assert run.steps() == [0, 10, 20]
+
+
+def test_hooks_are_given_by_name_and_do_not_change():
+    hooks = Hooks(make_problem=nothing)
+    assert not hooks.should_stop()
+    assert not hooks.should_stop_early()
+    with hooks.watch_steps(), pytest.raises(FrozenInstanceError):
+        hooks.validate = measured

@@ -59,8 +59,8 @@ def test_the_data_of_a_new_life_begins_at_its_step(run):
         starts.append(start)
         return nothing(start)
 
-    run.train(steps=20, problem=problem)
-    run.train(steps=30, problem=problem)
+    run.train(steps=20, make_problem=problem)
+    run.train(steps=30, make_problem=problem)
     assert starts == [0, 20]
 
 
@@ -121,7 +121,7 @@ def stop_after(looks):
 @pytest.mark.parametrize(("looks", "step"), [(0, 0), (1, 5), (3, 15), (4, 20)])
 def test_an_end_that_is_asked_for_leaves_a_last_checkpoint(run, looks, step):
     with pytest.raises(RunInterruptedError) as caught:
-        run.train(steps=100, stopping=stop_after(looks), validate_every=5, keep=100)
+        run.train(steps=100, should_stop=stop_after(looks), validate_every=5, keep=100)
     assert caught.value.exit_code == 130
     assert str(caught.value).startswith(f"interrupted at global step {step}; checkpoint file://")
     assert str(caught.value).endswith(f"step-{step:08d}")
@@ -133,7 +133,7 @@ def test_an_end_that_is_asked_for_leaves_a_last_checkpoint(run, looks, step):
 
 
 def test_an_end_that_is_asked_for_at_the_end_is_an_end(run):
-    assert run.train(steps=20, stopping=stop_after(2)) == 20
+    assert run.train(steps=20, should_stop=stop_after(2)) == 20
 
 
 def test_a_lost_cluster_is_not_this_loops_to_mend(run):

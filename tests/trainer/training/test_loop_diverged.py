@@ -81,7 +81,7 @@ def test_a_weight_that_is_not_finite_when_an_end_is_asked_for(run):
     message = refused(
         run,
         Counting(from_step(25, poison(math.nan))),
-        stopping=lambda: next(looks, True),
+        should_stop=lambda: next(looks, True),
         validate_every=5,
     )
     assert "model/weight is not finite at global step 25" in message
@@ -109,5 +109,5 @@ def test_what_diverged_may_be_trained_again_from_the_last_finite_checkpoint(run)
 
 def test_an_interrupt_is_not_a_divergence(run):
     with pytest.raises(RunInterruptedError):
-        run.train(steps=20, stopping=lambda: True)
+        run.train(steps=20, should_stop=lambda: True)
     assert run.steps() == [0]

@@ -32,15 +32,19 @@ def stop_after(looks):
 def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path, optimizer, dropout):
     problem = problem_of(partial(dense, dropout), optimizer)
     straight = Plain()
-    Run(tmp_path / "straight").train(straight, steps=30, problem=problem)
+    Run(tmp_path / "straight").train(straight, steps=30, make_problem=problem)
     run = Run(tmp_path / "interrupted")
     for looks in (1, 2):
         with pytest.raises(RunInterruptedError):
             run.train(
-                Plain(), steps=30, problem=problem, stopping=stop_after(looks), validate_every=4
+                Plain(),
+                steps=30,
+                make_problem=problem,
+                should_stop=stop_after(looks),
+                validate_every=4,
             )
     resumed = Plain()
-    assert run.train(resumed, steps=30, problem=problem) == 30
+    assert run.train(resumed, steps=30, make_problem=problem) == 30
     expected = values(straight)
     assert values(resumed).keys() == expected.keys()
     for path, value in values(resumed).items():
@@ -50,7 +54,7 @@ def test_an_interrupted_run_ends_where_an_uninterrupted_one_does(tmp_path, optim
 def test_it_learns_and_says_so(tmp_path):
     run = Run(tmp_path)
     problem = problem_of(rate=0.05)
-    run.train(Plain(), steps=200, problem=problem, validate=measured, validate_every=50)
+    run.train(Plain(), steps=200, make_problem=problem, validate=measured, validate_every=50)
     accuracies = run.rows("validation_accuracy")
     assert len(accuracies) == 4
     assert accuracies[-1] > 0.9
@@ -60,7 +64,7 @@ def test_it_learns_and_says_so(tmp_path):
 
 def test_its_checkpoint_is_a_model_for_a_plain_process(tmp_path):
     run, strategy = Run(tmp_path), Plain()
-    run.train(strategy, steps=20, problem=problem_of(), keep=1)
+    run.train(strategy, steps=20, make_problem=problem_of(), keep=1)
     model = dense()
     restore_model(f"{run.uri}/step-00000020", model, tmp_path / "evaluation")
     points, _ = examples()
@@ -71,15 +75,15 @@ def test_a_learning_rate_far_too_high_is_a_divergence(tmp_path):
     run = Run(tmp_path)
     problem = problem_of(optimizer="sgd", rate=1e30)
     with pytest.raises(UserError, match="training diverged: ") as caught:
-        run.train(Plain(), steps=100, problem=problem)
+        run.train(Plain(), steps=100, make_problem=problem)
     assert len(str(caught.value).splitlines()) == 1
     assert run.steps() == [0]
 
 
 def test_the_learning_rate_is_the_configurations_also_when_training_is_resumed(tmp_path):
     run, strategy = Run(tmp_path), Plain()
-    run.train(Plain(), steps=10, problem=problem_of(rate=0.01))
-    run.train(strategy, steps=20, problem=problem_of(rate=0.002))
+    run.train(Plain(), steps=10, make_problem=problem_of(rate=0.01))
+    run.train(strategy, steps=20, make_problem=problem_of(rate=0.002))
     assert run.rows("learning_rate") == pytest.approx([0.01, 0.002])
     assert strategy.global_step() == 20
 
@@ -93,8 +97,8 @@ def test_the_learning_rate_is_the_configurations_also_when_training_is_resumed(t
 )
 def test_another_model_or_optimizer_is_refused(tmp_path, other, said):
     run = Run(tmp_path)
-    run.train(Plain(), steps=10, problem=problem_of())
+    run.train(Plain(), steps=10, make_problem=problem_of())
     with pytest.raises(UserError, match=said):
-        run.train(Plain(), steps=20, problem=problem_of(**other))
+        run.train(Plain(), steps=20, make_problem=problem_of(**other))
     assert run.steps() == [0, 10]
     assert run.rows() == [10]
