@@ -4,7 +4,7 @@ from pathlib import Path
 
 from kfp import dsl
 
-from components.image import IMAGE
+from components.image import component
 from components.locations import output_of, run_at
 from components.record import recorded
 from trainer.config.schema import Config
@@ -12,7 +12,7 @@ from trainer.promotion import gate
 
 
 # The word is the single output: KFP's local runner resolves a condition on no other.
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def check_gate(
     config: str, root: str, run_id: str, evaluation: str, decision: dsl.OutputPath(str)
 ) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from kfp import dsl
 
 from components import ui
-from components.image import IMAGE
+from components.image import component
 from components.locations import output_of, run_at, scratch_folder
 from components.record import recorded
 from trainer import storage
@@ -14,7 +14,7 @@ from trainer.config.schema import Config
 from trainer.promotion.registry import opponent
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def evaluate_model(
     config: str,
     root: str,

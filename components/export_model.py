@@ -4,14 +4,14 @@ from typing import Any
 
 from kfp import dsl
 
-from components.image import IMAGE
+from components.image import component
 from components.locations import output_of, run_at, scratch_folder
 from components.record import recorded
 from trainer import storage
 from trainer.config.schema import Config
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def export_model(
     config: str,
     root: str,

@@ -7,7 +7,7 @@ from typing import Any
 from kfp import dsl
 
 from components import gather_report, launchers
-from components.image import IMAGE
+from components.image import component
 from components.locations import folder_of_run, root_of, run_at_first, run_id_of
 from components.record import recorded
 from trainer import storage
@@ -15,7 +15,7 @@ from trainer.errors import UserError
 from trainer.report import summary as run_summary
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def finish(
     status: dsl.PipelineTaskFinalStatus,
     root: str,

@@ -6,7 +6,9 @@ What the pods of a job get from the run where the configuration says nothing.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
@@ -17,6 +19,19 @@ _NAME = re.compile(
     r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
     re.ASCII,
 )
+
+
+def component(function: Callable[..., Any]) -> Any:
+    """Make a KFP component of a function, on the image of all steps.
+
+    Inside a running step `kfp.dsl` has no such decorator (`_KFP_RUNTIME`): there the file of a
+    component is imported for its `run_step`, and the function stays as it is.
+    """
+    from kfp import dsl
+
+    if not hasattr(dsl, "component"):
+        return function
+    return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
 
 
 def is_image(name: str) -> bool:

@@ -5,13 +5,13 @@ from typing import Any
 from kfp import dsl
 
 from components import locations, pinned_inputs
-from components.image import IMAGE
+from components.image import component
 from components.record import recorded
 from trainer import events
 from trainer.config.schema import DataConfig
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def prepare_data(data: str, root: str, seal: str, dataset: dsl.Output[dsl.Dataset]) -> str:
     """Publish the dataset of the data section below `root`; return its URI."""
     from components.prepare_data import run_step

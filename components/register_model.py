@@ -4,7 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components.image import IMAGE
+from components.image import component
 from components.locations import is_local_run, output_of, run_at, scratch_folder
 from components.record import recorded
 from trainer import storage
@@ -12,7 +12,7 @@ from trainer.config.schema import Config
 from trainer.promotion import lineage, registration
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def register_model(
     config: str,
     root: str,

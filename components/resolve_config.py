@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from kfp import dsl
 
 from components import locations, pinned_inputs, published_record
-from components.image import IMAGE
+from components.image import component
 from components.record import recorded
 from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import DataConfig
@@ -14,7 +14,7 @@ from trainer.config.schema import DataConfig
 
 # One parameter for each leaf of the configuration; a test holds them against the config model.
 # fmt: off
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def resolve_config(
     name: str, data_dataset: str, data_version: str, data_manual_dir: str, data_shards: int,
     data_validation: float, data_partition: str, data_seed: int, model_name: str, model_args: str,

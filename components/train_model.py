@@ -5,7 +5,7 @@ from typing import Any
 from kfp import dsl
 
 from components import gather_report, launchers, ui
-from components.image import IMAGE, PodDefaults
+from components.image import PodDefaults, component
 from components.locations import folder_of_run, run_at
 from components.record import recorded
 from trainer import storage
@@ -14,7 +14,7 @@ from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
 
 
-@dsl.component(base_image=IMAGE, install_kfp_package=False)
+@component
 def train_model(
     config: str,
     root: str,
