@@ -1,8 +1,8 @@
-"""Come by the job: adopt the unfinished one of an earlier attempt, or make it.
+"""Adopt the unfinished job of an earlier attempt of the step, or create a new one.
 
-A retry of the step finds the job that it left under the same name. With the same manifest it goes
-on with it; one that has ended, is being deleted or is another is waited out and made anew, and
-training resumes from the newest checkpoint.
+A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
+the digest of the manifest is the same. A job that has finished, is being deleted, or has another
+manifest is deleted and replaced by a new one, whose training resumes from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -12,70 +12,71 @@ from collections.abc import Callable
 from typing import Any
 
 from components.tfjob import names, state
-from components.tfjob.client import Api, RefusedError, Tree
+from components.tfjob.client import Api, RefusedError
+from components.tfjob.names import Tree
 from components.tfjob.retry import refused, with_retry
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
-LOOK_SECONDS = 1.0
+POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Makes sure that the job of a manifest is there."""
+    """Ensures that the job of a manifest exists."""
 
     def __init__(self, api: Api, unreachable: float, wait: Callable[[float], None]) -> None:
-        """Take the API, how long it may be out of reach, and how to wait."""
+        """Take the API, how many seconds it may be unreachable, and a function that sleeps."""
         self._api = api
         self._unreachable = unreachable
         self._wait = wait
 
-    def job(self, manifest: Tree, own: Tree, gone_seconds: float) -> Tree:
-        """Return the job, adopted or made.
+    def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
+        """Return the job as the API holds it.
 
         Args:
             manifest: the job as it should be.
-            own: metadata of this attempt: the owner and the heartbeat.
-            gone_seconds: how long another job of its name may take to go.
+            own: metadata of this attempt: the owner reference and the heartbeat.
+            delete_seconds: how long the deletion of another job of this name may take.
 
         Raises:
-            UserError: the API refuses, does not answer, or another job does not go.
+            UserError: the API refuses or does not answer, or the other job is not deleted in time.
         """
-        meta = manifest["metadata"]
-        name = meta["name"]
-        made = {**manifest, "metadata": _laid(meta, own)}
+        metadata = manifest["metadata"]
+        name = metadata["name"]
+        job = {**manifest, "metadata": _with_own(metadata, own)}
         while True:
-            found = self._found(name)
+            found = self._get(name)
             if found is None:
-                created = self._created(made)
+                created = self._create(job)
                 if created is not None:
                     return created
                 continue
-            if _is_same(found, meta) and not state.is_over(found):
+            if _is_same(found, metadata) and not state.is_finished(found):
                 log.info("adopted the job %s of an earlier attempt", name)
                 return self._ask(lambda: self._api.patch_job(name, {"metadata": own}))
-            log.info("waiting for an earlier job %s to go", name)
-            self._gone(found, gone_seconds)
+            log.info("waiting until the earlier job %s is deleted", name)
+            self._delete(found, delete_seconds)
 
-    def gone(self, name: str, seconds: float) -> None:
+    def wait_until_deleted(self, name: str, seconds: float) -> None:
         """Wait until no pod of a job is left; raises `UserError` after so many seconds."""
         label = f"{names.JOB_NAME}={name}"
         left = seconds
-        while self._found(name) or self._ask(lambda: self._api.pods(label)):
+        while self._get(name) or self._ask(lambda: self._api.pods(label)):
             if left <= 0:
                 raise UserError(
-                    f"the earlier job {name} is not gone after {seconds:g} s; look at its pods "
-                    f"(kubectl get pods -l {label})"
+                    f"the earlier job {name} is not deleted after {seconds:g} s; look at its pods: "
+                    f"kubectl get pods -l {label}"
                 )
-            self._wait(LOOK_SECONDS)
-            left -= LOOK_SECONDS
+            self._wait(POLL_SECONDS)
+            left -= POLL_SECONDS
 
-    def _gone(self, found: Tree, seconds: float) -> None:
-        meta = found["metadata"]
-        if not meta.get("deletionTimestamp"):
-            self._ask(lambda: self._api.delete_job(meta["name"], meta["uid"]))
-        self.gone(meta["name"], seconds)
+    def _delete(self, found: Tree, seconds: float) -> None:
+        metadata = found["metadata"]
+        if not metadata.get("deletionTimestamp"):
+            self._ask(lambda: self._api.delete_job(metadata["name"], metadata["uid"]))
+        self.wait_until_deleted(metadata["name"], seconds)
 
-    def _found(self, name: str) -> Tree | None:
+    def _get(self, name: str) -> Tree | None:
         def get() -> Tree | None:
             try:
                 return self._api.get_job(name)
@@ -86,12 +87,12 @@ class Adoption:
 
         return self._ask(get)
 
-    def _created(self, made: Tree) -> Tree | None:
-        """Create the job; None where somebody, perhaps this very call, has done so already."""
+    def _create(self, job: Tree) -> Tree | None:
+        """Create the job; None where it exists, perhaps since the answer of a call was lost."""
 
         def create() -> Tree | None:
             try:
-                return self._api.create_job(made)
+                return self._api.create_job(job)
             except RefusedError as error:
                 if error.is_conflict:
                     return None
@@ -106,12 +107,12 @@ class Adoption:
             raise UserError(refused(error)) from None
 
 
-def _laid(meta: Tree, own: Tree) -> Tree:
-    annotations = {**meta["annotations"], **own["annotations"]}
-    return {**meta, **own, "annotations": annotations}
+def _with_own(metadata: Tree, own: Tree) -> Tree:
+    annotations = {**metadata["annotations"], **own["annotations"]}
+    return {**metadata, **own, "annotations": annotations}
 
 
-def _is_same(found: Tree, meta: Tree) -> bool:
+def _is_same(found: Tree, metadata: Tree) -> bool:
     annotations = found["metadata"].get("annotations", {})
-    same = annotations.get(names.MANIFEST) == meta["annotations"][names.MANIFEST]
+    same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
     return same and not found["metadata"].get("deletionTimestamp")

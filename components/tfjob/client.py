@@ -1,9 +1,8 @@
-"""The calls that the launcher makes: TFJobs, pods, logs and events of one namespace.
+"""The Kubernetes API of one namespace: how to connect to it, TFJobs, pods, logs and events.
 
-Plain HTTP over the connection of the Kubernetes client: a stream has to be read line by line, with
-a deadline of its own, and what a dropped line was must not be guessed by a library.
-
-Where the Kubernetes API is, and as whom this process speaks to it.
+Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. A stream
+is read line by line with a timeout, and a line that a broken connection cut off is recognized by
+its missing newline, which the package's own watch does not show.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote, urlencode
 
 import urllib3
@@ -26,21 +24,28 @@ from kubernetes import client, config
 from kubernetes.client.rest import RESTClientObject
 
 from components.tfjob import names
-from components.tfjob.manifest import CONTAINER
+from components.tfjob.names import Tree
 from trainer.errors import UserError
 
-_MOUNTED = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-# As many streams at once as a large job has tasks, and the calls beside them.
+_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# One log stream for every task of a large job, and the other requests.
 _CONNECTIONS = 256
+_TIMEOUT = urllib3.Timeout(connect=5, read=30)
+_QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
+# A silent stream is opened again after so long: a dead peer is silent too.
+STREAM_SECONDS = 60
+# 401 among them: an expired token is renewed on its node after a while.
+_RETRYABLE = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """How to reach the API.
+    """The address of the API, and the identity of this process.
 
     Attributes:
-        namespace: that of this process.
-        service_account: as whom a pod of the namespace speaks; empty where this is no pod.
+        configuration: address and credentials.
+        namespace: the namespace of this process.
+        service_account: the service account of this pod; empty outside a pod.
     """
 
     configuration: client.Configuration
@@ -48,43 +53,45 @@ class Connection:
     service_account: str
 
     def pool(self) -> urllib3.PoolManager:
-        """Return a pool of connections of its own."""
+        """Return a new pool of connections."""
         return RESTClientObject(self.configuration, maxsize=_CONNECTIONS).pool_manager
 
     def headers(self) -> Mapping[str, str]:
-        """Return what every request carries; tokens are read again when they have been renewed."""
+        """Return the headers of every request; a renewed token is read again."""
         token = self.configuration.auth_settings().get("BearerToken", {}).get("value")
         return {"authorization": token} if token else {}
 
 
 def connect() -> Connection:
-    """Return the connection of the pod that this is, or of the kubeconfig; raises `UserError`."""
-    found = client.Configuration()
-    # What to try again, and for how long, is decided by the caller.
-    found.retries = False
+    """Return the connection of this pod, or of the kubeconfig; raises `UserError`."""
+    configuration = client.Configuration()
+    # The caller decides what to retry, and for how long.
+    configuration.retries = False
     try:
         if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
-            config.load_incluster_config(client_configuration=found)
-            namespace = (_MOUNTED / "namespace").read_text(encoding="utf-8").strip()
-            token = (_MOUNTED / "token").read_text(encoding="utf-8")
+            config.load_incluster_config(client_configuration=configuration)
+            namespace = (_SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+            token = (_SERVICE_ACCOUNT / "token").read_text(encoding="utf-8")
             return Connection(
-                configuration=found, namespace=namespace, service_account=_account(token)
+                configuration=configuration,
+                namespace=namespace,
+                service_account=_service_account(token),
             )
         path = os.environ.get("KUBECONFIG") or None
-        config.load_kube_config(config_file=path, client_configuration=found)
+        config.load_kube_config(config_file=path, client_configuration=configuration)
         _, active = config.list_kube_config_contexts(config_file=path)
-    # The loader stumbles in many ways over a file that is no kubeconfig.
+    # The loader raises many kinds of errors on a file that is no kubeconfig.
     except Exception as error:
         raise UserError(
             f"no Kubernetes API to launch on: {' '.join(str(error).split())}; "
             "run in a cluster, or set KUBECONFIG, or choose cluster.launcher local"
         ) from None
     namespace = active["context"].get("namespace") or "default"
-    return Connection(configuration=found, namespace=namespace, service_account="")
+    return Connection(configuration=configuration, namespace=namespace, service_account="")
 
 
-def _account(token: str) -> str:
-    """Return the service account of a token (RFC 7519), or nothing if it does not say."""
+def _service_account(token: str) -> str:
+    """Return the service account of a token (RFC 7519), or an empty string."""
     try:
         body = token.split(".")[1]
         claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
@@ -94,31 +101,22 @@ def _account(token: str) -> str:
     return name if kind == "serviceaccount" else ""
 
 
-Tree = dict[str, Any]
-_SECONDS = urllib3.Timeout(connect=5, read=30)
-# A stream that says nothing for so long is opened again: a dead peer is silent too.
-STREAM_SECONDS = 60
-# A token that has run out is renewed on its node after a while.
-_BUSY = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
-_QUICK = urllib3.Timeout(connect=2, read=5)
-
-
 class RefusedError(Exception):
-    """The API has answered, and not done what was asked."""
+    """The API has answered that it does not do what was requested."""
 
     def __init__(self, code: int, message: str) -> None:
-        """Keep the HTTP status and the words of the API."""
+        """Take the HTTP status and the message of the API."""
         super().__init__(f"{message} (HTTP {code})")
         self.code = code
 
     @property
     def is_missing(self) -> bool:
-        """Whether there is no such object."""
+        """Whether the object does not exist."""
         return self.code == HTTPStatus.NOT_FOUND
 
     @property
     def is_conflict(self) -> bool:
-        """Whether there is one already, or another one than was meant."""
+        """Whether the object exists already, or is not the one that was meant."""
         return self.code == HTTPStatus.CONFLICT
 
     @property
@@ -127,26 +125,30 @@ class RefusedError(Exception):
         return self.code == HTTPStatus.FORBIDDEN
 
     @property
-    def is_forgotten(self) -> bool:
-        """Whether the version that was asked for is too old."""
+    def is_expired(self) -> bool:
+        """Whether the resource version is too old."""
         return self.code == HTTPStatus.GONE
 
 
 class UnreachableError(Exception):
-    """The API has not answered, or is too busy to; the same call may do better later.
+    """The API has not answered, or is too busy; the same request may succeed later.
 
     Attributes:
-        wait: seconds that the API asks to be left alone.
+        retry_after: seconds to wait before the next request, as the API says.
     """
 
-    def __init__(self, message: str, wait: float = 0.0) -> None:
-        """Keep the words and the seconds."""
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        """Take the cause and the seconds."""
         super().__init__(message)
-        self.wait = wait
+        self.retry_after = retry_after
 
 
 class Api:
-    """The API in one namespace. Its methods raise `RefusedError` and `UnreachableError`."""
+    """The API in one namespace; its methods raise `RefusedError` and `UnreachableError`.
+
+    Attributes:
+        answered_at: monotonic time of the last answer.
+    """
 
     def __init__(self, connection: Connection, namespace: str) -> None:
         """Open no connection yet."""
@@ -155,16 +157,16 @@ class Api:
         self._namespace = quote(namespace)
         self.answered_at = time.monotonic()
 
-    def create_job(self, tree: Tree) -> Tree:
-        """Create a TFJob; 409 where there is one of its name."""
-        return self._ask("POST", self._jobs(), body=tree)
+    def create_job(self, job: Tree) -> Tree:
+        """Create a TFJob; a conflict where one of its name exists."""
+        return self._ask("POST", self._jobs(), body=job)
 
     def get_job(self, name: str) -> Tree:
         """Return a TFJob."""
         return self._ask("GET", self._jobs(name))
 
     def jobs(self, label: str) -> list[Tree]:
-        """Return the TFJobs with a label."""
+        """Return the TFJobs that a label selects."""
         found: list[Tree] = self._ask("GET", self._jobs(), {"labelSelector": label})["items"]
         return found
 
@@ -173,7 +175,7 @@ class Api:
         return self._ask("PATCH", self._jobs(name), body=patch)
 
     def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> bool:
-        """Delete a TFJob (only the one with this uid); False where there is none (any more)."""
+        """Delete a TFJob, only the one with `uid` if given; False where it does not exist."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -182,7 +184,7 @@ class Api:
         if uid:
             body["preconditions"] = {"uid": uid}
         try:
-            timeout = _QUICK if quick else _SECONDS
+            timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
             self._ask("DELETE", self._jobs(name), body=body, timeout=timeout)
         except RefusedError as error:
             if error.is_missing or (uid and error.is_conflict):
@@ -191,7 +193,7 @@ class Api:
         return True
 
     def pods(self, label: str) -> list[Tree]:
-        """Return the pods with a label."""
+        """Return the pods that a label selects."""
         found: list[Tree] = self._ask("GET", self._core("pods"), {"labelSelector": label})["items"]
         return found
 
@@ -199,34 +201,34 @@ class Api:
         """Return a pod."""
         return self._ask("GET", self._core("pods", name))
 
-    def events(self, about: str) -> list[Tree]:
-        """Return the events about an object."""
-        query = {"fieldSelector": f"involvedObject.name={about}"}
+    def events(self, name: str) -> list[Tree]:
+        """Return the events of an object."""
+        query = {"fieldSelector": f"involvedObject.name={name}"}
         found: list[Tree] = self._ask("GET", self._core("events"), query)["items"]
         return found
 
     def list_of(self, kind: str, query: Mapping[str, str]) -> tuple[list[Tree], str]:
-        """Return all objects of a kind that a query selects, and the version of the list."""
+        """Return the objects of a kind that a query selects, and the version of the list."""
         found = self._ask("GET", self._of_kind(kind), query)
         return found["items"], found["metadata"]["resourceVersion"]
 
     def watch(self, kind: str, query: Mapping[str, str], version: str) -> Iterator[Tree]:
-        """Yield what happens to the objects of a kind after a version, until the stream ends."""
-        asked = {
+        """Yield the events of the objects of a kind after a version, until the stream ends."""
+        parameters = {
             **query,
             "watch": "true",
             "resourceVersion": version,
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(STREAM_SECONDS - 10),
         }
-        for line in self._lines(self._of_kind(kind), asked):
+        for line in self._lines(self._of_kind(kind), parameters):
             if line.endswith("\n"):
                 yield json.loads(line)
 
     def log(self, pod: str, *, since: str, follow: bool, previous: bool) -> Iterator[str]:
-        """Yield the lines of a pod's log with their times; the last one may lack its end."""
+        """Yield the lines of a pod's log with their times; a line cut off has no newline."""
         query = {
-            "container": CONTAINER,
+            "container": names.CONTAINER,
             "timestamps": "true",
             "follow": str(follow).lower(),
             "previous": str(previous).lower(),
@@ -251,7 +253,7 @@ class Api:
         path: str,
         query: Mapping[str, str] | None = None,
         body: Tree | None = None,
-        timeout: urllib3.Timeout = _SECONDS,
+        timeout: urllib3.Timeout = _TIMEOUT,
     ) -> Tree:
         answer = self._open(method, path, query or {}, body, timeout, stream=False)
         tree: Tree = json.loads(answer.data)
@@ -297,10 +299,10 @@ class Api:
             raise UnreachableError(f"{method} {path}: {error}") from None
         if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
             with closing(answer):
-                said = _error_of(answer, f"{method} {path}")
-            if isinstance(said, RefusedError):
+                failure = _error_of(answer, f"{method} {path}")
+            if isinstance(failure, RefusedError):
                 self.answered_at = time.monotonic()
-            raise said
+            raise failure
         self.answered_at = time.monotonic()
         return answer
 
@@ -310,8 +312,8 @@ def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
         message = json.loads(answer.data).get("message") or answer.reason or ""
     except (ValueError, AttributeError, urllib3.exceptions.HTTPError):
         message = answer.reason or ""
-    words = f"{request}: {' '.join(str(message).split())}"
-    if answer.status in _BUSY or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        wait = answer.headers.get("Retry-After", "")
-        return UnreachableError(words, float(wait) if wait.isdigit() else 0.0)
-    return RefusedError(answer.status, words)
+    text = f"{request}: {' '.join(str(message).split())}"
+    if answer.status in _RETRYABLE or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        seconds = answer.headers.get("Retry-After", "")
+        return UnreachableError(text, float(seconds) if seconds.isdigit() else 0.0)
+    return RefusedError(answer.status, text)

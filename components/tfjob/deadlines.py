@@ -1,4 +1,4 @@
-"""How long a job may queue, start, run and stand still, each with a message of its own."""
+"""The deadlines of a job: to be scheduled, to start, to make progress, and to end."""
 
 from __future__ import annotations
 
@@ -7,88 +7,89 @@ import time
 from collections.abc import Callable, Iterable
 
 from components.tfjob import state
-from components.tfjob.client import Tree
+from components.tfjob.names import Tree
 from trainer.config.kubernetes import DeadlinesConfig
 
 
-class Stages:
-    """The stage of a whole job, and since when.
+class Deadlines:
+    """The stage of a job as a whole, and how long it may last.
 
-    A job that has run once is running: when a worker is lost and its successor queues, training
-    goes on, and where it does not, it stalls.
+    A job that has run once stays in the stage `running`: when a worker is lost and its replacement
+    waits for a node, training continues, and if it does not, it stalls.
     """
 
     def __init__(
         self,
-        deadlines: DeadlinesConfig,
-        expected: int,
+        config: DeadlinesConfig,
+        expected_pods: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Begin to queue.
+        """Begin in the stage `queueing`.
 
         Args:
-            deadlines: in seconds, 0 for none.
-            expected: number of pods.
-            clock: seconds that only grow.
+            config: in seconds, 0 for none.
+            expected_pods: number of pods of the job.
+            clock: monotonic seconds.
         """
-        self._deadlines = deadlines
-        self._expected = expected
+        self._config = config
+        self._expected_pods = expected_pods
         self._clock = clock
         self._stage = state.QUEUEING
-        self._since = self._moved_at = clock()
+        self._entered_at = self._progressed_at = clock()
 
-    def look(self, pods: Iterable[Tree]) -> str:
-        """Take the pods as they are, and return the stage."""
-        if self._stage != state.RUNNING:
-            stages = [state.stage(pod) for pod in pods]
-            if len(stages) < self._expected or state.QUEUEING in stages:
-                self._enter(state.QUEUEING)
-            else:
-                self._enter(state.STARTING if state.STARTING in stages else state.RUNNING)
-        return self._stage
+    def observe(self, pods: Iterable[Tree]) -> None:
+        """Update the stage from the current pods."""
+        if self._stage == state.RUNNING:
+            return
+        stages = [state.stage(pod) for pod in pods]
+        if len(stages) < self._expected_pods or state.QUEUEING in stages:
+            self._enter(state.QUEUEING)
+        else:
+            self._enter(state.STARTING if state.STARTING in stages else state.RUNNING)
 
-    def moved(self) -> None:
-        """Training has come further."""
-        self._moved_at = self._clock()
+    def progressed(self) -> None:
+        """Restart the deadline for progress: the global step has changed."""
+        self._progressed_at = self._clock()
 
     def seconds_left(self) -> float:
         """Return the seconds to the next deadline; infinite where there is none."""
         return min(self._ends().values(), default=math.inf) - self._clock()
 
-    def overdue(self, pods: Iterable[Tree]) -> str:
-        """Return what took too long, in one line, or nothing."""
+    def exceeded(self, pods: Iterable[Tree]) -> str:
+        """Return one line about the deadline that was exceeded, or an empty string."""
         late = [key for key, end in self._ends().items() if end <= self._clock()]
         if not late:
             return ""
-        seconds = getattr(self._deadlines, late[0])
-        said = f"{seconds:g} s (cluster.kubernetes.deadlines.{late[0]})"
+        seconds = getattr(self._config, late[0])
+        limit = f"{seconds:g} s (cluster.kubernetes.deadlines.{late[0]})"
         if late[0] == "stalling":
-            return f"training has made no progress for {said}"
+            return f"training has made no progress for {limit}"
         if late[0] == "running":
-            return f"training was not done after {said}"
+            return f"training was not done after {limit}"
         what = "has no node" if late[0] == "queueing" else "has not started"
-        return f"{_waiting(pods, late[0])} {what} after {said}{_hindrance(pods, late[0])}"
+        return f"{_tasks_in(pods, late[0])} {what} after {limit}{_waiting_reason(pods, late[0])}"
 
     def _enter(self, stage: str) -> None:
         if stage != self._stage:
             self._stage = stage
-            self._since = self._moved_at = self._clock()
+            self._entered_at = self._progressed_at = self._clock()
 
     def _ends(self) -> dict[str, float]:
-        since = {self._stage: self._since}
+        since = {self._stage: self._entered_at}
         if self._stage == state.RUNNING:
-            since["stalling"] = self._moved_at
-        limits = {key: getattr(self._deadlines, key) for key in since}
+            since["stalling"] = self._progressed_at
+        limits = {key: getattr(self._config, key) for key in since}
         return {key: since[key] + limit for key, limit in limits.items() if limit}
 
 
-def _waiting(pods: Iterable[Tree], stage: str) -> str:
+def _tasks_in(pods: Iterable[Tree], stage: str) -> str:
     tasks = [str(state.task_of(pod)) for pod in pods if state.stage(pod) == stage]
     return ", ".join(sorted(tasks)) or "the job"
 
 
-def _hindrance(pods: Iterable[Tree], stage: str) -> str:
+def _waiting_reason(pods: Iterable[Tree], stage: str) -> str:
     for pod in pods:
-        if state.stage(pod) == stage and state.hindrance(pod):
-            return f": {' '.join(state.hindrance(pod).split())}"
+        reason = state.waiting_reason(pod)
+        if state.stage(pod) == stage and reason:
+            return f": {' '.join(reason.split())}"
     return ""

@@ -1,10 +1,14 @@
-"""The first process of every pod: lays out the configuration, runs the task, heeds its signals.
+"""The first process of every pod: writes the configuration, runs the task, forwards its signals.
 
     python -m components.tfjob.guard -- python -m trainer task ...
 
-Beside the leading task it watches the launcher's heartbeat on the job. When the sign stands still,
-training ends with a last checkpoint and the job with it. An API that does not answer is no sign of
-a launcher that is gone: only time in which the sign could be read, and was the same, counts.
+Next to the leading task it also watches the launcher's heartbeat, an annotation on the job. When
+the heartbeat stops, the job is an orphan: the guard ends training with a last checkpoint, and the
+job with it. An API that cannot be reached does not prove that the launcher is gone: only time
+during which the heartbeat could be read, and did not change, counts.
+
+The guard of a parameter server or worker delays SIGTERM until the leading task has ended; see
+`components.tfjob.shutdown`.
 """
 
 from __future__ import annotations
@@ -30,79 +34,79 @@ from trainer.errors import FAILED, USAGE, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader
 
 log = logging.getLogger(__name__)
-# How often the sign is read before the launcher is given up.
-LOOKS = 10
-# A task that does not end by itself when it is asked to.
-END_SECONDS = 110.0
+# How often the heartbeat is read before the job counts as an orphan.
+READS_PER_LIMIT = 10
+# A task that has not ended so long after SIGTERM is killed; below the grace period of the pod.
+TERM_SECONDS = 110.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class HeartbeatAge:
-    """How long a sign has stood still, in seconds during which it could be read."""
+    """How many seconds the heartbeat has been the same, counted while it could be read."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take a clock that only grows."""
+        """Take a monotonic clock."""
         self._clock = clock
-        self._sign = ""
+        self._heartbeat = ""
         self._read_at: float | None = None
         self._seconds = 0.0
 
-    def read(self, sign: str) -> float:
-        """Take the sign as it is, and return how long it has stood still."""
+    def read(self, heartbeat: str) -> float:
+        """Take the heartbeat that was read now, and return its age in seconds."""
         now = self._clock()
-        if sign != self._sign:
-            self._sign, self._seconds = sign, 0.0
+        if heartbeat != self._heartbeat:
+            self._heartbeat, self._seconds = heartbeat, 0.0
         elif self._read_at is not None:
             self._seconds += now - self._read_at
         self._read_at = now
         return self._seconds
 
     def unreadable(self) -> None:
-        """The sign cannot be read: the time until it can does not count."""
+        """Pause: the time until the heartbeat can be read again does not count."""
         self._read_at = None
 
 
 class Guard:
-    """One task, and the end of it."""
+    """The process of one task."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Start the task."""
-        self._abandoned = ""
+        self._orphaned = ""
         self._process = subprocess.Popen(command, env=dict(environment))
 
-    def pass_on(self, number: int) -> None:
-        """Hand a signal to the task."""
+    def send_signal(self, number: int) -> None:
+        """Forward a signal to the task."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    def abandon(self, why: str) -> None:
-        """End the task with a last checkpoint, and this guard with a code that ends the job."""
-        self._abandoned = why
-        self.pass_on(signal.SIGTERM)
-        killer = threading.Timer(END_SECONDS, self.pass_on, (signal.SIGKILL,))
+    def end_orphan(self, reason: str) -> None:
+        """End the task with a last checkpoint, and the guard with a code that fails the job."""
+        self._orphaned = reason
+        self.send_signal(signal.SIGTERM)
+        killer = threading.Timer(TERM_SECONDS, self.send_signal, (signal.SIGKILL,))
         killer.daemon = True
         killer.start()
 
     def wait(self) -> int:
         """Return the exit code of the task: 128 and its number for a signal."""
         code = self._process.wait()
-        if self._abandoned:
+        if self._orphaned:
             folder = Path.cwd()
-            termination.leave(folder, f"{self._abandoned}; {termination.read(folder)}")
+            termination.leave(folder, f"{self._orphaned}; {termination.read(folder)}")
             return FAILED
         return code if code >= 0 else 128 - code
 
     @property
-    def abandoned(self) -> bool:
-        """Whether the launcher was given up."""
-        return bool(self._abandoned)
+    def is_orphan(self) -> bool:
+        """Whether the task was ended because the launcher is gone."""
+        return bool(self._orphaned)
 
 
 def main(arguments: list[str]) -> int:
     """Run the command after `--`, and return its exit code."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if arguments[:1] != ["--"] or not arguments[1:]:
-        sys.stderr.write("guard: write it as: python -m components.tfjob.guard -- COMMAND\n")
+        sys.stderr.write("guard: usage: python -m components.tfjob.guard -- COMMAND\n")
         return USAGE
     environment = dict(os.environ)
     config = environment.pop(CONFIG_VARIABLE, "")
@@ -112,95 +116,98 @@ def main(arguments: list[str]) -> int:
         guard = Guard(arguments[1:], environment)
     except OSError as error:
         what = error.filename or arguments[1]
-        sys.stderr.write(f"guard: cannot begin in {Path.cwd()}: {what}: {error.strerror}\n")
+        sys.stderr.write(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}\n")
         return FAILED
-    tasks, this = _place(environment.get("TF_CONFIG", ""))
-    leads = tasks is not None and this == leader(tasks)
-    _heed_signals(guard, tasks, this)
+    cluster, task = _parse_tf_config(environment.get("TF_CONFIG", ""))
+    leads = cluster is not None and task == leader(cluster)
+    _handle_signals(guard, cluster, task)
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
-        threading.Thread(target=_watch, args=(guard, watched), daemon=True).start()
+        threading.Thread(target=_watch_heartbeat, args=(guard, watched), daemon=True).start()
     code = guard.wait()
-    if guard.abandoned:
-        _delete(watched)
+    if guard.is_orphan:
+        _delete_job(watched)
     return code
 
 
-def _place(tf_config: str) -> tuple[Cluster, Task] | tuple[None, None]:
-    """Return the cluster and this task; nothing where the task itself will say what is wrong."""
+def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
+    """Return the cluster and this task; None where TF_CONFIG is wrong, which the task reports."""
     try:
-        return from_tf_config(tf_config)
+        return from_tf_config(text)
     except UserError:
         return None, None
 
 
-def _heed_signals(guard: Guard, tasks: Cluster | None, this: Task | None) -> None:
-    """Pass signals on; from a server only when its leader has ended."""
-    tell: Callable[[], None] = lambda: None  # noqa: E731
-    if tasks is not None and this == leader(tasks):
-        tell = ShutdownServer().ending
-    elif tasks is not None and this is not None and this.role in ("ps", "worker"):
-        host, _, _ = tasks.address(leader(tasks)).rpartition(":")
-        _hold(guard, ShutdownConnection(host))
+def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
+    """Forward signals to the task; to a server only when its leader has ended."""
+    announce: Callable[[], None] = lambda: None  # noqa: E731
+    if cluster is not None and task == leader(cluster):
+        announce = ShutdownServer().announce
+    elif cluster is not None and task is not None and task.role in ("ps", "worker"):
+        host, _, _ = cluster.address(leader(cluster)).rpartition(":")
+        _delay_signals(guard, ShutdownConnection(host))
         return
 
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        tell()
-        guard.pass_on(number)
+    def forward(number: int, _frame: FrameType | None) -> None:
+        announce()
+        guard.send_signal(number)
 
     for number in _SIGNALS:
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
 
 
-def _hold(guard: Guard, tether: ShutdownConnection) -> None:
+def _delay_signals(guard: Guard, connection: ShutdownConnection) -> None:
+    """End the task only when the leader at the other end of the connection has ended."""
+
     def end() -> None:
-        tether.wait(NOTICE_SECONDS, END_SECONDS)
-        guard.pass_on(signal.SIGTERM)
+        connection.wait(NOTICE_SECONDS, TERM_SECONDS)
+        guard.send_signal(signal.SIGTERM)
 
-    def ask(_number: int, _frame: FrameType | None) -> None:
+    def handle(_number: int, _frame: FrameType | None) -> None:
         threading.Thread(target=end, daemon=True).start()
 
     for number in _SIGNALS:
-        signal.signal(number, ask)
+        signal.signal(number, handle)
 
 
-def _watch(guard: Guard, place: Mapping[str, str]) -> None:
-    # The client of the API takes a while to import, which nothing has to wait for.
+def _watch_heartbeat(guard: Guard, watched: Mapping[str, str]) -> None:
+    """End the task when the launcher's heartbeat is older than the limit."""
+    # Imported here since it is slow, and the task must not wait for it.
     from components.tfjob.client import Api, RefusedError, UnreachableError, connect
 
-    limit = float(place["seconds"])
-    standing = HeartbeatAge()
+    limit = float(watched["seconds"])
+    age = HeartbeatAge()
     try:
-        api = Api(connect(), place["namespace"])
+        api = Api(connect(), watched["namespace"])
     except UserError as error:
         log.warning("the launcher is not watched: %s", error)
         return
     while True:
         try:
-            meta = api.get_job(place["job"])["metadata"]
-            sign = meta.get("annotations", {}).get(names.HEARTBEAT, "")
-            if not sign:
+            metadata = api.get_job(watched["job"])["metadata"]
+            heartbeat = metadata.get("annotations", {}).get(names.HEARTBEAT, "")
+            if not heartbeat:
                 log.info("the job has no heartbeat: its launcher is not watched")
                 return
-            if standing.read(sign) >= limit:
-                why = f"the launcher has given no sign of life for {limit:g} s"
-                log.warning("%s: training ends", why)
-                guard.abandon(why)
+            if age.read(heartbeat) >= limit:
+                reason = f"no heartbeat of the launcher for {limit:g} s"
+                log.warning("%s: training ends", reason)
+                guard.end_orphan(reason)
                 return
         except RefusedError as error:
             log.warning("the launcher is not watched: %s", error)
             return
         except UnreachableError:
-            standing.unreadable()
-        time.sleep(limit / LOOKS)
+            age.unreadable()
+        time.sleep(limit / READS_PER_LIMIT)
 
 
-def _delete(place: Mapping[str, str]) -> None:
-    """Delete the job if that is allowed; its failed leader ends it otherwise."""
+def _delete_job(watched: Mapping[str, str]) -> None:
+    """Delete the job if that is permitted; otherwise the failure of its leader ends it."""
     from components.tfjob.client import Api, RefusedError, UnreachableError, connect
 
     with suppress(UserError, RefusedError, UnreachableError):
-        Api(connect(), place["namespace"]).delete_job(place["job"])
+        Api(connect(), watched["namespace"]).delete_job(watched["job"])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""The TFJob launcher: one job for a run, under control from the first second to the last.
+"""The TFJob launcher: creates or adopts the job of a run, watches it, and never leaves an orphan.
 
-It ends with the job, whatever happens: the first act of the signal handler is the delete; this
-function deletes in its own end; the exit step deletes by label; a guard beside the leading task
-misses the heartbeat; the job belongs to the step's pod; and it has a deadline of its own.
+A job must not outlive its launcher, however that one ends. Each of these ends it, and the first
+that works is enough: the signal handler deletes the job before anything else; `launch` deletes it
+on every return; the exit step deletes what has the run's label; the guard of the leading task ends
+the job when the heartbeat stops; the job has an owner reference to the step's pod; and it has an
+active deadline.
 
-The launcher's sign of life: an annotation on the job that it renews.
-
-A guard beside the leading task ends training when the sign stands still, so that a launcher that
-vanished without a word leaves no job. An annotation needs no permission beyond the job's own.
+The heartbeat is an annotation on the job, which needs no permission beyond those on the job itself.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
 
 from components.image import DEFAULTS, PodDefaults
 from components.tfjob import names
 from components.tfjob.adoption import Adoption
-from components.tfjob.client import Api, Connection, RefusedError, Tree, UnreachableError, connect
-from components.tfjob.deadlines import Stages
+from components.tfjob.client import Api, Connection, RefusedError, UnreachableError, connect
+from components.tfjob.deadlines import Deadlines
 from components.tfjob.logs import Logs, Progress
 from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
+from components.tfjob.names import Tree
 from components.tfjob.retry import with_retry
 from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
 from components.tfjob.watch import Watch
@@ -41,185 +40,35 @@ from trainer.errors import ConfigError, RunInterruptedError, UserError
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
-# A sign may be missed a few times before the guard takes the launcher for gone.
+# Several heartbeats may be lost before the guard takes the job for an orphan.
 HEARTBEATS = 10
-MOST_HEARTBEAT_SECONDS = 20.0
-
-
-class Heartbeat(threading.Thread):
-    """Renews the annotation of a job until stopped."""
-
-    def __init__(self, api: Api, name: str, deadline: float) -> None:
-        """Beat `SIGNS` times in the seconds after which the guard gives the launcher up."""
-        super().__init__(name="heartbeat", daemon=True)
-        self._api = api
-        self._name = name
-        self._every = min(deadline / HEARTBEATS, MOST_HEARTBEAT_SECONDS)
-        self._token = secrets.token_hex(4)
-        self._count = 0
-        self._halted = threading.Event()
-
-    def sign(self) -> dict[str, str]:
-        """Return the next value of the annotation; two launchers never give the same."""
-        self._count += 1
-        return {names.HEARTBEAT: f"{self._token}-{self._count}"}
-
-    def stop(self) -> None:
-        """Give no further sign."""
-        self._halted.set()
-
-    def run(self) -> None:
-        """Give signs."""
-        while not self._halted.wait(self._every):
-            try:
-                self._api.patch_job(self._name, {"metadata": {"annotations": self.sign()}})
-            except UnreachableError as error:
-                log.debug("no sign could be given: %s", error)
-            except RefusedError as error:
-                if error.is_forbidden:
-                    log.warning("the job cannot be annotated, so that no guard watches: %s", error)
-                    return
-
-
-# Variables of the step that say where the object store is; what opens it comes from secrets.
+MAX_HEARTBEAT_SECONDS = 20.0
+# Variables of the step that address the object store; its credentials come from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
     "GOOGLE_CLOUD_PROJECT", "STORAGE_EMULATOR_HOST", "FLOTILLA_STORAGE_DEADLINE",
 )  # fmt: skip
-# After their time to end, pods still have to be taken off their nodes.
-SLACK_SECONDS = 60
-# For so long the exit step asks an API that is out of reach.
+# Time for the removal of pods from their nodes after the grace period.
+REMOVAL_SECONDS = 60
+# How long the exit step retries while the API is unreachable.
 DELETE_SECONDS = 120.0
 
 
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """Train `job` as a TFJob; see `trainer.cluster.launcher.Launcher`.
 
-    SIGINT and SIGTERM delete the job, whose chief publishes a last checkpoint in its time to end;
-    a second one ends at once. `defaults` hold where the configuration says nothing.
+    SIGINT and SIGTERM delete the job, whose chief publishes a last checkpoint within the grace
+    period; a second signal does not wait for it. `defaults` hold where the configuration does not.
 
     Raises:
-        ConfigError: the configuration asks for servers that are no pods of the job.
+        ConfigError: the configuration asks for servers that are not pods of the job.
     """
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
             raise ConfigError(f"cluster.{key}: not with cluster.launcher tfjob; leave it out")
     connection = connect()
     namespace = job.config.cluster.kubernetes.namespace or connection.namespace
-    tree = manifest(job, _place(connection, namespace, defaults))
-    _Launch(job, tree, connection, namespace).run()
-
-
-class _Launch:
-    def __init__(self, job: Job, tree: Tree, connection: Connection, namespace: str) -> None:
-        settings = job.config.cluster.kubernetes
-        self._job = job
-        self._tree = tree
-        self._name = tree["metadata"]["name"]
-        self._api = Api(connection, namespace)
-        # A handler may come while a thread holds the pool of the other one.
-        self._handlers_api = Api(connection, namespace)
-        self._own_namespace = namespace == connection.namespace
-        self._unreachable = settings.deadlines.unreachable
-        grace = max(
-            settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
-        )
-        self._gone_seconds = grace + SLACK_SECONDS
-        self._uid = ""
-        self._is_asked = False
-        self._happenings: JobEvents = queue.SimpleQueue()
-        self._heartbeat = Heartbeat(self._api, self._name, settings.deadlines.heartbeat)
-
-    def run(self) -> None:
-        with on_interrupt(self._asked):
-            try:
-                made = self._adopted()
-                self._uid = made["metadata"]["uid"]
-                self._follow(made)
-            finally:
-                self._heartbeat.stop()
-                self._delete()
-
-    def _adopted(self) -> Tree:
-        own: Tree = {"annotations": self._heartbeat.sign()}
-        owner = _owner()
-        if owner and self._own_namespace:
-            own["ownerReferences"] = [owner]
-        adoption = Adoption(self._api, self._unreachable, self._wait)
-        return adoption.job(self._tree, own, self._gone_seconds)
-
-    def _follow(self, made: Tree) -> None:
-        config = self._job.config
-        counts = replicas(config)
-        stages = Stages(config.cluster.kubernetes.deadlines, sum(counts.values()))
-        logs = Logs(self._api, _teller(leading(config), Progress(stages.moved)))
-        watches = [
-            self._watching(names.PLURAL, _named(self._name), "TFJob"),
-            self._watching("pods", _belonging(self._name), "Pod"),
-        ]
-        supervisor = Supervisor(self._job, made, self._api, logs, stages, self._happenings)
-        self._heartbeat.start()
-        for watch in watches:
-            watch.start()
-        try:
-            supervisor.run()
-            self._delete()
-            if not supervisor.wait_gone(self._gone_seconds):
-                log.warning("pods of the job %s are still on their nodes", self._name)
-            logs.drain(DRAIN_SECONDS)
-        except UserError:
-            # What becomes of a job that is being ended is no failure.
-            if not self._is_asked:
-                raise
-            raise self._interrupted(supervisor, logs) from None
-        finally:
-            logs.stop()
-            for watch in watches:
-                watch.stop()
-
-    def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
-        """Wait for the last checkpoint, and return what to say."""
-        self._delete()
-        try:
-            gone = supervisor.wait_gone(self._gone_seconds)
-        except RunInterruptedError as twice:
-            return twice
-        if not gone:
-            return RunInterruptedError(
-                f"interrupted; the job {self._name} was not gone after {self._gone_seconds} s, "
-                "the checkpoint before it is whole"
-            )
-        logs.drain(DRAIN_SECONDS, leading(self._job.config))
-        return RunInterruptedError(supervisor.words() or "interrupted before training began")
-
-    def _asked(self) -> None:
-        """End the job first of all: this process may have one second left."""
-        self._is_asked = True
-        with suppress(RefusedError, UnreachableError):
-            self._handlers_api.delete_job(self._name, quick=True)
-        self._happenings.put(None)
-
-    def _delete(self) -> None:
-        """Delete the job, unless it is gone or another one has its name by now."""
-        try:
-            with_retry(
-                lambda: self._api.delete_job(self._name, self._uid), SLACK_SECONDS, time.sleep
-            )
-        except (RefusedError, UserError) as error:
-            log.warning("the job %s could not be deleted: %s", self._name, error)
-
-    def _wait(self, seconds: float) -> None:
-        """Wait; raise when an end is asked for."""
-        with suppress(queue.Empty):
-            if self._happenings.get(timeout=seconds) is None:
-                raise RunInterruptedError("interrupted before training began")
-
-    def _watching(self, plural: str, query: Mapping[str, str], kind: str) -> Watch:
-        def tell(tree: Tree, gone: bool) -> None:
-            # Objects in a list do not say their kind.
-            self._happenings.put(({**tree, "kind": kind}, gone))
-
-        return Watch(self._api, plural, query, tell, self._happenings.put)
+    _Launch(job, connection, namespace, defaults).run()
 
 
 def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
@@ -228,14 +77,168 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
     api = Api(connection, settings.namespace or connection.namespace)
     label = f"{names.RUN}={names.run_label(run_id)}"
     try:
-        left = with_retry(lambda: api.jobs(label), DELETE_SECONDS, time.sleep)
-        for job in left:
-            name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-            log.warning("the job %s was left, and is deleted", name)
+        orphans = with_retry(lambda: api.jobs(label), DELETE_SECONDS, time.sleep)
+        for orphan in orphans:
+            name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
+            log.warning("deleting the job %s, which its launcher has left", name)
             with_retry(partial(api.delete_job, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
-    return [job["metadata"]["name"] for job in left]
+    return [orphan["metadata"]["name"] for orphan in orphans]
+
+
+class Heartbeat(threading.Thread):
+    """Renews the heartbeat of a job until stopped."""
+
+    def __init__(self, api: Api, name: str, limit: float) -> None:
+        """Send `HEARTBEATS` in the `limit` seconds after which the guard ends the job."""
+        super().__init__(name="heartbeat", daemon=True)
+        self._api = api
+        self._name = name
+        self._interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
+        self._token = secrets.token_hex(4)
+        self._count = 0
+        self._stopped = threading.Event()
+
+    def annotation(self) -> dict[str, str]:
+        """Return the next heartbeat; two launchers never send the same."""
+        self._count += 1
+        return {names.HEARTBEAT: f"{self._token}-{self._count}"}
+
+    def stop(self) -> None:
+        """Send no further heartbeat."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Send heartbeats."""
+        while not self._stopped.wait(self._interval):
+            try:
+                self._api.patch_job(self._name, {"metadata": {"annotations": self.annotation()}})
+            except UnreachableError as error:
+                log.debug("a heartbeat was not sent: %s", error)
+            except RefusedError as error:
+                if error.is_forbidden:
+                    log.warning("the job cannot be annotated: no guard watches it: %s", error)
+                    return
+
+
+class _Launch:
+    """One job from its creation to its deletion."""
+
+    def __init__(
+        self, job: Job, connection: Connection, namespace: str, defaults: PodDefaults
+    ) -> None:
+        settings = job.config.cluster.kubernetes
+        self._job = job
+        self._manifest = manifest(job, _place(connection, namespace, defaults))
+        self._name = self._manifest["metadata"]["name"]
+        self._api = Api(connection, namespace)
+        # The handler may run while a thread holds the lock of the other pool.
+        self._handler_api = Api(connection, namespace)
+        self._is_own_namespace = namespace == connection.namespace
+        self._unreachable = settings.deadlines.unreachable
+        grace = max(
+            settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
+        )
+        self._deletion_seconds = grace + REMOVAL_SECONDS
+        self._uid = ""
+        self._is_interrupted = False
+        self._job_events: JobEvents = queue.SimpleQueue()
+        self._heartbeat = Heartbeat(self._api, self._name, settings.deadlines.heartbeat)
+
+    def run(self) -> None:
+        with on_interrupt(self._on_interrupt):
+            try:
+                created = self._adopt_or_create()
+                self._uid = created["metadata"]["uid"]
+                self._supervise(created)
+            finally:
+                self._heartbeat.stop()
+                self._delete()
+
+    def _adopt_or_create(self) -> Tree:
+        own: Tree = {"annotations": self._heartbeat.annotation()}
+        owner = _owner_reference()
+        # An owner in another namespace does not exist for Kubernetes: it would collect the job.
+        if owner and self._is_own_namespace:
+            own["ownerReferences"] = [owner]
+        adoption = Adoption(self._api, self._unreachable, self._wait)
+        return adoption.adopt_or_create(self._manifest, own, self._deletion_seconds)
+
+    def _supervise(self, created: Tree) -> None:
+        config = self._job.config
+        pods = sum(replicas(config).values())
+        deadlines = Deadlines(config.cluster.kubernetes.deadlines, pods)
+        logs = Logs(self._api, _log_sink(leading(config), Progress(deadlines.progressed)))
+        watches = [
+            self._watch("TFJob", names.PLURAL, {"fieldSelector": f"metadata.name={self._name}"}),
+            self._watch("Pod", "pods", {"labelSelector": f"{names.JOB_NAME}={self._name}"}),
+        ]
+        supervisor = Supervisor(self._job, created, self._api, logs, deadlines, self._job_events)
+        self._heartbeat.start()
+        for watch in watches:
+            watch.start()
+        try:
+            supervisor.run()
+            self._delete()
+            if not supervisor.wait_until_deleted(self._deletion_seconds):
+                log.warning("pods of the job %s are still on their nodes", self._name)
+            logs.drain(DRAIN_SECONDS)
+        except UserError:
+            # A job that is being deleted also fails, which is not an error of the run.
+            if not self._is_interrupted:
+                raise
+            raise self._interrupted(supervisor, logs) from None
+        finally:
+            logs.stop()
+            for watch in watches:
+                watch.stop()
+
+    def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
+        """Wait for the last checkpoint, and return the error that names it."""
+        self._delete()
+        try:
+            deleted = supervisor.wait_until_deleted(self._deletion_seconds)
+        except RunInterruptedError as error:
+            return error
+        if not deleted:
+            return RunInterruptedError(
+                f"interrupted; the job {self._name} was not deleted after "
+                f"{self._deletion_seconds} s, the last published checkpoint is intact"
+            )
+        logs.drain(DRAIN_SECONDS, leading(self._job.config))
+        return RunInterruptedError(
+            supervisor.termination_message() or "interrupted before training began"
+        )
+
+    def _on_interrupt(self) -> None:
+        """Delete the job before anything else: this process may have one second left."""
+        self._is_interrupted = True
+        with suppress(RefusedError, UnreachableError):
+            self._handler_api.delete_job(self._name, quick=True)
+        self._job_events.put(None)
+
+    def _delete(self) -> None:
+        """Delete the job, unless it is gone or another job has its name by now."""
+        try:
+            with_retry(
+                lambda: self._api.delete_job(self._name, self._uid), REMOVAL_SECONDS, time.sleep
+            )
+        except (RefusedError, UserError) as error:
+            log.warning("the job %s could not be deleted: %s", self._name, error)
+
+    def _wait(self, seconds: float) -> None:
+        """Sleep; raise `RunInterruptedError` at a signal."""
+        with suppress(queue.Empty):
+            if self._job_events.get(timeout=seconds) is None:
+                raise RunInterruptedError("interrupted before training began")
+
+    def _watch(self, kind: str, plural: str, query: Mapping[str, str]) -> Watch:
+        def put(item: Tree, deleted: bool) -> None:
+            # The items of a list do not have a kind.
+            self._job_events.put(({**item, "kind": kind}, deleted))
+
+        return Watch(self._api, plural, query, put, self._job_events.put)
 
 
 def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:
@@ -248,27 +251,20 @@ def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Pla
     )
 
 
-def _owner() -> Tree | None:
-    """Return the step's own pod, whose end ends the job; only in its own namespace."""
+def _owner_reference() -> Tree | None:
+    """Return the reference to the step's own pod, whose deletion deletes the job."""
     name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
     if not (name and uid):
         return None
     return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
 
 
-def _named(name: str) -> Mapping[str, str]:
-    return {"fieldSelector": f"metadata.name={name}"}
-
-
-def _belonging(name: str) -> Mapping[str, str]:
-    return {"labelSelector": f"{names.JOB_NAME}={name}"}
-
-
-def _teller(leader: Task, progress: Progress) -> Any:
-    def tell(task: Task, text: str) -> None:
+def _log_sink(leader: Task, progress: Progress) -> Callable[[Task, str], None]:
+    def write(task: Task, text: str) -> None:
+        # The log of the step, in which the user looks for the logs of all tasks.
         sys.stdout.write(f"[{task}] {text}\n")
         sys.stdout.flush()
         if task == leader:
             progress.take(text)
 
-    return tell
+    return write

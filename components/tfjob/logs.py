@@ -1,9 +1,8 @@
-"""The logs of all tasks, each line once, whatever happens to the connections.
+"""Follow the logs of all tasks: each line once, across broken connections, and progress in them.
 
-The API gives a log again from a whole second on. Lines that were seen are told by their time, and
-those of the very same time by their number.
-
-How far training has come, from what the leading task writes to its log.
+The API can repeat a log only from a whole second on. Lines that were read before are recognized by
+their time, and lines with the same time by their number. The leading task writes its events to its
+log: from there they reach the events of the run and the deadline for progress.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from components.tfjob import state
-from components.tfjob.client import Api, RefusedError, Tree, UnreachableError
+from components.tfjob.client import Api, RefusedError, UnreachableError
+from components.tfjob.names import Tree
 from trainer import events
 from trainer.topology import Task
 
@@ -87,121 +87,123 @@ def _event(text: str) -> dict[str, Any] | None:
     return tree if needed is not None and needed <= tree.keys() else None
 
 
-# Of a task that has ended badly, so many lines go into the report.
+# So many lines of a failed task are part of its report.
 TAIL = 5
-_WAIT_SECONDS = 1.0
+_RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 
-Sink = Callable[[Task, str], None]
-_Stamp = tuple[str, str]
+LogSink = Callable[[Task, str], None]
+# Seconds and nanoseconds, each as text that sorts by time.
+_Timestamp = tuple[str, str]
 
 
-class Position:
-    """How far a log has been read; `take` says whether a line is new."""
+class LogPosition:
+    """How far a log has been read; `take` returns only lines that are new."""
 
     def __init__(self) -> None:
-        """Begin at the beginning."""
-        self._last: _Stamp = ("", "")
+        """Begin with the first line."""
+        self._last: _Timestamp = ("", "")
         self._zone = ""
-        self._seen = self._again = 0
+        # Lines with the last time: read in all, and repeated by the current request.
+        self._read = self._repeated = 0
         self._catching_up = False
 
     def since(self) -> str:
-        """Begin a new reading, and return from when on."""
-        self._again, self._catching_up = 0, True
+        """Begin a new request, and return its `sinceTime`; empty for the whole log."""
+        self._repeated, self._catching_up = 0, True
         return f"{self._last[0]}{self._zone}" if self._last[0] else ""
 
     def take(self, line: str) -> str | None:
-        """Return the text of a line that is new, None for one that was seen."""
+        """Return the text of a line that is new, None for one that was read before."""
         time, _, text = line.partition(" ")
         match = _TIME.fullmatch(time)
         if not match:
             return line
-        stamp = (match[1], (match[2] or "").ljust(9, "0"))
+        timestamp = (match[1], (match[2] or "").ljust(9, "0"))
         if self._catching_up:
-            if stamp < self._last:
+            if timestamp < self._last:
                 return None
-            if stamp == self._last and self._again < self._seen:
-                self._again += 1
+            if timestamp == self._last and self._repeated < self._read:
+                self._repeated += 1
                 return None
             self._catching_up = False
-        self._seen = self._seen + 1 if stamp == self._last else 1
-        self._last, self._zone = stamp, match[3]
+        self._read = self._read + 1 if timestamp == self._last else 1
+        self._last, self._zone = timestamp, match[3]
         return text
 
 
-class Follower(threading.Thread):
-    """Reads the log of one start of one pod to its end."""
+class LogFollower(threading.Thread):
+    """A daemon thread that reads the log of one container, up to its next restart."""
 
-    def __init__(self, api: Api, pod: Tree, sink: Sink) -> None:
-        """Begin nothing yet."""
+    def __init__(self, api: Api, pod: Tree, sink: LogSink) -> None:
+        """Do not start yet."""
         self.task = state.task_of(pod)
         super().__init__(name=f"log {self.task}", daemon=True)
         self._api = api
         self._pod = pod["metadata"]["name"]
         self._uid = pod["metadata"]["uid"]
-        self._start = state.starts(pod)
+        self._restart_count = state.restart_count(pod)
         self._sink = sink
-        self._position = Position()
-        self._part = ""
-        self._halted = threading.Event()
+        self._position = LogPosition()
+        self._partial = ""
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
         """Read no further."""
-        self._halted.set()
+        self._stopped.set()
 
     def run(self) -> None:
-        """Read until the container has ended, then the rest."""
-        while not self._halted.is_set():
+        """Read until the container has ended, then the rest of its log."""
+        while not self._stopped.is_set():
             try:
                 pod = self._api.get_pod(self._pod)
                 if pod["metadata"]["uid"] != self._uid:
                     break
-                newer = state.starts(pod) > self._start
-                over = newer or state.has_ended(pod)
-                self._read(follow=not over, previous=newer)
-                if over:
+                restarted = state.restart_count(pod) > self._restart_count
+                ended = restarted or state.has_ended(pod)
+                self._read(follow=not ended, previous=restarted)
+                if ended:
                     break
             except RefusedError as error:
                 if error.is_missing:
                     break
-                self._halted.wait(_WAIT_SECONDS)
+                self._stopped.wait(_RETRY_SECONDS)
             except UnreachableError as error:
-                self._halted.wait(max(_WAIT_SECONDS, error.wait))
-        if self._part:
-            self._sink(self.task, self._part)
+                self._stopped.wait(max(_RETRY_SECONDS, error.retry_after))
+        if self._partial:
+            self._sink(self.task, self._partial)
 
     def _read(self, *, follow: bool, previous: bool) -> None:
         since = self._position.since()
         for line in self._api.log(self._pod, since=since, follow=follow, previous=previous):
             if not line.endswith("\n"):
-                # Not seen yet: it comes again, whole, unless the task died in the middle of it.
-                self._part = line.partition(" ")[2]
+                # Cut off: the next request repeats it, unless the task died while writing it.
+                self._partial = line.partition(" ")[2]
                 return
-            self._part = ""
+            self._partial = ""
             text = self._position.take(line[:-1])
             if text is not None:
                 self._sink(self.task, text)
-            if self._halted.is_set():
+            if self._stopped.is_set():
                 return
 
 
 class Logs:
-    """The followers of all tasks, and the last lines of each."""
+    """The log followers of all tasks, and the last lines of each task."""
 
-    def __init__(self, api: Api, sink: Sink) -> None:
-        """Follow nothing yet."""
+    def __init__(self, api: Api, sink: LogSink) -> None:
+        """Take the API, and what receives every line."""
         self._api = api
         self._sink = sink
-        self._followers: dict[tuple[str, int], Follower] = {}
+        self._followers: dict[tuple[str, int], LogFollower] = {}
         self._tails: dict[Task, deque[str]] = {}
         self._lock = threading.Lock()
 
     def follow(self, pod: Tree) -> None:
-        """Follow a pod whose container has started, once for each start."""
-        key = (pod["metadata"]["uid"], state.starts(pod))
+        """Follow a pod whose container has started, once for each restart."""
+        key = (pod["metadata"]["uid"], state.restart_count(pod))
         if state.has_started(pod) and key not in self._followers:
-            self._followers[key] = Follower(self._api, pod, self._take)
+            self._followers[key] = LogFollower(self._api, pod, self._write)
             self._followers[key].start()
 
     def tail(self, task: Task) -> list[str]:
@@ -210,7 +212,7 @@ class Logs:
             return list(self._tails.get(task, ()))
 
     def drain(self, seconds: float, task: Task | None = None) -> None:
-        """Wait until the logs of a task, or of all, are read to their end; at most so long."""
+        """Wait until the logs of a task, or of all tasks, are read; at most `seconds`."""
         end = time.monotonic() + seconds
         for follower in list(self._followers.values()):
             if task in (None, follower.task):
@@ -221,7 +223,7 @@ class Logs:
         for follower in self._followers.values():
             follower.stop()
 
-    def _take(self, task: Task, text: str) -> None:
+    def _write(self, task: Task, text: str) -> None:
         with self._lock:
             self._tails.setdefault(task, deque(maxlen=TAIL)).append(text)
             self._sink(task, text)

@@ -1,9 +1,7 @@
-"""The TFJob of a training run: a pure function from the configuration to a dict.
+"""The TFJob of a training run: a pure function from the configuration to a Kubernetes object.
 
-`spec.runPolicy` holds what ends a job; beside it the operator would ignore it silently. Roles are
-built apart: a parameter server must not ask for the GPUs of a worker.
-
-The pod template of one role: pure, from the settings to a dict.
+What ends a job is in `spec.runPolicy`: outside of it the operator ignores it silently. Every role
+has a pod template of its own, since a parameter server must not request the GPUs of a worker.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 
 from components.image import DEFAULTS, SECRET_KEYS, PodDefaults
 from components.tfjob import names
+from components.tfjob.names import Tree
 from trainer import storage
 from trainer.cluster import lease, termination
 from trainer.cluster.launcher import Job
@@ -25,205 +24,28 @@ from trainer.config.kubernetes import SCRATCH, SHARED_MEMORY, WORKING_FOLDER, Jo
 from trainer.config.schema import Config
 from trainer.topology import Cluster, Task, topology_of
 
-# The name by which the operator finds the container, and the port that it looks for.
-CONTAINER, PORT_NAME, PORT = "tensorflow", "tfjob-port", 2222
-CONFIG_VARIABLE = "FLOTILLA_CONFIG"
-# Which job the guard reads the heartbeat of, and for how long it may stand still.
-LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
-CONFIG_FILE = "config.json"
-# A chief that has to end publishes a last checkpoint first.
-GRACE_SECONDS = 120
-_BEHIND_A_SECRET = ("minio://", "s3://")
-_ISTIO = {"sidecar.istio.io/inject": "false"}
-# TensorFlow imports Keras 3 at once unless it is told of Keras 2, which a server never imports.
-_SERVER = {"TF_USE_LEGACY_KERAS": "1"}
-
-Tree = dict[str, Any]
-
-
-def template(
-    config: Config,
-    role: str,
-    task: list[str],
-    *,
-    leads: bool,
-    labels: Mapping[str, str],
-    variables: Mapping[str, str],
-    service_account: str,
-    defaults: PodDefaults,
-) -> Tree:
-    """Return the template of a role's pods.
-
-    Args:
-        config: the run configuration.
-        role: `chief`, `ps`, `worker` or `evaluator`.
-        task: arguments of the task, as Kubernetes should hand them over.
-        leads: whether a task of this role runs the outer loop.
-        labels: Flotilla's own.
-        variables: of the launching step, which every task needs as well.
-        service_account: where the settings name none.
-        defaults: the image and the secret where the settings name none.
-    """
-    pod = _with_defaults(config.cluster.kubernetes.of(role), task, defaults)
-    spec: Tree = {
-        "containers": [_container(config, role, pod, task, leads=leads, variables=variables)],
-        "volumes": _volumes(pod),
-        "terminationGracePeriodSeconds": pod.grace_seconds or GRACE_SECONDS,
-        "serviceAccountName": pod.service_account or service_account,
-        "priorityClassName": pod.priority_class,
-        "schedulerName": pod.scheduler,
-        "nodeSelector": pod.node_selector,
-        "tolerations": list(pod.tolerations),
-        "affinity": pod.affinity,
-        "imagePullSecrets": [{"name": name} for name in pod.image_pull_secrets],
-    }
-    metadata = {
-        "labels": {**_ISTIO, **pod.labels, **labels},
-        "annotations": {**_ISTIO, **pod.annotations},
-    }
-    return {"metadata": metadata, "spec": said(spec)}
-
-
-def _with_defaults(pod: PodConfig, task: list[str], defaults: PodDefaults) -> PodConfig:
-    """Return the settings with the run's image, and with its secret where its store needs one."""
-    update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
-    said_otherwise = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
-    if not said_otherwise and any(word.startswith(_BEHIND_A_SECRET) for word in task):
-        update["secret_env"] = {**defaults.secret_env(), **pod.secret_env}
-    return pod.model_copy(update=update)
-
-
-def _text(config: Config) -> str:
-    """Return the configuration as JSON, without defaults where only the launcher reads it."""
-    tree = config.model_dump(mode="json")
-    tree["cluster"]["kubernetes"] = config.cluster.kubernetes.model_dump(
-        mode="json", exclude_defaults=True
-    )
-    return json.dumps(tree)
-
-
-def restart_policy(config: Config, role: str) -> str:
-    """Return which ends of a role's tasks the operator, or the kubelet, makes good."""
-    # Training never notices the evaluator: under `ExitCode` its failure would be the job's.
-    usual = "OnFailure" if role == "evaluator" else "ExitCode"
-    return config.cluster.kubernetes.of(role).restart_policy or usual
-
-
-def said(tree: Mapping[str, Any]) -> Tree:
-    """Return a mapping without the keys of which nothing is said."""
-    return {key: value for key, value in tree.items() if value not in ("", {}, [], None)}
-
-
-def literal(text: str) -> str:
-    """Return a text so that Kubernetes hands it over as it is: `$(NAME)` would be replaced."""
-    return text.replace("$", "$$")
-
-
-def _container(
-    config: Config,
-    role: str,
-    pod: PodConfig,
-    task: list[str],
-    *,
-    leads: bool,
-    variables: Mapping[str, str],
-) -> Tree:
-    folder = pod.working_folder or WORKING_FOLDER
-    command = list(pod.command) or ["python", "-m", "trainer", "task"]
-    guard = ["python", "-m", "components.tfjob.guard", "--"]
-    resources = _resources(config, role, pod)
-    given = int(resources.get("limits", {}).get(config.cluster.kubernetes.gpu_resource, 0))
-    own = {
-        CONFIG_VARIABLE: _text(config),
-        "PYTHONUNBUFFERED": "1",
-        "TF_CPP_MIN_LOG_LEVEL": "2",
-        # A dead peer is an error at once and not after gRPC's own patience.
-        "GRPC_FAIL_FAST": "use_caller",
-        # An image for GPUs shows a pod without one all GPUs of its node.
-        **({} if given else {"CUDA_VISIBLE_DEVICES": "-1"}),
-        **({} if leads else _SERVER),
-    }
-    return said(
-        {
-            "name": CONTAINER,
-            "image": pod.image,
-            "imagePullPolicy": pod.image_pull_policy,
-            "command": [*guard, *(literal(word) for word in command)],
-            "args": [literal(word) for word in task],
-            "workingDir": folder,
-            "env": _pod_environment(pod, {**variables, **own, **pod.env}),
-            "envFrom": [
-                *({"secretRef": {"name": n, "optional": True}} for n in pod.env_from_secrets),
-                *(
-                    {"configMapRef": {"name": n, "optional": True}}
-                    for n in pod.env_from_config_maps
-                ),
-            ],
-            "ports": [{"name": PORT_NAME, "containerPort": PORT}],
-            "resources": resources,
-            "volumeMounts": _mounts(pod, folder),
-            # The line with which a task ends reaches the launcher even where its log is lost.
-            "terminationMessagePath": f"{folder}/{termination.FILE}",
-            "terminationMessagePolicy": "FallbackToLogsOnError",
-        }
-    )
-
-
-def _pod_environment(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:
-    plain = [
-        {"name": name, "value": literal(value)}
-        for name, value in variables.items()
-        if name not in pod.secret_env
-    ]
-    secret = []
-    for variable, place in pod.secret_env.items():
-        name, _, key = place.partition("/")
-        # Where a secret is absent the storage says which variable it misses; a pod that cannot
-        # start says nothing.
-        reference = {"secretKeyRef": {"name": name, "key": key, "optional": True}}
-        secret.append({"name": variable, "valueFrom": reference})
-    return [*plain, *secret]
-
-
-def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
-    gpu = config.cluster.kubernetes.gpu_resource
-    count = gpu_count(config, Task(role=role, index=0))
-    limits = {**({gpu: str(count)} if count else {}), **pod.resources.limits}
-    return said({"requests": dict(pod.resources.requests), "limits": limits})
-
-
-def _volumes(pod: PodConfig) -> list[Tree]:
-    scratch = {"sizeLimit": pod.scratch} if pod.scratch else {}
-    memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
-    return [
-        {"name": SCRATCH, "emptyDir": scratch},
-        *([{"name": SHARED_MEMORY, "emptyDir": memory}] if pod.shared_memory else []),
-        *({"name": volume.name, **volume.source} for volume in pod.volumes),
-    ]
-
-
-def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
-    return [
-        {"name": SCRATCH, "mountPath": folder},
-        *([{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}] if pod.shared_memory else []),
-        *(
-            {"name": each.name, "mountPath": each.mount_path, "readOnly": each.read_only}
-            for each in pod.volumes
-        ),
-    ]
-
-
 LAUNCHER = "tfjob"
-# The operator's words for the roles.
+# The operator's names of the roles, and of the port that it looks for.
 REPLICAS = {"chief": "Chief", "ps": "PS", "worker": "Worker", "evaluator": "Evaluator"}
+PORT_NAME, PORT = "tfjob-port", 2222
 KUEUE = "kueue.x-k8s.io/queue-name"
-# What only a run knows stands in the document as words.
+# The configuration travels in a variable, which the guard writes to a file.
+CONFIG_VARIABLE, CONFIG_FILE = "FLOTILLA_CONFIG", "config.json"
+# The job whose heartbeat the guard watches, and after how many seconds it is an orphan.
+LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
+# The default grace period: a chief publishes a last checkpoint in it.
+GRACE_SECONDS = 120
+# Placeholders of a document without a run.
 _RUN_ID, _DATASET, _ROOT, _NAMESPACE = "RUN-ID", "DATASET", "gs://BUCKET", "NAMESPACE"
+_NEEDS_SECRET = ("minio://", "s3://")
+_NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
+# With this variable TensorFlow does not import Keras 3, which a server never uses.
+_NO_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a job runs, as whom, and with which variables of the step that launches it.
+    """Where a job runs, with which service account, and with which variables of its launcher.
 
     Attributes:
         namespace: where the settings name none.
@@ -241,32 +63,35 @@ class Place:
 def manifest(job: Job, place: Place) -> Tree:
     """Return the TFJob that trains `job`, the same for the same arguments.
 
-    The annotation `flotilla/manifest` is the digest of all the rest: a retry knows by it whether
-    the job that it finds is its own.
+    The annotation `flotilla/manifest` is the digest of everything else: by it a retry recognizes
+    the job that it may adopt.
     """
     config = job.config
     settings = config.cluster.kubernetes
-    own = {names.RUN: names.run_label(job.run_id), names.MANAGED: LAUNCHER}
+    labels = {names.RUN: names.run_label(job.run_id), names.MANAGED: LAUNCHER}
     queue = {KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
     counts = replicas(config)
     name = names.job_name(config.name, job.checkpoints)
     namespace = settings.namespace or place.namespace
-    place = replace(
-        place, variables={**place.variables, **_heartbeat_variables(config, namespace, name)}
-    )
+    variables = {**place.variables, **_launcher_variables(config, namespace, name)}
+    place = replace(place, variables=variables)
     tree: Tree = {
         "apiVersion": f"{names.GROUP}/{names.VERSION}",
         "kind": "TFJob",
         "metadata": {
             "name": name,
             "namespace": namespace,
-            "labels": {**settings.job.labels, **queue, **own},
+            "labels": {**settings.job.labels, **queue, **labels},
             "annotations": dict(settings.job.annotations),
         },
         "spec": {
             "runPolicy": _run_policy(settings.job, sum(counts.values())),
             "tfReplicaSpecs": {
-                REPLICAS[role]: _replica(job, role, count, place, own)
+                REPLICAS[role]: {
+                    "replicas": count,
+                    "restartPolicy": restart_policy(config, role),
+                    "template": _pod_template(job, role, place, labels),
+                }
                 for role, count in counts.items()
             },
         },
@@ -276,10 +101,10 @@ def manifest(job: Job, place: Place) -> Tree:
     return tree
 
 
-def document(config: Config, defaults: PodDefaults = DEFAULTS) -> dict[str, Any]:
+def document(config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
     """Return the TFJob of `config`, with placeholders for what only a run knows.
 
-    `defaults` is what a run gives to pods of which the configuration says nothing.
+    `defaults` are the image and the secret of pods for which the configuration names none.
     """
     root = config.storage.root or _ROOT
     job = Job(
@@ -307,59 +132,197 @@ def leading(config: Config) -> Task:
     return Task(role="chief" if "chief" in replicas(config) else "worker", index=0)
 
 
-def _replica(job: Job, role: str, count: int, place: Place, own: Mapping[str, str]) -> Tree:
-    topology = topology_of(job.config.training.strategy)
-    leads = topology.leads(Task(role=role, index=0)) or leading(job.config).role == role
+def restart_policy(config: Config, role: str) -> str:
+    """Return the restart policy of a role, as the operator names it."""
+    # Training does not depend on the evaluator: with `ExitCode` its failure would fail the job.
+    default = "OnFailure" if role == "evaluator" else "ExitCode"
+    return config.cluster.kubernetes.of(role).restart_policy or default
+
+
+def _launcher_variables(config: Config, namespace: str, name: str) -> dict[str, str]:
+    limit = config.cluster.kubernetes.deadlines.heartbeat
+    watched = {"namespace": namespace, "job": name, "seconds": str(limit)}
+    # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
+    holder = {lease.VARIABLE: f"TFJob {namespace}/{name}"}
+    return {LAUNCHER_VARIABLE: json.dumps(watched), **holder}
+
+
+def _run_policy(settings: JobConfig, pods: int) -> Tree:
+    scheduling = settings.scheduling
+    policy: Tree = {
+        "cleanPodPolicy": settings.clean_pod_policy,
+        "ttlSecondsAfterFinished": settings.ttl_seconds,
+        "activeDeadlineSeconds": settings.active_deadline_seconds,
+        "backoffLimit": settings.backoff_limit,
+    }
+    if scheduling.gang:
+        policy["schedulingPolicy"] = _without_empty(
+            {
+                "minAvailable": scheduling.min_available or pods,
+                "queue": scheduling.queue,
+                "priorityClass": scheduling.priority_class,
+                "scheduleTimeoutSeconds": scheduling.timeout_seconds or None,
+            }
+        )
+    if settings.suspend:
+        policy["suspend"] = True
+    return _without_empty(policy)
+
+
+def _pod_template(job: Job, role: str, place: Place, labels: Mapping[str, str]) -> Tree:
+    """Return the pod template of a role; `labels` are Flotilla's own."""
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
+    arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
+    pod = _with_defaults(job.config.cluster.kubernetes.of(role), arguments, place.defaults)
+    spec: Tree = {
+        "containers": [_container(job.config, role, pod, arguments, place.variables)],
+        "volumes": _volumes(pod),
+        "terminationGracePeriodSeconds": pod.grace_seconds or GRACE_SECONDS,
+        "serviceAccountName": pod.service_account or place.service_account,
+        "priorityClassName": pod.priority_class,
+        "schedulerName": pod.scheduler,
+        "nodeSelector": pod.node_selector,
+        "tolerations": list(pod.tolerations),
+        "affinity": pod.affinity,
+        "imagePullSecrets": [{"name": name} for name in pod.image_pull_secrets],
+    }
+    metadata = {
+        "labels": {**_NO_SIDECAR, **pod.labels, **labels},
+        "annotations": {**_NO_SIDECAR, **pod.annotations},
+    }
+    return {"metadata": metadata, "spec": _without_empty(spec)}
+
+
+def _with_defaults(pod: PodConfig, arguments: list[str], defaults: PodDefaults) -> PodConfig:
+    """Return the settings with the run's image, and with its secret where its store needs one."""
+    update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
+    has_secret = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
+    if not has_secret and any(word.startswith(_NEEDS_SECRET) for word in arguments):
+        update["secret_env"] = {**defaults.secret_env(), **pod.secret_env}
+    return pod.model_copy(update=update)
+
+
+def _container(
+    config: Config, role: str, pod: PodConfig, arguments: list[str], variables: Mapping[str, str]
+) -> Tree:
+    folder = pod.working_folder or WORKING_FOLDER
+    command = list(pod.command) or ["python", "-m", "trainer", "task"]
+    guard = ["python", "-m", "components.tfjob.guard", "--"]
+    resources = _resources(config, role, pod)
+    own = _task_variables(config, role, resources)
+    return _without_empty(
+        {
+            "name": names.CONTAINER,
+            "image": pod.image,
+            "imagePullPolicy": pod.image_pull_policy,
+            "command": [*guard, *(_escape(word) for word in command)],
+            "args": [_escape(word) for word in arguments],
+            "workingDir": folder,
+            "env": _env(pod, {**variables, **own, **pod.env}),
+            "envFrom": [
+                *({"secretRef": {"name": n, "optional": True}} for n in pod.env_from_secrets),
+                *(
+                    {"configMapRef": {"name": n, "optional": True}}
+                    for n in pod.env_from_config_maps
+                ),
+            ],
+            "ports": [{"name": PORT_NAME, "containerPort": PORT}],
+            "resources": resources,
+            "volumeMounts": _mounts(pod, folder),
+            # The termination message reaches the launcher even where the log is lost.
+            "terminationMessagePath": f"{folder}/{termination.FILE}",
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+    )
+
+
+def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
+    """Return the variables of a role's tasks, apart from those of the launcher and the settings."""
+    gpus = int(resources.get("limits", {}).get(config.cluster.kubernetes.gpu_resource, 0))
     return {
-        "replicas": count,
-        "restartPolicy": restart_policy(job.config, role),
-        "template": template(
-            job.config,
-            role,
-            ["--config", CONFIG_FILE, *uris, "--workdir", "."],
-            leads=leads or role == "evaluator",
-            labels=own,
-            variables={**place.variables, **_alone(job.config, role)},
-            service_account=place.service_account,
-            defaults=place.defaults,
-        ),
+        **_single_task_cluster(config, role),
+        CONFIG_VARIABLE: _config_text(config),
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # A dead peer is an error at once, without gRPC's own retries.
+        "GRPC_FAIL_FAST": "use_caller",
+        # In an image for GPUs a pod without one would see all GPUs of its node.
+        **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
+        **({} if _uses_keras(config, role) else _NO_KERAS),
     }
 
 
-def _heartbeat_variables(config: Config, namespace: str, name: str) -> dict[str, str]:
-    seconds = config.cluster.kubernetes.deadlines.heartbeat
-    place = {"namespace": namespace, "job": name, "seconds": str(seconds)}
-    # A chief that begins again, as another pod perhaps, is a life of the same job.
-    life = {lease.VARIABLE: f"TFJob {namespace}/{name}"}
-    return {LAUNCHER_VARIABLE: json.dumps(place), **life}
-
-
-def _alone(config: Config, role: str) -> dict[str, str]:
-    """Return TF_CONFIG for a job of one task, to which the operator gives none."""
+def _single_task_cluster(config: Config, role: str) -> dict[str, str]:
+    """Return TF_CONFIG for a job of one task, where the operator sets none."""
     if sum(replicas(config).values()) > 1:
         return {}
     cluster = Cluster(addresses={role: (f"localhost:{PORT}",)})
     return {"TF_CONFIG": cluster.tf_config(Task(role=role, index=0))}
 
 
-def _run_policy(settings: JobConfig, pods_in_all: int) -> Tree:
-    gang = settings.scheduling
-    policy: dict[str, Any] = {
-        "cleanPodPolicy": settings.clean_pod_policy,
-        "ttlSecondsAfterFinished": settings.ttl_seconds,
-        "activeDeadlineSeconds": settings.active_deadline_seconds,
-        "backoffLimit": settings.backoff_limit,
-    }
-    if gang.gang:
-        policy["schedulingPolicy"] = said(
-            {
-                "minAvailable": gang.min_available or pods_in_all,
-                "queue": gang.queue,
-                "priorityClass": gang.priority_class,
-                "scheduleTimeoutSeconds": gang.timeout_seconds or None,
-            }
-        )
-    if settings.suspend:
-        policy["suspend"] = True
-    return said(policy)
+def _config_text(config: Config) -> str:
+    """Return the configuration as JSON, without defaults where only the launcher reads it."""
+    tree = config.model_dump(mode="json")
+    tree["cluster"]["kubernetes"] = config.cluster.kubernetes.model_dump(
+        mode="json", exclude_defaults=True
+    )
+    return json.dumps(tree)
+
+
+def _uses_keras(config: Config, role: str) -> bool:
+    topology = topology_of(config.training.strategy)
+    leads = topology.leads(Task(role=role, index=0)) or leading(config).role == role
+    return leads or role == "evaluator"
+
+
+def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:
+    plain = [
+        {"name": name, "value": _escape(value)}
+        for name, value in variables.items()
+        if name not in pod.secret_env
+    ]
+    secret = []
+    for variable, place in pod.secret_env.items():
+        name, _, key = place.partition("/")
+        # Optional: without its secret a pod would not start and write no log. The storage names
+        # the variable that is missing.
+        reference = {"secretKeyRef": {"name": name, "key": key, "optional": True}}
+        secret.append({"name": variable, "valueFrom": reference})
+    return [*plain, *secret]
+
+
+def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
+    gpu = config.cluster.kubernetes.gpu_resource
+    count = gpu_count(config, Task(role=role, index=0))
+    limits = {**({gpu: str(count)} if count else {}), **pod.resources.limits}
+    return _without_empty({"requests": dict(pod.resources.requests), "limits": limits})
+
+
+def _volumes(pod: PodConfig) -> list[Tree]:
+    scratch = {"sizeLimit": pod.scratch} if pod.scratch else {}
+    memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
+    return [
+        {"name": SCRATCH, "emptyDir": scratch},
+        *([{"name": SHARED_MEMORY, "emptyDir": memory}] if pod.shared_memory else []),
+        *({"name": volume.name, **volume.source} for volume in pod.volumes),
+    ]
+
+
+def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
+    return [
+        {"name": SCRATCH, "mountPath": folder},
+        *([{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}] if pod.shared_memory else []),
+        *(
+            {"name": each.name, "mountPath": each.mount_path, "readOnly": each.read_only}
+            for each in pod.volumes
+        ),
+    ]
+
+
+def _escape(text: str) -> str:
+    """Return a text that Kubernetes passes on unchanged: it would replace `$(NAME)`."""
+    return text.replace("$", "$$")
+
+
+def _without_empty(tree: Mapping[str, Any]) -> Tree:
+    return {key: value for key, value in tree.items() if value not in ("", {}, [], None)}

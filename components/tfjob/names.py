@@ -1,47 +1,54 @@
-"""What a job is called, and by which labels and annotations Flotilla knows its own."""
+"""Names of a job, of its container, and of the labels and annotations by which it is found."""
 
 from __future__ import annotations
 
 import hashlib
 import re
+from typing import Any
+
+# A Kubernetes object, or a part of one, as JSON.
+Tree = dict[str, Any]
 
 GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "tfjobs"
-# Written by the operator on every pod.
+# The operator finds the container by this name.
+CONTAINER = "tensorflow"
+# Labels that the operator sets on every pod.
 JOB_NAME = "training.kubeflow.org/job-name"
 REPLICA_TYPE = "training.kubeflow.org/replica-type"
 REPLICA_INDEX = "training.kubeflow.org/replica-index"
-# Written by Flotilla, on the job and on its pods.
+# Labels of Flotilla, on the job and on its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
+# Annotations of Flotilla, on the job.
 MANIFEST = "flotilla/manifest"
 HEARTBEAT = "flotilla/heartbeat"
 
-# A pod, its service and the label with the job's name take 63 characters.
-MOST = 63
-_LONGEST_END = len("-evaluator-9999")
-_DIGEST = 12
+# Names of pods and services, and values of labels, have at most 63 characters.
+MAX_LENGTH = 63
+_LONGEST_SUFFIX = len("-evaluator-9999")
+_DIGEST_LENGTH = 12
 
 
 def job_name(model: str, checkpoints: str) -> str:
     """Return the name of the job that trains to `checkpoints`: the same for every retry.
 
-    The URI of the checkpoints names the run and is written by one step alone, so that two runs, or
-    two steps, never share a name.
+    The URI of the checkpoints identifies the run, and only one step writes there: two runs, or two
+    steps, never share a name.
     """
     slug = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     # The name of a service has to begin with a letter.
     slug = slug if slug[:1].isalpha() else f"f-{slug}"
-    most = MOST - _LONGEST_END - _DIGEST - 1
-    return f"{slug[:most].rstrip('-')}-{_digest(checkpoints)}"
+    length = MAX_LENGTH - _LONGEST_SUFFIX - _DIGEST_LENGTH - 1
+    return f"{slug[:length].rstrip('-')}-{_digest(checkpoints)}"
 
 
 def run_label(run_id: str) -> str:
     """Return a run id as the value of a label; one that does not fit ends with a digest."""
     if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", run_id):
         return run_id
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-._")[: MOST - _DIGEST - 1]
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
     return f"{slug}-{_digest(run_id)}".lstrip("-")
 
 
 def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST_LENGTH]

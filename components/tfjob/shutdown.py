@@ -1,9 +1,10 @@
-"""Parameter servers outlive their chief by a moment, so that it can save what they hold.
+"""The shutdown connection: parameter servers stay up until the chief has saved what they hold.
 
-When a job is deleted all of its pods are asked to end at the same time. The guard of the leading
-task keeps a connection to the guards of the others: over it it says that it is ending, and its
-closing says that it has ended. Until then a server that was asked to end goes on serving. Where
-there is no connection, it ends at once, and the checkpoint before is the last one.
+When a job is deleted, Kubernetes sends SIGTERM to all of its pods at the same time. The guard of
+the leading task accepts a connection from the guard of every server. One byte on it announces that
+the leader is shutting down, and its end says that the leader has ended. A server that receives
+SIGTERM keeps serving in between. Without a connection it ends at once, and the last checkpoint is
+the one that was published before.
 """
 
 from __future__ import annotations
@@ -15,31 +16,31 @@ import time
 from contextlib import suppress
 
 PORT = int(os.environ.get("FLOTILLA_GUARD_PORT", "2223"))
-_ENDING = b"e"
-# Both are asked at the same moment; a server that is asked alone ends after so long.
+_SHUTTING_DOWN = b"e"
+# Leader and server receive SIGTERM together; a server that is ended alone waits this long.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 
 
 class ShutdownServer:
-    """The leader's end: a connection for every other task."""
+    """The leader's side: accepts a connection from every server."""
 
     def __init__(self, port: int = PORT) -> None:
-        """Listen; without the port the others end when they are asked to."""
+        """Listen on `port`; if it is taken, servers end without waiting for the leader."""
         self._connections: list[socket.socket] = []
-        self._ending = False
+        self._shutting_down = False
         with suppress(OSError):
             self._server = socket.create_server(("", port), backlog=1024)
-            threading.Thread(target=self._accept, name="anchor", daemon=True).start()
+            threading.Thread(target=self._accept, name="shutdown-server", daemon=True).start()
 
-    def ending(self) -> None:
-        """Tell all others that the leader is ending."""
-        self._ending = True
+    def announce(self) -> None:
+        """Announce to all servers that the leader is shutting down."""
+        self._shutting_down = True
         for connection in self._connections:
-            _tell(connection)
+            _announce(connection)
 
     def close(self) -> None:
-        """Let the others go, as the end of this process does."""
+        """Close all connections, as the end of this process does."""
         for connection in self._connections:
             connection.close()
 
@@ -47,46 +48,46 @@ class ShutdownServer:
         while True:
             connection, _ = self._server.accept()
             self._connections.append(connection)
-            if self._ending:
-                _tell(connection)
+            if self._shutting_down:
+                _announce(connection)
 
 
 class ShutdownConnection:
-    """The other end: what a server knows of its leader."""
+    """The server's side: one connection to the leader, renewed while it lasts."""
 
     def __init__(self, host: str, port: int = PORT) -> None:
-        """Connect, and again whenever the connection is gone, in a thread."""
+        """Connect, and reconnect whenever the connection is lost, in a daemon thread."""
         self._address = (host, port)
-        self._ending = threading.Event()
+        self._announced = threading.Event()
         self._ended = threading.Event()
-        threading.Thread(target=self._hold, name="tether", daemon=True).start()
+        threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
 
-    def wait(self, notice: float, most: float) -> None:
-        """Return when the leader has ended, or is not ending, or is taking too long.
+    def wait(self, notice: float, timeout: float) -> None:
+        """Return when the leader has ended, is not shutting down, or takes too long.
 
         Args:
-            notice: seconds in which a leader that is ending says so.
-            most: seconds that it may take to end.
+            notice: seconds in which a leader that is shutting down announces it.
+            timeout: seconds that it may take to end.
         """
-        if self._ending.wait(notice):
-            self._ended.wait(most)
+        if self._announced.wait(notice):
+            self._ended.wait(timeout)
 
-    def _hold(self) -> None:
+    def _connect(self) -> None:
         while not self._ended.is_set():
             with (
                 suppress(OSError),
-                socket.create_connection(self._address, CONNECT_SECONDS) as held,
+                socket.create_connection(self._address, CONNECT_SECONDS) as connection,
             ):
-                held.settimeout(None)
-                held.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-                if held.recv(1) == _ENDING:
-                    self._ending.set()
+                connection.settimeout(None)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                if connection.recv(1) == _SHUTTING_DOWN:
+                    self._announced.set()
                     with suppress(OSError):
-                        held.recv(1)
+                        connection.recv(1)
                     self._ended.set()
             time.sleep(CONNECT_SECONDS / 2)
 
 
-def _tell(connection: socket.socket) -> None:
+def _announce(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.send(_ENDING)
+        connection.send(_SHUTTING_DOWN)

@@ -1,125 +1,122 @@
-"""What the states of pods and jobs mean: pure functions from what the API says."""
+"""What the status of a pod or of a job means: pure functions of the API's objects."""
 
 from __future__ import annotations
 
 import signal
 from dataclasses import dataclass, replace
 
-from components.tfjob import names
-from components.tfjob.client import Tree
-from components.tfjob.manifest import CONTAINER
+from components.tfjob.names import CONTAINER, REPLICA_INDEX, REPLICA_TYPE, Tree
 from trainer.topology import Task
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
+_SIGNAL_BASE = 128
+# An exit code above 128 means a signal only where it is one that kills: 130 and 138 are Flotilla's.
+_SIGNALS = (
+    signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
+)  # fmt: skip
+_ENDED_PHASES = ("Succeeded", "Failed")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ended:
-    """How one start of a task has ended.
+class TaskEnd:
+    """How a container of a task ended.
 
     Attributes:
-        task: which one.
+        task: the task.
         pod: name of its pod.
-        uid: of the pod.
-        start: how often the container had been started in this pod before.
+        uid: uid of its pod.
+        restart_count: how often the container had been restarted in this pod before.
         code: exit code; None where the pod was lost without one.
-        reason: Kubernetes' word, such as `OOMKilled` or `Evicted`.
-        words: what the task, or the node, said last.
-        taken_away: whether the pod was being deleted, by the end of the job or by somebody.
+        reason: Kubernetes' reason, such as `OOMKilled` or `Evicted`.
+        message: last line of the termination message, or what the node reported.
+        pod_deleted: whether the pod was being deleted, by the end of the job or by someone else.
     """
 
     task: Task
     pod: str
     uid: str
-    start: int
+    restart_count: int
     code: int | None
     reason: str
-    words: str
-    taken_away: bool
+    message: str
+    pod_deleted: bool
 
     @property
     def cause(self) -> str:
-        """Say in a few words what ended it."""
+        """Return the cause in a few words."""
         if self.reason == "OOMKilled":
             return f"out of memory (OOMKilled, exit code {self.code})"
         if self.code is None:
-            return f"{self.reason.lower() or 'loss of its pod'}" + (
-                f": {self.words}" if self.words else ""
-            )
-        number = self.code - _BY_SIGNAL
+            reason = self.reason.lower() or "loss of its pod"
+            return f"{reason}: {self.message}" if self.message else reason
+        number = self.code - _SIGNAL_BASE
         if number in _SIGNALS:
             return f"exit code {self.code} (signal {signal.Signals(number).name})"
         return f"exit code {self.code}"
 
 
-_BY_SIGNAL = 128
-# An exit code above 128 says a signal only where it is one that kills: 130 and 138 are Flotilla's.
-_SIGNALS = (
-    signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
-)  # fmt: skip
-
-
 def task_of(pod: Tree) -> Task:
-    """Return which task a pod is."""
+    """Return the task that a pod runs."""
     labels = pod["metadata"]["labels"]
-    return Task(role=labels[names.REPLICA_TYPE], index=int(labels[names.REPLICA_INDEX]))
+    return Task(role=labels[REPLICA_TYPE], index=int(labels[REPLICA_INDEX]))
 
 
-def starts(pod: Tree) -> int:
-    """Return how often the container of a pod has been started again in it."""
+def restart_count(pod: Tree) -> int:
+    """Return how often the kubelet has restarted the container in its pod."""
     return int(_container(pod).get("restartCount", 0))
 
 
 def has_started(pod: Tree) -> bool:
-    """Say whether the container runs or has run."""
-    state = _container(pod).get("state", {})
-    return "running" in state or "terminated" in state
+    """Return whether the container runs or has run."""
+    container_state = _container(pod).get("state", {})
+    return "running" in container_state or "terminated" in container_state
 
 
 def has_ended(pod: Tree) -> bool:
-    """Say whether this start of the container is over."""
-    return "terminated" in _container(pod).get("state", {}) or _phase(pod) in _OVER
+    """Return whether the container has terminated and is not restarted yet."""
+    return "terminated" in _container(pod).get("state", {}) or _phase(pod) in _ENDED_PHASES
 
 
-def endings(pod: Tree) -> list[Ended]:
-    """Return the ends that a pod tells of: of the start before this one, and of this one."""
+def ends(pod: Tree) -> list[TaskEnd]:
+    """Return the ends that the status of a pod holds: before the last restart, and after it."""
     container = _container(pod)
-    now, last = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
-    count = starts(pod)
-    found = [_ended(pod, last, count - 1)] if last and count else []
-    if now:
-        found.append(_ended(pod, now, count))
+    current, previous = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
+    count = restart_count(pod)
+    found = [_end(pod, previous, count - 1)] if previous and count else []
+    if current:
+        found.append(_end(pod, current, count))
     elif _phase(pod) == "Failed":
-        found.append(_ended(pod, {}, count))
+        found.append(_end(pod, {}, count))
     return found
 
 
-def lost(pod: Tree) -> Ended:
-    """Return the end of a pod that was taken away before it told of one."""
-    ended = _ended(pod, {}, starts(pod))
-    return replace(ended, reason="Deletion of its pod", taken_away=True)
+def end_by_deletion(pod: Tree) -> TaskEnd:
+    """Return the end of a pod that was deleted before its status held one."""
+    return replace(
+        _end(pod, {}, restart_count(pod)), reason="Deletion of its pod", pod_deleted=True
+    )
 
 
 def stage(pod: Tree) -> str:
-    """Return how far a pod has come."""
-    if has_started(pod) or _phase(pod) in _OVER:
+    """Return the stage of a pod: queueing, starting or running."""
+    if has_started(pod) or _phase(pod) in _ENDED_PHASES:
         return RUNNING
     return STARTING if pod["spec"].get("nodeName") else QUEUEING
 
 
-def hindrance(pod: Tree) -> str:
-    """Return why a pod does not run, as Kubernetes says it, or nothing."""
+def waiting_reason(pod: Tree) -> str:
+    """Return Kubernetes' reason why a pod does not run, or an empty string."""
     waiting = _container(pod).get("state", {}).get("waiting", {})
     if waiting:
         return ": ".join(filter(None, [waiting.get("reason"), waiting.get("message")]))
-    for condition in pod.get("status", {}).get("conditions") or []:
-        if condition["type"] == "PodScheduled" and condition["status"] == "False":
-            return str(condition.get("message") or condition.get("reason") or "")
+    for each in pod.get("status", {}).get("conditions") or []:
+        if each["type"] == "PodScheduled" and each["status"] == "False":
+            return str(each.get("message") or each.get("reason") or "")
     return ""
 
 
 def condition(job: Tree, kind: str) -> Tree | None:
-    """Return a condition of a job that is true, such as `Failed`."""
+    """Return a condition of a job, such as `Failed`, if it is true."""
     for each in job.get("status", {}).get("conditions") or []:
         if each["type"] == kind and each["status"] == "True":
             found: Tree = each
@@ -127,12 +124,9 @@ def condition(job: Tree, kind: str) -> Tree | None:
     return None
 
 
-def is_over(job: Tree) -> bool:
-    """Say whether a job has succeeded or failed."""
+def is_finished(job: Tree) -> bool:
+    """Return whether a job has succeeded or failed."""
     return bool(condition(job, "Succeeded") or condition(job, "Failed"))
-
-
-_OVER = ("Succeeded", "Failed")
 
 
 def _phase(pod: Tree) -> str:
@@ -147,19 +141,19 @@ def _container(pod: Tree) -> Tree:
     return {}
 
 
-def _ended(pod: Tree, terminated: Tree, start: int) -> Ended:
+def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     status = pod.get("status", {})
-    lost = status.get("reason") or ""
+    # A pod that its node evicted is evicted, whatever exit code its container has.
+    evicted = status.get("reason") or ""
     lines = str(terminated.get("message") or "").strip().splitlines()
-    # A pod that its node threw out is that, whatever its container made of the signal.
-    words = status.get("message", "") if lost else (lines[-1] if lines else "")
-    return Ended(
+    message = status.get("message", "") if evicted else (lines[-1] if lines else "")
+    return TaskEnd(
         task=task_of(pod),
         pod=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
-        start=start,
-        code=None if lost else terminated.get("exitCode"),
-        reason=lost or terminated.get("reason", ""),
-        words=" ".join(words.split()),
-        taken_away="deletionTimestamp" in pod["metadata"],
+        restart_count=count,
+        code=None if evicted else terminated.get("exitCode"),
+        reason=evicted or terminated.get("reason", ""),
+        message=" ".join(message.split()),
+        pod_deleted="deletionTimestamp" in pod["metadata"],
     )

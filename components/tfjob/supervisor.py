@@ -1,8 +1,9 @@
-"""Watch one job to its end: stages, restarts, logs, and what to say when it fails.
+"""Watch one job to its end: handle its events and those of its pods, and report its failure.
 
-The report of a failure in one line: which task, how it ended, what it and Kubernetes said.
-
-How often tasks have been started again: counted here, since the operator counts only some.
+A restart of a task is the operator's work. Flotilla counts the restarts of all tasks, since the
+operator's `backoffLimit` counts those of running pods only, and ends the job past
+`cluster.max_restarts`. A failure is reported in one line: which task, how it ended, what it and
+Kubernetes wrote about it.
 """
 
 from __future__ import annotations
@@ -14,58 +15,66 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from components.tfjob import names, state
-from components.tfjob.client import Api, RefusedError, Tree, UnreachableError
-from components.tfjob.deadlines import Stages
+from components.tfjob.client import Api, RefusedError, UnreachableError
+from components.tfjob.deadlines import Deadlines
 from components.tfjob.logs import Logs
 from components.tfjob.manifest import leading, replicas, restart_policy
+from components.tfjob.names import Tree
 from components.tfjob.retry import refused, unreachable
-from components.tfjob.state import Ended
+from components.tfjob.state import TaskEnd
 from trainer import events
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
 from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, RunInterruptedError, UserError
 from trainer.topology import Task
 
-LAST_EVENTS = 3
+log = logging.getLogger(__name__)
+# At least so often the deadlines are checked, whether or not an event comes.
+CHECK_SECONDS = 5.0
+# How long the rest of a log is waited for once its task has ended.
+DRAIN_SECONDS = 10.0
+# So many of Kubernetes' events are part of a report.
+REPORTED_EVENTS = 3
+# The operator's policy `ExitCode` restarts a task that ends with this code or a higher one.
+RETRYABLE = 128
+
+# An object and whether it was deleted, what the API refused to watch, or None: interrupted.
+JobEvent = tuple[Tree, bool] | RefusedError | None
+JobEvents = queue.SimpleQueue[JobEvent]
 
 
-class Reporter:
-    """Writes reports; what needs a permission that is missing is left out, and said so once."""
+class FailureReport:
+    """Writes the lines about a failure; without permission for events it leaves them out."""
 
     def __init__(self, api: Api) -> None:
-        """Ask nothing yet."""
+        """Take the API of the job's namespace."""
         self._api = api
 
-    def of_task(self, ended: Ended, tail: Iterable[str]) -> str:
-        """Return the report of a task that ended badly."""
-        if ended.code in (FAILED, USAGE) and ended.words:
-            return f"{ended.words} ({ended.task}, pod {ended.pod})"
-        said = f"{ended.task} ended with {ended.cause}"
-        lines = " | ".join(tail) or ended.words
-        last = f"; its last lines: {lines}" if lines and ended.code is not None else ""
-        return f"{said} (pod {ended.pod}){self.events(ended.pod)}{last}"
+    def of_task(self, end: TaskEnd, log_tail: Iterable[str]) -> str:
+        """Return the report of a task that has failed."""
+        if end.code in (FAILED, USAGE) and end.message:
+            return f"{end.message} ({end.task}, pod {end.pod})"
+        report = f"{end.task} ended with {end.cause} (pod {end.pod}){self.events(end.pod)}"
+        lines = " | ".join(log_tail) or end.message
+        return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
 
-    def events(self, about: str) -> str:
-        """Return the last events about an object, or nothing."""
+    def events(self, name: str) -> str:
+        """Return Kubernetes' last events of an object, or an empty string."""
         try:
-            found = sorted(self._api.events(about), key=_time)[-LAST_EVENTS:]
+            found = sorted(self._api.events(name), key=_event_time)[-REPORTED_EVENTS:]
         except UnreachableError:
             return ""
         except RefusedError as error:
             if error.is_forbidden:
                 return "; its events may not be read with these permissions"
             return ""
-        said = (f"{each.get('reason')}: {each.get('message')}" for each in found)
-        text = " ".join(" | ".join(said).split())
+        lines = (f"{each.get('reason')}: {each.get('message')}" for each in found)
+        text = " ".join(" | ".join(lines).split())
         return f"; last events: {text}" if text else ""
 
 
-def _time(event: Tree) -> str:
+def _event_time(event: Tree) -> str:
     return str(event.get("lastTimestamp") or event.get("eventTime") or "")
-
-
-# Under the operator's policy `ExitCode` a task with a lower code is not started again.
-RETRYABLE = 128
 
 
 class Restarts:
@@ -76,216 +85,213 @@ class Restarts:
         self.limit = config.cluster.max_restarts
         self._config = config
         self._count = 0
-        # How many restarts there had been when a task was last started.
-        self._born = {
+        # The count at the time when each task was last started.
+        self._count_at_start = {
             Task(role=role, index=index): 0
             for role, number in replicas(config).items()
             for index in range(number)
         }
 
-    def is_final(self, ended: Ended) -> bool:
-        """Say whether the operator does not start the task again, so that the job fails."""
-        policy = restart_policy(self._config, ended.task.role)
+    def is_final(self, end: TaskEnd) -> bool:
+        """Return whether the operator does not restart the task, so that the job fails."""
+        policy = restart_policy(self._config, end.task.role)
         if policy == "ExitCode":
-            return ended.code is not None and ended.code < RETRYABLE
+            return end.code is not None and end.code < RETRYABLE
         return policy == "Never"
 
-    def count(self, ended: Ended) -> bool:
-        """Count a task that is started again; False where the limit was reached before."""
-        if self.is_final(ended):
+    def count(self, end: TaskEnd) -> bool:
+        """Count the restart of a task; False where the limit had been reached before."""
+        if self.is_final(end):
             return True
-        again = ended.code == BEGIN_AGAIN and self._born.get(ended.task, 0) < self._count
-        # A task that begins again because another one was lost is the same incident, and training
-        # never notices the evaluator.
-        if not again and ended.task.role != "evaluator":
+        # A task that begins again because another one was lost belongs to the same incident.
+        same = end.code == BEGIN_AGAIN and self._count_at_start.get(end.task, 0) < self._count
+        # Training does not depend on the evaluator.
+        if not same and end.task.role != "evaluator":
             if self._count >= self.limit:
                 return False
             self._count += 1
-        self._born[ended.task] = self._count
-        events.emit("restart", task=str(ended.task), cause=ended.cause, restarts=self._count)
+        self._count_at_start[end.task] = self._count
+        events.emit("restart", task=str(end.task), cause=end.cause, restarts=self._count)
         return True
 
 
-log = logging.getLogger(__name__)
-# What is asked of the API, or waited for, again at least so often.
-LOOK_SECONDS = 5.0
-DRAIN_SECONDS = 10.0
-
-# An object with whether it is gone, what the API will not tell, or None: an end was asked for.
-JobEvent = tuple[Tree, bool] | RefusedError | None
-JobEvents = queue.SimpleQueue[JobEvent]
-
-
 class Supervisor:
-    """Takes what happens to a job and its pods, one after the other."""
+    """Handles the events of a job and of its pods, one after the other."""
 
     def __init__(
-        self, job: Job, made: Tree, api: Api, logs: Logs, stages: Stages, happenings: JobEvents
+        self,
+        job: Job,
+        created: Tree,
+        api: Api,
+        logs: Logs,
+        deadlines: Deadlines,
+        job_events: JobEvents,
     ) -> None:
-        """Take the run, the job as the API made it, and what tells of it."""
-        self._asked = 0
-        self._name = made["metadata"]["name"]
-        self._uid = made["metadata"]["uid"]
+        """Take the run, the job as the API created it, and the queue that its watches fill."""
+        self._name = created["metadata"]["name"]
+        self._uid = created["metadata"]["uid"]
         self._leader = leading(job.config)
-        self._deadlines = job.config.cluster.kubernetes.deadlines
+        self._unreachable = job.config.cluster.kubernetes.deadlines.unreachable
         self._api = api
         self._logs = logs
-        self._stages = stages
-        self._happenings = happenings
-        self._report = Reporter(api)
+        self._deadlines = deadlines
+        self._job_events = job_events
+        self._report = FailureReport(api)
         self._restarts = Restarts(job.config)
+        self._interrupts = 0
+        self._is_job_deleted = False
         self._pods: dict[str, Tree] = {}
-        self._gone = False
-        self._ended: dict[tuple[str, int], Ended] = {}
-        self._hindrances: set[tuple[str, str]] = set()
+        self._ends: dict[tuple[str, int], TaskEnd] = {}
+        self._logged_reasons: set[tuple[str, str]] = set()
 
     def run(self) -> None:
         """Return when the job has succeeded.
 
         Raises:
-            UserError: it failed, was deleted, or took too long.
-            RunInterruptedError: an end was asked for; raised at once.
+            UserError: it failed, was deleted, or exceeded a deadline.
+            RunInterruptedError: the launcher was interrupted; raised at once.
         """
         while True:
-            happening = self._next(self._wait_seconds())
-            if self._asked:
+            job_event = self._next(min(CHECK_SECONDS, self._deadlines.seconds_left()))
+            if self._interrupts:
                 raise RunInterruptedError("interrupted")
-            if happening is None:
+            if job_event is None:
                 self._check_deadlines()
-            elif self._take(*happening):
-                # The job may be told of before its pods, whose logs go with it.
-                self._look()
+            elif self._handle(*job_event):
+                # The job's event may come before those of its pods, whose logs are deleted with it.
+                self._refresh_pods()
                 self._logs.drain(DRAIN_SECONDS, self._leader)
                 return
 
-    def words(self) -> str:
-        """Return what the leading task said when it ended, or nothing."""
-        said = [each.words for each in self._ended.values() if each.task == self._leader]
-        return said[-1] if said else ""
-
-    def wait_gone(self, seconds: float) -> bool:
-        """Take what happens until neither the job nor a pod is left; say whether that came."""
+    def wait_until_deleted(self, seconds: float) -> bool:
+        """Wait until neither the job nor a pod is left; return whether that came in time."""
         end = time.monotonic() + seconds
-        while not self._gone or self._pods:
+        while not self._is_job_deleted or self._pods:
             left = end - time.monotonic()
             if left <= 0:
                 return False
-            happening = self._next(left)
-            if happening is not None:
-                self._note(*happening)
-            if self._asked > 1:
-                raise RunInterruptedError("interrupted twice; the checkpoint before it is whole")
+            job_event = self._next(left)
+            if job_event is not None:
+                self._observe(*job_event)
+            if self._interrupts > 1:
+                raise RunInterruptedError(
+                    "interrupted twice; the last published checkpoint is intact"
+                )
         return True
 
+    def termination_message(self) -> str:
+        """Return the last termination message of the leading task, or an empty string."""
+        messages = [end.message for end in self._ends.values() if end.task == self._leader]
+        return messages[-1] if messages else ""
+
     def _next(self, seconds: float) -> tuple[Tree, bool] | None:
-        """Return what happens next, None when nothing does for so long or an end is asked for."""
+        """Return the next event; None where none comes in time, or the launcher is interrupted."""
         try:
-            happening = self._happenings.get(timeout=max(seconds, 0.0))
+            job_event = self._job_events.get(timeout=max(seconds, 0.0))
         except queue.Empty:
             return None
-        if isinstance(happening, RefusedError):
-            raise UserError(refused(happening))
-        self._asked += happening is None
-        return happening
+        if isinstance(job_event, RefusedError):
+            raise UserError(refused(job_event))
+        self._interrupts += job_event is None
+        return job_event
 
-    def _wait_seconds(self) -> float:
-        return min(LOOK_SECONDS, self._stages.seconds_left())
-
-    def _take(self, tree: Tree, gone: bool) -> bool:
-        """React to what happened; say whether training is done."""
-        new = self._note(tree, gone)
-        if tree["metadata"]["uid"] == self._uid:
-            if state.condition(tree, "Succeeded"):
+    def _handle(self, item: Tree, deleted: bool) -> bool:
+        """React to an event; return whether training is done."""
+        new_ends = self._observe(item, deleted)
+        if item["metadata"]["uid"] == self._uid:
+            if state.condition(item, "Succeeded"):
                 return True
-            if gone:
-                raise UserError(self._deleted())
-            if state.condition(tree, "Failed"):
-                raise UserError(self._failed(tree))
+            if deleted:
+                raise UserError(
+                    f"the job {self._name} was deleted by someone else; "
+                    "run the step again to resume training"
+                )
+            if state.condition(item, "Failed"):
+                raise UserError(self._job_failure(item))
             return False
-        for ended in new:
-            self._restart(ended)
+        for end in new_ends:
+            self._count_restart(end)
         self._check_deadlines()
         return False
 
-    def _note(self, tree: Tree, gone: bool) -> list[Ended]:
-        """Remember what is there; return the ends of tasks that were not known yet."""
-        uid = tree["metadata"]["uid"]
-        if tree["kind"] == "TFJob":
-            self._gone = self._gone or (gone and uid == self._uid)
+    def _observe(self, item: Tree, deleted: bool) -> list[TaskEnd]:
+        """Record an object; return the ends of tasks that were not known before."""
+        uid = item["metadata"]["uid"]
+        if item["kind"] == "TFJob":
+            self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
             return []
-        self._logs.follow(tree)
-        found = {(each.uid, each.start): each for each in state.endings(tree)}
-        if gone:
+        self._logs.follow(item)
+        ends = {(end.uid, end.restart_count): end for end in state.ends(item)}
+        if deleted:
             self._pods.pop(uid, None)
-            if not found and (uid, state.starts(tree)) not in self._ended:
-                lost = state.lost(tree)
-                found[uid, lost.start] = lost
+            if not ends and (uid, state.restart_count(item)) not in self._ends:
+                end = state.end_by_deletion(item)
+                ends[uid, end.restart_count] = end
         else:
-            self._pods[uid] = tree
-            self._tell_hindrance(tree)
-        new = [each for key, each in found.items() if key not in self._ended]
-        self._ended |= found
-        self._stages.look(self._pods.values())
+            self._pods[uid] = item
+            self._log_waiting(item)
+        new = [end for key, end in ends.items() if key not in self._ends]
+        self._ends |= ends
+        self._deadlines.observe(self._pods.values())
         return new
 
-    def _tell_hindrance(self, pod: Tree) -> None:
-        why = state.hindrance(pod)
-        # Kubernetes counts seconds in the message.
-        key = (pod["metadata"]["uid"], why.partition(":")[0])
-        if why and key not in self._hindrances:
-            self._hindrances.add(key)
-            log.warning("%s waits: %s", state.task_of(pod), why)
+    def _log_waiting(self, pod: Tree) -> None:
+        """Log why a pod does not run, once for each reason."""
+        reason = state.waiting_reason(pod)
+        # Kubernetes counts seconds in the rest of the message.
+        key = (pod["metadata"]["uid"], reason.partition(":")[0])
+        if reason and key not in self._logged_reasons:
+            self._logged_reasons.add(key)
+            log.warning("%s waits: %s", state.task_of(pod), reason)
 
-    def _restart(self, ended: Ended) -> None:
-        """Count a task that is started again; raise when that was one too many."""
-        went_with_job = ended.taken_away and self._is_over()
-        if ended.code == DONE or went_with_job or self._restarts.count(ended):
+    def _count_restart(self, end: TaskEnd) -> None:
+        """Count the restart of a task; raise `UserError` past the limit."""
+        is_deleted_with_job = end.pod_deleted and self._is_ending()
+        if end.code == DONE or is_deleted_with_job or self._restarts.count(end):
             return
-        self._logs.drain(DRAIN_SECONDS, ended.task)
-        report = self._report.of_task(ended, self._logs.tail(ended.task))
-        raise UserError(f"cluster.max_restarts ({self._restarts.limit}) are used up: {report}")
+        self._logs.drain(DRAIN_SECONDS, end.task)
+        report = self._report.of_task(end, self._logs.tail(end.task))
+        raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
-    def _is_over(self) -> bool:
-        """Say whether the job has ended or is going, so that pods go with it."""
+    def _is_ending(self) -> bool:
+        """Return whether the job has finished or is being deleted, and its pods with it."""
         try:
             job = self._api.get_job(self._name)
         except UnreachableError:
             return False
         except RefusedError as error:
             return error.is_missing
-        meta = job["metadata"]
-        going = bool(meta.get("deletionTimestamp")) or meta["uid"] != self._uid
-        return going or state.is_over(job)
+        metadata = job["metadata"]
+        is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
+        return is_deleted or state.is_finished(job)
 
-    def _deleted(self) -> str:
-        return f"the job {self._name} was deleted by someone else; run the step again to go on"
-
-    def _failed(self, job: Tree) -> str:
+    def _job_failure(self, job: Tree) -> str:
+        """Return the report of a job that has failed."""
         condition = state.condition(job, "Failed") or {}
-        said = " ".join(str(condition.get("message", "")).split())
+        message = " ".join(str(condition.get("message", "")).split())
         if condition.get("reason") == "DeadlineExceeded":
-            return f"the job {self._name} was active too long: {said}"
-        self._look()
-        for each in self._ended.values():
-            self._logs.drain(DRAIN_SECONDS, each.task)
-        bad = [each for each in self._ended.values() if each.code != DONE and not each.taken_away]
-        final = [each for each in bad if self._restarts.is_final(each)]
+            return f"the job {self._name} was active too long: {message}"
+        self._refresh_pods()
+        for end in self._ends.values():
+            self._logs.drain(DRAIN_SECONDS, end.task)
+        failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
+        final = [end for end in failed if self._restarts.is_final(end)]
         if final:
             return self._report.of_task(final[0], self._logs.tail(final[0].task))
-        last = [self._report.of_task(each, self._logs.tail(each.task)) for each in bad[-1:]]
-        words = "; ".join([f"the job {self._name} failed: {said}", *last])
-        return f"{words}{self._report.events(self._name)}"
+        last = [self._report.of_task(end, self._logs.tail(end.task)) for end in failed[-1:]]
+        report = "; ".join([f"the job {self._name} failed: {message}", *last])
+        return f"{report}{self._report.events(self._name)}"
 
-    def _look(self) -> None:
-        """Take the pods as they are now."""
+    def _refresh_pods(self) -> None:
+        """Record the pods as they are now, ahead of their events."""
         with suppress(RefusedError, UnreachableError):
             for pod in self._api.pods(f"{names.JOB_NAME}={self._name}"):
-                self._note({**pod, "kind": "Pod"}, False)
+                self._observe({**pod, "kind": "Pod"}, False)
 
     def _check_deadlines(self) -> None:
-        late = self._stages.overdue(self._pods.values())
-        if late:
-            raise UserError(f"{late} (job {self._name}){self._report.events(self._name)}")
-        limit = self._deadlines.unreachable
+        exceeded = self._deadlines.exceeded(self._pods.values())
+        if exceeded:
+            raise UserError(f"{exceeded} (job {self._name}){self._report.events(self._name)}")
+        limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
             raise UserError(unreachable(limit, f"the job {self._name} may still run"))

@@ -1,4 +1,4 @@
-"""Follow the objects of one kind: list, then watch from there, whatever happens to the stream."""
+"""List the objects of one kind, then watch them from that version on, across broken streams."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import threading
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
-from components.tfjob.client import Api, RefusedError, Tree, UnreachableError
+from components.tfjob.client import Api, RefusedError, UnreachableError
+from components.tfjob.names import Tree
 
 log = logging.getLogger(__name__)
 FIRST_WAIT, LONGEST_WAIT = 0.5, 10.0
 
 
 class Watch(threading.Thread):
-    """Tells of every object that is there, changes or goes; a daemon that ends when told to.
+    """A daemon thread that reports every object that is added, modified or deleted.
 
-    `tell(object, gone)` is called from this thread. After an outage, or when the API has forgotten
-    the version that was seen last (410), the list is read again: what vanished meanwhile is told
-    as gone with its last known state.
+    `on_event(object, deleted)` is called from this thread. After an outage, or when the version
+    that was seen last has expired (410), the list is read again: objects that vanished meanwhile
+    are reported as deleted, with their last known state.
     """
 
     def __init__(
@@ -26,69 +27,69 @@ class Watch(threading.Thread):
         api: Api,
         kind: str,
         query: Mapping[str, str],
-        tell: Callable[[Tree, bool], None],
-        refused: Callable[[RefusedError], None],
+        on_event: Callable[[Tree, bool], None],
+        on_refused: Callable[[RefusedError], None],
     ) -> None:
-        """Begin nothing yet; `refused` is called once when the API will not have it."""
+        """Do not start yet; `on_refused` is called once if the API refuses, and ends the watch."""
         super().__init__(name=f"watch {kind}", daemon=True)
         self._api = api
         self._kind = kind
         self._query = query
-        self._tell = tell
-        self._refused = refused
+        self._on_event = on_event
+        self._on_refused = on_refused
         self._known: dict[str, Tree] = {}
         self._version = ""
         self._wait = FIRST_WAIT
-        self._halted = threading.Event()
+        self._stopped = threading.Event()
 
     def stop(self) -> None:
-        """Tell nothing more."""
-        self._halted.set()
+        """Report nothing more."""
+        self._stopped.set()
 
     def run(self) -> None:
         """List and watch until stopped."""
-        while not self._halted.is_set():
+        while not self._stopped.is_set():
             try:
                 if not self._version:
                     self._list()
                 self._watch()
                 self._wait = FIRST_WAIT
             except RefusedError as error:
-                if not error.is_forgotten:
-                    self._refused(error)
+                if not error.is_expired:
+                    self._on_refused(error)
                     return
                 self._version = ""
             except UnreachableError as error:
-                log.warning("the watch of %s broke off: %s", self._kind, error)
-                self._halted.wait(max(self._wait, error.wait))
+                log.warning("the watch of %s broke off, retrying: %s", self._kind, error)
+                self._stopped.wait(max(self._wait, error.retry_after))
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
 
     def _list(self) -> None:
-        found, self._version = self._api.list_of(self._kind, self._query)
-        there = {tree["metadata"]["uid"]: tree for tree in found}
-        for uid in self._known.keys() - there.keys():
-            self._happened(self._known[uid], gone=True)
-        for tree in there.values():
-            self._happened(tree, gone=False)
+        items, self._version = self._api.list_of(self._kind, self._query)
+        listed = {item["metadata"]["uid"]: item for item in items}
+        for uid in self._known.keys() - listed.keys():
+            self._report(self._known[uid], deleted=True)
+        for item in listed.values():
+            self._report(item, deleted=False)
 
     def _watch(self) -> None:
         """Follow the stream to its end."""
         for event in self._api.watch(self._kind, self._query, self._version):
-            tree = event["object"]
+            item = event["object"]
             if event["type"] == "ERROR":
-                raise RefusedError(int(tree.get("code", HTTPStatus.GONE)), str(tree.get("message")))
-            self._version = tree["metadata"]["resourceVersion"]
+                raise RefusedError(int(item.get("code", HTTPStatus.GONE)), str(item.get("message")))
+            self._version = item["metadata"]["resourceVersion"]
             self._wait = FIRST_WAIT
             if event["type"] != "BOOKMARK":
-                self._happened(tree, gone=event["type"] == "DELETED")
-            if self._halted.is_set():
+                self._report(item, deleted=event["type"] == "DELETED")
+            if self._stopped.is_set():
                 break
 
-    def _happened(self, tree: Tree, *, gone: bool) -> None:
-        if self._halted.is_set():
+    def _report(self, item: Tree, *, deleted: bool) -> None:
+        if self._stopped.is_set():
             return
-        if gone:
-            self._known.pop(tree["metadata"]["uid"], None)
+        if deleted:
+            self._known.pop(item["metadata"]["uid"], None)
         else:
-            self._known[tree["metadata"]["uid"]] = tree
-        self._tell(tree, gone)
+            self._known[item["metadata"]["uid"]] = item
+        self._on_event(item, deleted)

@@ -1,4 +1,4 @@
-"""Training for real by TFJobs: every pod is a process with the operator's TF_CONFIG."""
+"""Training as TFJobs: every pod is a process with the operator's TF_CONFIG."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def settings(steps, **kubernetes):
 
 
 def newest(folder):
-    """Return the global step of the newest checkpoint, whole."""
+    """Return the global step of the newest checkpoint, which must be valid."""
     uri, reached = newest_checkpoint(storage.uri_of(folder / "run-1" / "checkpoints"))
     storage.verify(uri)
     return reached
@@ -50,11 +50,11 @@ def attempt(kube, dataset, tmp_path):
     return lambda tree: step(kube, tree, root=root, dataset=dataset)
 
 
-def wait_for_line(process, words):
+def wait_for_line(process, text):
     for line in process.process.stdout:
-        if words in line:
+        if text in line:
             return line
-    raise AssertionError(f"{words!r} never came: {process.end()}")
+    raise AssertionError(f"no line with {text!r}: {process.end()}")
 
 
 @pytest.mark.slow
@@ -81,69 +81,69 @@ def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube
     assert "[chief-0]" in ours.log
     assert "[worker-0]" in ours.log
     assert [e["global_step"] for e in ours.happened("progress")][-1] == 600
-    kube.wait_gone()
+    kube.wait_until_deleted()
 
 
-def test_cancelled_while_training_a_last_checkpoint_is_published(attempt, kube, tmp_path):
+def test_cancelled_while_training_the_chief_publishes_a_last_checkpoint(attempt, kube, tmp_path):
     tree = settings(10**6, pod={"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}})
     with attempt(tree) as process:
         wait_for_line(process, '"event": "progress"')
-        process.ask()
-        code, _, said = process.end()
+        process.signal()
+        code, _, message = process.end()
     assert code == 130
-    assert said == f"interrupted at global step {newest(tmp_path)}; checkpoint " + storage.join(
+    assert message == f"interrupted at global step {newest(tmp_path)}; checkpoint " + storage.join(
         storage.uri_of(tmp_path / "run-1"), "checkpoints", f"step-{newest(tmp_path):08d}"
     )
-    kube.wait_gone()
+    kube.wait_until_deleted()
 
 
 @pytest.mark.slow
-def test_without_a_chief_worker_0_leads_and_works(attempt, kube, tmp_path):
+def test_without_a_chief_worker_0_leads(attempt, kube, tmp_path):
     with attempt(settings(200, chiefless=True)) as process:
-        code, out, said = process.end()
-    assert (code, newest(tmp_path)) == (0, 200), said
+        code, out, message = process.end()
+    assert (code, newest(tmp_path)) == (0, 200), message
     assert "[worker-0]" in out
-    kube.wait_gone()
+    kube.wait_until_deleted()
 
 
 @pytest.mark.slow
-def test_an_evaluator_beside_training_measures_its_checkpoints(attempt, kube, tmp_path):
+def test_an_evaluator_measures_the_checkpoints(attempt, kube, tmp_path):
     tree = settings(600)
     tree["cluster"] |= {"workers": 1, "evaluator": True}
     with attempt(tree) as process:
         line = wait_for_line(process, '"event": "validation"')
-        code, _, said = process.end()
-    assert (code, newest(tmp_path)) == (0, 600), said
+        code, _, message = process.end()
+    assert (code, newest(tmp_path)) == (0, 600), message
     assert line.startswith("[evaluator-0]")
     rows = read_validations(storage.uri_of(tmp_path / "run-1" / "checkpoints"))
     assert rows
     assert {row["global_step"] for row in rows} <= {0, 200, 400, 600}
     assert all(0 < row[VALIDATION_LOSS] < 5 for row in rows)
-    kube.wait_gone()
+    kube.wait_until_deleted()
 
 
 @pytest.mark.slow
-def test_a_lost_parameter_server_and_a_lost_worker_are_survived(attempt, kube, tmp_path):
+def test_training_survives_the_loss_of_a_parameter_server_and_a_worker(attempt, kube, tmp_path):
     with attempt(settings(1500)) as process:
         wait_for_line(process, '"event": "progress"')
         for task in ("worker-1", "ps-0"):
             pod = kube.pod(task)["metadata"]
             kube.kubelet.kill(pod["namespace"], pod["name"])
             kube.pod(task, but=pod["uid"])
-        code, _, said = process.end()
-    assert (code, newest(tmp_path)) == (0, 1500), said
-    kube.wait_gone()
+        code, _, message = process.end()
+    assert (code, newest(tmp_path)) == (0, 1500), message
+    kube.wait_until_deleted()
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_killed_at_random_leaves_no_job_and_a_whole_model(
+def test_a_launcher_killed_at_random_leaves_no_orphan_and_a_valid_checkpoint(
     attempt, kube, tmp_path
 ):
     seed = random.randrange(10**6)
     chance = random.Random(seed)
     tree = settings(800)
     for _ in range(KILLS):
-        # From before the job is there to the middle of training.
+        # Between the creation of the job and the middle of training.
         after = len(kube.server.requests) + chance.randrange(1, 25)
         with attempt(tree) as process:
             kube.store.wait(
@@ -151,12 +151,12 @@ def test_a_launcher_that_is_killed_at_random_leaves_no_job_and_a_whole_model(
                     len(kube.server.requests) >= after or p.process.poll() is not None
                 )
             )
-            process.ask(signal.SIGKILL)
+            process.signal(signal.SIGKILL)
             process.end()
         if chance.random() < 0.3:
             delete_jobs(Config().cluster.kubernetes, "run-1")
-            kube.wait_gone()
+            kube.wait_until_deleted()
     with attempt(tree) as process:
-        code, _, said = process.end()
-    assert (code, newest(tmp_path)) == (0, 800), (seed, said)
-    kube.wait_gone()
+        code, _, message = process.end()
+    assert (code, newest(tmp_path)) == (0, 800), (seed, message)
+    kube.wait_until_deleted()

@@ -1,4 +1,4 @@
-"""A cluster for tests: API server and operator, with a kubelet or with a script in its place."""
+"""A cluster for tests: API server and operator, with a kubelet or with a test in its place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAMESPACE = "models"
 
 
 class Cluster:
-    """What a test does and sees; without a kubelet it says itself what becomes of pods."""
+    """What a test does and sees; without a kubelet the test sets the states of pods itself."""
 
     def __init__(self, server: Server, kubeconfig: Path) -> None:
         self.server = server
@@ -35,7 +35,7 @@ class Cluster:
         found: list[Tree] = self.store.wait(self.jobs)
         return found[0]
 
-    def wait_gone(self) -> None:
+    def wait_until_deleted(self) -> None:
         """Wait until neither a job nor a pod is left."""
         self.store.wait(lambda: not self.jobs() and not self.store.all("pods", NAMESPACE))
 
@@ -45,7 +45,7 @@ class Cluster:
         return {"-".join(pod["metadata"]["name"].rsplit("-", 2)[1:]): pod for pod in found}
 
     def pod(self, task: str, but: str = "") -> Tree:
-        """Wait for the pod of a task (one with another uid than `but`), and return it."""
+        """Wait for the pod of a task, one with another uid than `but`, and return it."""
 
         def found() -> Tree | None:
             pod = self.pods().get(task)
@@ -62,7 +62,7 @@ class Cluster:
         return self.pods()
 
     def wait_watched(self) -> None:
-        """Wait until somebody watches jobs and pods."""
+        """Wait until a client watches jobs and pods."""
         for kind in ("tfjobs?", "pods?"):
 
             def watched(kind: str = kind) -> bool:
@@ -71,29 +71,29 @@ class Cluster:
             self.store.wait(watched)
 
     def run_all(self) -> dict[str, Tree]:
-        """Let every pod of the job run."""
+        """Set every pod of the job running."""
         for pod in self.all_pods().values():
             pods.running(self.store, pod)
         return self.pods()
 
-    def say(self, task: str, *lines: str, start: int = 0) -> None:
-        """Let a task write to its log."""
+    def write_log(self, task: str, *lines: str) -> None:
+        """Write to the log of a task."""
         uid = self.pod(task)["metadata"]["uid"]
         for line in lines:
-            self.server.logs.write(uid, start, line)
+            self.server.logs.write(uid, 0, line)
 
     def finish(self, task: str, code: int, message: str = "", reason: str = "") -> Tree:
-        """Let a task end."""
+        """End a task."""
         pod = self.pod(task)
         self.server.logs.end(pod["metadata"]["uid"], 0)
         return pods.finished(self.store, pod, code, message, reason)
 
-    def event(self, about: str, reason: str, message: str) -> None:
-        """Write an event about a job or a pod."""
-        name = f"{about}.{len(self.store.all('events'))}"
+    def event(self, involved: str, reason: str, message: str) -> None:
+        """Write an event of a job or a pod."""
+        name = f"{involved}.{len(self.store.all('events'))}"
         tree: dict[str, Any] = {
             "metadata": {"name": name},
-            "involvedObject": {"name": about},
+            "involvedObject": {"name": involved},
             "reason": reason,
             "message": message,
             "type": "Warning",
@@ -103,7 +103,7 @@ class Cluster:
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
-    """Yield a cluster whose pods do what the test says."""
+    """Yield a cluster whose pods have the states that the test sets."""
     with Server() as server, Operator(server.store):
         yield Cluster(server, _kubeconfig(folder, server.url))
 

@@ -1,4 +1,4 @@
-"""A cluster and the official client of it."""
+"""A cluster, and the official client for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a cluster says of itself: version, kinds, nodes, namespaces, and who may do what."""
+"""The API outside of a namespace's objects: version, kinds, nodes, namespaces, access reviews."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
 class Control:
-    """Answers to what is asked beside the objects of a namespace.
+    """Answers every request that is not about the objects of a namespace.
 
     Attributes:
-        user: who asks.
-        denied: `(user, verb, resource)`; all else is allowed.
-        kinds: what each group and version serves.
-        absent: namespaces that are not there.
-        asked: the specifications of all reviews so far.
+        user: who sends the requests.
+        denied: `(user, verb, resource)`; everything else is allowed.
+        kinds: the resources of each group and version.
+        absent: namespaces that do not exist.
+        reviews: the specifications of all access reviews so far.
     """
 
     def __init__(self, store: Store) -> None:
@@ -28,7 +28,7 @@ class Control:
         self.denied: set[tuple[str, str, str]] = set()
         self.kinds = {"kubeflow.org/v1": ["tfjobs", "tfjobs/status", "pytorchjobs"]}
         self.absent: set[str] = set()
-        self.asked: list[Tree] = []
+        self.reviews: list[Tree] = []
         self._store = store
         self._answers: list[tuple[str, Callable[..., Tree]]] = [
             (r"GET /version/?", self._version),
@@ -41,7 +41,7 @@ class Control:
 
     def answer(self, method: str, path: str, body: Tree) -> Tree:
         if method == "POST":
-            return self._reviewed(path, body)
+            return self._review(path, body)
         for pattern, answer in self._answers:
             found = re.fullmatch(pattern, f"{method} {path}")
             if found:
@@ -54,7 +54,7 @@ class Control:
             verb, _, resource = permission.partition(" ")
             self.denied.add((user, verb, resource))
 
-    def _reviewed(self, path: str, body: Tree) -> Tree:
+    def _review(self, path: str, body: Tree) -> Tree:
         if path.endswith("/selfsubjectreviews"):
             return {**body, "status": {"userInfo": {"username": self.user}}}
         spec: dict[str, Any] = body["spec"]
@@ -64,24 +64,24 @@ class Control:
         }
         if kinds.get(path.removeprefix(_REVIEWS)) != body["kind"]:
             raise RefusedError(400, "BadRequest", f"{body['kind']} at {path}")
-        asked = spec["resourceAttributes"]
-        self.asked.append(spec)
+        attributes = spec["resourceAttributes"]
+        self.reviews.append(spec)
         groups = {"tfjobs": "kubeflow.org"}
-        if asked["group"] != groups.get(asked["resource"], ""):
+        if attributes["group"] != groups.get(attributes["resource"], ""):
             return {**body, "status": {"allowed": False, "reason": "no such group"}}
-        part = asked.get("subresource")
-        resource = f"{asked['resource']}/{part}" if part else asked["resource"]
-        key = (spec.get("user", self.user), asked["verb"], resource)
+        part = attributes.get("subresource")
+        resource = f"{attributes['resource']}/{part}" if part else attributes["resource"]
+        key = (spec.get("user", self.user), attributes["verb"], resource)
         return {**body, "status": {"allowed": key not in self.denied}}
 
     def _version(self) -> Tree:
-        build = {
+        commit = {
             "gitCommit": "a78aa47",
             "gitTreeState": "clean",
             "buildDate": "2024-12-10T18:42:08Z",
         }
-        made = {"goVersion": "go1.22.9", "compiler": "gc", "platform": "linux/amd64"}
-        return {"major": "1", "minor": "31", "gitVersion": "v1.31.4", **build, **made}
+        build = {"goVersion": "go1.22.9", "compiler": "gc", "platform": "linux/amd64"}
+        return {"major": "1", "minor": "31", "gitVersion": "v1.31.4", **commit, **build}
 
     def _group(self, group: str) -> Tree:
         versions = [each.partition("/")[2] for each in self.kinds if each.startswith(f"{group}/")]

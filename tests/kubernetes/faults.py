@@ -1,4 +1,4 @@
-"""What can go wrong with an API server, on demand."""
+"""Faults of an API server, on demand."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import re
 import threading
 from dataclasses import dataclass, field
 
-# The status of a fault that says nothing until the server ends.
+# The status of a fault that sends no answer until the server ends.
 SILENCE = -1
 
 
 @dataclass(kw_only=True)
 class Fault:
-    """An answer in place of the right one: `times` times, to requests that match `pattern`.
+    """A wrong answer, `times` times, to requests that match `pattern`.
 
-    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without a word.
-    A `late` fault does what was asked before it answers wrongly.
+    The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without an
+    answer. A `late` fault does what was requested before it answers wrongly.
     """
 
     pattern: str
@@ -26,12 +26,12 @@ class Fault:
 
 
 class Faults:
-    """All faults of a server; `refused` counts how often each pattern was answered wrongly."""
+    """All faults of a server; `hits` counts the requests that each pattern has met."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self._changed = changed
         self._faults: list[Fault] = []
-        self.refused: dict[str, int] = {}
+        self.hits: dict[str, int] = {}
         self.down = False
 
     def add(self, pattern: str, status: int, **more: object) -> Fault:
@@ -59,5 +59,5 @@ class Faults:
         return None
 
     def _count(self, pattern: str) -> None:
-        self.refused[pattern] = self.refused.get(pattern, 0) + 1
+        self.hits[pattern] = self.hits.get(pattern, 0) + 1
         self._changed.notify_all()

@@ -1,7 +1,7 @@
-"""Runs the command of every pod as a local process, where a test wants training for real.
+"""Runs the command of every pod as a local process, for tests that train.
 
-A pod's mounts stand below a folder of its own; the paths at which it expects them are replaced in
-its command, its working folder and its variables. Memory, nodes and images are not looked at.
+A pod's mounts are below a folder of its own; the paths at which it expects them are replaced in
+its command, its working folder and its variables. Memory, nodes and images are ignored.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.kubernetes.store import RefusedError, Store, Tree
 from trainer.cluster.local import free_port
 
 ROOT = Path(__file__).parents[2]
-LOOK_SECONDS = 0.2
+RESYNC_SECONDS = 0.2
 MESSAGE_BYTES = 4096
 
 
 class Kubelet:
-    """One node for all pods; as a context manager it ends them all with the block."""
+    """One node for all pods; as a context manager it kills them at the end of the block."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Kubelet:
         self._killers: dict[str, threading.Timer] = {}
         self._followers: list[threading.Thread] = []
         self._stopping = False
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         store.graceful.add("pods")
 
     def __enter__(self) -> Kubelet:
@@ -66,25 +66,25 @@ class Kubelet:
             follower.join()
 
     def kill(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
-        """Send a signal to all processes of a pod, as the kernel does when memory is gone."""
+        """Send a signal to all processes of a pod, as the kernel does when it is out of memory."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         os.killpg(self._processes[uid].pid, number)
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         while not self._stopping:
             with self._store.changed:
                 for pod in self._store.all("pods"):
                     self._reconcile(pod)
-                self._store.changed.wait(LOOK_SECONDS)
+                self._store.changed.wait(RESYNC_SECONDS)
 
     def _reconcile(self, pod: Tree) -> None:
         uid = pod["metadata"]["uid"]
-        going = bool(pod["metadata"].get("deletionTimestamp"))
+        is_terminating = bool(pod["metadata"].get("deletionTimestamp"))
         process = self._processes.get(uid)
-        if going and process is None:
+        if is_terminating and process is None:
             self._store.remove("pods", pod["metadata"]["namespace"], pod["metadata"]["name"])
-        elif going and uid not in self._killers:
-            self._end(pod, process)
+        elif is_terminating and uid not in self._killers:
+            self._terminate(pod, process)
         elif process is None and pod["status"]["phase"] == "Pending":
             self._start(pod)
 
@@ -103,7 +103,7 @@ class Kubelet:
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": str(ROOT),
             "FLOTILLA_PARENT": str(os.getpid()),
-            # Every pod has its own address on a cluster; here all have one.
+            # On a cluster every pod has its own address; here all share one.
             "FLOTILLA_GUARD_PORT": self._guard_port(pod),
             **self._environment,
             **self._variables(container),
@@ -131,7 +131,7 @@ class Kubelet:
             for line in process.stdout:
                 self._logs.write(uid, 0, line.decode(errors="replace").rstrip("\n"))
         code = process.wait()
-        # Nothing of a container outlives its first process.
+        # No process of a container outlives its first one.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         self._logs.end(uid, 0)
@@ -139,14 +139,14 @@ class Kubelet:
         text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
         with self._store.changed, suppress(RefusedError):
             finished(self._store, pod, code if code >= 0 else 128 - code, text[-MESSAGE_BYTES:])
-            if self._store.get("pods", *_place(pod))["metadata"].get("deletionTimestamp"):
-                self._store.remove("pods", *_place(pod))
+            if self._store.get("pods", *_key(pod))["metadata"].get("deletionTimestamp"):
+                self._store.remove("pods", *_key(pod))
 
-    def _end(self, pod: Tree, process: subprocess.Popen[bytes] | None) -> None:
+    def _terminate(self, pod: Tree, process: subprocess.Popen[bytes] | None) -> None:
         assert process
         uid = pod["metadata"]["uid"]
         if process.poll() is not None:
-            self._store.remove("pods", *_place(pod))
+            self._store.remove("pods", *_key(pod))
             return
         process.send_signal(signal.SIGTERM)
 
@@ -196,5 +196,5 @@ def _mounted(text: str, mounts: Mapping[str, str]) -> str:
     return text
 
 
-def _place(pod: Tree) -> tuple[str, str]:
+def _key(pod: Tree) -> tuple[str, str]:
     return pod["metadata"]["namespace"], pod["metadata"]["name"]

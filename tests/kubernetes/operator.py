@@ -1,8 +1,8 @@
-"""What the training operator 1.9 does with a TFJob, as far as a launcher can see it.
+"""The part of the training operator 1.9 that a launcher can observe.
 
-Pods by role and index with labels and TF_CONFIG (the evaluator in it, and none where the job has
-one task); restarts by `ExitCode`; the end of the job by the chief or worker 0; `cleanPodPolicy`,
-`activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
+It creates pods by role and index, with labels and TF_CONFIG (with the evaluator, and none where the
+job has one task); restarts pods by the policy `ExitCode`; ends the job with the chief or worker 0;
+and follows `cleanPodPolicy`, `activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 JOB_NAME = "training.kubeflow.org/job-name"
-LOOK_SECONDS = 0.2
+RESYNC_SECONDS = 0.2
 
 
 def exit_code(pod: Tree) -> int:
     """Return the exit code that the operator sees; 0xbeef where no container has one."""
     for status in pod.get("status", {}).get("containerStatuses", []):
-        ended = status["state"].get("terminated")
-        if status["name"] == "tensorflow" and ended:
-            return int(ended["exitCode"])
+        terminated = status["state"].get("terminated")
+        if status["name"] == "tensorflow" and terminated:
+            return int(terminated["exitCode"])
     return 0xBEEF
 
 
@@ -45,21 +45,21 @@ def condition(tree: Tree, kind: str, reason: str = "", message: str = "") -> Non
     )
 
 
-def ended(job: Tree) -> bool:
+def is_finished(job: Tree) -> bool:
     kinds = [each["type"] for each in job.get("status", {}).get("conditions", [])]
     return "Succeeded" in kinds or "Failed" in kinds
 
 
 class Operator:
-    """Keeps pods and status of all jobs as they should be, in a thread of its own."""
+    """Reconciles the pods and the status of all jobs, in a thread of its own."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._ports = ExitStack()
-        self._taken: dict[str, int] = {}
+        self._addresses: dict[str, int] = {}
         self._stopping = False
-        self._born: dict[str, float] = {}
-        self._thread = threading.Thread(target=self._work, daemon=True)
+        self._created_at: dict[str, float] = {}
+        self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Operator:
         self._thread.start()
@@ -70,25 +70,25 @@ class Operator:
         self._thread.join()
         self._ports.close()
 
-    def _work(self) -> None:
-        seen = -1
+    def _run(self) -> None:
+        reconciled = -1
         while not self._stopping:
             with self._store.changed:
                 for job in self._store.all("tfjobs"):
                     with suppress(RefusedError):
                         self._reconcile(job)
-                # Twice the same version: nothing is left to be done until something happens.
-                if self._store.version() == seen:
-                    self._store.changed.wait(LOOK_SECONDS)
-                seen = self._store.version()
+                # The same version twice: there is nothing to do until the next event.
+                if self._store.version() == reconciled:
+                    self._store.changed.wait(RESYNC_SECONDS)
+                reconciled = self._store.version()
 
     def _reconcile(self, job: Tree) -> None:
         meta, policy = job["metadata"], job["spec"]["runPolicy"]
         if meta.get("deletionTimestamp") or policy.get("suspend"):
             return
-        born = self._born.setdefault(meta["uid"], time.monotonic())
-        if not ended(job):
-            if time.monotonic() - born > policy.get("activeDeadlineSeconds", 10**9):
+        created_at = self._created_at.setdefault(meta["uid"], time.monotonic())
+        if not is_finished(job):
+            if time.monotonic() - created_at > policy.get("activeDeadlineSeconds", 10**9):
                 self._status(job, "Failed", "DeadlineExceeded", "job was active too long")
             else:
                 self._pods(job)
@@ -97,26 +97,26 @@ class Operator:
             for pod in self._of(job):
                 if pod["status"]["phase"] in ("Running", "Pending"):
                     self._delete(pod)
-        if time.monotonic() - born > policy.get("ttlSecondsAfterFinished", 10**9):
+        if time.monotonic() - created_at > policy.get("ttlSecondsAfterFinished", 10**9):
             self._store.delete("tfjobs", meta["namespace"], meta["name"])
 
     def _pods(self, job: Tree) -> None:
-        there = {pod["metadata"]["name"]: pod for pod in self._of(job)}
+        pods = {pod["metadata"]["name"]: pod for pod in self._of(job)}
         specs = job["spec"]["tfReplicaSpecs"]
         self._status(job, "Created")
         for role, spec in specs.items():
             for index in range(spec["replicas"]):
                 name = f"{job['metadata']['name']}-{role.lower()}-{index}"
-                if name not in there:
+                if name not in pods:
                     self._create(job, role, index, name)
                     continue
-                self._judge(job, there[name], spec["restartPolicy"])
-        leads = "chief" if "Chief" in specs else "worker"
-        leader = there.get(f"{job['metadata']['name']}-{leads}-0")
+                self._check(job, pods[name], spec["restartPolicy"])
+        role = "chief" if "Chief" in specs else "worker"
+        leader = pods.get(f"{job['metadata']['name']}-{role}-0")
         if leader and leader["status"]["phase"] == "Succeeded":
             self._status(job, "Succeeded")
 
-    def _judge(self, job: Tree, pod: Tree, policy: str) -> None:
+    def _check(self, job: Tree, pod: Tree, policy: str) -> None:
         if pod["status"]["phase"] == "Running":
             self._status(job, "Running")
         if pod["status"]["phase"] != "Failed" or pod["metadata"].get("deletionTimestamp"):
@@ -125,8 +125,8 @@ class Operator:
             self._status(job, "Restarting")
             self._delete(pod)
         else:
-            words = f"{pod['metadata']['name']} failed with exit code {exit_code(pod)}"
-            self._status(job, "Failed", "TFJobFailed", words)
+            message = f"{pod['metadata']['name']} failed with exit code {exit_code(pod)}"
+            self._status(job, "Failed", "TFJobFailed", message)
 
     def _create(self, job: Tree, role: str, index: int, name: str) -> None:
         template = json.loads(json.dumps(job["spec"]["tfReplicaSpecs"][role]["template"]))
@@ -137,10 +137,10 @@ class Operator:
         }
         restart = job["spec"]["tfReplicaSpecs"][role]["restartPolicy"]
         spec = template["spec"] | {"restartPolicy": "Never" if restart == "ExitCode" else restart}
-        config = self._tf_config(job, role, index)
-        if config:
+        tf_config = self._tf_config(job, role, index)
+        if tf_config:
             spec["containers"][0].setdefault("env", []).append(
-                {"name": "TF_CONFIG", "value": config}
+                {"name": "TF_CONFIG", "value": tf_config}
             )
         owner = {
             "apiVersion": "kubeflow.org/v1",
@@ -171,13 +171,13 @@ class Operator:
         return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
 
     def _port(self, name: str) -> int:
-        """Return the port of a pod; a pod that is made again has its old address."""
-        if name not in self._taken:
+        """Return the port of a pod; its replacement has the same address."""
+        if name not in self._addresses:
             holder = self._ports.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             holder.bind(("127.0.0.1", 0))
-            self._taken[name] = holder.getsockname()[1]
-        return self._taken[name]
+            self._addresses[name] = holder.getsockname()[1]
+        return self._addresses[name]
 
     def _of(self, job: Tree) -> list[Tree]:
         uid = job["metadata"]["uid"]
@@ -188,10 +188,10 @@ class Operator:
         meta = pod["metadata"]
         self._store.delete("pods", meta["namespace"], meta["name"], meta["uid"])
 
-    def _status(self, job: Tree, kind: str, *words: str) -> None:
+    def _status(self, job: Tree, kind: str, *more: str) -> None:
         meta = job["metadata"]
 
         def by(tree: Any) -> None:
-            condition(tree, kind, *words)
+            condition(tree, kind, *more)
 
         self._store.change("tfjobs", meta["namespace"], meta["name"], by)

@@ -1,4 +1,4 @@
-"""The states of a pod, as a kubelet and a scheduler write them."""
+"""The states of a pod, as the kubelet and the scheduler write them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ def _container(pod: Tree, state: Tree, **more: object) -> list[Tree]:
     return [{"restartCount": 0, **before, "name": "tensorflow", "state": state, **more}]
 
 
-def _scheduled(word: str, message: str = "") -> list[Tree]:
-    return [{"type": "PodScheduled", "status": word, "reason": "Unschedulable", "message": message}]
+def _scheduled(status: str, message: str = "") -> list[Tree]:
+    return [
+        {"type": "PodScheduled", "status": status, "reason": "Unschedulable", "message": message}
+    ]
 
 
 def unschedulable(store: Store, pod: Tree, message: str) -> Tree:
@@ -31,7 +33,7 @@ def unschedulable(store: Store, pod: Tree, message: str) -> Tree:
 
 
 def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
-    """The pod has a node, and its container cannot start there."""
+    """The pod has a node, on which its container cannot start."""
     state = {"waiting": {"reason": reason, "message": message}}
     status = {"conditions": _scheduled("True"), "containerStatuses": _container(pod, state)}
     return _changed(store, pod, status, "node-1")
@@ -67,13 +69,13 @@ def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str 
 
 
 def evicted(store: Store, pod: Tree, message: str) -> Tree:
-    """The node has thrown the pod out; no container has an exit code."""
+    """The node has evicted the pod; no container has an exit code."""
     status = {"phase": "Failed", "reason": "Evicted", "message": message, "containerStatuses": []}
     return _changed(store, pod, status)
 
 
 def restarted(store: Store, pod: Tree, code: int) -> Tree:
-    """The kubelet has started the container again where it was."""
+    """The kubelet has restarted the container in its pod."""
     count = pod["status"]["containerStatuses"][0]["restartCount"]
     last = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
     states = _container(

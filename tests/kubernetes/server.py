@@ -1,4 +1,4 @@
-"""A small Kubernetes API server over HTTP: jobs, pods, logs, events and more, from a `Store`."""
+"""A small Kubernetes API server over HTTP: jobs, pods, logs, events and more from a `Store`."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ PATH = re.compile(
     r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
     r"|resourcequotas|limitranges)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
 )
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 class Server(ThreadingHTTPServer):
-    """The API on a port of loopback; as a context manager it serves until the block ends."""
+    """The API on a port of loopback; as a context manager it serves until the end of the block."""
 
     daemon_threads = True
 
@@ -36,8 +36,8 @@ class Server(ThreadingHTTPServer):
         self.logs = Logs(self.store.changed)
         self.control = Control(self.store)
         self.requests: list[str] = []
-        # Streams end when this number is not any more the one that they began with.
-        self.era = 0
+        # A stream ends when this number is no longer that of its beginning.
+        self.generation = 0
         self.closing = False
 
     @property
@@ -45,9 +45,9 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def drop_streams(self) -> None:
-        """Cut every watch and every log that is followed, in the middle of what it says."""
+        """Break every watch and every followed log, in the middle of a line."""
         with self.store.changed:
-            self.era += 1
+            self.generation += 1
             self.store.changed.notify_all()
 
     def go_down(self) -> None:
@@ -56,7 +56,7 @@ class Server(ThreadingHTTPServer):
         self.drop_streams()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing: clients that are killed are what tests are about."""
+        """Log nothing: tests kill clients on purpose."""
 
     def __enter__(self) -> Server:
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
@@ -103,13 +103,13 @@ class Handler(BaseHTTPRequestHandler):
         if fault and not fault.late:
             return self._fail(fault.status, fault.headers)
         try:
-            given = self._done(body)
+            answer = self._route(body)
         except RefusedError as error:
             return self._send(error.code, error.status)
         if fault:
             return self._fail(fault.status, fault.headers)
-        if given is not None:
-            self._send(200, given)
+        if answer is not None:
+            self._send(200, answer)
         return None
 
     def _fail(self, status: int, headers: dict[str, str]) -> None:
@@ -119,8 +119,13 @@ class Handler(BaseHTTPRequestHandler):
         if status in (0, SILENCE):
             self.close_connection = True
             return
-        words = {"kind": "Status", "code": status, "reason": "Fault", "message": "on demand"}
-        self._send(status, words, headers)
+        status_object = {
+            "kind": "Status",
+            "code": status,
+            "reason": "Fault",
+            "message": "on demand",
+        }
+        self._send(status, status_object, headers)
 
     def _send(self, code: int, tree: Tree, headers: dict[str, str] | None = None) -> None:
         text = json.dumps(tree).encode()
@@ -132,20 +137,20 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(text)
 
-    def _done(self, body: Tree) -> Tree | None:
-        """Do what is asked; None where a stream was the answer."""
+    def _route(self, body: Tree) -> Tree | None:
+        """Return the answer of a request; None where it was a stream."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         if not found:
             return self.server.control.answer(self.command, parts.path, body)
-        asked = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
         if found["log"]:
-            return self._log(namespace, name, asked)
+            return self._log(namespace, name, query)
         if self.command == "GET" and not name:
-            if asked.get("watch") in ("true", "True"):
-                return self._watch(kind, namespace, asked)
-            return self._list(kind, namespace, asked)
+            if query.get("watch") in ("true", "True"):
+                return self._watch(kind, namespace, query)
+            return self._list(kind, namespace, query)
         return self._object(kind, namespace, name, body)
 
     def _object(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
@@ -160,57 +165,57 @@ class Handler(BaseHTTPRequestHandler):
             return {"kind": "Status", "status": "Success"}
         return store.get(kind, namespace, name)
 
-    def _list(self, kind: str, namespace: str, asked: dict[str, str]) -> Tree:
+    def _list(self, kind: str, namespace: str, query: dict[str, str]) -> Tree:
         store = self.server.store
         with store.changed:
-            selectors = asked.get("labelSelector", ""), asked.get("fieldSelector", "")
+            selectors = query.get("labelSelector", ""), query.get("fieldSelector", "")
             return {
                 "metadata": {"resourceVersion": str(store.version())},
                 "items": store.all(kind, namespace, *selectors),
             }
 
-    def _watch(self, kind: str, namespace: str, asked: dict[str, str]) -> None:
+    def _watch(self, kind: str, namespace: str, query: dict[str, str]) -> None:
         store = self.server.store
-        selectors = asked.get("labelSelector", ""), asked.get("fieldSelector", "")
-        version = int(asked.get("resourceVersion") or store.version())
+        selectors = query.get("labelSelector", ""), query.get("fieldSelector", "")
+        version = int(query.get("resourceVersion") or store.version())
         store.since(version)
-        end = time.monotonic() + float(asked.get("timeoutSeconds", 300))
-        with self._stream() as (era, write):
+        end = time.monotonic() + float(query.get("timeoutSeconds", 300))
+        with self._stream() as (generation, write):
             while time.monotonic() < end:
                 with store.changed:
-                    while store.version() == version and self._goes_on(era, end):
-                        store.changed.wait(LOOK_SECONDS)
-                    if not self._goes_on(era, end):
+                    while store.version() == version and self._is_open(generation, end):
+                        store.changed.wait(POLL_SECONDS)
+                    if not self._is_open(generation, end):
                         break
                     try:
-                        happened = store.since(version)
+                        events = store.since(version)
                     except RefusedError as error:
                         write(json.dumps({"type": "ERROR", "object": error.status}) + "\n")
                         return
-                for version, event, its_kind, tree in happened:  # noqa: B007
+                for version, event, its_kind, tree in events:  # noqa: B007
                     same = its_kind == kind and tree["metadata"]["namespace"] == namespace
                     if same and selected(tree, *selectors):
                         write(json.dumps({"type": event, "object": tree}) + "\n")
 
-    def _log(self, namespace: str, name: str, asked: dict[str, str]) -> None:
+    def _log(self, namespace: str, name: str, query: dict[str, str]) -> None:
         store = self.server.store
         pod = store.get("pods", namespace, name)
         states = pod.get("status", {}).get("containerStatuses", [])
         if not states or "waiting" in states[0]["state"]:
             raise RefusedError(400, "BadRequest", f'container in pod "{name}" is waiting to start')
-        start = states[0]["restartCount"] - (asked.get("previous") in ("true", "True"))
+        start = states[0]["restartCount"] - (query.get("previous") in ("true", "True"))
         log = self.server.logs.of(pod["metadata"]["uid"], start)
-        # The kubelet knows whole seconds only.
-        since = asked.get("sinceTime", "")[:19]
-        follow = asked.get("follow") in ("true", "True")
+        # The kubelet compares whole seconds.
+        since = query.get("sinceTime", "")[:19]
+        follow = query.get("follow") in ("true", "True")
         position = 0
-        with self._stream() as (era, write):
-            while self._goes_on(era, None):
+        with self._stream() as (generation, write):
+            while self._is_open(generation, None):
                 with store.changed:
                     new = log.lines[position:]
-                    ended = log.ended or not follow or not self._is_there(pod)
+                    ended = log.ended or not follow or not self._exists(pod)
                     if not new and not ended:
-                        store.changed.wait(LOOK_SECONDS)
+                        store.changed.wait(POLL_SECONDS)
                         continue
                 position += len(new)
                 for at, text in new:
@@ -218,40 +223,40 @@ class Handler(BaseHTTPRequestHandler):
                         write(f"{stamp(at)} {text}\n")
                 if ended and not log.lines[position:]:
                     return
-            # The connection breaks in the middle of a line, as connections do.
+            # The connection breaks in the middle of a line.
             for at, text in log.lines[position : position + 1]:
                 write(f"{stamp(at)} {text}"[:20])
 
-    def _is_there(self, pod: Tree) -> bool:
+    def _exists(self, pod: Tree) -> bool:
         meta = pod["metadata"]
         with suppress(RefusedError):
             found = self.server.store.get("pods", meta["namespace"], meta["name"])
             return bool(found["metadata"]["uid"] == meta["uid"])
         return False
 
-    def _goes_on(self, era: int, end: float | None) -> bool:
+    def _is_open(self, generation: int, end: float | None) -> bool:
         late = end is not None and time.monotonic() >= end
-        return era == self.server.era and not late
+        return generation == self.server.generation and not late
 
     def _stream(self) -> Stream:
         return Stream(self)
 
 
 class Stream:
-    """An answer in chunks; one that is dropped ends without the last chunk."""
+    """An answer in chunks; a broken one ends without the last chunk."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
-        self._era = handler.server.era
+        self._generation = handler.server.generation
 
     def __enter__(self) -> tuple[int, Any]:
         self._handler.send_response(200)
         self._handler.send_header("Content-Type", "application/json")
         self._handler.send_header("Transfer-Encoding", "chunked")
-        # A stream is the last answer on its connection.
+        # A stream is the last answer of its connection.
         self._handler.send_header("Connection", "close")
         self._handler.end_headers()
-        return self._era, self._write
+        return self._generation, self._write
 
     def _write(self, text: str) -> None:
         data = text.encode()
@@ -260,6 +265,6 @@ class Stream:
 
     def __exit__(self, *_error: object) -> None:
         self._handler.close_connection = True
-        if self._era == self._handler.server.era:
+        if self._generation == self._handler.server.generation:
             with suppress(OSError):
                 self._handler.wfile.write(b"0\r\n\r\n")

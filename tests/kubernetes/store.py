@@ -14,7 +14,7 @@ SECONDS = 60
 
 
 class RefusedError(Exception):
-    """An answer of the API that is no success."""
+    """An answer of the API that is not a success."""
 
     def __init__(self, code: int, reason: str, message: str = "") -> None:
         super().__init__(message or reason)
@@ -38,8 +38,8 @@ class Store:
     """All objects by kind (`tfjobs`, `pods`, `events`), namespace and name.
 
     Attributes:
-        changed: is notified at every change; also the lock of all that is here.
-        graceful: kinds that somebody else removes once they are marked for deletion.
+        changed: notified at every change; also the lock of the store.
+        graceful: kinds that another process removes once they are marked for deletion.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Store:
         self.history: list[tuple[int, str, str, Tree]] = []
         self._objects: dict[tuple[str, str, str], Tree] = {}
         self._version = 1
-        self._forgotten = 0
+        self._expired = 0
 
     def create(self, kind: str, namespace: str, tree: Tree) -> Tree:
         with self.changed:
@@ -62,7 +62,7 @@ class Store:
                 "creationTimestamp": now(),
             }
             self._objects[key] = made
-            return self._noted("ADDED", kind, made)
+            return self._record("ADDED", kind, made)
 
     def get(self, kind: str, namespace: str, name: str) -> Tree:
         with self.changed:
@@ -82,21 +82,21 @@ class Store:
             ]
 
     def change(self, kind: str, namespace: str, name: str, by: Callable[[Tree], None]) -> Tree:
-        """Let a function change an object in place; nothing happens when it changes nothing."""
+        """Let a function modify an object in place; without a change there is no event."""
         with self.changed:
             tree = self.get(kind, namespace, name)
             by(tree)
             if tree == self._objects[kind, namespace, name]:
                 return tree
             self._objects[kind, namespace, name] = tree
-            return self._noted("MODIFIED", kind, tree)
+            return self._record("MODIFIED", kind, tree)
 
     def patch(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
-        """Merge a patch in (RFC 7396); a resource version in it has to be the newest."""
+        """Merge a patch (RFC 7396); a resource version in it has to be the newest."""
 
         def by(tree: Tree) -> None:
-            asked = body.get("metadata", {}).get("resourceVersion")
-            if asked and asked != tree["metadata"]["resourceVersion"]:
+            required = body.get("metadata", {}).get("resourceVersion")
+            if required and required != tree["metadata"]["resourceVersion"]:
                 raise RefusedError(409, "Conflict", "the object has been modified")
             _merge(tree, body)
 
@@ -115,13 +115,13 @@ class Store:
             self.remove(kind, namespace, name)
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
-        """Take an object away for good, and delete what it owned."""
+        """Remove an object, and delete the objects that it owns."""
         with self.changed:
-            gone = self._objects.pop((kind, namespace, name), None)
-            if gone is None:
+            removed = self._objects.pop((kind, namespace, name), None)
+            if removed is None:
                 return
-            self._noted("DELETED", kind, gone)
-            uid = gone["metadata"]["uid"]
+            self._record("DELETED", kind, removed)
+            uid = removed["metadata"]["uid"]
             for (its_kind, its_namespace, its_name), tree in list(self._objects.items()):
                 owners = tree["metadata"].get("ownerReferences", [])
                 if uid in [owner["uid"] for owner in owners]:
@@ -130,27 +130,27 @@ class Store:
     def version(self) -> int:
         return self._version
 
-    def forget(self) -> None:
-        """Forget the history: a watch from any version so far is answered with 410."""
+    def expire(self) -> None:
+        """Drop the history: a watch from any version so far is answered with 410."""
         with self.changed:
-            self._forgotten = self._version
+            self._expired = self._version
             self.history.clear()
             self.changed.notify_all()
 
     def since(self, version: int) -> list[tuple[int, str, str, Tree]]:
-        """Return what happened after a version; raises 410 when that was forgotten."""
+        """Return the events after a version; raises 410 where it has expired."""
         with self.changed:
-            if version < self._forgotten:
+            if version < self._expired:
                 raise RefusedError(410, "Expired", f"too old resource version: {version}")
             return [each for each in self.history if each[0] > version]
 
     def wait(self, until: Callable[[], Any]) -> Any:
-        """Return the first true value of a function that is asked after every change."""
+        """Return the first true value of a function that is called after every change."""
         with self.changed:
-            assert self.changed.wait_for(until, timeout=SECONDS), "it never came to that"
+            assert self.changed.wait_for(until, timeout=SECONDS), f"not true within {SECONDS} s"
             return until()
 
-    def _noted(self, event: str, kind: str, tree: Tree) -> Tree:
+    def _record(self, event: str, kind: str, tree: Tree) -> Tree:
         self._version += 1
         tree["metadata"]["resourceVersion"] = str(self._version)
         self.history.append((self._version, event, kind, copy.deepcopy(tree)))
@@ -159,7 +159,7 @@ class Store:
 
 
 def selected(tree: Tree, labels: str, fields: str) -> bool:
-    """Say whether an object has these labels and fields (`a=b,c=d`, and `a` for any value)."""
+    """Return whether an object has these labels and fields (`a=b,c=d`, and `a` for any value)."""
     own = tree["metadata"].get("labels", {})
     for part in filter(None, labels.split(",")):
         name, equals, value = part.partition("=")

@@ -1,4 +1,4 @@
-"""The small API server behaves to the official client as a real one does."""
+"""The small API server answers the official client as a real one does."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def core(api):
     return client.CoreV1Api(api)
 
 
-def refused(call, *given, **named):
+def refused(call, *arguments, **keywords):
     with pytest.raises(client.ApiException) as caught:
-        call(*given, **named)
+        call(*arguments, **keywords)
     return caught.value
 
 
@@ -63,7 +63,7 @@ def test_an_object_is_created_once_and_deleted_by_uid(jobs):
     assert refused(jobs.get_namespaced_custom_object, *ARGS, "job").status == 404
 
 
-def test_a_patch_is_merged_and_may_ask_for_a_version(jobs):
+def test_a_patch_is_merged_and_may_require_a_version(jobs):
     made = jobs.create_namespaced_custom_object(*ARGS, tfjob())
     changed = jobs.patch_namespaced_custom_object(
         *ARGS, "job", {"metadata": {"annotations": {"a": "1"}}}
@@ -83,7 +83,7 @@ def test_lists_take_selectors(jobs):
     assert len(jobs.list_namespaced_custom_object(*ARGS, label_selector="run=r")["items"]) == 2
 
 
-def test_a_watch_goes_on_from_a_version_and_410_says_that_it_is_forgotten(kube, core, jobs):
+def test_a_watch_continues_from_a_version_until_it_has_expired(kube, core, jobs):
     begun = core.list_namespaced_pod(NAMESPACE).metadata.resource_version
     jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "Worker": 1}))
     kube.all_pods()
@@ -92,12 +92,12 @@ def test_a_watch_goes_on_from_a_version_and_410_says_that_it_is_forgotten(kube, 
     )
     seen = [event["type"] for event in stream]
     assert seen[:2] == ["ADDED", "ADDED"]
-    kube.store.forget()
-    gone = refused(core.list_namespaced_pod, NAMESPACE, resource_version=begun, watch=True)
-    assert gone.status == 410
+    kube.store.expire()
+    expired = refused(core.list_namespaced_pod, NAMESPACE, resource_version=begun, watch=True)
+    assert expired.status == 410
 
 
-def test_faults_come_on_demand_and_go(kube, jobs):
+def test_faults_are_answered_as_often_as_configured(kube, jobs):
     kube.faults.add("POST .*tfjobs", 429, times=1, headers={"Retry-After": "1"})
     kube.faults.add("GET .*tfjobs/job", 503, times=1)
     assert refused(jobs.create_namespaced_custom_object, *ARGS, tfjob()).headers["Retry-After"]
@@ -109,7 +109,7 @@ def test_faults_come_on_demand_and_go(kube, jobs):
     assert not kube.jobs()
 
 
-def test_an_api_that_is_down_says_nothing(kube, jobs):
+def test_an_api_that_is_down_sends_no_answer(kube, jobs):
     kube.server.go_down()
     with pytest.raises(urllib3.exceptions.HTTPError):
         jobs.list_namespaced_custom_object(*ARGS)
@@ -117,12 +117,12 @@ def test_an_api_that_is_down_says_nothing(kube, jobs):
     assert jobs.list_namespaced_custom_object(*ARGS)["items"] == []
 
 
-def test_a_log_is_followed_until_its_container_ends_and_cut_in_the_middle(kube, jobs, core):
+def test_a_log_is_followed_until_its_container_ends_and_breaks_in_a_line(kube, jobs, core):
     jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "PS": 1}))
     name = kube.pod("chief-0")["metadata"]["name"]
     assert refused(core.read_namespaced_pod_log, name, NAMESPACE).status == 400
     kube.run_all()
-    kube.say("chief-0", "one")
+    kube.write_log("chief-0", "one")
 
     def read(**more):
         return core.read_namespaced_pod_log(
@@ -133,7 +133,7 @@ def test_a_log_is_followed_until_its_container_ends_and_cut_in_the_middle(kube, 
         lines = iter(stream.stream(None))
         assert next(lines).decode().endswith("one\n")
         with kube.store.changed:
-            kube.say("chief-0", "two, which is long")
+            kube.write_log("chief-0", "two, which is long")
             kube.server.drop_streams()
         with pytest.raises(urllib3.exceptions.ProtocolError):
             list(lines)
@@ -171,7 +171,7 @@ def test_the_policies_end_jobs(kube, jobs):
     policy = {"activeDeadlineSeconds": 0, "ttlSecondsAfterFinished": 1}
     jobs.create_namespaced_custom_object(*ARGS, tfjob(**policy))
     kube.store.wait(lambda: "Failed" in kinds(kube))
-    kube.wait_gone()
+    kube.wait_until_deleted()
     jobs.create_namespaced_custom_object(*ARGS, tfjob(suspend=True))
     jobs.create_namespaced_custom_object(*ARGS, tfjob("other"))
     kube.store.wait(lambda: len(kube.pods()) == 4)
@@ -207,12 +207,12 @@ def test_commands_run_as_processes_with_the_operators_tf_config(real_kube, tmp_p
 
 
 @pytest.mark.cluster
-def test_a_deleted_job_ends_its_processes_by_a_signal_that_they_may_heed(real_kube):
+def test_a_deleted_job_ends_its_processes_with_sigterm(real_kube):
     kube = real_kube
     code = (
-        "import signal, threading; asked = threading.Event()\n"
-        "signal.signal(signal.SIGTERM, lambda *_: asked.set())\n"
-        "print('ready', flush=True); asked.wait(); print('asked', flush=True)"
+        "import signal, threading; term = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: term.set())\n"
+        "print('ready', flush=True); term.wait(); print('ended', flush=True)"
     )
     job = tfjob(roles={"Chief": 1, "PS": 1})
     for replica in job["spec"]["tfReplicaSpecs"].values():
@@ -223,17 +223,17 @@ def test_a_deleted_job_ends_its_processes_by_a_signal_that_they_may_heed(real_ku
     log = kube.server.logs.of(uid, 0)
     kube.store.wait(lambda: log.lines)
     kube.store.delete("tfjobs", NAMESPACE, "job")
-    kube.wait_gone()
-    assert [text for _, text in log.lines] == ["ready", "asked"]
+    kube.wait_until_deleted()
+    assert [text for _, text in log.lines] == ["ready", "ended"]
 
 
-def test_requests_are_seen_as_they_come(kube, jobs):
+def test_requests_are_recorded_as_they_come(kube, jobs):
     done = threading.Event()
 
-    def ask():
+    def wait():
         kube.store.wait(lambda: any("tfjobs" in each for each in kube.server.requests))
         done.set()
 
-    threading.Thread(target=ask, daemon=True).start()
+    threading.Thread(target=wait, daemon=True).start()
     jobs.list_namespaced_custom_object(*ARGS)
     assert done.wait(10)

@@ -1,4 +1,4 @@
-"""What the small API server says of itself, to the official client."""
+"""The small API server outside of a namespace's objects, through the official client."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tests.kubernetes.control import USER
 
 
 def review(api, user=None, **attributes):
-    named = client.V1ResourceAttributes(namespace=NAMESPACE, **attributes)
+    resource = client.V1ResourceAttributes(namespace=NAMESPACE, **attributes)
     authorization = client.AuthorizationV1Api(api)
     if user is None:
-        spec = client.V1SelfSubjectAccessReviewSpec(resource_attributes=named)
+        spec = client.V1SelfSubjectAccessReviewSpec(resource_attributes=resource)
         body = client.V1SelfSubjectAccessReview(
             api_version="authorization.k8s.io/v1", kind="SelfSubjectAccessReview", spec=spec
         )
         return authorization.create_self_subject_access_review(body).status.allowed
-    spec = client.V1SubjectAccessReviewSpec(resource_attributes=named, user=user)
+    spec = client.V1SubjectAccessReviewSpec(resource_attributes=resource, user=user)
     body = client.V1SubjectAccessReview(
         api_version="authorization.k8s.io/v1", kind="SubjectAccessReview", spec=spec
     )
@@ -34,13 +34,13 @@ def test_version_and_kinds(kube, api):
     assert caught.value.status == 404
 
 
-def test_permissions_are_those_of_the_script(kube, api):
-    asked = {"group": "kubeflow.org", "resource": "tfjobs", "verb": "create"}
-    assert review(api, **asked)
-    assert review(api, "bob", **asked)
+def test_permissions_are_those_of_the_test(kube, api):
+    create = {"group": "kubeflow.org", "resource": "tfjobs", "verb": "create"}
+    assert review(api, **create)
+    assert review(api, "bob", **create)
     kube.server.control.deny(USER, "create tfjobs")
-    assert not review(api, **asked)
-    assert review(api, "bob", **asked)
+    assert not review(api, **create)
+    assert review(api, "bob", **create)
     kube.server.control.deny("bob", "get pods/log")
     assert not review(api, "bob", group="", resource="pods", subresource="log", verb="get")
     assert review(api, "bob", group="", resource="pods", verb="get")
@@ -56,12 +56,12 @@ def test_nodes_namespaces_and_classes(kube, api):
     assert [each.metadata.name for each in core.list_node().items] == ["n"]
     assert core.read_namespace(NAMESPACE).status.phase == "Active"
     kube.server.control.absent.add(NAMESPACE)
-    for ask in (
+    for read in (
         lambda: core.read_namespace(NAMESPACE),
         lambda: scheduling.read_priority_class("x"),
     ):
         with pytest.raises(client.ApiException) as caught:
-            ask()
+            read()
         assert caught.value.status == 404
 
 

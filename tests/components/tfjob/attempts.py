@@ -1,4 +1,4 @@
-"""One attempt of a step to train by a TFJob, in a thread of the test or as a process."""
+"""One attempt of a step to train as a TFJob, in a thread of the test or as a process."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def job_of(tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs:
 
 
 def settings(max_restarts: int = 3, **deadlines: int) -> dict[str, Any]:
-    """Return a configuration of one task a role, with these deadlines."""
+    """Return a configuration with one task of each role, and with these deadlines."""
     kubernetes = {"deadlines": deadlines}
     return {"cluster": {"workers": 1, "max_restarts": max_restarts, "kubernetes": kubernetes}}
 
 
 class Attempt(threading.Thread):
-    """`launch` in a thread: no signal reaches it."""
+    """`launch` in a thread, which no signal reaches."""
 
     def __init__(self, job: Job) -> None:
         super().__init__(daemon=True)
@@ -64,36 +64,36 @@ class Attempt(threading.Thread):
         except BaseException as error:
             self.error = error
 
-    def done(self) -> None:
-        """Wait for the end, which has to be a good one."""
+    def succeed(self) -> None:
+        """Wait for the end of a launcher that must succeed."""
         self.join(SECONDS)
-        assert not self.is_alive(), "the launcher goes on"
+        assert not self.is_alive(), "the launcher has not ended"
         if self.error:
             raise self.error
 
-    def failed(self) -> str:
-        """Wait for the end, which has to be an error of one line; return the line."""
+    def failure(self) -> str:
+        """Wait for the end of a launcher that must fail; return its error of one line."""
         self.join(SECONDS)
-        assert not self.is_alive(), "the launcher goes on"
+        assert not self.is_alive(), "the launcher has not ended"
         assert isinstance(self.error, UserError), repr(self.error)
         assert "\n" not in str(self.error)
         return str(self.error)
 
 
-def begun(kube: Cluster, **deadlines: int) -> Attempt:
-    """Start an attempt that watches by the time this returns."""
-    running = Attempt(job_of(settings(**deadlines)))
+def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
+    """Start an attempt, and return it once it watches the cluster."""
+    attempt = Attempt(job_of(settings(**deadlines)))
     kube.wait_watched()
-    return running
+    return attempt
 
 
 class Step:
-    """`launch` in a process, as a pipeline step does it."""
+    """`launch` in a process, as a pipeline step runs it."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
 
-    def ask(self, number: int = signal.SIGTERM) -> None:
+    def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
     def end(self) -> tuple[int, str, str]:
@@ -104,7 +104,7 @@ class Step:
 
 @contextmanager
 def step(kube: Cluster, tree: dict[str, Any], **job: str) -> Iterator[Step]:
-    """Start an attempt as a process; it is killed with the block."""
+    """Start an attempt as a process; it is killed at the end of the block."""
     environment = {**os.environ, "KUBECONFIG": str(kube.kubeconfig), "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, "-c", LAUNCH, json.dumps({"tree": tree, **job})],

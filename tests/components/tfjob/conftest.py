@@ -1,4 +1,4 @@
-"""A scripted cluster to which this process's kubeconfig leads."""
+"""A scripted cluster that the kubeconfig of this process names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random settings of a TFJob, whatever the configuration allows."""
+"""Random settings of a TFJob: everything that the configuration allows."""
 
 from __future__ import annotations
 

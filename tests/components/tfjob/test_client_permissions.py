@@ -1,4 +1,4 @@
-"""deploy/rbac.yaml allows what is asked of the API, and nothing that is never asked."""
+"""deploy/rbac.yaml allows every request that is sent to the API, and nothing else."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def allowed(role):
     }
 
 
-def asked(request):
-    """Return resource and verb of a request, as Kubernetes authorizes it."""
+def permission(request):
+    """Return the resource and the verb of a request, as Kubernetes authorizes it."""
     method, _, address = request.partition(" ")
     found = PATH.fullmatch(address.partition("?")[0])
     assert found, request
@@ -43,26 +43,26 @@ def asked(request):
 
 
 @pytest.mark.cluster
-def test_the_launcher_needs_all_that_it_is_allowed_and_is_allowed_all_that_it_needs(kube):
+def test_the_launcher_is_allowed_exactly_what_it_requests(kube):
     tree = settings(max_restarts=0, heartbeat=1)
-    running = Attempt(job_of(tree))
+    attempt = Attempt(job_of(tree))
     kube.wait_watched()
     kube.run_all()
     kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
     kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
     kube.finish("worker-0", 137)
-    assert "max_restarts" in running.failed()
+    assert "max_restarts" in attempt.failure()
     with step(kube, tree) as process:
         kube.all_pods()
         process.process.kill()
     delete_jobs(Config().cluster.kubernetes, "run-1")
-    assert {asked(each) for each in kube.server.requests} == allowed("flotilla-launcher")
+    assert {permission(each) for each in kube.server.requests} == allowed("flotilla-launcher")
 
 
-def test_the_guard_may_read_and_delete_jobs_alone():
+def test_the_guard_may_only_read_and_delete_jobs():
     assert allowed("flotilla-trainer") == {("tfjobs", "get"), ("tfjobs", "delete")}
 
 
-def test_no_permission_is_for_everything():
+def test_no_permission_is_a_wildcard():
     text = FILE.read_text(encoding="utf-8")
     assert not re.search(r"\*|ClusterRole|secrets", text)

@@ -1,4 +1,4 @@
-"""The first process of a pod: what it starts, which signals it passes on, when it gives up."""
+"""The first process of a pod: the task it starts, the signals it forwards, how it ends orphans."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from trainer.cluster import termination
 from trainer.cluster.local import free_port
 
 pytestmark = pytest.mark.cluster
-HEEDS = (
-    "import pathlib, signal, threading; asked = threading.Event()\n"
-    "signal.signal(signal.SIGTERM, lambda *_: asked.set())\n"
-    "print('ready', flush=True); asked.wait()\n"
-    "pathlib.Path('words.txt').write_text('interrupted at global step 7'); raise SystemExit(130)"
+ENDS_AT_SIGTERM = (
+    "import pathlib, signal, threading; term = threading.Event()\n"
+    "signal.signal(signal.SIGTERM, lambda *_: term.set())\n"
+    "print('ready', flush=True); term.wait()\n"
+    f"pathlib.Path({termination.FILE!r}).write_text('interrupted at global step 7')\n"
+    "raise SystemExit(130)"
 )
 SERVES = "import time; print('ready', flush=True); time.sleep(100)"
 CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
@@ -58,7 +59,7 @@ def guard(folder, code, *, ready=True, **variables):
         process.communicate()
 
 
-def ended(process):
+def exit_code_of(process):
     process.communicate(timeout=60)
     return process.returncode
 
@@ -70,12 +71,12 @@ def ended(process):
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
     ],
 )
-def test_the_tasks_end_is_the_guards(tmp_path, code, exit_code):
+def test_the_guard_ends_with_the_code_of_its_task(tmp_path, code, exit_code):
     with guard(tmp_path, code, ready=False) as process:
-        assert ended(process) == exit_code
+        assert exit_code_of(process) == exit_code
 
 
-def test_the_configuration_becomes_a_file_and_is_no_variable_of_the_task(tmp_path):
+def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
     code = "import os; print(open('config.json').read(), 'FLOTILLA_CONFIG' in os.environ)"
     with guard(tmp_path, code, ready=False, FLOTILLA_CONFIG='{"name": "a"}') as process:
         assert process.stdout.read() == '{"name": "a"} False\n'
@@ -88,19 +89,23 @@ def test_wrong_usage_is_one_line(tmp_path):
     )
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     with guard(tmp_path, "", ready=False) as process:
-        assert ended(process) == 0
+        assert exit_code_of(process) == 0
 
 
-def test_a_leader_passes_an_end_on_at_once(tmp_path):
+def test_a_leader_gets_the_signal_at_once(tmp_path):
     port = str(free_port())
-    with guard(tmp_path, HEEDS, TF_CONFIG=tf_config("chief"), FLOTILLA_GUARD_PORT=port) as chief:
+    with guard(
+        tmp_path, ENDS_AT_SIGTERM, TF_CONFIG=tf_config("chief"), FLOTILLA_GUARD_PORT=port
+    ) as chief:
         chief.send_signal(signal.SIGTERM)
-        assert ended(chief) == 130
+        assert exit_code_of(chief) == 130
 
 
-def test_a_parameter_server_outlives_a_leader_that_is_saving(tmp_path):
+def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path):
     port = str(free_port())
-    saving = HEEDS.replace("asked.wait()", "asked.wait(); print('saving', flush=True); input()")
+    saving = ENDS_AT_SIGTERM.replace(
+        "term.wait()", "term.wait(); print('saving', flush=True); input()"
+    )
     saving = f"import sys; sys.stdin = open(0)\n{saving}"
     os.mkfifo(tmp_path / "go")
     saving = saving.replace("input()", "open('go').read()")
@@ -109,14 +114,13 @@ def test_a_parameter_server_outlives_a_leader_that_is_saving(tmp_path):
         guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
         guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps"), **more) as server,
     ):
-        # The connection between the two has to be there: the server's end tells.
         for process in (chief, server):
             process.send_signal(signal.SIGTERM)
         assert chief.stdout.readline() == "saving\n"
         assert server.poll() is None
         (tmp_path / "go").write_text("go")
-        assert ended(chief) == 130
-        assert ended(server) == 128 + signal.SIGTERM
+        assert exit_code_of(chief) == 130
+        assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
 def test_a_parameter_server_without_a_leader_ends(tmp_path):
@@ -124,27 +128,27 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path):
     more = {"TF_CONFIG": tf_config("ps"), "FLOTILLA_GUARD_PORT": port}
     with guard(tmp_path, SERVES, **more) as server:
         server.send_signal(signal.SIGTERM)
-        assert ended(server) == 128 + signal.SIGTERM
+        assert exit_code_of(server) == 128 + signal.SIGTERM
 
 
-def test_a_tether_that_is_made_late_hears_that_the_leader_is_ending():
+def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
     port = free_port()
-    anchor = ShutdownServer(port)
-    anchor.ending()
-    tether = ShutdownConnection("127.0.0.1", port)
-    waited = threading.Thread(target=tether.wait, args=(30, 30))
+    server = ShutdownServer(port)
+    server.announce()
+    connection = ShutdownConnection("127.0.0.1", port)
+    waited = threading.Thread(target=connection.wait, args=(30, 30))
     waited.start()
-    # The leader is still there.
+    # The leader has not ended yet.
     waited.join(0.2)
     assert waited.is_alive()
-    anchor.close()
+    server.close()
     waited.join(30)
     assert not waited.is_alive()
 
 
 @pytest.fixture
 def watched(kube):
-    """A job with a heartbeat, and the variables of its leading pod."""
+    """The variables of the leading pod of a job with a heartbeat."""
     annotations = {names.HEARTBEAT: "a-1"}
     job = {
         "metadata": {"name": "job", "annotations": annotations},
@@ -161,58 +165,56 @@ def watched(kube):
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_standing_heartbeat_ends_training_with_a_checkpoint_and_the_job(
-    kube, watched, tmp_path, allowed
-):
+def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, allowed):
     if not allowed:
         kube.faults.add("DELETE", 403)
-    with guard(tmp_path, HEEDS, **watched) as process:
-        # 1: the operator does not start the leader again, and the job has failed.
-        assert ended(process) == 1
-    words = termination.read(tmp_path)
-    assert words == "the launcher has given no sign of life for 1 s; interrupted at global step 7"
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        # With 1 the operator does not restart the leader, and the job fails.
+        assert exit_code_of(process) == 1
+    message = termination.read(tmp_path)
+    assert message == "no heartbeat of the launcher for 1 s; interrupted at global step 7"
     assert bool(kube.jobs()) is not allowed
 
 
-def test_a_heartbeat_that_goes_on_or_cannot_be_read_ends_nothing(kube, watched, tmp_path):
-    with guard(tmp_path, HEEDS, **watched) as process:
+def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, tmp_path):
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         kube.store.wait(lambda: len(kube.server.requests) >= 3)
         for number in range(2, 6):
-            sign = {"metadata": {"annotations": {names.HEARTBEAT: f"a-{number}"}}}
-            kube.store.patch("tfjobs", NAMESPACE, "job", sign)
+            heartbeat = {"metadata": {"annotations": {names.HEARTBEAT: f"a-{number}"}}}
+            kube.store.patch("tfjobs", NAMESPACE, "job", heartbeat)
             seen = len(kube.server.requests)
             kube.store.wait(lambda seen=seen: len(kube.server.requests) >= seen + 4)
         kube.server.go_down()
-        kube.store.wait(lambda: kube.faults.refused.get("down", 0) >= 15)
+        kube.store.wait(lambda: kube.faults.hits.get("down", 0) >= 15)
         assert process.poll() is None
         kube.faults.clear()
-        assert ended(process) == 1
+        assert exit_code_of(process) == 1
 
 
-def test_without_permission_the_launcher_is_not_watched_and_training_goes_on(
+def test_without_permission_the_launcher_is_not_watched_and_training_continues(
     kube, watched, tmp_path
 ):
     kube.faults.add("GET .*tfjobs", 403)
-    with guard(tmp_path, HEEDS, **watched) as process:
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         for line in process.stdout:
             if "the launcher is not watched" in line:
                 break
         process.send_signal(signal.SIGTERM)
-        assert ended(process) == 130
+        assert exit_code_of(process) == 130
 
 
-@given(st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["same", "new", "silent"]))))
-def test_only_time_in_which_the_same_sign_was_read_counts(course):
-    now, standing, number, expected, readable = 0.0, HeartbeatAge(lambda: now), 0, 0.0, False
+@given(st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["same", "new", "unreadable"]))))
+def test_the_age_counts_only_time_in_which_the_same_heartbeat_was_read(course):
+    now, age, number, expected, readable = 0.0, HeartbeatAge(lambda: now), 0, 0.0, False
     for seconds, kind in course:
         now += seconds
-        if kind == "silent":
-            standing.unreadable()
+        if kind == "unreadable":
+            age.unreadable()
             readable = False
             continue
         number += kind == "new"
         expected = 0.0 if kind == "new" else expected + seconds * readable
-        found = standing.read(f"sign-{number}")
+        found = age.read(f"heartbeat-{number}")
         if not readable and expected == 0.0:
             assert found >= 0.0
         assert abs(found - expected) < 1e-6

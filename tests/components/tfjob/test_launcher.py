@@ -1,4 +1,4 @@
-"""Which launcher is called, and what it refuses before it asks for anything."""
+"""Which launcher is called, and what it refuses before its first request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from trainer.errors import ConfigError, UserError
 
 
 @pytest.mark.parametrize("key", ["in_process", "existing_servers"])
-def test_servers_that_are_no_pods_are_refused(key):
+def test_servers_that_are_not_pods_are_refused(key):
     with pytest.raises(ConfigError, match=f"cluster.{key}: not with cluster.launcher tfjob"):
         launchers.launch(job_of({"cluster": {key: True}}))
 
 
-def test_without_a_cluster_the_remedy_is_named(monkeypatch, tmp_path):
+def test_without_a_cluster_the_message_names_the_remedy(monkeypatch, tmp_path):
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "absent"))
     with pytest.raises(UserError, match=r"no Kubernetes API .*; run in a cluster, or set KUBECONF"):
         launchers.launch(job_of({}))
@@ -27,7 +27,7 @@ def test_without_a_cluster_the_remedy_is_named(monkeypatch, tmp_path):
 
 def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://seaweedfs.kubeflow:9000")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-tell")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "do-not-pass-on")
     defaults = PodDefaults(image="ours:2", store_secret="ours")
     place = launcher._place(client.connect(), "models", defaults)
     assert place.defaults == defaults
@@ -43,7 +43,7 @@ def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monke
         ("{}", ""),
     ],
 )
-def test_a_token_says_as_whom_a_pod_speaks(claims, account):
+def test_a_token_names_the_service_account(claims, account):
     body = base64.urlsafe_b64encode(claims.encode()).decode().rstrip("=")
-    assert client._account(f"head.{body}.tail") == account
-    assert client._account("no token") == ""
+    assert client._service_account(f"head.{body}.tail") == account
+    assert client._service_account("no token") == ""

@@ -1,24 +1,24 @@
-"""An API that is away, busy, forgetful, or refuses; the launcher goes on, or says why it cannot."""
+"""An API that is unreachable, busy or refuses, and watches that expire: retries, or one message."""
 
 from __future__ import annotations
 
 import pytest
 
 from components.tfjob import launcher, watch
-from tests.components.tfjob.attempts import Attempt, begun, job_of, settings
+from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_attempt
 
 
-def test_an_api_that_is_away_for_a_while_is_waited_for(kube, capfd):
-    running = begun(kube)
+def test_an_outage_of_the_api_loses_no_line(kube, capfd):
+    attempt = watching_attempt(kube)
     kube.run_all()
-    kube.say("chief-0", "before")
+    kube.write_log("chief-0", "before")
     kube.server.go_down()
-    kube.say("chief-0", "meanwhile")
+    kube.write_log("chief-0", "meanwhile")
     kube.finish("chief-0", 0)
-    kube.store.wait(lambda: kube.faults.refused.get("down", 0) >= 6)
+    kube.store.wait(lambda: kube.faults.hits.get("down", 0) >= 6)
     kube.faults.clear()
-    running.done()
-    kube.wait_gone()
+    attempt.succeed()
+    kube.wait_until_deleted()
     out = capfd.readouterr().out.splitlines()
     assert [line for line in out if "chief-0" in line] == [
         "[chief-0] before",
@@ -26,75 +26,75 @@ def test_an_api_that_is_away_for_a_while_is_waited_for(kube, capfd):
     ]
 
 
-def test_an_api_that_stays_away_is_given_up(kube, monkeypatch):
-    monkeypatch.setattr(launcher, "SLACK_SECONDS", 1)
-    running = begun(kube, unreachable=2)
+def test_an_unreachable_api_fails_after_its_deadline(kube, monkeypatch):
+    monkeypatch.setattr(launcher, "REMOVAL_SECONDS", 1)
+    attempt = watching_attempt(kube, unreachable=2)
     kube.run_all()
     kube.server.go_down()
-    said = running.failed()
-    assert "has not answered for 2 s (cluster.kubernetes.deadlines.unreachable)" in said
+    message = attempt.failure()
+    assert "has not answered for 2 s (cluster.kubernetes.deadlines.unreachable)" in message
 
 
 @pytest.mark.parametrize("status", [429, 500, 503, 0])
-def test_a_busy_api_is_asked_again(kube, status):
+def test_a_busy_api_is_retried(kube, status):
     kube.faults.add("(POST|GET|DELETE) .*tfjobs", status, times=3, headers={"Retry-After": "1"})
-    running = begun(kube)
+    attempt = watching_attempt(kube)
     kube.run_all()
     kube.finish("chief-0", 0)
-    running.done()
-    kube.wait_gone()
+    attempt.succeed()
+    kube.wait_until_deleted()
 
 
-def test_an_answer_that_is_lost_makes_no_second_job(kube):
+def test_a_lost_answer_creates_no_second_job(kube):
     kube.faults.add("POST .*tfjobs", 500, late=True, times=1)
-    running = begun(kube)
+    attempt = watching_attempt(kube)
     kube.run_all()
     kube.finish("chief-0", 0)
-    running.done()
+    attempt.succeed()
     assert len([each for each in kube.server.requests if each.startswith("POST")]) == 2
-    kube.wait_gone()
+    kube.wait_until_deleted()
 
 
-def test_a_watch_that_is_too_old_begins_anew(kube, monkeypatch):
+def test_an_expired_watch_lists_again(kube, monkeypatch):
     monkeypatch.setattr(watch, "FIRST_WAIT", 0.05)
-    running = begun(kube)
+    attempt = watching_attempt(kube)
     kube.run_all()
     kube.store.wait(lambda: sum("watch=" in each for each in kube.server.requests) >= 2)
     with kube.store.changed:
-        # What happened while nobody watched is forgotten: only the list knows it.
+        # The events of the outage have expired: only the list shows their result.
         kube.server.drop_streams()
         kube.finish("worker-0", 0)
         kube.finish("chief-0", 0)
-        kube.store.forget()
-    running.done()
-    kube.wait_gone()
+        kube.store.expire()
+    attempt.succeed()
+    kube.wait_until_deleted()
 
 
-def test_without_permission_for_events_all_else_works(kube):
+def test_without_permission_for_events_everything_else_works(kube):
     kube.faults.add("GET .*/events", 403)
-    running = begun(kube, max_restarts=0)
+    attempt = watching_attempt(kube, max_restarts=0)
     kube.run_all()
     kube.finish("worker-0", 137)
-    said = running.failed()
-    assert "its events may not be read with these permissions" in said
-    kube.wait_gone()
+    message = attempt.failure()
+    assert "its events may not be read with these permissions" in message
+    kube.wait_until_deleted()
 
 
-def test_without_permission_to_watch_the_remedy_is_named(kube):
+def test_without_permission_to_watch_the_message_names_the_remedy(kube):
     kube.faults.add("GET .*pods.*watch=", 403)
-    assert "deploy/ holds the permissions" in Attempt(job_of(settings())).failed()
-    kube.wait_gone()
+    assert "deploy/ holds the permissions" in Attempt(job_of(settings())).failure()
+    kube.wait_until_deleted()
 
 
-def test_a_token_that_has_run_out_is_waited_for(kube):
+def test_an_expired_token_is_retried(kube):
     kube.faults.add("GET .*(pods|tfjobs)", 401, times=4)
-    running = begun(kube)
+    attempt = watching_attempt(kube)
     kube.run_all()
     kube.finish("chief-0", 0)
-    running.done()
-    kube.wait_gone()
+    attempt.succeed()
+    kube.wait_until_deleted()
 
 
-def test_without_permission_for_jobs_the_remedy_is_named(kube):
+def test_without_permission_for_jobs_the_message_names_the_remedy(kube):
     kube.faults.add("POST .*tfjobs", 403)
-    assert "deploy/ holds the permissions" in Attempt(job_of(settings())).failed()
+    assert "deploy/ holds the permissions" in Attempt(job_of(settings())).failure()

@@ -1,4 +1,4 @@
-"""Every line of every task, once: whatever the times of the lines, wherever a connection breaks."""
+"""Every line of every task once, for any times of the lines and any break of the connection."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from components.tfjob import logs
 from components.tfjob.client import Api, connect
-from components.tfjob.logs import Logs, Position
+from components.tfjob.logs import LogPosition, Logs
 from components.tfjob.manifest import Place, manifest
 from tests.components.tfjob.attempts import job_of, settings
 from tests.kubernetes import pods
@@ -28,25 +28,25 @@ def test_a_position_takes_each_line_once(steps, cuts):
     for number, step in enumerate(steps):
         at += step
         lines.append((at, f"{number}"))
-    position, taken = Position(), []
+    position, taken = LogPosition(), []
     for cut in [*cuts, len(lines)]:
         since = position.since()[:19]
-        given_again = [each for each in lines[:cut] if stamp(each[0])[:19] >= since]
-        for time, text in given_again:
+        repeated = [each for each in lines[:cut] if stamp(each[0])[:19] >= since]
+        for time, text in repeated:
             new = position.take(f"{stamp(time)} {text}")
             taken += [] if new is None else [new]
     assert taken == [text for _, text in lines]
 
 
 def test_a_clock_that_is_set_back_loses_no_line():
-    position = Position()
+    position = LogPosition()
     position.since()
     times = ["2026-01-01T00:00:05.5Z", "2026-01-01T00:00:04.25Z", "2026-01-01T00:00:04.3Z"]
     assert [position.take(f"{time} x") for time in times] == ["x", "x", "x"]
 
 
-def test_times_without_their_zeros_are_compared_as_times():
-    position = Position()
+def test_times_without_trailing_zeros_are_compared_as_times():
+    position = LogPosition()
     position.since()
     assert position.take("2026-01-01T00:00:05.1Z one") == "one"
     position.since()
@@ -56,28 +56,28 @@ def test_times_without_their_zeros_are_compared_as_times():
 
 @pytest.fixture
 def read(kube, monkeypatch):
-    """A job whose pods run, and the lines that its followers give."""
-    monkeypatch.setattr(logs, "_WAIT_SECONDS", 0.05)
+    """A job whose pods run, and the lines that its log followers read."""
+    monkeypatch.setattr(logs, "_RETRY_SECONDS", 0.05)
     kube.store.create("tfjobs", NAMESPACE, manifest(job_of(settings()), Place(namespace=NAMESPACE)))
     kube.run_all()
-    given_lines = []
+    lines = []
 
     def sink(task, text):
         with kube.store.changed:
-            given_lines.append(f"{task} {text}")
+            lines.append(f"{task} {text}")
             kube.store.changed.notify_all()
 
     followed = Logs(Api(connect(), NAMESPACE), sink)
-    yield followed, given_lines
+    yield followed, lines
     followed.stop()
 
 
-def test_lines_come_once_however_often_the_connection_breaks(kube, read):
+def test_each_line_comes_once_across_broken_connections(kube, read):
     followed, lines = read
     followed.follow(kube.pod("chief-0"))
     for number in range(20):
         with kube.store.changed:
-            kube.say("chief-0", f"line {number}")
+            kube.write_log("chief-0", f"line {number}")
             kube.server.drop_streams()
         kube.store.wait(lambda number=number: len(lines) > number)
     kube.finish("chief-0", 0)
@@ -100,10 +100,10 @@ def test_the_last_lines_before_a_restart_in_place_are_not_lost(kube, read):
     assert sorted(lines) == ["worker-0 again", "worker-0 dying"]
 
 
-def test_a_silent_pod_is_waited_for_and_one_that_is_gone_is_left(kube, read):
+def test_a_follower_ends_when_its_pod_is_deleted(kube, read):
     followed, lines = read
     followed.follow(kube.pod("ps-0"))
-    kube.say("ps-0", "hello")
+    kube.write_log("ps-0", "hello")
     kube.store.wait(lambda: lines)
     kube.store.remove("pods", NAMESPACE, kube.pod("ps-0")["metadata"]["name"])
     kube.server.drop_streams()

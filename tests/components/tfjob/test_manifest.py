@@ -1,4 +1,4 @@
-"""The TFJob of a configuration: what Kubernetes, the operator and a reader find in it."""
+"""The TFJob of a configuration: valid for Kubernetes and the operator, and with all settings."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def schema():
 
 
 def pruned(tree, schema, path="job"):
-    """Return what an API server would silently drop: keys of which the schema does not know."""
+    """Return the keys that an API server would silently drop: those that the schema lacks."""
     if schema.get("x-kubernetes-preserve-unknown-fields"):
         return []
     if isinstance(tree, list):
@@ -72,8 +72,8 @@ def pruned(tree, schema, path="job"):
     return lost
 
 
-def without_the_cluster(tree):
-    """Leave the operator's `metadata` of templates out: the schema says nothing of it."""
+def without_template_metadata(tree):
+    """Remove the `metadata` of templates, for which the schema has no keys."""
     copy = json.loads(json.dumps(tree))
     for replica in copy["spec"]["tfReplicaSpecs"].values():
         replica["template"].pop("metadata")
@@ -82,15 +82,15 @@ def without_the_cluster(tree):
 
 @tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
-def test_whatever_is_configured_fits_the_operators_schema_and_nothing_is_dropped(schema, tree):
+def test_every_configuration_is_valid_by_the_operators_schema_and_nothing_is_dropped(schema, tree):
     job = made(tree)
     jsonschema.Draft202012Validator(schema).validate(job)
-    assert not pruned(without_the_cluster(job), schema)
+    assert not pruned(without_template_metadata(job), schema)
 
 
 @tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
-def test_the_operators_own_models_lose_no_field(tree):
+def test_the_operators_typed_models_lose_no_field(tree):
     job = made(tree)
     client = training.ApiClient()
     typed = client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1TFJob")
@@ -99,7 +99,7 @@ def test_the_operators_own_models_lose_no_field(tree):
 
 @tried(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
-def test_what_the_operator_and_kubernetes_ask_for_holds_always(tree):
+def test_every_configuration_meets_the_rules_of_operator_and_kubernetes(tree):
     config = parse_config(tree)
     job = manifest(job_of(config), PLACE)
     counts = replicas(config)
@@ -116,16 +116,16 @@ def test_what_the_operator_and_kubernetes_ask_for_holds_always(tree):
         assert own["name"] == "tensorflow"
         assert own["ports"] == [{"name": "tfjob-port", "containerPort": 2222}]
         mounted = {mount["name"] for mount in own["volumeMounts"]}
-        there = [volume["name"] for volume in template(job, REPLICAS[role])["spec"]["volumes"]]
-        assert mounted == set(there)
-        assert len(there) == len(mounted)
-        given_names = [each["name"] for each in own["env"]]
-        assert len(set(given_names)) == len(given_names)
+        volumes = [volume["name"] for volume in template(job, REPLICAS[role])["spec"]["volumes"]]
+        assert mounted == set(volumes)
+        assert len(volumes) == len(mounted)
+        env_names = [each["name"] for each in own["env"]]
+        assert len(set(env_names)) == len(env_names)
     assert job == manifest(job_of(parse_config(tree)), PLACE)
 
 
 def expanded(text):
-    """Do what the kubelet does to `$(NAME)` where nothing is called NAME: only `$$` changes."""
+    """Expand as the kubelet does where no variable NAME exists: only `$$` changes."""
     return text.replace("$$", "$")
 
 
@@ -139,7 +139,7 @@ def test_a_task_gets_the_configuration_that_was_written(tree):
         ) == parse_config(tree)
 
 
-def test_text_that_kubernetes_would_expand_arrives_as_it_is():
+def test_text_that_kubernetes_would_expand_arrives_unchanged():
     value = "$(HOME) $$(HOME) $HOME ${HOME}"
     job = made({"cluster": {"kubernetes": {"pod": {"env": {"A": value}, "command": [value]}}}})
     text = variables(job, "Chief")["A"]
@@ -148,7 +148,7 @@ def test_text_that_kubernetes_would_expand_arrives_as_it_is():
     assert expanded(container(job, "Chief")["command"][-1]) == value
 
 
-def test_gpus_are_for_workers_alone_by_any_resource_name():
+def test_only_workers_request_gpus_by_any_resource_name():
     job = made({"cluster": {"gpus_per_worker": 2, "kubernetes": {"gpu_resource": "amd.com/gpu"}}})
     assert container(job, "Worker")["resources"] == {"limits": {"amd.com/gpu": "2"}}
     assert "CUDA_VISIBLE_DEVICES" not in variables(job, "Worker")
@@ -157,7 +157,7 @@ def test_gpus_are_for_workers_alone_by_any_resource_name():
         assert variables(job, role)["CUDA_VISIBLE_DEVICES"] == "-1"
 
 
-def test_a_role_is_laid_over_all_roles():
+def test_the_settings_of_a_role_override_those_of_all_roles():
     job = made(
         {
             "cluster": {
@@ -183,7 +183,7 @@ def test_a_role_is_laid_over_all_roles():
     assert template(job, "PS")["spec"]["tolerations"] == [{"operator": "Exists"}]
 
 
-def test_what_ends_a_job_stands_in_its_run_policy():
+def test_what_ends_a_job_is_in_its_run_policy():
     settings = {
         "clean_pod_policy": "All",
         "backoff_limit": 0,
@@ -204,7 +204,7 @@ def test_what_ends_a_job_stands_in_its_run_policy():
     assert job["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
 
 
-def test_secrets_are_named_and_never_there_and_may_be_absent():
+def test_secrets_are_optional_references():
     kubernetes = {
         "pod": {
             "secret_env": {"AWS_SECRET_ACCESS_KEY": "store/secretkey"},
@@ -223,10 +223,10 @@ def test_secrets_are_named_and_never_there_and_may_be_absent():
         assert template(job, role)["spec"]["imagePullSecrets"] == [{"name": "pull"}]
 
 
-def test_istio_stays_out_unless_it_is_asked_for():
+def test_istio_injects_no_sidecar_unless_configured():
     assert template(made(), "PS")["metadata"]["annotations"] == {"sidecar.istio.io/inject": "false"}
-    asked = {"annotations": {"sidecar.istio.io/inject": "true"}}
-    job = made({"cluster": {"kubernetes": {"pod": asked}}})
+    injected = {"annotations": {"sidecar.istio.io/inject": "true"}}
+    job = made({"cluster": {"kubernetes": {"pod": injected}}})
     assert template(job, "PS")["metadata"]["annotations"]["sidecar.istio.io/inject"] == "true"
 
 
@@ -240,15 +240,15 @@ def test_without_a_chief_worker_0_leads():
     assert variables(job, "PS")["TF_USE_LEGACY_KERAS"] == "1"
 
 
-def test_the_evaluator_stands_beside_and_its_end_is_not_the_jobs():
+def test_the_evaluator_requests_no_gpu_and_does_not_fail_the_job():
     job = made({"cluster": {"evaluator": True, "gpus_per_worker": 1}})
     evaluator = job["spec"]["tfReplicaSpecs"]["Evaluator"]
     assert (evaluator["replicas"], evaluator["restartPolicy"]) == (1, "OnFailure")
     assert "resources" not in container(job, "Evaluator")
 
 
-def test_a_job_of_one_task_brings_its_own_cluster():
-    # The operator writes TF_CONFIG only where there are several tasks.
+def test_a_job_of_one_task_has_a_tf_config_of_its_own():
+    # The operator sets TF_CONFIG only where there are several tasks.
     job = made({"training": {"strategy": "single"}})
     assert list(job["spec"]["tfReplicaSpecs"]) == ["Chief"]
     assert json.loads(variables(job, "Chief")["TF_CONFIG"]) == {
@@ -258,7 +258,7 @@ def test_a_job_of_one_task_brings_its_own_cluster():
     assert "TF_CONFIG" not in variables(made(), "Chief")
 
 
-def test_the_digest_tells_a_job_from_another():
+def test_different_jobs_have_different_digests():
     first = made()["metadata"]["annotations"][names.MANIFEST]
     other = made({"training": {"steps": 7}})["metadata"]["annotations"][names.MANIFEST]
     assert first == made()["metadata"]["annotations"][names.MANIFEST] != other

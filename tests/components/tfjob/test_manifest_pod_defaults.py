@@ -1,4 +1,4 @@
-"""What the pods of a job get from the run: its image, and the secret of its store."""
+"""Defaults of the pods that come from the run: its image, and the secret of its store."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def secrets_of(root, place=PLACE, **pod):
 
 
 @pytest.mark.parametrize("root", ["minio://b", "s3://bucket"])
-def test_a_store_behind_a_secret_brings_that_of_the_run_unless_another_is_named(root):
+def test_a_store_with_credentials_uses_the_secret_of_the_run_unless_another_is_named(root):
     assert secrets_of(root) == {("mlpipeline-minio-artifact", key) for key in SECRET_KEYS}
     place = replace(PLACE, defaults=PodDefaults(store_secret="ours"))
     assert secrets_of(root, place) == {("ours", key) for key in SECRET_KEYS}
@@ -37,11 +37,11 @@ def test_a_store_behind_a_secret_brings_that_of_the_run_unless_another_is_named(
 
 
 @pytest.mark.parametrize("root", ["gs://bucket", "file:///r"])
-def test_another_store_brings_no_secret(root):
+def test_another_store_uses_no_secret(root):
     assert secrets_of(root) == set()
 
 
-def test_the_image_is_that_of_the_run_where_none_is_named():
+def test_the_image_is_that_of_the_run_unless_another_is_named():
     place = replace(PLACE, defaults=PodDefaults(image="ours/flotilla:2"))
     tree = {"cluster": {"kubernetes": {"worker": {"image": "ours/gpu:2"}}}}
     job = made(tree, place)

@@ -1,4 +1,4 @@
-"""Names that never collide, and that Kubernetes takes."""
+"""Names that do not collide, and that Kubernetes accepts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
 
 @given(model=st.from_regex(r"\A[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?\Z"), uri=st.text(max_size=80))
-def test_a_name_is_one_of_a_service_with_its_longest_end(model, uri):
+def test_a_name_with_its_longest_suffix_is_one_of_a_service(model, uri):
     name = f"{job_name(model, uri)}-evaluator-9999"
     assert re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", name)
     assert "--" not in job_name("a.-_b", uri)
@@ -24,7 +24,7 @@ def test_a_run_id_is_a_label(run_id):
     assert LABEL.fullmatch(run_label(run_id))
 
 
-def test_what_differs_is_told_apart():
+def test_different_runs_have_different_names():
     assert job_name("digits", "gs://b/run-1/checkpoints") != job_name(
         "digits", "gs://b/run-2/checkpoints"
     )
@@ -32,6 +32,6 @@ def test_what_differs_is_told_apart():
     assert len({run_label(each) for each in (f"{long}b", f"{long}c", "a b", "a:b", "a-b")}) == 5
 
 
-def test_the_same_is_called_the_same():
+def test_the_same_run_has_the_same_name():
     assert job_name("7", "gs://b/r/checkpoints") == job_name("7", "gs://b/r/checkpoints")
     assert run_label("digits-20260101-000000-abcd") == "digits-20260101-000000-abcd"

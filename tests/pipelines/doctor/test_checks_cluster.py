@@ -73,13 +73,13 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
     asked = {
         (spec["resourceAttributes"]["verb"], spec["resourceAttributes"]["resource"],
          spec["resourceAttributes"].get("subresource", ""), spec["resourceAttributes"]["group"])
-        for spec in kube.server.control.asked
+        for spec in kube.server.control.reviews
         if spec.get("user") == RUNNER
     }  # fmt: skip
     assert ("get", "pods", "log", "") in asked
     assert ("create", "tfjobs", "", GROUP) in asked
     assert len(asked) == len(NEEDED[LAUNCHER])
-    groups = {tuple(spec["groups"]) for spec in kube.server.control.asked if "user" in spec}
+    groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
     assert groups == {
         ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}", "system:authenticated")
     }
@@ -158,7 +158,7 @@ def test_an_account_of_another_namespace(kube, of_job):
     kube.store.create("serviceaccounts", "kubeflow", {"metadata": {"name": "robot"}})
     report = of_job(options=("--service-account", "kubeflow:robot"))
     assert "system:serviceaccount:kubeflow:robot" in report["account of the KFP UI"]["message"]
-    users = {spec.get("user") for spec in kube.server.control.asked}
+    users = {spec.get("user") for spec in kube.server.control.reviews}
     assert users == {None, "system:serviceaccount:kubeflow:robot"}
 
 
