@@ -1,8 +1,7 @@
 """Compile the pipeline to one YAML file, and each component to one of its own.
 
-The file of the pipeline holds two documents: what KFP runs, and what Kubernetes has to know of it.
-
-A compiled pipeline: text, name, parameters, and the digest that names its content.
+The file of the pipeline holds two documents: the pipeline spec and the platform spec, which has the
+settings of its pods on Kubernetes. A `Package` is such a file in memory.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
 
     Args:
         output: the file of the pipeline.
-        image: the default of the run parameter `image`; the usual one when empty.
+        image: the default of the run parameter `image`; ours when empty.
         components: the folder, or None.
 
     Returns:
-        Where the pipeline, and the components, were written.
+        The paths of the pipeline and of the components, by these names.
 
     Raises:
         ConfigError: `image` is not the name of an image.
@@ -56,14 +55,14 @@ def compile_pipeline(output: Path, image: str = IMAGE) -> None:
 def compile_components(folder: Path, image: str = IMAGE) -> None:
     """Write one YAML a component below `folder`; raises `UserError` if that fails."""
     for component in COMPONENTS:
-        # In quotes: YAML would take some names, such as `12:30`, for a number.
+        # Quoted: YAML reads some names, such as `12:30`, as a number.
         quoted = f"image: {json.dumps(image)}"
         text = _compiled(component).replace(f"image: {IMAGE}", quoted)
         _write(folder / f"{component.name}.yaml", text)
 
 
 def image_remark(image: str) -> str:
-    """Return the line that a person has to read of the default image; of others none."""
+    """Return the warning that a cluster cannot pull the default image; empty for other images."""
     if image != IMAGE:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"
@@ -72,7 +71,7 @@ def image_remark(image: str) -> str:
 
 def _compiled(source: object) -> str:
     with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-        # The compiler takes no other ending than this one.
+        # The compiler accepts no other suffix.
         path = Path(folder, "compiled.yaml")
         compiler.Compiler().compile(source, str(path))
         return path.read_text(encoding="utf-8")
@@ -86,9 +85,9 @@ def _write(output: Path, text: str) -> None:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
 
 
-# Of a digest and of a commit, in the name of a version: enough to tell two of them apart.
+# Of a digest and of a commit in the name of a version: enough to be unique.
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
-# Seven times as fast where it is there.
+# Seven times as fast, where PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 ENDINGS = (".yaml", ".yml")
 
@@ -98,7 +97,7 @@ class Package:
     """A compiled pipeline.
 
     Attributes:
-        name: of the pipeline, as it says itself.
+        name: the pipeline's name in its spec.
         text: the YAML.
         spec: the pipeline spec, which is the first document.
     """
@@ -114,12 +113,12 @@ class Package:
 
     @property
     def image(self) -> str:
-        """The default of the run parameter `image`, empty where there is none."""
+        """The default of the run parameter `image`; empty where there is none."""
         declared = (_inputs(self.spec) or {}).get("image")
         return str(declared.get("defaultValue", "")) if isinstance(declared, Mapping) else ""
 
     def version(self) -> str:
-        """Return the name of the version: the content, and the commit that it comes from."""
+        """Return the name of the version: digest of the content, and commit of the code."""
         commit, _, dirty = lineage.commit().partition("-")
         return "-".join(filter(None, [self.digest, commit[:COMMIT_LENGTH], dirty]))
 
@@ -137,17 +136,19 @@ def package_of(file: Path | None, image: str) -> Package:
             compile_all(path, image, None)
             return _parse_package(path)
     if image:
-        raise ConfigError(f"--image is for compiling; {file} is compiled already: leave one out")
+        raise ConfigError(
+            f"--image is for compiling, and {file} is compiled already: omit one of them"
+        )
     if file.suffix not in ENDINGS:
-        raise ConfigError(f"{file} does not end with .yaml: name a compiled pipeline")
+        raise ConfigError(f"{file} does not end with .yaml: give a compiled pipeline")
     return _parse_package(file)
 
 
 def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
-    """Return the names of the run parameters, or None where the spec does not say.
+    """Return the names of the run parameters; None where the spec has none of a pipeline.
 
     Args:
-        spec: a pipeline spec, which an instance may have wrapped together with a platform spec.
+        spec: a pipeline spec; an instance may have wrapped it together with a platform spec.
     """
     declared = _inputs(spec)
     return None if declared is None else set(declared)

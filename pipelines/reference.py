@@ -1,12 +1,9 @@
-"""`docs/reference/configuration.md`: every key of the configuration, from the config model.
+"""The pages of `docs/reference`, generated from the code.
 
-Tables and words of Markdown.
-
-`docs/reference/parameters.md`: the run parameters of the pipeline, as its YAML declares them.
-
-`docs/reference/components.md`: the inputs and outputs of every component.
-
-`docs/reference/command-line.md`: every command and option, from the command line itself.
+- `configuration.md`: every key of the configuration, from the config model.
+- `parameters.md`: the run parameters of the pipeline, as its YAML declares them.
+- `components.md`: what each step is, and the inputs and outputs of its component.
+- `command-line.md`: every command and option, from the command line itself.
 """
 
 from __future__ import annotations
@@ -19,32 +16,33 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from components.table import STEPS, StepSpec
 from trainer.config.run_parameters import Parameter, run_parameters
 from trainer.config.schedule import ARGS, ScheduleConfig
 from trainer.config.schema import Config
 from trainer.errors import EXIT_CODES
 
-NOTICE = "<!-- Made from the code by `make golden`; change the descriptions there. -->"
+NOTICE = "<!-- Generated from the code by `make golden`; change the descriptions there. -->"
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table; a bar or a line break in a cell is written so that it stays in its cell."""
+    """Return a Markdown table; bars and line breaks in a cell are escaped."""
     lines = [titles, ["---"] * len(titles), *rows]
     return "".join(f"| {' | '.join(map(_cell, line))} |\n" for line in lines)
 
 
 def code(value: object) -> str:
-    """Return a value as a person writes it into YAML, set as code."""
+    """Return a value as YAML has it, as Markdown code."""
     return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"
 
 
 def codes(values: Iterable[object]) -> str:
-    """Return several values, set as code."""
+    """Return several values as Markdown code."""
     return ", ".join(map(code, values))
 
 
 def paragraph(text: str) -> str:
-    """Return a docstring as Markdown: without its indentation, paragraphs kept."""
+    """Return a docstring as Markdown: its paragraphs, without indentation and line breaks."""
     parts = (" ".join(part.split()) for part in text.strip().split("\n\n"))
     return "\n\n".join(parts)
 
@@ -60,27 +58,29 @@ _WORDS = {
     bool: "`true` or `false`",
     type(None): "`null`",
 }
-# A type may have a bound, and the key a stricter one.
+# A type may have a bound, and its key a stricter one.
 _BOUNDS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
     "ge": ("at least", max),
     "gt": ("above", max),
     "le": ("at most", min),
     "lt": ("below", min),
 }
-# From here on a power of two is the end of what a machine can count, and says more as such.
+# Longer deadlines are written in days.
+_MOST_HOURS = 48
+# From here on a power of two is the limit of an integer type, and is written as a power.
 _LARGE = 2**31
 _KEY_TITLES = ("key", "type", "default", "allowed", "meaning")
 _CONFIGURATION_HEAD = f"""{NOTICE}
 # Configuration
 
-A run is one YAML file, and `--set section.key=value` over it, as often as needed. A key that is
-left out has its default; a key that is not in this list, a value of another type or out of bounds
-is refused by name before anything starts (exit code 2). `configs/digits.yaml` shows every key in
-one file; [parameters.md](parameters.md) names the run parameters of KFP that are made of them.
+A run is one YAML file and any number of `--set section.key=value` that override it. A key that is
+left out has its default. An unknown key, and a value of the wrong type or out of bounds, is refused
+by name before anything starts (exit code 2). `configs/digits.yaml` shows every key in one file;
+[parameters.md](parameters.md) lists the KFP run parameters that are generated from them.
 
 Numbers may be written as `1e-3`. In `cluster.kubernetes` a *name*, a *key*, a *value* and a
-*variable* are texts as Kubernetes takes them. A key of one role is laid over that of
-`cluster.kubernetes.pod`: a mapping key by key, all else as a whole where it is not empty.
+*variable* are texts as Kubernetes defines them. A key of one role overrides that of
+`cluster.kubernetes.pod`: a mapping key by key, anything else as a whole where it is not empty.
 """
 
 
@@ -91,7 +91,7 @@ def configuration() -> str:
 
 
 def _section(model: type[BaseModel], path: str, seen: set[type[BaseModel]]) -> Iterator[str]:
-    """Yield the part of a section, and of all sections in it; one that was there is referred to."""
+    """Yield the part of a section and of all sections in it that are not in `seen`."""
     title = f"## `{path}`\n\n" if path else "## The file\n\n"
     yield f"{title}{paragraph(model.__doc__ or '')}\n\n"
     seen.add(model)
@@ -133,7 +133,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _inner(kind: Any) -> type[BaseModel] | None:
-    """Return the section that a key holds, or holds a list of."""
+    """Return the section that a key holds or lists; None for any other key."""
     if isinstance(kind, type) and issubclass(kind, BaseModel):
         return kind
     return next(filter(None, map(_inner, get_args(kind))), None)
@@ -153,7 +153,7 @@ def _annotated(args: tuple[Any, ...]) -> str:
 
 
 def _mapping(args: tuple[Any, ...]) -> str:
-    # What only the code can check that the values are for.
+    # Values of any type are checked by the code that uses them.
     return (
         "mapping" if args[1] is Any else f"mapping of {_key_type(args[0])} to {_key_type(args[1])}"
     )
@@ -175,7 +175,7 @@ _COMPOSED: dict[Any, Callable[[tuple[Any, ...]], str]] = {
 
 def _default(field: FieldInfo) -> str:
     if field.is_required():
-        return "none: it has to be said"
+        return "none: required"
     value = field.default
     return code(list(value) if isinstance(value, tuple) else value)
 
@@ -207,23 +207,22 @@ def _number(value: float) -> str:
 
 
 def _relations() -> str:
-    """Return what keys have to be to each other: the words of the checks themselves."""
+    """Return the rules between keys: the docstrings of the checks themselves."""
     checks = Config.__pydantic_decorators__.model_validators
     rules = [" ".join((getattr(Config, name).__doc__ or "").split()) for name in checks]
     listed = "".join(f"- {rule}\n" for rule in rules if rule)
-    return f"## What keys have to be to each other\n\n{listed}"
+    return f"## Rules between keys\n\n{listed}"
 
 
 _PARAMETER_TITLES = ("parameter", "type", "default", "key", "meaning")
 _PARAMETERS_HEAD = f"""{NOTICE}
 # Run parameters
 
-What the KFP UI asks for when a run is created or scheduled, with the defaults that
-`flotilla compile` writes into the YAML. Almost each is one key of the
-[configuration](configuration.md), with the dots as underscores. A key that holds a list or a
-mapping is one parameter of JSON text, such as `{{"accuracy": 0.97}}`; YAML is understood there too.
-The first step, `resolve_config`, checks all of them together and ends the run with one line when a
-value is not allowed.
+The form of the KFP UI for a new run or schedule, with the defaults that `flotilla compile` writes
+into the YAML. Most of them are one key of the [configuration](configuration.md) each, with
+underscores for the dots. A key that holds a list or a mapping is one parameter of JSON text, such
+as `{{"accuracy": 0.97}}`; YAML works there too. The first step, `{STEPS[0].name}`, checks all of
+them together and ends the run with one line when a value is not allowed.
 """
 
 
@@ -236,43 +235,64 @@ def parameters(declared: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _parameter_row(
-    name: str, told: Mapping[str, Any], parameter: Parameter | None
+    name: str, declared: Mapping[str, Any], parameter: Parameter | None
 ) -> tuple[str, ...]:
-    kind = str(told["parameterType"])
+    kind = str(declared["parameterType"])
     if parameter is None:
-        default = code(told.get("defaultValue", ""))
-        return code(name), kind, default, "", told.get("description", "")
+        default = code(declared.get("defaultValue", ""))
+        return code(name), kind, default, "", declared.get("description", "")
     key = code(".".join(parameter.key))
     kind = f"{kind}, JSON" if parameter.is_json else kind
     # The YAML has every number as a float.
     return code(name), kind, code(parameter.default), key, parameter.description
 
 
+_STEP_TITLES = (
+    "step", "publishes", "deadline of an attempt", "retries", "GPUs", "from KFP's cache"
+)  # fmt: skip
 _COMPONENTS_HEAD = f"""{NOTICE}
 # Components
 
 The steps of the pipeline, each a KFP component of its own;
-[how to use one alone](../how-to/reuse-components.md). Big things are never inputs: every `String`
-that names one holds the URI of a published directory.
+[how to use one alone](../how-to/reuse-components.md). Large data is never an input: a `String` that
+names some holds the URI of a published directory. On a KFP instance a step has this deadline and
+these retries; one that computes with the model has the GPUs of the run parameter `step_gpus`.
 """
 
 
 def components(made: Iterable[Any]) -> str:
     """Return the page for components, as KFP has made them."""
-    return f"{_COMPONENTS_HEAD}\n{''.join(map(_component, made))}"
+    steps = table(_STEP_TITLES, map(_step_row, STEPS))
+    return f"{_COMPONENTS_HEAD}\n{steps}\n{''.join(map(_component, made))}"
+
+
+def _step_row(step: StepSpec) -> tuple[str, ...]:
+    return (
+        code(step.kfp_name),
+        step.output or "",
+        _duration(step.deadline_seconds),
+        str(step.retries),
+        "yes" if step.may_use_gpus else "",
+        "yes" if step.is_cached else "",
+    )
+
+
+def _duration(seconds: int) -> str:
+    hours = seconds // 3600
+    return f"{hours // 24} days" if hours > _MOST_HOURS else f"{hours} h"
 
 
 def _component(made: Any) -> str:
     spec = made.component_spec
     rows = [*_inputs(spec), *_outputs(spec)]
-    told = paragraph(made.description or "")
-    return f"## `{made.name}`\n\n{told}\n\n{table(('', 'name', 'type', 'default'), rows)}\n"
+    described = paragraph(made.description or "")
+    return f"## `{made.name}`\n\n{described}\n\n{table(('', 'name', 'type', 'default'), rows)}\n"
 
 
 def _inputs(spec: Any) -> Iterator[tuple[str, ...]]:
     given = spec.inputs or {}
     keys = {each.name for each in run_parameters()}
-    # The first step takes all of them; another one may take a few by itself.
+    # The first step takes all of them; another step may take a few.
     whole = keys <= given.keys()
     if whole:
         yield "input", "[every run parameter](parameters.md) of the configuration", "", ""
@@ -292,30 +312,30 @@ def _outputs(spec: Any) -> Iterator[tuple[str, ...]]:
 
 
 def _artifact_type(each: Any) -> str:
-    # KFP adds the version of its own schemas.
+    # KFP appends the version of its schemas.
     return str(each.type).partition("@")[0]
 
 
 _COMMANDS_HEAD = f"""{NOTICE}
 # Command line
 
-`--help` behind a command says the same as this page. Logs and progress go to standard error, tables
-and documents to standard output. Every error of the user is one line that names what is wrong,
-where, and what to do.
+`--help` after a command prints the same as this page. Logs and progress go to standard error,
+tables and documents to standard output. Every user error is one line: what is wrong, where, and
+what to do.
 """
 _JSON = """## `--json`
 
 Every command takes it, and prints one JSON object as the last line of standard output, also when it
-fails. These keys are always there; what a command adds is said with it.
+fails. These keys are always present; a command lists what it adds.
 
 """
 _KEYS = {
     "status": "`done`, `blessed`, `refused`, `failed` or `interrupted`; of a run elsewhere also "
     "`submitted`, `running`, `canceling`, `ended` or `unknown`",
     "run_id": "the run, or an empty text",
-    "metrics": "figures of the test split by name, where a model was evaluated",
-    "artifacts": "URI by name: `dataset`, `checkpoint`, `evaluation`, `decision`, `model`, "
-    "`registration`, `report`, as far as they were made; of `compile` the files",
+    "metrics": "metrics of the test split by name, where a model was evaluated",
+    "artifacts": f"URI by name: {codes(step.output for step in STEPS if step.output)}, as far as "
+    "they were made; of `compile` the files",
     "message": "why it failed or was refused, in one line, or an empty text",
 }
 
@@ -329,7 +349,7 @@ def command_line(group: Any) -> str:
 
 
 def flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every command with the words that call it: a group has commands of its own."""
+    """Yield every command with the words that call it; the commands of a group follow its name."""
     for name, command in commands.items():
         if below := getattr(command, "commands", None):
             yield from flat(below, f"{before}{name} ")
@@ -341,9 +361,9 @@ def _command(name: str, command: Any) -> str:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     usage = " ".join([f"flotilla {name}", *map(_called, arguments), "[OPTIONS]"])
     rows = table(("argument, option", "default", "meaning"), map(_option_row, command.params))
-    more = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
+    epilog = f"{paragraph(command.epilog)}\n\n" if command.epilog else ""
     usage = f"```text\n{usage}\n```"
-    return f"## `flotilla {name}`\n\n{usage}\n\n{paragraph(command.help)}\n\n{more}{rows}\n"
+    return f"## `flotilla {name}`\n\n{usage}\n\n{paragraph(command.help)}\n\n{epilog}{rows}\n"
 
 
 def _called(argument: Any) -> str:
@@ -359,7 +379,7 @@ def _option_row(parameter: Any) -> tuple[str, str, str]:
         name = ", ".join(code(f"{option}{word}") for option in _options(parameter))
     default = "" if parameter.default in (None, "", False) else code(str(parameter.default))
     meaning = f"{parameter.help} {_variables(parameter)}".strip()
-    return name, "has to be said" if parameter.required else default, meaning
+    return name, "required" if parameter.required else default, meaning
 
 
 def _options(parameter: Any) -> list[str]:
@@ -367,10 +387,10 @@ def _options(parameter: Any) -> list[str]:
 
 
 def _variables(parameter: Any) -> str:
-    """Return which variables of the environment stand in for an option."""
+    """Return which environment variables set an option."""
     named = parameter.envvar or []
     names = [named] if isinstance(named, str) else named
-    return f"Else the variable {' or '.join(map(code, names))}." if names else ""
+    return f"Default: the environment variable {' or '.join(map(code, names))}." if names else ""
 
 
 def _word(option: Any) -> str:

@@ -1,11 +1,12 @@
-"""The pipeline: wiring only.
+"""The pipeline: wiring only. What each step is stands in `components.table`.
 
-The run parameters are made from the configuration model, so that a key of the configuration can be
-typed into the KFP UI without another line here.
+The run parameters are generated from the configuration model: a key of the configuration is a field
+of the KFP UI's form without another line here.
 """
 
 import inspect
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 from kfp import dsl
@@ -18,22 +19,21 @@ from components.image import IMAGE
 from components.prepare_data import prepare_data
 from components.register_model import register_model
 from components.resolve_config import resolve_config
+from components.table import STEPS, StepSpec, maker_of, step_of
 from components.train_model import train_model
 from pipelines import step_settings
 from pipelines.step_settings import StepParameter, step_parameters
 from trainer.config.run_parameters import Parameter, run_parameters
 
-COMPONENTS = (
-    resolve_config,
-    prepare_data,
-    train_model,
-    evaluate_model,
-    check_gate,
-    export_model,
-    register_model,
-    finish,
-)
-Place = Callable[[Any, Mapping[str, Any]], None]
+Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
+
+
+def component_of(step: StepSpec) -> Any:
+    """Return the KFP component of a row of the table."""
+    return getattr(import_module(f"components.{step.name}"), step.name)
+
+
+COMPONENTS = tuple(map(component_of, STEPS))
 
 
 def _parameters(image: str = IMAGE) -> tuple[Parameter | StepParameter, ...]:
@@ -58,74 +58,71 @@ SIGNATURE = _signature(IMAGE)
 
 
 class Wiring:
-    """The steps of one pipeline, each set up for where it runs."""
+    """The steps of one pipeline, each set up for the place where it runs."""
 
     def __init__(self, place: Place, values: tuple[Any, ...]) -> None:
         """Take the values of the run parameters; `place` sets up a task by them."""
-        self.asked = SIGNATURE.bind(*values).arguments
+        self.given = SIGNATURE.bind(*values).arguments
         self._place = place
 
+    def step(self, component: Any, **inputs: Any) -> Any:
+        """Add a step as its row of the table says; raises `LookupError` where it has none."""
+        row = step_of(component.name)
+        task = component(**inputs)
+        self._place(task, row, self.given)
+        if not row.is_cached:
+            task.set_caching_options(False)
+        return task
+
     def resolved(self) -> Any:
-        """Check the run parameters."""
-        parameters = {p.name: self.asked[p.name] for p in run_parameters()}
-        task = resolve_config(**parameters, kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER)
-        return self.uncached(task).outputs
+        """Check the run parameters; return the outputs of that step."""
+        parameters = {p.name: self.given[p.name] for p in run_parameters()}
+        run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
+        return self.step(resolve_config, **parameters, kfp_run_id=run_id).outputs
 
     def prepared(self, resolved: Any) -> Any:
-        """Prepare the dataset, the only step that KFP may take from its cache."""
+        """Prepare the dataset; return its URI."""
         inputs = {key: resolved[key] for key in ("data", "root", "seal")}
-        return self._placed(prepare_data(**inputs)).outputs["Output"]
+        return self.step(prepare_data, **inputs).outputs["Output"]
 
     def trained(self, run: dict[str, Any], dataset: Any) -> Any:
-        """Train."""
-        pods = {key: self.asked[key] for key in ("image", "store_secret")}
-        return self.uncached(train_model(**run, dataset=dataset, **pods)).outputs["Output"]
-
-    def uncached(self, task: Any) -> Any:
-        """Set up a task that runs every time."""
-        return self._placed(task).set_caching_options(False)
-
-    def _placed(self, task: Any) -> Any:
-        self._place(task, self.asked)
-        return task
+        """Train; return the URI of the final checkpoint."""
+        pods = {key: self.given[key] for key in ("image", "store_secret")}
+        return self.step(train_model, **run, dataset=dataset, **pods).outputs["Output"]
 
 
 def run_of(resolved: Any) -> dict[str, Any]:
-    """Return what every step after the first two gets."""
+    """Return what every step after the first two takes."""
     return {key: resolved[key] for key in ("config", "root", "run_id")}
 
 
 def training(place: Place, *values: Any) -> None:
     """Train a model that passes its gate: from a dataset by name to a promoted, exported model."""
     wiring = Wiring(place, values)
-    asked = wiring.asked
-    exit_step = finish(
-        root=asked["storage_root"],
-        launcher=asked["cluster_launcher"],
-        kubernetes=asked["cluster_kubernetes"],
+    given = wiring.given
+    exit_step = wiring.step(
+        finish,
+        root=given["storage_root"],
+        launcher=given["cluster_launcher"],
+        kubernetes=given["cluster_kubernetes"],
         kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
     )
-    wiring.uncached(exit_step)
     with dsl.ExitHandler(exit_step, name="run"):
         resolved = wiring.resolved()
         run = run_of(resolved)
         dataset = wiring.prepared(resolved)
-        checkpoint = wiring.trained(run, dataset)
-        evaluated = wiring.uncached(evaluate_model(**run, dataset=dataset, checkpoint=checkpoint))
-        gate = wiring.uncached(check_gate(**run, evaluation=evaluated.outputs["Output"]))
-        with dsl.If(gate.outputs["Output"] == "blessed", name="blessed"):
-            exported = wiring.uncached(
-                export_model(
-                    **run, dataset=dataset, checkpoint=checkpoint, decision=gate.outputs["decision"]
-                )
-            )
-            wiring.uncached(
-                register_model(**run, model=exported.outputs["Output"], image=asked["image"])
-            )
+        made = {"dataset": dataset, "checkpoint": wiring.trained(run, dataset)}
+        evaluated = wiring.step(evaluate_model, **run, **made)
+        gate = wiring.step(check_gate, **run, evaluation=evaluated.outputs["Output"])
+        with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
+            decision = gate.outputs["decision"]
+            exported = wiring.step(export_model, **run, **made, decision=decision)
+            model = exported.outputs["Output"]
+            wiring.step(register_model, **run, model=model, image=given["image"])
 
 
 def preparing(place: Place, *values: Any) -> None:
-    """Prepare data, and no more."""
+    """Prepare data only."""
     wiring = Wiring(place, values)
     wiring.prepared(wiring.resolved())
 
@@ -138,20 +135,20 @@ def training_only(place: Place, *values: Any) -> None:
 
 
 def training_on(place: Place, *values: Any) -> None:
-    """Train on a dataset that is published already; its URI is the last value."""
+    """Train on a published dataset, whose URI is the last value."""
     *parameters, dataset = values
     wiring = Wiring(place, tuple(parameters))
     wiring.trained(run_of(wiring.resolved()), dataset)
 
 
-def _as_it_is(_task: Any, _asked: Mapping[str, Any]) -> None:
+def _on_this_machine(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:
     """Leave a task as it is: a step on this machine is a process."""
 
 
 def local_pipeline(wiring: Any, name: str, *more: inspect.Parameter) -> Any:
-    """Return a pipeline for KFP's local runner; `more` are parameters after those of every run."""
+    """Return a pipeline for KFP's local runner; `more` are its further parameters."""
     signature = SIGNATURE.replace(parameters=[*SIGNATURE.parameters.values(), *more])
-    return dsl.pipeline(_called(wiring, _as_it_is, signature), name=name)
+    return dsl.pipeline(_called(wiring, _on_this_machine, signature), name=name)
 
 
 def cluster_pipeline(image: str = IMAGE) -> Any:

@@ -71,8 +71,8 @@ def test_every_key_has_a_type_and_a_meaning():
         ("data.partition", ["text", "`disjoint`", "`disjoint`, `reshuffle`"]),
         ("export.formats", ["list of text", '`["saved_model", "keras"]`']),
         ("cluster.kubernetes.job.backoff_limit", ["whole number or `null`", "`null`"]),
-        ("cluster.kubernetes.pod.volumes[].name", ["name", "none: it has to be said"]),
-        ("training.schedule.args.decay_rate", ["number", "none: it has to be said"]),
+        ("cluster.kubernetes.pod.volumes[].name", ["name", "none: required"]),
+        ("training.schedule.args.decay_rate", ["number", "none: required"]),
         ("model.args", ["mapping", "`{}`"]),
     ],
 )
@@ -89,7 +89,7 @@ def test_pods_are_described_once():
 
 
 def test_every_relation_between_keys_is_told():
-    told = configuration().partition("## What keys have to be to each other\n\n")[2]
+    told = configuration().partition("## Rules between keys\n\n")[2]
     checks = set(Config.__pydantic_decorators__.model_validators) - {"_built_parts_only"}
     assert len(told.splitlines()) == len(checks)
     assert "`cluster.workers` is at most `data.shards`" in told
@@ -150,6 +150,8 @@ def test_an_option_names_the_variable_that_stands_in_for_it():
     part = command_line(typer.main.get_command(small)).partition("## `flotilla ask`")[2]
     assert "```text\nflotilla ask WHOM [OPTIONS]\n```" in part
     assert "More of it." in part
-    assert "| `--loudly LOUDLY` | `so` | How loud. Else the variable `HOW`. |" in part
-    assert "| `WHOM` | has to be said | Whom. |" in part
+    assert (
+        "| `--loudly LOUDLY` | `so` | How loud. Default: the environment variable `HOW`. |" in part
+    )
+    assert "| `WHOM` | required | Whom. |" in part
     assert "| `--wait`, `--no-wait` | `True` | For how long. |" in part

@@ -8,6 +8,7 @@ import yaml
 from kfp import components as kfp_components
 
 from components.image import IMAGE, SECRET_KEYS
+from components.table import STEPS
 from pipelines.compile import compile_all, compile_components, compile_pipeline
 from pipelines.training import COMPONENTS
 from trainer.errors import ConfigError, UserError
@@ -200,10 +201,7 @@ def test_a_file_in_the_place_of_the_folder(tmp_path):
 def test_one_file_a_component(tmp_path):
     compile_components(tmp_path)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {
-        "resolve-config.yaml", "prepare-data.yaml", "train-model.yaml", "evaluate-model.yaml",
-        "check-gate.yaml", "export-model.yaml", "register-model.yaml", "finish.yaml",
-    }  # fmt: skip
+    assert names == {f"{step.kfp_name}.yaml" for step in STEPS}
     for path in tmp_path.iterdir():
         loaded = kfp_components.load_component_from_file(str(path))
         assert loaded.name == path.stem

@@ -5,13 +5,14 @@ import re
 import pytest
 import yaml
 
+from components.table import STEPS
 from pipelines.compile import compile_pipeline
-from pipelines.step_settings import RUN_SECONDS, STEPS, step_parameters
-from pipelines.training import COMPONENTS, PIPELINES
+from pipelines.step_settings import RUN_SECONDS, step_parameters
+from pipelines.training import PIPELINES
 from trainer.config.kubernetes import JobConfig
 
 PLACEHOLDER = re.compile(r"\{\{\$\.inputs\.parameters\['([^']+)'\]\}\}")
-LIGHT = {"resolve-config", "finish"}
+ROWS = {step.kfp_name: step for step in STEPS}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def tasks(groups):
         task["componentRef"]["name"].removeprefix("comp-"): task
         for group in groups
         for task in group["dag"]["tasks"].values()
-        if task["componentRef"]["name"].removeprefix("comp-") in STEPS
+        if task["componentRef"]["name"].removeprefix("comp-") in ROWS
     }
 
 
@@ -64,7 +65,7 @@ def channels_of(tree):
 
 
 def test_every_step_is_set_up(tasks):
-    assert set(tasks) == set(STEPS) == {component.name for component in COMPONENTS}
+    assert set(tasks) == set(ROWS)
 
 
 def test_every_value_is_there_where_kfp_looks_for_it(groups, pods):
@@ -87,7 +88,7 @@ def test_a_working_step_gets_what_the_run_asks_for(containers):
     for step, container in containers.items():
         found = container["resources"]
         asked = {key: PLACEHOLDER.findall(str(value)) for key, value in found.items()}
-        if step in LIGHT:
+        if ROWS[step].is_light:
             assert not any(asked.values())
             assert found["resourceMemoryLimit"] == "2Gi"
             continue
@@ -98,13 +99,16 @@ def test_a_working_step_gets_what_the_run_asks_for(containers):
 
 def test_gpus_are_for_what_computes_with_a_model(containers):
     with_gpus = {step for step, each in containers.items() if "accelerator" in each["resources"]}
-    assert with_gpus == {"evaluate-model", "export-model"}
+    assert with_gpus == {name for name, row in ROWS.items() if row.may_use_gpus}
     assert {p.name: p.default for p in step_parameters()}["step_gpus"] == "0"
 
 
 def test_what_finds_the_same_a_second_time_is_not_tried_again(tasks):
-    tried_again = {step for step, task in tasks.items() if "retryPolicy" in task}
-    assert tried_again == set(STEPS) - {"resolve-config"}
+    retries = {
+        step: task.get("retryPolicy", {}).get("maxRetryCount", 0) for step, task in tasks.items()
+    }
+    assert retries == {name: row.retries for name, row in ROWS.items()}
+    assert retries["resolve-config"] == 0
 
 
 def test_a_step_of_hours_is_tried_again_too(tasks, pods):
@@ -121,7 +125,7 @@ def test_a_step_of_hours_is_tried_again_too(tasks, pods):
 
 def test_every_step_has_a_deadline(pods):
     seconds = {step: int(pod["activeDeadlineSeconds"]) for step, pod in pods.items()}
-    assert all(seconds.values())
+    assert seconds == {name: row.deadline_seconds for name, row in ROWS.items()}
     # The job ends by its own deadline, and the step tells how.
     assert seconds["train-model"] > JobConfig().active_deadline_seconds
     assert sum(seconds.values()) < RUN_SECONDS

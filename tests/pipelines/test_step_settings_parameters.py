@@ -29,7 +29,7 @@ def test_each_default_is_taken_back():
     ("text", "words"),
     [
         ("step_memroy=16Gi", "did you mean 'step_memory'?"),
-        ("training_steps=5", "is given by --set"),
+        ("training_steps=5", "set keys of the configuration by --set"),
         ("step_memory", "as NAME=VALUE"),
         ("=5", "as NAME=VALUE"),
         ("step_tolerations={a: b}", "is not a list of YAML or JSON"),

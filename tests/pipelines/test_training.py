@@ -3,9 +3,10 @@
 import pytest
 import yaml
 
+from components.table import STEPS
 from pipelines.compile import compile_pipeline
 from pipelines.step_settings import step_parameters
-from pipelines.training import COMPONENTS, PIPELINES, SIGNATURE
+from pipelines.training import PIPELINES, SIGNATURE
 from trainer.config.run_parameters import run_parameters
 
 KFP_TYPES = {
@@ -141,19 +142,21 @@ def test_only_a_blessed_model_is_exported(spec, main_tasks):
     assert decision.endswith("check-gate-decision")
 
 
-def test_only_preparing_data_may_come_from_a_cache(spec):
-    steps = {component.name for component in COMPONENTS}
+def test_only_what_the_table_says_may_come_from_a_cache(spec):
+    tasks = all_tasks(spec)
     cached = [
-        name
-        for name, task in all_tasks(spec).items()
-        if name in steps and task["cachingOptions"].get("enableCache")
+        step.name for step in STEPS if tasks[step.kfp_name]["cachingOptions"].get("enableCache")
     ]
-    assert cached == ["prepare-data"]
+    assert cached == [step.name for step in STEPS if step.is_cached] == ["prepare_data"]
 
 
-def test_every_component_is_a_step_once(spec):
-    steps = sorted(each.name for each in COMPONENTS)
-    assert sorted(name for name in all_tasks(spec) if name in steps) == steps
+def test_every_row_of_the_table_is_wired_once(spec):
+    wired = [
+        task["componentRef"]["name"].removeprefix("comp-") for task in all_tasks(spec).values()
+    ]
+    groups = ("exit-handler", "condition")
+    steps = [name for name in wired if not name.startswith(groups)]
+    assert sorted(steps) == sorted(step.kfp_name for step in STEPS)
 
 
 def test_kfp_calls_the_pipeline_by_position():

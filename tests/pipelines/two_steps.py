@@ -28,7 +28,7 @@ def two_steps(place: training.Place, *values: Any) -> None:
     wiring = training.Wiring(place, tuple(parameters))
     resolved = wiring.resolved()
     kept = {**training.run_of(resolved), "data": resolved["data"], "path": path}
-    wiring.uncached(keep(**kept))
+    keep(**kept).set_caching_options(False)
 
 
 _PATH = training.DATASET.replace(name="path")

@@ -1,0 +1,100 @@
+"""What each step of the pipeline is: the one table that compiling, running and reporting read.
+
+A new step is three edits: its file `components/NAME.py`, its row here, and its wiring in
+`pipelines/training.py`. The rows are in the order in which the steps run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Output = Literal[
+    "dataset", "checkpoint", "evaluation", "decision", "model", "registration", "report"
+]
+_HOUR, _DAY = 3600, 24 * 3600
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSpec:
+    """One row.
+
+    Attributes:
+        name: of the step's file and of its function.
+        output: kind of what the step publishes, which names its URI among the artifacts of a run;
+            None for nothing. On a KFP instance only a step with an output has a log that is read.
+        accepts: for a step that judges the model, the word in its record with which the run goes
+            on; with any other the run ends as refused. Empty for a step that does not judge.
+        deadline_seconds: limit of one attempt, waiting for the image included.
+        retries: further attempts; 0 where a second one would find what the first one found.
+        is_light: needs little CPU and memory, whatever the run parameters say.
+        may_use_gpus: computes with the model.
+        is_cached: KFP may take its output from the cache.
+        is_exit_step: runs at the end of every whole run, also of one that failed.
+    """
+
+    name: str
+    output: Output | None = None
+    accepts: str = ""
+    deadline_seconds: int
+    retries: int = 2
+    is_light: bool = False
+    may_use_gpus: bool = False
+    is_cached: bool = False
+    is_exit_step: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a limit that is none."""
+        if self.deadline_seconds < 1:
+            raise ValueError(f"{self.name}: deadline_seconds {self.deadline_seconds} is below 1")
+        if self.retries < 0:
+            raise ValueError(f"{self.name}: retries {self.retries} is below 0")
+
+    @property
+    def kfp_name(self) -> str:
+        """The name that KFP gives the component and its task."""
+        return self.name.replace("_", "-")
+
+
+STEPS = (
+    StepSpec(name="resolve_config", deadline_seconds=_HOUR, retries=0, is_light=True),
+    StepSpec(
+        name="prepare_data", output="dataset", deadline_seconds=_DAY, retries=3, is_cached=True
+    ),
+    # The training job has a deadline of its own, which is shorter by default.
+    StepSpec(name="train_model", output="checkpoint", deadline_seconds=28 * _DAY),
+    StepSpec(name="evaluate_model", output="evaluation", deadline_seconds=_DAY, may_use_gpus=True),
+    StepSpec(name="check_gate", output="decision", accepts="blessed", deadline_seconds=_HOUR),
+    StepSpec(name="export_model", output="model", deadline_seconds=_DAY, may_use_gpus=True),
+    StepSpec(
+        name="register_model",
+        output="registration",
+        accepts="promoted",
+        deadline_seconds=6 * _HOUR,
+    ),
+    StepSpec(
+        name="finish", output="report", deadline_seconds=_HOUR, is_light=True, is_exit_step=True
+    ),
+)
+
+
+def step_of(name: str) -> StepSpec:
+    """Return the row of a step, by its own name or by the one that KFP gives it.
+
+    Raises:
+        LookupError: there is none.
+    """
+    for step in STEPS:
+        if name in (step.name, step.kfp_name):
+            return step
+    raise LookupError(f"components/table.py has no row for the step {name!r}: add one")
+
+
+def maker_of(output: Output) -> StepSpec:
+    """Return the step that publishes outputs of this kind."""
+    return next(step for step in STEPS if step.output == output)
+
+
+def exit_step() -> StepSpec:
+    """Return the step that runs at the end of every whole run."""
+    return next(step for step in STEPS if step.is_exit_step)

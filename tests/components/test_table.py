@@ -1,0 +1,107 @@
+"""The table of steps: one row for each file, and a new step in three edits."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from kfp import compiler, dsl
+
+from components import table
+from components.table import StepSpec, exit_step, maker_of, step_of
+from pipelines import step_settings
+from pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
+
+ROOT = Path(__file__).parents[2]
+NEW = StepSpec(name="count_labels", deadline_seconds=60, retries=1, is_light=True)
+
+
+@dsl.component(base_image="image", install_kfp_package=False)
+def count_labels(dataset: str) -> str:
+    """Count."""
+    return dataset
+
+
+def counting(place, *values):
+    Wiring(place, values).step(count_labels, dataset="gs://b/d")
+
+
+def files():
+    """Return the names of the files that hold a component."""
+    return {
+        path.stem
+        for path in (ROOT / "components").glob("*.py")
+        if "\n@component\n" in path.read_text(encoding="utf-8")
+    }
+
+
+def test_every_file_with_a_component_has_one_row_and_every_row_its_file():
+    names = [step.name for step in table.STEPS]
+    assert sorted(names) == sorted(files())
+    assert [component.name for component in COMPONENTS] == [s.kfp_name for s in table.STEPS]
+
+
+def test_each_output_has_one_step():
+    outputs = [step.output for step in table.STEPS if step.output]
+    assert len(set(outputs)) == len(outputs)
+    assert [maker_of(output).output for output in outputs] == outputs
+    assert exit_step() is table.STEPS[-1]
+
+
+@pytest.mark.parametrize("name", ["train_model", "train-model"])
+def test_a_step_has_two_names(name):
+    assert step_of(name).output == "checkpoint"
+
+
+def test_a_step_without_a_row_is_one_clear_error():
+    message = "^components/table.py has no row for the step 'count-labels': add one$"
+    with pytest.raises(LookupError, match=message) as caught:
+        local_pipeline(counting, "counting")
+    assert not isinstance(caught.value, KeyError)
+
+
+def test_a_row_without_a_file_names_the_file():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'components\.count_labels'$"):
+        component_of(NEW)
+
+
+def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path):
+    monkeypatch.setattr(table, "STEPS", (*table.STEPS, NEW))
+    pipeline = local_pipeline(lambda _, *v: counting(step_settings.apply, *v), "counting")
+    compiler.Compiler().compile(pipeline, str(tmp_path / "counting.yaml"))
+    spec, platform = yaml.safe_load_all((tmp_path / "counting.yaml").read_text(encoding="utf-8"))
+    task = spec["root"]["dag"]["tasks"]["count-labels"]
+    assert task["retryPolicy"]["maxRetryCount"] == 1
+    assert not task["cachingOptions"]
+    container = spec["deploymentSpec"]["executors"]["exec-count-labels"]["container"]
+    assert container["resources"]["resourceMemoryLimit"] == "2Gi"
+    pods = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    assert int(pods["exec-count-labels"]["activeDeadlineSeconds"]) == 60
+
+
+@pytest.mark.parametrize(
+    ("limit", "line"),
+    [
+        ({"deadline_seconds": 0}, "count: deadline_seconds 0 is below 1"),
+        ({"deadline_seconds": 60, "retries": -1}, "count: retries -1 is below 0"),
+    ],
+)
+def test_a_limit_that_is_none_is_refused(limit, line):
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        StepSpec(name="count", **limit)
+
+
+def test_every_body_can_be_imported_inside_a_running_step():
+    # KFP sets this variable there, and `kfp.dsl` has no `component` then.
+    modules = ", ".join(f"components.{step.name}" for step in table.STEPS)
+    command = [sys.executable, "-c", f"import {modules}"]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "_KFP_RUNTIME": "true"}, check=True)
+
+
+def test_it_loads_neither_kfp_nor_tensorflow():
+    script = "import sys, components.table; print({'kfp', 'tensorflow'} & set(sys.modules))"
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout == "set()\n"
