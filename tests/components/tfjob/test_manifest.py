@@ -21,7 +21,9 @@ from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 
-CRD = Path(__file__).parents[3] / "../shared/schemas/kubeflow.org_tfjobs.yaml"
+ROOT = Path(__file__).parents[3]
+CRD = ROOT / "../shared/schemas/kubeflow.org_tfjobs.yaml"
+GOLDEN = sorted((ROOT / "tests" / "golden").glob("manifest-*.yaml"))
 PLACE = Place(namespace="models", service_account="trainer", variables={"AWS_REGION": "eu-1"})
 
 
@@ -50,7 +52,7 @@ def variables(tree, role):
 @pytest.fixture(scope="module")
 def schema():
     if not CRD.is_file():
-        pytest.skip(f"{CRD} is absent: the schema of the training operator")
+        pytest.skip(f"{CRD} is absent: the schema of the training operator is no part of Flotilla")
     crd = yaml.safe_load(CRD.read_text(encoding="utf-8"))
     return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
@@ -80,6 +82,20 @@ def without_template_metadata(tree):
     return copy
 
 
+def typed(job):
+    """Return a TFJob as the operator's own models hold it."""
+    client = training.ApiClient()
+    held = client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1TFJob")
+    return client.sanitize_for_serialization(held)
+
+
+def fails_or_changes(job):
+    try:
+        return typed(job) != job
+    except ValueError:
+        return True
+
+
 @tried(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(tree=configurations)
 def test_every_configuration_is_valid_by_the_operators_schema_and_nothing_is_dropped(schema, tree):
@@ -92,9 +108,28 @@ def test_every_configuration_is_valid_by_the_operators_schema_and_nothing_is_dro
 @given(tree=configurations)
 def test_the_operators_typed_models_lose_no_field(tree):
     job = made(tree)
-    client = training.ApiClient()
-    typed = client.deserialize(SimpleNamespace(data=json.dumps(job)), "KubeflowOrgV1TFJob")
-    assert client.sanitize_for_serialization(typed) == job
+    assert typed(job) == job
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_the_golden_manifests_fit_the_operators_own_models(path):
+    job = yaml.safe_load(path.read_text(encoding="utf-8"))
+    assert typed(job) == job
+
+
+def test_the_operators_own_models_see_a_field_that_is_unknown_or_of_another_type():
+    job = made()
+    for place, key, value in [
+        (job["spec"], "cleanPodPolicy", "Running"),
+        (job["spec"]["runPolicy"], "backoffLimit", "many"),
+        (job["spec"]["tfReplicaSpecs"]["Worker"], "replicas", "2"),
+    ]:
+        before = dict(place)
+        place[key] = value
+        assert fails_or_changes(job)
+        place.clear()
+        place.update(before)
+    assert not fails_or_changes(job)
 
 
 @tried(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

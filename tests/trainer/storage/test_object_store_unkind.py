@@ -113,10 +113,10 @@ def test_past_the_deadline_there_is_one_line(
 def test_what_goes_on_is_not_cut_off_by_the_deadline(
     make: Make, bucket: BucketPlace, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "2")
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "1")
     bucket.plan.latency = 0.25
     try:
-        storage.publish(make(files={f"{n:03d}": b"" for n in range(200)}), uri, kind="x")
+        storage.publish(make(files={f"{n:03d}": b"" for n in range(80)}), uri, kind="x")
     finally:
         bucket.plan.latency = 0.0
     storage.verify(uri)
