@@ -1,4 +1,9 @@
-"""`python -m trainer STAGE`: one stage, or one task of a cluster, in this process."""
+"""`python -m trainer task`: one task of a training cluster, in this process.
+
+Pipeline steps call the stages as functions; this is what launchers start, and containers run. An
+error is one line, on standard error and as the termination message; see `trainer.errors` for the
+exit codes.
+"""
 
 from __future__ import annotations
 
@@ -16,43 +21,45 @@ from trainer.training import task
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse the command line, call one stage, and return its exit code."""
+    """Parse the command line, run the task, and return its exit code."""
     options = _parser().parse_args(arguments)
     signals.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
         options.stage(options)
     except UserError as error:
-        _tell(options.workdir, str(error))
+        _report(options.workdir, str(error))
         return error.exit_code
     except SystemExit as end:
-        # Nothing of Flotilla's own ends a stage this way, and to begin again would not help.
-        _tell(options.workdir, f"the code that it was given called sys.exit({end.code!r})")
+        # Flotilla itself never does this, and a restart would not help.
+        _report(options.workdir, f"the code that it was given called sys.exit({end.code!r})")
         return FAILED
     except Exception as error:
-        termination.leave(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
+        termination.write(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
         logging.exception("a bug of Flotilla, or of the code that it was given")
         return FAILED
     return DONE
 
 
-def _tell(workdir: Path, words: str) -> None:
-    termination.leave(workdir, words)
-    # The log may stand on a disk that is full.
+def _report(workdir: Path, message: str) -> None:
+    termination.write(workdir, message)
+    # The disk of the log may be full.
     with suppress(OSError):
-        sys.stderr.write(f"flotilla: {words}\n")
+        sys.stderr.write(f"flotilla: {message}\n")
         sys.stderr.flush()
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the whole usage."""
+    """Reports wrong usage in one line, without the whole help text."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(USAGE, f"{self.prog}: {message}; see --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="python -m trainer", description=__doc__)
+    parser = _Parser(
+        prog="python -m trainer", description=__doc__.splitlines()[0] if __doc__ else None
+    )
     stages = parser.add_subparsers(required=True, metavar="STAGE")
     own = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
     task.add_arguments(own)
@@ -69,7 +76,7 @@ def _path(text: str) -> Path:
 
 
 def _leave() -> None:
-    """End without waiting for the threads of TensorFlow's coordinator and servers."""
+    """Exit without waiting for the threads of TensorFlow's coordinator and servers."""
     status = FAILED
     try:
         status = main()

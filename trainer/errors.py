@@ -1,7 +1,7 @@
-"""What a user can do wrong, and how a process says so.
+"""Errors that are reported as one line, and the exit codes of all processes.
 
-Every error in this module is shown as its message alone, without a traceback. The message is one
-line that says what is wrong, where, and what to do. Anything else that is raised is a bug.
+A `UserError` is shown as its message alone, without a traceback: one line with what is wrong,
+where, and the remedy. Any other exception is a bug.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EXIT_CODES = {
 
 
 class UserError(Exception):
-    """Something that the user can put right; the message is the whole report."""
+    """Something that the user can fix; the message is the whole report."""
 
     exit_code = FAILED
 
@@ -37,18 +37,18 @@ class ConfigError(UserError):
 
 
 class RunInterruptedError(UserError):
-    """The user or the platform asked for an end; the last checkpoint is published."""
+    """The user or the platform requested a stop; the last checkpoint is published."""
 
     exit_code = INTERRUPTED
 
 
 class ClusterLostError(UserError):
-    """A task of the cluster went away; the chief that raises this has to begin again."""
+    """A task of the cluster is gone; the process that raises this has to begin a new attempt."""
 
     exit_code = BEGIN_AGAIN
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return "; did you mean 'x'?" for the nearest allowed word, or an empty string."""
+    """Return "; did you mean 'x'?" for the nearest allowed word, or an empty text."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f"; did you mean '{close[0]}'?" if close else ""

@@ -1,9 +1,6 @@
-"""Which tasks a strategy needs, and which of them leads. Free of TensorFlow.
+"""The cluster as data: its tasks with their addresses, and which of them a strategy needs.
 
-Topology is data: launchers start what stands here, and roles that a strategy does not use are
-never started.
-
-The cluster as data: the tasks with their addresses, and which of them this process is.
+Launchers start what a `Topology` names; roles that a strategy does not use are never started.
 
 `TF_CONFIG` is TensorFlow's own format (https://www.tensorflow.org/guide/distributed_training,
 "Setting up the TF_CONFIG environment variable"), written by the local launcher and by the TFJob
@@ -33,7 +30,7 @@ class Task:
     index: int
 
     def __str__(self) -> str:
-        """Return `role-index`, the name of its folder and of its pod's end."""
+        """Return `role-index`: the name of its folder, and the end of its pod's name."""
         return f"{self.role}-{self.index}"
 
 
@@ -64,11 +61,11 @@ class Cluster:
 def from_tf_config(text: str) -> tuple[Cluster, Task]:
     """Read TF_CONFIG into the cluster and this process's task.
 
-    The evaluator is taken out of the cluster: TensorFlow's parameter-server strategy waits for it
-    for ever, and the TFJob operator writes it into every pod.
+    The evaluator is left out of the cluster: the TFJob operator writes it into every pod, and
+    TensorFlow's parameter-server strategy would wait for it for ever.
 
     Raises:
-        ConfigError: TF_CONFIG is missing or says something that cannot be.
+        ConfigError: TF_CONFIG is missing or wrong.
     """
     if not text.strip():
         raise ConfigError(
@@ -93,7 +90,7 @@ def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tupl
         task_index: its number among the tasks of its role.
 
     Raises:
-        ConfigError: the flags say something that cannot be.
+        ConfigError: the flags are wrong.
     """
     named = {role: text.split(",") for role, text in hosts.items() if text}
     task = {"type": job_name, "index": task_index}
@@ -137,7 +134,7 @@ def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
         for host in hosts:
             _check_address(source, role, host)
             if host in seen:
-                raise ConfigError(f"{source}: {host} stands twice in the cluster")
+                raise ConfigError(f"{source}: {host} is in the cluster twice")
             seen.add(host)
         addresses[role] = tuple(hosts)
     return addresses
@@ -173,8 +170,8 @@ class Topology:
     Attributes:
         chief: whether one task leads and only leads; otherwise every worker runs the outer loop
             and worker 0 publishes.
-        servers: whether variables stand on parameter servers.
-        workers: whether there are workers; otherwise the chief trains by itself.
+        servers: whether variables are on parameter servers.
+        workers: whether there are workers; otherwise the chief trains alone.
     """
 
     chief: bool = True
@@ -182,7 +179,7 @@ class Topology:
     workers: bool = True
 
     def tasks(self, *, servers: int, workers: int) -> dict[str, int]:
-        """Return how many tasks of each role are to be started, the chief last."""
+        """Return how many tasks of each role to start, the chief last."""
         used = {
             "ps": servers * self.servers,
             "worker": workers * self.workers,

@@ -92,7 +92,7 @@ class Guard:
         code = self._process.wait()
         if self._orphaned:
             folder = Path.cwd()
-            termination.leave(folder, f"{self._orphaned}; {termination.read(folder)}")
+            termination.write(folder, f"{self._orphaned}; {termination.read(folder)}")
             return FAILED
         return code if code >= 0 else 128 - code
 

@@ -1,4 +1,4 @@
-"""Tasks that are stopped and not dead: nobody waits for them longer than `stall_timeout`."""
+"""Tasks that are stopped but alive: nothing waits for them longer than `stall_timeout`."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def settings(strategy: str, **cluster: object) -> dict[str, object]:
 
 
 def stopped(dataset, folder, config, task, waiting=()):
-    """Stop a task in the midst of training; return the run when it has ended well.
+    """Stop a task during training; return the run when it has ended well.
 
-    Those of `waiting` look for themselves, and may be the first to end.
+    The tasks of `waiting` detect the stall themselves, and may be the first to end.
     """
     with launched(config, dataset, folder) as run:
         run.wait_for_step(EVERY + 1)
@@ -45,13 +45,13 @@ def stopped(dataset, folder, config, task, waiting=()):
     first = run.happened("restart")[0]
     seconds = 2 * SECONDS if task == "chief-0" else SECONDS
     assert (first["task"], first["cause"]) in [
-        (task, f"no sign of life for {seconds} s"),
+        (task, f"no heartbeat for {seconds} s"),
         *((each, f"exit code {BEGIN_AGAIN}") for each in waiting),
     ]
     assert {event["restarts"] for event in run.happened("restart")} == {1}
-    for life in run.happened("life")[1:]:
-        assert life["global_step"] >= EVERY
-        assert life["global_step"] % EVERY == 0
+    for attempt in run.happened("life")[1:]:
+        assert attempt["global_step"] >= EVERY
+        assert attempt["global_step"] % EVERY == 0
     return run
 
 
@@ -60,14 +60,14 @@ def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_pat
     assert len(run.happened("life")) == 1
 
 
-def test_updates_from_all_workers_wait_for_a_stopped_one_no_longer(dataset, tmp_path):
+def test_synchronous_updates_do_not_wait_for_a_stopped_worker(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("sync_parameter_server"), "worker-1")
     assert len(run.happened("life")) == 1
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("task", [pytest.param("ps-0", marks=pytest.mark.long), "chief-0"])
-def test_a_stopped_server_or_chief_costs_a_life(dataset, tmp_path, task):
+def test_a_stopped_server_or_chief_costs_an_attempt(dataset, tmp_path, task):
     run = stopped(dataset, tmp_path, settings("async_parameter_server"), task)
     assert len(run.happened("life")) == 2
 
@@ -88,7 +88,7 @@ def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
     assert len(run.happened("life")) == 2
 
 
-def test_who_waits_says_for_whom_where_nobody_watches_from_outside(dataset, tmp_path):
+def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_path):
     waits, stops = (Task(role="worker", index=index) for index in range(2))
     config = settings("multi_worker_mirrored", communication="ring")
     config["training"]["steps"] = 100_000
@@ -101,9 +101,9 @@ def test_who_waits_says_for_whom_where_nobody_watches_from_outside(dataset, tmp_
         tasks.wait_for(waits, '"event": "progress"')
         tasks.processes[stops].send_signal(signal.SIGSTOP)
         assert tasks.end_of(waits) == BEGIN_AGAIN, tasks.log(waits)
-    words = termination.read(tmp_path / str(waits))
-    # TensorFlow's own heartbeats may have stood still for long enough before.
-    assert words.startswith(
+    message = termination.read(tmp_path / str(waits))
+    # TensorFlow's own heartbeats may have timed out before.
+    assert message.startswith(
         (f"no progress for {SECONDS} s: worker-1 does not answer", "a task of the cluster is gone")
     )
-    assert "worker-1" in words
+    assert "worker-1" in message

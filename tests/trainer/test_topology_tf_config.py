@@ -126,7 +126,10 @@ def test_it_is_data():
             "TF_CONFIG: 'a:\u0661' of 'worker' is not host:port",
         ),
         (config_of(cluster={"worker": ["grpc://a:1"]}), "TF_CONFIG: 'grpc://a:1' of 'worker'"),
-        (config_of(cluster={"worker": ["a:1"], "ps": ["a:1"]}), "TF_CONFIG: a:1 stands twice"),
+        (
+            config_of(cluster={"worker": ["a:1"], "ps": ["a:1"]}),
+            "TF_CONFIG: a:1 is in the cluster twice",
+        ),
         (json.dumps({"cluster": CLUSTER}), "TF_CONFIG: 'task' has to be an object with 'type'"),
         (config_of(task={"type": "work"}), "TF_CONFIG: no task type 'work'; did you mean 'worker'"),
         (config_of(task={"type": ["ps"]}), "TF_CONFIG: no task type ['ps']"),
@@ -179,7 +182,7 @@ def test_flags_say_the_same_as_tf_config():
         (HOSTS, "chief", 0, "the flags: task chief-0 is not in the cluster"),
         ({**HOSTS, "worker": "a:1,"}, "ps", 0, "the flags: '' of 'worker' is not host:port"),
         ({**HOSTS, "worker": "a:1, b:1"}, "ps", 0, "the flags: ' b:1' of 'worker' is not host:po"),
-        ({**HOSTS, "worker": "w:1,w:1"}, "ps", 0, "the flags: w:1 stands twice in the cluster"),
+        ({**HOSTS, "worker": "w:1,w:1"}, "ps", 0, "the flags: w:1 is in the cluster twice"),
     ],
 )
 def test_what_is_wrong_with_flags_is_said_in_one_line(hosts, role, index, said):

@@ -1,4 +1,4 @@
-"""What every launcher of a training cluster takes and gives: `local` and `tfjob` alike."""
+"""The interface of all launchers of a training cluster: a `Job` in, a published checkpoint out."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.config.schema import Config
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One training run to be launched.
+    """One training run.
 
     Attributes:
         config: the run configuration.
@@ -34,7 +34,7 @@ class Job:
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
-    """Return the command line of one task of a job, whose role TF_CONFIG says.
+    """Return the command line of one task of a job; TF_CONFIG holds its role.
 
     Args:
         job: the job.
@@ -47,7 +47,7 @@ def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
 
 
 class Launcher(Protocol):
-    """Starts the tasks of a job, watches them, and returns when training is done."""
+    """Starts the tasks of a job, supervises them, and returns when training is done."""
 
     def __call__(self, job: Job) -> None:
         """Train to the end.
@@ -55,6 +55,6 @@ class Launcher(Protocol):
         When it returns, the final checkpoint is published and no task is left.
 
         Raises:
-            UserError: the job failed for good; the message names the task and what it said.
-            RunInterruptedError: an end was asked for; the last checkpoint is published.
+            UserError: the job failed for good; the message names the task and its error.
+            RunInterruptedError: a stop was requested; the last checkpoint is published.
         """

@@ -1,18 +1,14 @@
-"""The lock of a checkpoint folder: one job writes there, and no other. Free of TensorFlow.
+"""The lease of a checkpoint folder: one job writes there, and no other.
 
-A lock is a file `.lock/000003.json` below the folder. It is made by a write that replaces nothing,
-and the highest number holds, unless it was given back: then the file says so. Who takes over makes
-the next number and never touches another's file before that, so that who was taken over always
-finds out. The holder writes its own file anew while it lives; one that was not renewed for `LASTS`
-seconds has expired. Clocks of different machines may differ by a minute.
+A lease is a lock that expires unless it is renewed. It is a file `.lock/000003.json` below the
+folder, created by a write that replaces nothing. The highest number holds the lease, unless its
+file says `released` or has not been renewed for `LEASE_SECONDS`. A new holder creates the next
+number and touches no other file before that, so that a holder that was replaced always finds out.
+Clocks of different machines may differ by a minute.
 
-Who holds the lock of a checkpoint folder, as it stands in the store. Free of TensorFlow.
-
-Waiting for a lock whose holder may be dead: until it shows life, or expires. TensorFlow-free.
-
-A task that was killed hard is started again at once, as another process and perhaps on another
-machine, and finds the lock that it had itself: a chief that Kubernetes restarts, the retry of a
-step. Nobody else can tell then whether the holder lives; its renewals can.
+A task that was killed is restarted at once, as another process and perhaps on another machine, and
+finds the lease that it held itself: a chief that Kubernetes restarts, the retry of a step. Whether
+that holder lives shows in its renewals only, so `acquire_waiting` waits for one, or for the expiry.
 """
 
 from __future__ import annotations
@@ -37,26 +33,31 @@ from trainer.storage.local import is_gone, is_living, writer
 
 FOLDER = ".lock"
 LEASE_SECONDS = 120.0
-# A holder that is cut off from the store, or whose clock is wrong, may still train. An expired
-# lock stands in nobody's way, and may wait.
+RENEW_SECONDS = 20.0
+POLL_SECONDS = 2.0
+# A holder that is cut off from the store, or whose clock is wrong, may still train; the file of an
+# expired lease blocks nobody, and may be kept for long.
 ABANDONED_SECONDS = 24 * 3600.0
+# Names the job that a task belongs to: a new attempt of it takes over from the one before at once.
+VARIABLE = "FLOTILLA_JOB"
 _SUFFIX = ".json"
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseHolder:
-    """Who holds a lock.
+    """The holder of a lease, as its file says.
 
     Attributes:
-        token: of this holder alone.
-        job: the job whose lives share the lock, or empty.
+        token: unique to this holder.
+        job: the job whose attempts share the lease, or empty.
         run: the id of the run.
         host: the machine, for people.
-        process: its number there.
-        writer: the process, machine and beginning included; empty where the system does not tell.
-        started: when the lock was taken, in seconds since 1970.
-        renewed: when it was renewed last.
-        released: whether it was given back.
+        process: its process id there.
+        writer: the process with its machine and start time; empty where the system has none.
+        started: when the lease was acquired, in seconds since 1970.
+        renewed: when it was last renewed.
+        released: whether it was released.
     """
 
     token: str
@@ -71,14 +72,14 @@ class LeaseHolder:
 
     @property
     def until(self) -> float:
-        """When the lock expires, unless it is renewed."""
+        """When the lease expires, unless it is renewed."""
         return self.renewed + LEASE_SECONDS
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether its file may go: what was given back stays as long as what nobody renews.
+        """Whether its file may be deleted: a released lease is kept as long as an expired one.
 
-        Until then its number is in nobody else's hands, who could be taken for its holder.
+        Until then no other holder can get the same number and be mistaken for this one.
         """
         if self.is_gone and not self.released:
             return True
@@ -86,20 +87,20 @@ class LeaseHolder:
 
     @property
     def is_gone(self) -> bool:
-        """Whether it is known to have ended: a process of this machine."""
+        """Whether it is known to have ended, which is only known of a process of this machine."""
         with suppress(OSError):
             return bool(self.writer) and is_gone(self.writer)
         return False
 
     @property
     def is_living(self) -> bool:
-        """Whether it is known to live: a process of this machine."""
+        """Whether it is known to be alive, which is only known of a process of this machine."""
         with suppress(OSError):
             return bool(self.writer) and is_living(self.writer)
         return False
 
     def __str__(self) -> str:
-        """Say who it is."""
+        """Return the run, the process and the machine."""
         return f"run {self.run} (process {self.process} on {self.host})"
 
 
@@ -107,7 +108,7 @@ class LeaseHeldError(UserError):
     """Another job writes to the folder `uri`."""
 
     def __init__(self, uri: str, holder: LeaseHolder) -> None:
-        """Say who it is, and until when at least."""
+        """Name the holder, and the time until which it holds the lease at least."""
         super().__init__(
             f"{holder} writes to {uri} since {clock_time(holder.started)}, and holds its lease "
             f"until {clock_time(holder.until)} at least: wait for its end, or stop it; if it is "
@@ -115,6 +116,10 @@ class LeaseHeldError(UserError):
         )
         self.uri = uri
         self.holder = holder
+
+
+class LeaseLostError(UserError):
+    """Another job has taken over, or the lease was removed: this one must not write any more."""
 
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
@@ -129,19 +134,19 @@ def holders(uri: str) -> dict[int, LeaseHolder | None]:
 
 
 def remove_expired(uri: str) -> list[str]:
-    """Remove what dead or unreadable holders left, or is a day old; return the URIs."""
-    over = [
+    """Delete the leases of dead or unreadable holders, and those a day old; return their URIs."""
+    expired = [
         lease_uri(uri, number)
         for number, holder in holders(uri).items()
         if holder is None or holder.is_abandoned
     ]
-    for each in over:
+    for each in expired:
         storage.delete(each)
-    return over
+    return expired
 
 
 def lease_uri(uri: str, number: int) -> str:
-    """Return the URI of the lock with a number, of the folder `uri`."""
+    """Return the URI of the lease file with this number, of the folder `uri`."""
     return storage.join(uri, FOLDER, f"{number:06d}{_SUFFIX}")
 
 
@@ -155,85 +160,25 @@ def _parse_holder(data: bytes) -> LeaseHolder | None:
 
 
 def clock_time(seconds: float) -> str:
-    """Return a time, in seconds since 1970, as people read it."""
+    """Format a time, in seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-POLL_SECONDS = 2.0
-log = logging.getLogger(__name__)
-
-
-def acquire_waiting(
-    acquire: Callable[[], None], pause: Callable[[float], None] = time.sleep
-) -> None:
-    """Call `acquire`, again and again while who holds the lock may be dead.
-
-    Args:
-        acquire: takes the lock, or raises a `HeldError`.
-        pause: waits for so many seconds.
-
-    Raises:
-        HeldError: the holder lives, another one was faster, or it has not expired after the
-            `LASTS` seconds of a lock: its clock is wrong.
-        RunInterruptedError: SIGINT or SIGTERM came.
-        UserError: the store does not work.
-    """
-    first: LeaseHolder | None = None
-    waited = 0.0
-    while refused := _refusal(acquire):
-        holder = refused.holder
-        if holder.is_living or holder != (first or holder) or waited > LEASE_SECONDS:
-            raise refused
-        asked: list[None] = []
-        # An exception out of a signal would be swallowed by what writes the log.
-        with on_interrupt(partial(asked.append, None)):
-            if first is None:
-                _tell(refused)
-            pause(POLL_SECONDS)
-        if asked:
-            raise RunInterruptedError("interrupted, while another one may still hold the lock")
-        first = holder
-        waited += POLL_SECONDS
-
-
-def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
-    try:
-        acquire()
-    except LeaseHeldError as error:
-        return error
-    return None
-
-
-def _tell(error: LeaseHeldError) -> None:
-    until = clock_time(error.holder.until)
-    log.warning("%s holds the lock of %s until %s: it may be dead", error.holder, error.uri, until)
-    events.emit("lock_awaited", uri=error.uri, holder=str(error.holder), until=until)
-
-
-RENEW_SECONDS = 20.0
-# Names the job that a task belongs to: a new life of it takes over from the one before at once.
-VARIABLE = "FLOTILLA_JOB"
-
-
-class LeaseLostError(UserError):
-    """Another job has taken over, or the lock was removed: this one must not write any more."""
-
-
 class NoLease:
-    """Of a task that writes nothing, or alone by nature."""
+    """The lease of a task that does not publish, or whose folder nobody else writes."""
 
     def require(self) -> None:
-        """Raise `LostError` where it is known that the lock is lost."""
+        """Raise `LeaseLostError` if the lease is known to be lost; asks no store."""
 
     def check(self) -> None:
-        """Look whether the lock is held still; raise `LostError` where it is not."""
+        """Read the store, and raise `LeaseLostError` if the lease is no longer held."""
 
 
 class Lease(NoLease):
-    """The lock of one folder in the hands of this process."""
+    """The lease of one folder, for this process."""
 
     def __init__(self, uri: str, run: str, now: Callable[[], float] = time.time) -> None:
-        """Describe the lock of the folder `uri`; nothing is taken yet."""
+        """Describe the lease of the folder `uri`; `acquire` acquires it."""
         self._uri = uri
         self._now = now
         self._own = LeaseHolder(
@@ -248,29 +193,29 @@ class Lease(NoLease):
         )
         self._number = 0
         self._lost = ""
-        self._one_at_a_time = threading.Lock()
+        self._mutex = threading.Lock()
 
     def acquire(self) -> None:
-        """Take the lock.
+        """Acquire the lease.
 
         Raises:
-            HeldError: another job holds it, and has not expired.
+            LeaseHeldError: another job holds it, and it has not expired.
             UserError: the store does not work.
         """
         while not self._number:
             found = holders(self._uri)
             self._refuse_held(found)
             number = max(found, default=0) + 1
-            # It may have been waited for; what is written now has to last from now on.
+            # After a wait: the lease has to last from now on.
             self._own = replace(self._own, started=self._now(), renewed=self._now())
             storage.create_bytes(lease_uri(self._uri, number), self._content())
-            # Of two at the same time, and where an answer was lost, the store knows who it was.
+            # Of two at the same time, or after a lost answer, only the store knows which one won.
             after = holders(self._uri)
             if not self._is_own(after.get(number)):
                 continue
             self._refuse_newcomers(number, after)
             if number < max(after):
-                # Others came, counted on, and have gone since.
+                # Another holder came, took the next number, and has gone since.
                 storage.delete(lease_uri(self._uri, number))
                 continue
             self._number = number
@@ -278,46 +223,48 @@ class Lease(NoLease):
                 storage.delete(lease_uri(self._uri, old))
 
     def renew(self) -> None:
-        """Say that the holder lives; raises `LostError`, or what the store says."""
-        with self._one_at_a_time:
-            self._look()
+        """Renew the lease; raises `LeaseLostError`, or the error of the store."""
+        with self._mutex:
+            self._read_holder()
             self._own = replace(self._own, renewed=self._now())
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
     def require(self) -> None:
-        """Raise `LostError` where it is known that the lock is lost."""
+        """Raise `LeaseLostError` if the lease is known to be lost; asks no store."""
         if self._lost:
             raise LeaseLostError(self._lost)
 
     def check(self) -> None:
-        """Look whether the lock is held still; raise `LostError` where it is not."""
-        with self._one_at_a_time:
-            self._look()
+        """Read the store, and raise `LeaseLostError` if the lease is no longer held."""
+        with self._mutex:
+            self._read_holder()
 
     def release(self) -> None:
-        """Let go; a lock that is lost already is left alone.
+        """Release the lease; raises `LeaseLostError` where it is lost already.
 
-        Its file stays: the next one counts on from it, so that what this one may still have under
-        way can never be taken for the word of another holder.
+        Its file stays: the next holder takes the next number, so that a late write of this one can
+        never pass for another holder's.
         """
-        with self._one_at_a_time:
-            self._look()
-            self._lost = f"the lock of {self._uri} was given back"
+        with self._mutex:
+            self._read_holder()
+            self._lost = f"the lease of {self._uri} was released"
             self._own = replace(self._own, renewed=self._now(), released=True)
             storage.write_bytes(lease_uri(self._uri, self._number), self._content())
 
-    def _look(self) -> None:
+    def _read_holder(self) -> None:
         self.require()
         found = holders(self._uri)
         newest = max(found, default=0)
-        # A file of ours that cannot be read any more is written anew.
+        # A file of our own that cannot be read is written again by the next renewal.
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
         who = found.get(newest)
-        what = f"{self._uri} was taken over by {who}" if who else f"the lock of {self._uri} is gone"
+        what = (
+            f"{self._uri} was taken over by {who}" if who else f"the lease of {self._uri} is gone"
+        )
         self._lost = (
-            f"{what}; run {self._own.run} stops writing: look which of the two should go on, and "
+            f"{what}; run {self._own.run} stops writing: decide which of the two should go on, and "
             "stop the other"
         )
         self.require()
@@ -325,19 +272,21 @@ class Lease(NoLease):
     def _refuse_held(self, found: dict[int, LeaseHolder | None]) -> None:
         for holder in found.values():
             if holder is None:
-                log.warning("the lock of %s cannot be read; it is taken over", self._uri)
+                log.warning("the lease of %s cannot be read; it is taken over", self._uri)
             elif not self._is_free(holder):
                 raise LeaseHeldError(self._uri, holder)
         newest = found.get(max(found, default=0))
         if newest and not newest.released and not self._is_same_job(newest):
             why = (
-                "has ended" if newest.is_gone else f"was silent since {clock_time(newest.renewed)}"
+                "has ended"
+                if newest.is_gone
+                else f"was last renewed at {clock_time(newest.renewed)}"
             )
-            log.warning("the lock of %s is taken over from %s, which %s", self._uri, newest, why)
+            log.warning("the lease of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit("lock_taken_over", uri=self._uri, holder=str(newest), reason=why)
 
     def _refuse_newcomers(self, number: int, after: dict[int, LeaseHolder | None]) -> None:
-        """Give way to one that came in between, and counts from another number."""
+        """Give way to a holder that came in between with another number."""
         for other, holder in after.items():
             if other != number and holder and not self._is_free(holder):
                 storage.delete(lease_uri(self._uri, number))
@@ -357,58 +306,107 @@ class Lease(NoLease):
         return json.dumps(asdict(self._own)).encode()
 
 
-@contextmanager
-def held(uri: str, run: str) -> Iterator[Lease]:
-    """Hold the lock of the folder `uri` in this block, renewed on a thread of its own.
+def acquire_waiting(
+    acquire: Callable[[], None], pause: Callable[[float], None] = time.sleep
+) -> None:
+    """Call `acquire` again and again while the holder of the lease may be dead.
 
-    Where the holder may be dead it is waited for, for as long as a lock lasts; see `lock_wait`. A
-    life that ends so that another one begins again (`ClusterLostError`) leaves it to that one.
+    Args:
+        acquire: acquires the lease, or raises a `LeaseHeldError`.
+        pause: waits for so many seconds.
 
     Raises:
-        HeldError: another job holds it.
-        RunInterruptedError: SIGINT or SIGTERM came while it was waited for.
+        LeaseHeldError: the holder is alive, another one was faster, or the lease has not expired
+            after `LEASE_SECONDS`: the holder's clock is wrong.
+        RunInterruptedError: SIGINT or SIGTERM came.
         UserError: the store does not work.
     """
-    lock = Lease(uri, run)
-    acquire_waiting(lock.acquire)
-    over = threading.Event()
-    threading.Thread(target=_keep_renewed, args=(lock, over), name="lock", daemon=True).start()
+    first: LeaseHolder | None = None
+    waited = 0.0
+    while refused := _refusal(acquire):
+        holder = refused.holder
+        if holder.is_living or holder != (first or holder) or waited > LEASE_SECONDS:
+            raise refused
+        interrupts: list[None] = []
+        # Logging would swallow an exception that a signal handler raises.
+        with on_interrupt(partial(interrupts.append, None)):
+            if first is None:
+                _report_wait(refused)
+            pause(POLL_SECONDS)
+        if interrupts:
+            raise RunInterruptedError(
+                f"interrupted, while {holder} may still hold the lease of {refused.uri}"
+            )
+        first = holder
+        waited += POLL_SECONDS
+
+
+def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
     try:
-        yield lock
+        acquire()
+    except LeaseHeldError as error:
+        return error
+    return None
+
+
+def _report_wait(error: LeaseHeldError) -> None:
+    until = clock_time(error.holder.until)
+    log.warning("%s holds the lease of %s until %s: it may be dead", error.holder, error.uri, until)
+    events.emit("lock_awaited", uri=error.uri, holder=str(error.holder), until=until)
+
+
+@contextmanager
+def held(uri: str, run: str) -> Iterator[Lease]:
+    """Hold the lease of the folder `uri` in this block, renewed by a thread.
+
+    See `acquire_waiting` for a holder that may be dead. An attempt that ends so that the next one
+    can begin (`ClusterLostError`) does not release the lease.
+
+    Raises:
+        LeaseHeldError: another job holds it.
+        RunInterruptedError: SIGINT or SIGTERM came during the wait.
+        UserError: the store does not work.
+    """
+    lease = Lease(uri, run)
+    acquire_waiting(lease.acquire)
+    ended = threading.Event()
+    threading.Thread(target=_keep_renewed, args=(lease, ended), name="lease", daemon=True).start()
+    try:
+        yield lease
     except ClusterLostError:
-        over.set()
+        ended.set()
         raise
     except BaseException:
-        over.set()
-        _release(lock)
+        ended.set()
+        _release(lease)
         raise
-    over.set()
-    _release(lock)
+    ended.set()
+    _release(lease)
 
 
 def lease_environment() -> dict[str, str]:
-    """Return the variables by which the tasks that this process starts share a lock."""
+    """Return the environment variables by which the tasks of this process share a lease."""
     return {VARIABLE: _job()}
 
 
-def _keep_renewed(lock: Lease, over: threading.Event) -> None:
-    while not over.wait(RENEW_SECONDS):
+def _keep_renewed(lease: Lease, ended: threading.Event) -> None:
+    while not ended.wait(RENEW_SECONDS):
         try:
-            lock.renew()
+            lease.renew()
         except LeaseLostError as error:
-            # The thread that trains stops at its next look.
-            if not over.is_set():
+            # The thread that trains stops at its next barrier.
+            if not ended.is_set():
                 log.warning("%s", error)
             return
-        # As long as this process trains it has to say so, whatever a client may raise.
+        # The lease has to be renewed as long as this process trains, whatever a client may raise.
         except Exception as error:
-            log.warning("the lock is not renewed: %s", error)
+            log.warning("the lease is not renewed: %s", error)
 
 
-def _release(lock: Lease) -> None:
-    # What has brought the end is what has to be said.
+def _release(lease: Lease) -> None:
+    # The error that ended the block is the one to report.
     try:
-        lock.release()
+        lease.release()
     except UserError as error:
         log.warning("%s", error)
 

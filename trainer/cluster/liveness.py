@@ -1,14 +1,14 @@
-"""Signs of life of a task: bytes in a pipe to the process that started it.
+"""Liveness: how a process sees that another one makes progress, and not only that it exists.
 
-A process that is stopped, swapped out or stuck in the kernel dies no death that anyone could wait
-for. While a task lives it writes a byte now and then; whoever started it waits for bytes. A starter
-that was itself asleep finds those of the time between, so that nobody is taken for dead then.
+A process that is stopped, swapped out or stuck in the kernel does not end, so that no wait for its
+end helps. There are two signals:
 
-Whether the other tasks of a cluster answer: asked on their ports, without TensorFlow.
-
-TensorFlow waits for a task that is stopped as long as the connection stands, and the kernel keeps
-it standing. A server of gRPC that lives sends its settings to whoever connects (RFC 9113, section
-3.4); one that is stopped only seems to be there.
+- The heartbeat of a child. A task writes a byte into a pipe at an interval, and the process that
+  started it waits for bytes. Bytes that came while the starter itself was stopped are still in the
+  pipe, so that a task is not taken for dead then.
+- An answer of a peer on its port. TensorFlow waits for a stopped task as long as the connection
+  exists, and the kernel keeps it. A gRPC server that is alive sends its settings to each client
+  that connects (RFC 9113, section 3.4); that of a stopped process accepts and sends nothing.
 """
 
 from __future__ import annotations
@@ -25,93 +25,95 @@ from dataclasses import dataclass
 from trainer.topology import Cluster, Task
 
 VARIABLE = "FLOTILLA_HEARTBEAT"
-# A task that starts loads TensorFlow, which holds the interpreter for long on a busy machine.
+# A task that starts loads TensorFlow, which holds the interpreter lock for long on a busy machine.
 STARTING_SECONDS = 180.0
-# Beats that may be missed before a heart has stood still.
+# Heartbeats within the timeout: so many may be missed.
 _BEATS = 5
 
+# Long enough for a process that a busy machine delays.
+ANSWER_SECONDS = 10.0
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+_MAX_THREADS = 64
 
-def environment(descriptor: int, seconds: float) -> dict[str, str]:
-    """Return the variables that let a child show life on `descriptor` well within `seconds`."""
-    return {VARIABLE: f"{descriptor}:{min(1.0, seconds / _BEATS)}"}
+
+def heartbeat_environment(descriptor: int, timeout: float) -> dict[str, str]:
+    """Return the environment variables of a child that sends heartbeats within `timeout` seconds.
+
+    It writes them to `descriptor`, which it has to inherit.
+    """
+    return {VARIABLE: f"{descriptor}:{min(1.0, timeout / _BEATS)}"}
 
 
 def begin() -> None:
-    """Show life from now on, where the starter of this process asked for it."""
+    """Send heartbeats from now on, if the starter of this process has asked for them."""
     descriptor, _, seconds = os.environ.pop(VARIABLE, "").partition(":")
     if descriptor.isdigit():
         arguments = (int(descriptor), float(seconds))
         threading.Thread(target=_beat, args=arguments, name="heartbeat", daemon=True).start()
 
 
-def wait_until_silent(descriptor: int, seconds: float) -> bool:
-    """Wait until no byte has come for `seconds` (true), or the last writer has gone (false).
+def wait_until_silent(descriptor: int, timeout: float) -> bool:
+    """Wait until no heartbeat has come for `timeout` seconds (true), or the writer ends (false).
 
-    The first byte may take longer; see `STARTING_SECONDS`.
+    The first heartbeat may take longer; see `STARTING_SECONDS`.
     """
-    patience = max(seconds, STARTING_SECONDS)
+    seconds = max(timeout, STARTING_SECONDS)
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
-    while poll.poll(patience * 1000):
+    while poll.poll(seconds * 1000):
         if not os.read(descriptor, 1 << 16):
             return False
-        patience = seconds
+        seconds = timeout
     return True
 
 
 def _beat(descriptor: int, seconds: float) -> None:
-    # Nobody listens any more, which is for others to judge.
+    # The reader is gone; what follows from that is not for this process to decide.
     with suppress(OSError):
         while True:
             os.write(descriptor, b".")
             time.sleep(seconds)
 
 
-# Long enough for a process that a busy machine lets wait.
-ANSWER_SECONDS = 10.0
-_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
-_AT_ONCE = 64
-
-
 @dataclass(frozen=True, kw_only=True)
 class Peers:
-    """How the other tasks were found.
+    """What a probe of the other tasks found.
 
     Attributes:
-        silent: those that are there and do not answer.
-        gone: those that are not there: they have ended, and whoever watches them knows.
+        silent: they accept a connection and do not answer.
+        gone: they have ended, which their launcher knows as well.
     """
 
     silent: tuple[Task, ...] = ()
     gone: tuple[Task, ...] = ()
 
 
-def probe_peers(cluster: Cluster, this: Task, seconds: float = ANSWER_SECONDS) -> Peers:
-    """Ask the tasks beside `this`, and wait up to `seconds` for their answers."""
+def probe_peers(cluster: Cluster, this: Task, timeout: float = ANSWER_SECONDS) -> Peers:
+    """Probe all tasks but `this` at once, and wait up to `timeout` seconds for their answers."""
     others = [
         Task(role=role, index=index)
         for role, hosts in cluster.addresses.items()
         for index in range(len(hosts))
     ]
     others.remove(this)
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
-        heard = list(pool.map(lambda task: _answers(cluster.address(task), seconds), others))
-    found = list(zip(others, heard, strict=True))
+    with ThreadPoolExecutor(_MAX_THREADS) as pool:
+        answers = list(pool.map(lambda task: _answers(cluster.address(task), timeout), others))
+    found = list(zip(others, answers, strict=True))
     return Peers(
-        silent=tuple(task for task, answers in found if answers is False),
-        gone=tuple(task for task, answers in found if answers is None),
+        silent=tuple(task for task, answer in found if answer is False),
+        gone=tuple(task for task, answer in found if answer is None),
     )
 
 
-def _answers(address: str, seconds: float) -> bool | None:
-    """Say whether a task answers; None when it is not there."""
+def _answers(address: str, timeout: float) -> bool | None:
+    """Say whether a task answers; None when it is gone."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds) as peer:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=timeout) as peer:
             peer.sendall(_PREFACE)
             return True if peer.recv(1) else None
     except TimeoutError:
         return False
     except OSError:
-        # Refused, a name that leads nowhere, or reset: it was killed while it was asked.
+        # Refused, an unknown host name, or reset because the task was killed meanwhile.
         return None

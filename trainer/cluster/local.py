@@ -1,14 +1,13 @@
-"""The local launcher: a real cluster on loopback, one process a task, watched until it ends.
+"""The local launcher: a cluster on loopback, one process a task, supervised until it ends.
 
-A worker or parameter server that dies is started again where it was; a chief that dies, or asks to
-begin again, begins a new life from the newest checkpoint. When the chief is done, fails, or an end
-is asked for, every process is stopped; when this process is killed, the kernel ends the tasks.
+A worker or parameter server that dies is restarted on the same port. A chief that dies, or asks to
+begin again, begins a new attempt from the newest checkpoint. When the chief is done or fails, or a
+stop is requested, every process is stopped; when this process is killed, the kernel ends the tasks.
 
-Free ports on loopback, held for as long as a cluster lives.
-
-Two clusters that start at once must not choose the same port, and a restarted task needs its old
-one again. A socket that is bound but does not listen does both: with SO_REUSEADDR on each side the
-task may bind and listen beside it, while the kernel gives the port to nobody who asks for any.
+Ports are reserved as long as the cluster exists: two clusters that start at once must not choose
+the same port, and a restarted task needs its old one. A socket that is bound but does not listen
+does both. With SO_REUSEADDR on each side the task can bind and listen on the same port, while the
+kernel gives it to nobody who asks for a free one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from contextlib import ExitStack, contextmanager
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import TaskProcess
 from trainer.cluster.signals import on_interrupt
-from trainer.cluster.supervisor import EVALUATOR, EvaluatorCare, Supervisor, TaskEvents
+from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor, TaskEvents
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.topology import Cluster, Task, from_tf_config, leader, topology_of
@@ -31,14 +30,14 @@ HOST = "127.0.0.1"
 
 
 def free_port() -> int:
-    """Return a port that nobody holds at this moment."""
+    """Return a port that is free at this moment."""
     with socket.create_server(("", 0)) as probe:
         return int(probe.getsockname()[1])
 
 
 @contextmanager
 def held_cluster(tasks: dict[str, int]) -> Iterator[Cluster]:
-    """Yield a cluster of `tasks` (role to count) on ports that stay reserved in the block."""
+    """Yield a cluster of `tasks` (role to count), on ports that are reserved in the block."""
     with ExitStack() as sockets:
         addresses = {
             role: tuple(f"{HOST}:{_hold(sockets)}" for _ in range(count))
@@ -57,11 +56,11 @@ def _hold(sockets: ExitStack) -> int:
 def launch(job: Job) -> None:
     """Train `job` on this machine; see `trainer.cluster.launcher.Launcher`.
 
-    SIGINT and SIGTERM to this process end training with a last checkpoint; a second one ends at
-    once.
+    SIGINT and SIGTERM to this process stop training with a last checkpoint; a second one ends it
+    at once.
     """
-    happenings: TaskEvents = queue.SimpleQueue()
-    with _cluster(job.config) as (cluster, own), on_interrupt(lambda: happenings.put(None)):
+    task_events: TaskEvents = queue.SimpleQueue()
+    with _cluster(job.config) as (cluster, own), on_interrupt(lambda: task_events.put(None)):
         processes = {
             task: TaskProcess(job, cluster, task)
             for role, count in own.items()
@@ -71,9 +70,9 @@ def launch(job: Job) -> None:
         others = [process for task, process in processes.items() if task != leading]
         if job.config.cluster.evaluator:
             processes[EVALUATOR] = TaskProcess(job, cluster, EVALUATOR)
-        care = EvaluatorCare(processes.get(EVALUATOR))
+        evaluator = EvaluatorSupervision(processes.get(EVALUATOR))
         try:
-            Supervisor(job, processes[leading], others, care, happenings).run()
+            Supervisor(job, processes[leading], others, evaluator, task_events).run()
         finally:
             for process in processes.values():
                 process.kill()
@@ -81,7 +80,7 @@ def launch(job: Job) -> None:
 
 @contextmanager
 def _cluster(config: Config) -> Iterator[tuple[Cluster, dict[str, int]]]:
-    """Yield the cluster, and how many tasks of each role are to be started."""
+    """Yield the cluster, and how many tasks of each role this launcher starts."""
     if config.cluster.existing_servers:
         cluster, this = from_tf_config(os.environ.get("TF_CONFIG", ""))
         if this.role != "chief":

@@ -1,11 +1,8 @@
-"""One task of a local cluster as a process: command, environment, folder, log and last words.
+"""One task of a local cluster as a process: folder, environment, resources, log and end.
 
-Which cores and threads a task of a local cluster gets, where all share one machine.
-
-On two cores, with two workers and a server of a small model: one thread an operation gave 15 % more
-steps a second than TensorFlow's own choice, and a core of its own for each worker 10 % more again.
-
-Which GPUs a task is given, and how a local task is kept to its own. Free of TensorFlow.
+The tasks share one machine, so each is limited to a part of its cores and GPUs. On two cores, with
+two workers and a server of a small model, one thread an operation gave 15 % more steps a second
+than TensorFlow's own choice, and a core of its own for each worker 10 % more again.
 """
 
 from __future__ import annotations
@@ -28,21 +25,24 @@ from trainer.topology import Cluster, Task, topology_of
 
 
 def core_environment(cluster: Cluster) -> dict[str, str]:
-    """Return how many threads a task takes; tasks that each take all cores wait for each other."""
+    """Return the variables that limit the threads of a task.
+
+    Tasks that each take all cores wait for each other.
+    """
     cores = len(_all_cores()) or os.cpu_count() or 1
     tasks = sum(map(len, cluster.spec().values()))
     return {
         "TF_NUM_INTRAOP_THREADS": str(max(1, cores // tasks)),
-        # By its own choice a task that has one core has one thread between operations, and hangs
+        # By its own choice TensorFlow takes one thread between operations on one core, and hangs
         # where one operation waits for another.
         "TF_NUM_INTEROP_THREADS": str(max(2, cores)),
     }
 
 
 def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
-    """Keep a worker that was just started to cores of its own, where there are enough for all.
+    """Pin a worker that was just started to cores of its own, where there are enough for all.
 
-    Servers, chief and evaluator run where there is room.
+    Parameter servers, chief and evaluator are not pinned.
     """
     if cores := cores_of_worker(_all_cores(), cluster.count("worker"), task):
         # It may have ended already.
@@ -51,7 +51,7 @@ def pin_to_cores(pid: int, cluster: Cluster, task: Task) -> None:
 
 
 def cores_of_worker(cores: list[int], workers: int, task: Task) -> list[int]:
-    """Return the cores of a worker, an equal part; none where there are not enough."""
+    """Return the cores of a worker, an equal share; none where there are too few."""
     each = len(cores) // workers if workers > 1 else 0
     if task.role != "worker" or not each:
         return []
@@ -64,16 +64,16 @@ def _all_cores() -> list[int]:
 
 
 def gpu_count(config: Config, task: Task) -> int:
-    """Return how many GPUs a task is given: workers compute, and a chief that has none."""
+    """Return how many GPUs a task gets: workers compute, and a chief that has none."""
     topology = topology_of(config.training.strategy)
     computes = task.role == "worker" or (task.role == "chief" and not topology.workers)
     return config.cluster.gpus_per_worker if computes else 0
 
 
 def gpu_environment(config: Config, task: Task) -> dict[str, str]:
-    """Return the variables that let a local task see its own GPUs, by index, and no others.
+    """Return the variables that make only its own GPUs visible to a local task, by index.
 
-    More workers than GPUs share them in turn; `cluster.gpu_memory_mb` then parts the memory.
+    More workers than GPUs share them in turn; `cluster.gpu_memory_mb` then splits the memory.
     """
     count = gpu_count(config, task)
     present = len(glob("/dev/nvidia[0-9]*"))
@@ -83,12 +83,11 @@ def gpu_environment(config: Config, task: Task) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str((first + i) % present) for i in range(count))}
 
 
-# TensorFlow imports Keras 3 at once unless it is told of Keras 2, which it imports when it is used:
-# never, in a server.
+# TensorFlow imports Keras 3 at once, and Keras 2 only when it is used: never, in a server.
 _SERVER = {"TF_USE_LEGACY_KERAS": "1"}
 CONFIG = "config.json"
 LOG = "log.txt"
-# A file that tells the evaluator, in its folder, that training is over.
+# A file in the evaluator's folder: training is over.
 OVER = "over.txt"
 _TAIL_BYTES = 16384
 _REPORTED_LINES = 10
@@ -102,9 +101,9 @@ class End:
 
     Attributes:
         code: its exit code, or the signal's number below zero.
-        why: why the launcher killed it, or nothing.
-        stalled: whether that was because it gave no sign of life.
-        planned: whether that was no incident.
+        why: why the launcher killed it; empty otherwise.
+        stalled: whether it was killed because its heartbeats stopped.
+        planned: whether it was killed for a reason that is no incident.
     """
 
     code: int
@@ -114,12 +113,12 @@ class End:
 
     @property
     def is_final(self) -> bool:
-        """Whether its exit code says that another start is of no use; the same under TFJob."""
+        """Whether its exit code means that a restart cannot help; the same under TFJob."""
         return 0 < self.code < _FIRST_RESTARTED
 
     @property
     def cause(self) -> str:
-        """Say it in words that follow "ended with"."""
+        """The cause, in words that follow "ended with"."""
         if self.why:
             return self.why
         if self.code < 0:
@@ -128,10 +127,10 @@ class End:
 
 
 class TaskProcess:
-    """A task that can be started, and started again, always in the same folder and on its port."""
+    """A task that can be started and restarted, always in the same folder and on the same port."""
 
     def __init__(self, job: Job, cluster: Cluster, task: Task) -> None:
-        """Lay out the folder `<workdir>/<role>-<index>`."""
+        """Describe the task; its folder is `<workdir>/<role>-<index>`."""
         self.task = task
         self.folder = job.workdir.absolute() / str(task)
         self.log = self.folder / LOG
@@ -142,12 +141,12 @@ class TaskProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._killed: End | None = None
         self.started_at = 0.0
-        self.heart = -1
+        self.heartbeat = -1
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start the process; its output is added to the log of its folder.
+        """Start the process; its output is appended to the log of its folder.
 
-        Its signs of life come from the descriptor `heart`, which is the caller's to close.
+        Its heartbeats come from the descriptor `heartbeat`, which the caller has to close.
 
         Raises:
             UserError: the folder cannot be written.
@@ -161,8 +160,8 @@ class TaskProcess:
             raise UserError(f"cannot write to {self.folder}: {error.strerror}") from None
         self._killed = None
         self.started_at = time.monotonic()
-        self.heart, beats = os.pipe()
-        own = liveness.environment(beats, self._job.config.training.stall_timeout)
+        self.heartbeat, beats = os.pipe()
+        own = liveness.heartbeat_environment(beats, self._job.config.training.stall_timeout)
         with output, os.fdopen(beats, "wb"):
             self._popen = subprocess.Popen(
                 self._command(),
@@ -180,23 +179,23 @@ class TaskProcess:
         return self._popen
 
     def terminate(self) -> None:
-        """Ask for an end."""
+        """Send SIGTERM, if it runs."""
         if self._popen and self._popen.poll() is None:
             self._popen.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it now and wait until it is gone."""
+        """Send SIGKILL, and wait for its end."""
         if self._popen:
             self._popen.kill()
             self._popen.wait()
 
     def kill_stalled(self, seconds: float) -> None:
-        """End it because it gave no sign of life for `seconds`."""
-        why = f"no sign of life for {seconds:g} s"
+        """Kill it because it sent no heartbeat for `seconds`."""
+        why = f"no heartbeat for {seconds:g} s"
         self._kill_because(End(code=-signal.SIGKILL, why=why, stalled=True))
 
     def kill_grown(self, before: int, now: int) -> None:
-        """End it because its memory has grown, in bytes."""
+        """Kill it because its memory has grown, in bytes."""
         why = f"its memory grown from {before >> 20} to {now >> 20} MB"
         self._kill_because(End(code=-signal.SIGKILL, why=why, planned=True))
 
@@ -206,22 +205,22 @@ class TaskProcess:
             self._popen.kill()
 
     def end(self) -> End:
-        """Return how it ended, when it has."""
+        """Return how it ended, once it has."""
         code = self._popen.returncode if self._popen else 0
         if self._killed and code == self._killed.code:
             return self._killed
         return End(code=code)
 
     def resident_bytes(self) -> int:
-        """Return the memory that it holds now; 0 where the system does not say."""
+        """Return its resident memory; 0 where the system has no `/proc`."""
         try:
             text = Path(f"/proc/{self._popen.pid if self._popen else 0}/statm").read_text("ascii")
         except OSError:
             return 0
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
-    def words(self) -> str:
-        """Return the line with which the task ended, or nothing if it just died."""
+    def termination_message(self) -> str:
+        """Return the line that the task wrote at its end; empty if it was killed."""
         return termination.read(self.folder)
 
     def last_line(self) -> str:
@@ -240,11 +239,10 @@ class TaskProcess:
 
     def _environment(self) -> dict[str, str]:
         return {
-            # TensorFlow's own account of its devices drowns what the task has to say.
+            # TensorFlow's messages about devices would hide those of the task.
             "TF_CPP_MIN_LOG_LEVEL": "2",
             **core_environment(self._cluster),
-            # gRPC reads a message in pieces of its size, and not in many small ones: it lies in the
-            # same machine's memory already.
+            # gRPC reads a message in one piece of its size: it is in this machine's memory already.
             "GRPC_EXPERIMENTS": "tcp_frame_size_tuning",
             **os.environ,
             **(_SERVER if self._serves else {}),
@@ -252,14 +250,14 @@ class TaskProcess:
             **signals.parent_environment(),
             **lease.lease_environment(),
             "TF_CONFIG": self._cluster.tf_config(self.task),
-            # A dead peer is an error at once and not after gRPC's own patience.
+            # A dead peer is an error at once, without gRPC's own retries.
             "GRPC_FAIL_FAST": "use_caller",
             **user_code.environment(),
         }
 
 
 def report_failure(process: TaskProcess, end: End) -> None:
-    """Say that a task is given up: which one, how it ended, and its last lines."""
+    """Report that a task is given up: which one, how it ended, and its last lines."""
     events.emit(
         "task_failed",
         task=str(process.task),

@@ -1,13 +1,18 @@
-"""Watches the tasks of a local cluster: who ended, who is stalled, and who is started again.
+"""The supervisor of a local cluster: which task has ended or stalled, and which is restarted.
 
-What lives of a chief leave behind in the servers, and when a server has to begin anew for it.
+All that happens is a `TaskEvent` in one queue: the end of a task, or a request to stop (see
+`trainer.cluster.signals`). `Supervisor.run` takes one after the other and decides:
+
+- The leader is done: the evaluator may finish its last checkpoint, then the run is over.
+- A task died: it is restarted, at most `cluster.max_restarts` incidents in all. Exit codes that
+  mean a final failure (`End.is_final`) end the run.
+- A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.
+- The evaluator (`EvaluatorSupervision`) is restarted by itself, and never ends a run.
 
 TensorFlow's servers outlive a chief and keep what its graphs needed: a parameter server tens of
-megabytes a life, a worker a hundred and more. A server that would grow by more than `MOST_GROWTH`
-is renewed when a chief begins again, which costs no step: the chief reads its variables from a
+megabytes for each attempt, a worker a hundred and more. `ServerMemory` restarts a server that has
+grown when a chief begins again, which costs no step: the chief reads its variables from a
 checkpoint then, and loads TensorFlow as long as the server does.
-
-The evaluator of a local cluster: started again when it dies, and never a reason to end a run.
 """
 
 from __future__ import annotations
@@ -33,69 +38,75 @@ from trainer.errors import (
 )
 from trainer.topology import Task
 
-# Share by which a server's memory may grow over what it was at the end of its first chief's life.
-MOST_GROWTH = 0.25
+# A leader that was asked to stop has this long to publish its last checkpoint.
+GRACE_SECONDS = 60.0
+# After training the evaluator has this long for each checkpoint, the last one included.
+EVALUATION_SECONDS = 600.0
+# Share by which a server's memory may grow over its size at the end of the first attempt.
+MAX_GROWTH = 0.25
+EVALUATOR = Task(role="evaluator", index=0)
+# An evaluator that keeps failing is given up; its restarts do not count as `cluster.max_restarts`.
+MAX_EVALUATOR_RESTARTS = 20
+_SERVERS = ("ps", "worker")
+
+TaskEvent = tuple[TaskProcess, End] | None  # a task with its end, or None: a request to stop
+TaskEvents = queue.SimpleQueue[TaskEvent]
 
 
 class ServerMemory:
-    """The resident memory of servers at each end of a chief's life."""
+    """The resident memory of servers at the end of each attempt of a chief."""
 
     def __init__(self) -> None:
-        """Begin with the first life."""
+        """Begin with the first attempt."""
         self._first: dict[Task, int] = {}
         self._last: dict[Task, int] = {}
 
-    def renew_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
-        """End those servers of which another life of a chief would make too much.
+    def restart_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
+        """Kill the servers that another attempt of the chief would make too large.
 
         Args:
-            chief: whose life has ended, and which is not yet started again.
+            chief: whose attempt has ended, and which is not restarted yet.
             servers: those that may have served it.
         """
         for server in servers:
             now = server.resident_bytes()
-            renewed = server.task in self._first and server.task not in self._last
-            # One that was started meanwhile, for another reason, has not served for a whole life.
-            if not now or (server.started_at > chief.started_at and not renewed):
+            restarted = server.task in self._first and server.task not in self._last
+            # A server that was restarted meanwhile for another reason has served no whole attempt.
+            if not now or (server.started_at > chief.started_at and not restarted):
                 continue
             first = self._first.setdefault(server.task, now)
             growth = max(0, now - self._last.get(server.task, now))
             self._last[server.task] = now
-            if now + growth > (1 + MOST_GROWTH) * first:
+            if now + growth > (1 + MAX_GROWTH) * first:
                 del self._last[server.task]
                 server.kill_grown(first, now)
 
 
-EVALUATOR = Task(role="evaluator", index=0)
-# One that cannot live is given up; its restarts are none of `cluster.max_restarts`.
-MOST_RESTARTS = 20
-
-
-class EvaluatorCare:
-    """What becomes of the evaluator, if there is one."""
+class EvaluatorSupervision:
+    """Restarts the evaluator, if there is one; its failures never end a run."""
 
     def __init__(self, process: TaskProcess | None) -> None:
-        """Take care of `process`."""
+        """Supervise `process`."""
         self._process = process
         self._restarts = 0
         self.running = False
 
     def begin(self) -> TaskProcess | None:
-        """Return what is to be started at first."""
+        """Return the process to start first."""
         if self._process:
-            # What cannot be removed there cannot be started there either, which says so.
+            # A file that cannot be removed here is an error of the start as well, which reports it.
             with suppress(OSError):
                 (self._process.folder / OVER).unlink()
             self.running = True
         return self._process
 
     def ended(self, end: End) -> TaskProcess | None:
-        """Take its end in; return what is to be started again."""
+        """Note its end; return the process to restart, or None."""
         process = self._process
         if process is None or end.code == DONE:
             self.running = False
             return None
-        if end.is_final or self._restarts >= MOST_RESTARTS:
+        if end.is_final or self._restarts >= MAX_EVALUATOR_RESTARTS:
             self.running = False
             report_failure(process, end)
             return None
@@ -104,103 +115,96 @@ class EvaluatorCare:
         return process
 
     def give_up(self, reason: str) -> None:
-        """Go on without it."""
+        """Continue without it."""
         self.running = False
         events.emit("evaluator_left", reason=reason)
 
     def training_is_over(self) -> None:
-        """Tell it that no checkpoint will follow."""
-        # On a full disk it is not told; the wait for it has an end.
+        """Signal to it that no checkpoint will follow."""
+        # On a full disk the file cannot be written; the wait for the evaluator has a timeout.
         if self._process:
             with suppress(OSError):
                 (self._process.folder / OVER).touch()
 
 
-# A chief that was asked to end has this long to publish its last checkpoint.
-GRACE_SECONDS = 60.0
-# After training the evaluator has this long for one checkpoint, the last one among them.
-EVALUATION_SECONDS = 600.0
-_SERVERS = ("ps", "worker")
-
-TaskEvent = tuple[TaskProcess, End] | None  # a task with its end, or None: an end is asked for
-TaskEvents = queue.SimpleQueue[TaskEvent]
-
-
 class Supervisor:
-    """Runs the tasks of one job to the end of the one that leads."""
+    """Runs the tasks of one job until the leader ends."""
 
     def __init__(
         self,
         job: Job,
         leader: TaskProcess,
         others: list[TaskProcess],
-        care: EvaluatorCare,
-        happenings: TaskEvents,
+        evaluator: EvaluatorSupervision,
+        task_events: TaskEvents,
     ) -> None:
-        """Watch `leader` and the `others`; `happenings` brings a request to end as well."""
+        """Supervise `leader` and the `others`; requests to stop come from `task_events` too."""
         self._limit = job.config.cluster.max_restarts
-        self._stall_seconds = job.config.training.stall_timeout
+        self._stall_timeout = job.config.training.stall_timeout
         self._leader = leader
         self._others = others
-        self._care = care
-        self._happenings = happenings
+        self._evaluator = evaluator
+        self._events = task_events
         self._memory = ServerMemory()
         self._restarts = 0
-        # How many restarts there had been when a task was last started.
-        self._born = dict.fromkeys((p.task for p in (leader, *others)), 0)
+        # The number of restarts at the time when each task was last started.
+        self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
         """Start all tasks, and return when the leader is done.
 
         Raises:
             UserError: a task failed for good, or once too often.
-            RunInterruptedError: an end was asked for.
+            RunInterruptedError: a request to stop came.
         """
         for process in (*self._others, self._leader):
             self._start(process)
-        self._start_evaluator(self._care.begin())
+        self._start_evaluator(self._evaluator.begin())
         while True:
-            happening = self._happenings.get()
-            if happening is None:
-                self._end_early()
-            process, end = happening
+            event = self._events.get()
+            if event is None:
+                self._stop()
+            process, end = event
             if process.task == EVALUATOR:
-                self._start_evaluator(self._care.ended(end))
+                self._start_evaluator(self._evaluator.ended(end))
                 continue
             if process is self._leader and end.code == DONE:
                 self._await_evaluator()
                 return
             # Where all workers run the outer loop, the others may end a little before the leader.
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:
-                self._react(process, end)
+                self._restart(process, end)
 
-    def _react(self, process: TaskProcess, end: End) -> None:
-        """Start a task again that died, or raise when that would be of no use."""
+    def _restart(self, process: TaskProcess, end: End) -> None:
+        """Restart a task that died, or raise where that would not help."""
         if end.code == INTERRUPTED:
-            raise RunInterruptedError(process.words())
+            raise RunInterruptedError(process.termination_message())
         if end.is_final:
             report_failure(process, end)
-            words = process.words() or f"{end.cause}; its last words: {process.last_line()}"
-            raise UserError(f"{words} ({process.task}, log {process.log})")
+            message = process.termination_message() or (
+                f"{end.cause}; its last line: {process.last_line()}"
+            )
+            raise UserError(f"{message} ({process.task}, log {process.log})")
         if not end.planned:
-            self._count(process, end)
-        self._born[process.task] = self._restarts
+            self._count_incident(process, end)
+        self._restarts_at_start[process.task] = self._restarts
         events.emit("restart", task=str(process.task), cause=end.cause, restarts=self._restarts)
         if process is self._leader and process.task.role == "chief":
-            self._memory.renew_grown(process, [p for p in self._others if p.task.role in _SERVERS])
+            servers = [each for each in self._others if each.task.role in _SERVERS]
+            self._memory.restart_grown(process, servers)
         self._start(process)
 
-    def _count(self, process: TaskProcess, end: End) -> None:
-        # A task that begins again because another one was lost is the same incident; so is one
-        # that is found stalled after those who waited for it have begun again.
+    def _count_incident(self, process: TaskProcess, end: End) -> None:
+        # A task that begins again because another one was lost is the same incident. So is one that
+        # is found stalled after the tasks that waited for it have begun again.
         follows = end.code == BEGIN_AGAIN or end.stalled
-        if follows and self._born[process.task] < self._restarts:
+        if follows and self._restarts_at_start[process.task] < self._restarts:
             return
         if self._restarts >= self._limit:
             report_failure(process, end)
             raise UserError(
                 f"{process.task} ended with {end.cause} and cluster.max_restarts "
-                f"({self._limit}) are used up; its last words in {process.log}: "
+                f"({self._limit}) are used up; the last line of {process.log}: "
                 f"{process.last_line()}"
             )
         self._restarts += 1
@@ -211,63 +215,64 @@ class Supervisor:
         try:
             self._start(process)
         except UserError as error:
-            self._care.give_up(str(error))
+            self._evaluator.give_up(str(error))
 
     def _await_evaluator(self) -> None:
-        """Let the evaluator come to the last checkpoint."""
-        self._care.training_is_over()
-        while self._care.running:
+        """Wait until the evaluator has measured the last checkpoint."""
+        self._evaluator.training_is_over()
+        while self._evaluator.running:
             try:
-                happening = self._happenings.get(timeout=EVALUATION_SECONDS)
+                event = self._events.get(timeout=EVALUATION_SECONDS)
             except queue.Empty:
-                self._care.give_up(f"no evaluation for {EVALUATION_SECONDS:g} s")
+                self._evaluator.give_up(f"no evaluation for {EVALUATION_SECONDS:g} s")
                 return
-            if happening is None:
+            if event is None:
                 raise RunInterruptedError(
                     "interrupted when training was done and its last checkpoint not yet evaluated"
                 )
-            if happening[0].task == EVALUATOR:
-                self._start_evaluator(self._care.ended(happening[1]))
+            if event[0].task == EVALUATOR:
+                self._start_evaluator(self._evaluator.ended(event[1]))
 
-    def _end_early(self) -> NoReturn:
-        code = self._end_leader()
-        words = self._leader.words()
-        if code in (FAILED, USAGE) and words:
-            raise UserError(words)
-        raise RunInterruptedError(words or "interrupted before training began")
+    def _stop(self) -> NoReturn:
+        code = self._stop_leader()
+        message = self._leader.termination_message()
+        if code in (FAILED, USAGE) and message:
+            raise UserError(message)
+        raise RunInterruptedError(message or "interrupted before training began")
 
-    def _end_leader(self) -> int:
+    def _stop_leader(self) -> int:
+        """Send SIGTERM to the leader and return its exit code; it publishes a last checkpoint."""
         self._leader.terminate()
         while True:
             try:
-                happening = self._happenings.get(timeout=GRACE_SECONDS)
+                event = self._events.get(timeout=GRACE_SECONDS)
             except queue.Empty:
                 raise RunInterruptedError(
                     f"interrupted; the last checkpoint was not done after {GRACE_SECONDS:g} s, "
                     "the one before it is whole"
                 ) from None
-            if happening is None:
+            if event is None:
                 raise RunInterruptedError("interrupted twice; the checkpoint before it is whole")
-            if happening[0] is self._leader:
-                return happening[1].code
+            if event[0] is self._leader:
+                return event[1].code
 
     def _start(self, process: TaskProcess) -> None:
         popen = process.start()
-        heart = process.heart
-        # A chief that asks a stopped server may hold the interpreter, and gives no sign of life
+        heartbeat = process.heartbeat
+        # A chief that asks a stopped server may hold the interpreter lock, and send no heartbeat
         # itself, until that server has been found and killed.
-        seconds = self._stall_seconds * (2 if process.task.role == "chief" else 1)
+        timeout = self._stall_timeout * (2 if process.task.role == "chief" else 1)
 
-        def wait() -> None:
+        def wait_for_end() -> None:
             popen.wait()
-            self._happenings.put((process, process.end()))
+            self._events.put((process, process.end()))
 
-        def listen() -> None:
-            stalled = liveness.wait_until_silent(heart, seconds)
-            os.close(heart)
+        def wait_for_silence() -> None:
+            stalled = liveness.wait_until_silent(heartbeat, timeout)
+            os.close(heartbeat)
             if stalled and popen.poll() is None:
-                process.kill_stalled(seconds)
+                process.kill_stalled(timeout)
 
-        for work in (wait, listen):
+        for work in (wait_for_end, wait_for_silence):
             name = f"{work.__name__} {process.task}"
             threading.Thread(target=work, name=name, daemon=True).start()

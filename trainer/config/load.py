@@ -21,7 +21,7 @@ from trainer.errors import ConfigError, nearest
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 takes `1e6` for a text; people who write learning rates mean the number.
 
-    A key that stands twice is refused: the second one would silently replace the first.
+    A duplicate key is refused: the second one would silently replace the first.
     """
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
@@ -29,7 +29,7 @@ class _Loader(yaml.SafeLoader):
         for key, _ in getattr(node, "value", ()):
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key.value!r} stands twice", key.start_mark
+                    None, None, f"the key {key.value!r} is duplicated", key.start_mark
                 )
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

@@ -1,7 +1,7 @@
-"""The evaluator: measures each new checkpoint of a run while training goes on.
+"""The evaluator: measures each new checkpoint of a run during training.
 
-It reads what is published and writes `validation.jsonl` beside it, and nothing else: training never
-waits for it, and it may die at any time.
+It reads published checkpoints, and writes `validation.jsonl` next to them and nothing else.
+Training never waits for it, and it may die at any time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from trainer.models import registry
 from trainer.models.registry import refused_input
 from trainer.models.spec import InputSpec
 
-# How often a run is looked at for a new checkpoint: a store has no way to tell of one.
-LOOK_SECONDS = 1.0
+# A store sends no event for a new checkpoint.
+POLL_SECONDS = 1.0
 log = logging.getLogger(__name__)
 Measure = Callable[[str, Path], dict[str, float]]
 
@@ -38,16 +38,16 @@ Measure = Callable[[str, Path], dict[str, float]]
 def watch(job: Job) -> None:
     """Measure each checkpoint of `job` on the validation split, until training is over.
 
-    That is when the newest one has all steps, or when the launcher says so (`OVER`).
+    That is when the newest one has all steps, or when the launcher has created `OVER`.
 
     Raises:
-        UserError: the dataset or a checkpoint cannot be read for a reason of this machine.
+        UserError: the dataset or a whole checkpoint cannot be read.
     """
     measure = _measure(job)
     done, passed = Validations(job.checkpoints), set[str]()
     pause = threading.Event()
     while True:
-        # Looked at before the checkpoints, after which none is published any more.
+        # Read before the listing, so that no checkpoint that was published before is missed.
         is_over = (job.workdir / OVER).exists()
         newest = 0
         for uri, manifest in storage.published(job.checkpoints, KIND):
@@ -55,30 +55,30 @@ def watch(job: Job) -> None:
             name = f"{uri} {manifest.created}"
             if done.has(manifest) or name in passed:
                 continue
-            figures = _figures(measure, uri, job.workdir / "scratch")
-            if figures:
-                events.emit("validation", **done.add(manifest, figures))
+            metrics = metrics_of(measure, uri, job.workdir / "scratch")
+            if metrics:
+                events.emit("validation", **done.add(manifest, metrics))
             else:
                 passed.add(name)
         if is_over or newest >= job.config.training.steps:
             return
-        pause.wait(LOOK_SECONDS)
+        pause.wait(POLL_SECONDS)
 
 
-def _figures(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
-    """Return what is measured of a checkpoint; nothing of one that has to be passed over."""
+def metrics_of(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
+    """Return the metrics of a checkpoint; empty where it has to be passed over."""
     try:
-        figures = measure(uri, scratch)
+        metrics = measure(uri, scratch)
     except UserError as error:
-        # Damaged, or outdated and gone since it was listed. What is wrong with a checkpoint that is
-        # there and whole is wrong with all of them.
+        # One that is damaged, or was deleted since the listing, is passed over. Any other error
+        # would come back with every checkpoint.
         if not isinstance(error, storage.Corrupt) and storage.is_published(uri):
             raise
         log.warning("passed over %s: %s", uri, error)
         return {}
-    if all(map(math.isfinite, figures.values())):
-        return figures
-    log.warning("passed over %s: its validation gives %s", uri, figures)
+    if all(map(math.isfinite, metrics.values())):
+        return metrics
+    log.warning("passed over %s: its validation gives %s", uri, metrics)
     return {}
 
 

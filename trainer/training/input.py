@@ -1,4 +1,4 @@
-"""The training examples of one task, brought into its working folder before it joins."""
+"""The examples of one task, staged into its working folder before it joins the cluster."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from trainer.cluster.launcher import Job
 from trainer.data.read import DatasetSpec, stage_shards
 from trainer.topology import Cluster, Task
 
-# Graphs that the chief made run in a worker's process: what they need to know of the worker they
-# read from its working folder.
+# Graphs of the chief run in the process of a worker, and read the number of the worker from its
+# working folder.
 NUMBER_FILE = "number.txt"
 PATTERN = "shards/*.tfrecord"
 VALIDATION_PATTERN = "validation/*.tfrecord"
@@ -17,15 +17,15 @@ VALIDATION_PATTERN = "validation/*.tfrecord"
 def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
     """Fetch the shards that `task` trains on to `<workdir>/shards`; raises `UserError`.
 
-    All of the validation split comes to `<workdir>/validation`: any part of it may fall to any
-    worker. A chief that has workers trains on nothing itself, a parameter server never does.
+    The whole validation split goes to `<workdir>/validation`, as any worker may get any part of it.
+    A parameter server, and a chief that has workers, need no examples.
     """
     workers = cluster.count("worker")
     elsewhere = workers and not job.config.cluster.in_process
     if task.role == "ps" or (task.role == "chief" and elsewhere):
         return
     (job.workdir / NUMBER_FILE).write_text(str(task.index), encoding="utf-8")
-    # In one process all workers have one folder, and each of them reads all of it.
+    # In one process all workers share one folder, and each reads all of it.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
     stage_shards(job.dataset, job.workdir / "shards", "train", index=index, of=of)

@@ -1,7 +1,7 @@
-"""What an attempt of training leaves behind: history, TensorBoard, events and checkpoints.
+"""The journal of an attempt: rows of the history, TensorBoard, events and checkpoints.
 
-Where several tasks run the outer loop next to each other, one of them keeps the journal and the
-others only remember what it read at the beginning.
+Where several tasks run the outer loop, one of them writes the journal (`Journal`); the others keep
+the same rows in memory (`UnpublishedJournal`), so that all make the same decisions.
 """
 
 from __future__ import annotations
@@ -20,20 +20,21 @@ from trainer.checkpoints.checkpoints import UNWRITABLE, Checkpoints
 from trainer.checkpoints.history import History
 from trainer.config.schema import Config
 
+MAX_ROWS = 2000
 log = logging.getLogger(__name__)
 
 
 class TensorBoardLog:
-    """Writes scalars where TensorFlow can: into a local folder."""
+    """Writes scalars for TensorBoard into a local folder."""
 
     def __init__(self, folder: Path | None) -> None:
-        """Write into `folder`, or nowhere."""
+        """Write into `folder`, or nowhere where it is None."""
         self._writer = None
         with self._unless_unwritable():
             self._writer = tf.summary.create_file_writer(str(folder)) if folder else None
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write all figures of one row of the history at its global step."""
+        """Write the numbers of one row of the history at its global step."""
         if self._writer is None:
             return
         with self._unless_unwritable():
@@ -45,24 +46,21 @@ class TensorBoardLog:
 
     @contextmanager
     def _unless_unwritable(self) -> Iterator[None]:
-        """Write no more when the disk takes no more: pictures of a run are not worth the run."""
+        """Stop writing when the disk is full: that is no reason to end a run."""
         try:
             yield
         except UNWRITABLE as error:
-            log.warning("no more figures for TensorBoard: %s", error.message.splitlines()[0])
+            log.warning("no more metrics for TensorBoard: %s", error.message.splitlines()[0])
             self._writer = None
 
 
 def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the figures of a row; one in a mapping is called `outer/inner`."""
+    """Yield the numbers of a row; one in a mapping is named `outer/inner`."""
     for name, value in row.items():
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")
         else:
             yield f"{prefix}{name}", value
-
-
-MOST_ROWS = 2000
 
 
 class Journal:
@@ -79,7 +77,7 @@ class Journal:
 
     @cached_property
     def _board(self) -> TensorBoardLog:
-        # Its file is made at once: not before there is a row, and not by a task that writes none.
+        # It creates its file at once: not before there is a row, and only where rows are written.
         return TensorBoardLog(self._checkpoints.logs)
 
     @property
@@ -93,25 +91,25 @@ class Journal:
         return self._checkpoints.last
 
     def begin(self, start: int, warmed_from: str) -> None:
-        """Say that a life begins, of a run that began with a checkpoint of another run, or not."""
+        """Emit that an attempt begins; `warmed_from` names the checkpoint of a warm start."""
         self._fields["warmed_from"] = warmed_from
         events.emit("life", global_step=start, steps=self._steps, resumed=start > 0)
 
     def progress(self, row: Mapping[str, Any]) -> None:
-        """Say how far training has come."""
+        """Emit the progress of training."""
         speed = row["steps_per_second"]
         left = (self._steps - row["global_step"]) / speed if speed else 0.0
         events.emit("progress", steps=self._steps, seconds_left=round(left, 1), **row)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Keep one row, unless it is one of too many.
+        """Add one row to the history, unless there are too many.
 
-        A run keeps at most `ROWS` rows beside those with a validation and the last one, since the
-        history is written whole each time.
+        A history has at most `MAX_ROWS` rows, and those with a validation and the last one: it is
+        written as a whole each time.
         """
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = "validation_loss" in row or row["global_step"] >= self._steps
-        if asked_for or since * MOST_ROWS >= self._steps:
+        if asked_for or since * MAX_ROWS >= self._steps:
             self._history.add(row)
             self._board.add(row)
         self._newest = row
@@ -126,19 +124,19 @@ class Journal:
 
 
 class UnpublishedJournal(Journal):
-    """The journal of a task beside the one that publishes: nothing leaves it."""
+    """The journal of a task that does not publish: nothing is written or emitted."""
 
     def begin(self, start: int, warmed_from: str) -> None:
-        """Say nothing."""
+        """Emit nothing."""
 
     def progress(self, row: Mapping[str, Any]) -> None:
-        """Say nothing."""
+        """Emit nothing."""
 
     def add(self, row: dict[str, Any]) -> None:
-        """Remember one row."""
+        """Keep one row in memory."""
         self._history.rows.append(row)
 
     def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:  # noqa: ARG002
-        """Leave saving to the task that publishes, and return the URI of what it saves."""
+        """Save nothing; return the URI of what the publishing task saves."""
         self._checkpoints.last = self._checkpoints.uri_of(variables)
         return self.last_checkpoint

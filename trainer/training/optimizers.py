@@ -1,6 +1,8 @@
-"""Make a Keras optimizer by its name.
+"""Keras optimizers by name, with a learning rate schedule over the exact global step.
 
-Learning rate schedules over the exact global step.
+Schedules read the optimizer's counter of updates, which every strategy makes exact; see
+`trainer.strategies.strategy.exact_counter`. Gradients of looked up rows (`tf.IndexedSlices`) stay
+sparse, and move the optimizer as the same dense gradients would.
 """
 
 from __future__ import annotations
@@ -18,61 +20,11 @@ from trainer.config.schedule import CosineArgs, ExponentialArgs, PiecewiseArgs
 from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError, nearest
 
-
-def learning_rate(training: TrainingConfig) -> float | Schedule:
-    """Return what the optimizer takes: a number, or a schedule over its counter of updates."""
-    rate = training.optimizer.learning_rate
-    warmup = training.schedule.warmup_steps
-    after = _after(training, rate)
-    if not warmup:
-        return after
-    return Warmup(after=after, rate=rate, steps=warmup)
-
-
-def _after(training: TrainingConfig, rate: float) -> float | Schedule:
-    """Return what follows the warm-up, counted from its end."""
-    args = training.schedule.parsed()
-    if isinstance(args, CosineArgs):
-        steps = max(1, training.steps - training.schedule.warmup_steps)
-        return schedules.CosineDecay(rate, steps, alpha=args.alpha)
-    if isinstance(args, ExponentialArgs):
-        return schedules.ExponentialDecay(
-            rate, args.decay_steps, args.decay_rate, staircase=args.staircase
-        )
-    if isinstance(args, PiecewiseArgs):
-        # Keras keeps a value up to and with its boundary; here the next one begins at it.
-        boundaries = [boundary - 1 for boundary in args.boundaries]
-        return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
-    return rate
-
-
-class Warmup(Schedule):
-    """From `rate / steps` in equal steps up to `rate`, then `after`."""
-
-    def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
-        """Warm up over `steps` global steps."""
-        self._after = after
-        self._rate = rate
-        self._steps = steps
-
-    def __call__(self, step: Any) -> tf.Tensor:
-        """Return the learning rate of the update after `step` others."""
-        done = tf.cast(tf.convert_to_tensor(step), tf.float32)
-        rising = self._rate * (done + 1.0) / self._steps
-        later = tf.maximum(done - self._steps, 0.0)
-        after = self._after(later) if isinstance(self._after, Schedule) else self._after
-        return tf.where(done < self._steps, rising, after)
-
-    def get_config(self) -> dict[str, Any]:
-        """Return the arguments, as Keras asks of every schedule."""
-        return {"after": self._after, "rate": self._rate, "steps": self._steps}
-
-
 # Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
-# Arguments that Keras offers and that would be wrong here: the first ones have a place of their
-# own, the others need a training loop that scales the loss, skips steps or swaps weights.
+# Arguments of Keras that would be wrong here: the first two have no effect or another key, the
+# others need a training loop that scales the loss, skips steps or swaps weights.
 REFUSED: dict[str, str] = {
     "learning_rate": "set training.optimizer.learning_rate",
     "name": "it has no effect",
@@ -118,12 +70,12 @@ def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"training.optimizer.args of {config.name}: {reason}") from error
-    _keep_rows(optimizer)
+    _keep_sparse(optimizer)
     return optimizer
 
 
 def each_row_once(gradient: Any) -> Any:
-    """Return a gradient of looked up rows with the parts of a row added up; others as they are."""
+    """Sum the parts of each row in a gradient of looked up rows; return others unchanged."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     rows, places = tf.unique(gradient.indices)
@@ -131,12 +83,12 @@ def each_row_once(gradient: Any) -> Any:
     return tf.IndexedSlices(values, rows, gradient.dense_shape)
 
 
-def _keep_rows(optimizer: keras.optimizers.Optimizer) -> None:
-    """Make the optimizer treat a gradient of looked up rows as the dense one that it stands for.
+def _keep_sparse(optimizer: keras.optimizers.Optimizer) -> None:
+    """Make the optimizer treat a gradient of looked up rows as the equal dense one.
 
-    A batch that asks twice for a row, and two workers that ask for it, give it in two parts, which
-    Keras clips and squares one by one. And to clip by a norm Keras makes it dense: a whole table
-    on the network for a few rows. The rows without a gradient change no norm.
+    A batch that looks up a row twice, or two workers that look it up, give its gradient in two
+    parts, which Keras would clip and square one by one. To clip by a norm Keras would make it
+    dense: a whole table on the network for a few rows. Rows without a gradient change no norm.
     """
     clip = optimizer._clip_gradients
 
@@ -149,7 +101,7 @@ def _keep_rows(optimizer: keras.optimizers.Optimizer) -> None:
             for clipped, gradient, rows in zip(clip(values), summed, sparse, strict=True)
         ]
 
-    # Keras calls it first of all, also where there is nothing to clip.
+    # Keras calls it before anything else, also where nothing is clipped.
     optimizer._clip_gradients = clip_gradients
 
 
@@ -177,3 +129,52 @@ def _expected(argument: str, default: object, value: object) -> tuple[bool, str]
     if argument.endswith("_steps"):
         return isinstance(value, int) and not isinstance(value, bool), "a whole number"
     return isinstance(value, int | float) and not isinstance(value, bool), "a number"
+
+
+def learning_rate(training: TrainingConfig) -> float | Schedule:
+    """Return a number, or a schedule over the optimizer's counter of updates."""
+    rate = training.optimizer.learning_rate
+    warmup = training.schedule.warmup_steps
+    after = _after(training, rate)
+    if not warmup:
+        return after
+    return Warmup(after=after, rate=rate, steps=warmup)
+
+
+def _after(training: TrainingConfig, rate: float) -> float | Schedule:
+    """Return the schedule after the warm-up, counted from its end."""
+    args = training.schedule.parsed()
+    if isinstance(args, CosineArgs):
+        steps = max(1, training.steps - training.schedule.warmup_steps)
+        return schedules.CosineDecay(rate, steps, alpha=args.alpha)
+    if isinstance(args, ExponentialArgs):
+        return schedules.ExponentialDecay(
+            rate, args.decay_steps, args.decay_rate, staircase=args.staircase
+        )
+    if isinstance(args, PiecewiseArgs):
+        # Keras keeps a value up to and with its boundary; here the next one begins at it.
+        boundaries = [boundary - 1 for boundary in args.boundaries]
+        return schedules.PiecewiseConstantDecay(boundaries, [rate * f for f in args.factors])
+    return rate
+
+
+class Warmup(Schedule):
+    """Rises linearly from `rate / steps` to `rate`, then `after`."""
+
+    def __init__(self, *, after: float | Schedule, rate: float, steps: int) -> None:
+        """Warm up over `steps` global steps."""
+        self._after = after
+        self._rate = rate
+        self._steps = steps
+
+    def __call__(self, step: Any) -> tf.Tensor:
+        """Return the learning rate of the update after `step` others."""
+        done = tf.cast(tf.convert_to_tensor(step), tf.float32)
+        rising = self._rate * (done + 1.0) / self._steps
+        later = tf.maximum(done - self._steps, 0.0)
+        after = self._after(later) if isinstance(self._after, Schedule) else self._after
+        return tf.where(done < self._steps, rising, after)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments, as Keras requires of every schedule."""
+        return {"after": self._after, "rate": self._rate, "steps": self._steps}

@@ -1,8 +1,6 @@
-"""A worker or a parameter server: serves TensorFlow's runtime to the chief.
+"""The role of a worker or a parameter server: serves TensorFlow's runtime to the chief.
 
 Free of Keras, whose import costs more than TensorFlow's own: a server only runs graphs.
-
-How much of its GPUs a task takes; and whether it sees those that it was given.
 """
 
 from __future__ import annotations
@@ -16,12 +14,16 @@ from trainer.errors import UserError
 from trainer.topology import Cluster, Task
 from trainer.training.input import stage_input
 
+# With fewer threads between operators, servers that wait for each other in one process hang.
+IN_PROCESS_THREADS = 16
+_SERVERS: list[tf.distribute.Server] = []
+
 
 def configure_gpus(config: Config, task: Task) -> None:
-    """Make TensorFlow take of the GPUs what the configuration says, before it touches one.
+    """Limit TensorFlow to the GPU memory of the configuration, before it uses a GPU.
 
     Raises:
-        UserError: the task sees fewer GPUs than it was given.
+        UserError: the task sees fewer GPUs than the configuration gives it.
     """
     wanted = gpu_count(config, task)
     seen = tf.config.list_physical_devices("GPU")
@@ -36,11 +38,6 @@ def configure_gpus(config: Config, task: Task) -> None:
             continue
         limit = tf.config.LogicalDeviceConfiguration(memory_limit=config.cluster.gpu_memory_mb)
         tf.config.set_logical_device_configuration(gpu, [limit])
-
-
-# With fewer threads between operators, servers that wait for each other in one process hang.
-IN_PROCESS_THREADS = 16
-_SERVERS: list[tf.distribute.Server] = []
 
 
 def serve(job: Job, cluster: Cluster, task: Task) -> None:
@@ -64,9 +61,9 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
 
 
 def serve_in_process(cluster: Cluster) -> None:
-    """Serve as every parameter server and worker in this process, on threads of its own.
+    """Start every parameter server and worker in this process, each on its own threads.
 
-    All of them have the working folder of this process, and so the same shards.
+    They share the working folder of this process, and so the same shards.
     """
     settings = _settings()
     settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
@@ -80,10 +77,10 @@ def serve_in_process(cluster: Cluster) -> None:
 
 
 def _settings() -> tf.compat.v1.ConfigProto:
-    """Return settings of a server whose threads sleep while they wait.
+    """Return the settings of a server whose threads sleep while they wait.
 
-    By default they look for work in a loop first: a server that waits for the network takes the
-    processor from the tasks beside it that have work.
+    By default they spin first: a server that waits for the network would take the processor from
+    other tasks of the machine.
     """
     settings = tf.compat.v1.ConfigProto()
     settings.experimental.disable_thread_spinning = True

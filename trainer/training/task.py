@@ -1,12 +1,11 @@
-"""One task of a training cluster: which one this process is, and what its role does.
+"""One task of a training cluster: which task this process is, and what its role does.
 
-A parameter server and a worker serve, a chief leads; where there is no chief, worker 0 leads, or
-all workers do. The evaluator watches the checkpoints.
+A chief leads: it runs the outer loop. Parameter servers and workers serve. Without a chief in the
+strategy, every worker leads. The evaluator measures the checkpoints.
 
-A cluster without a chief: worker 0 leads, and serves as a worker in a child process.
-
-Published examples run parameter servers and workers only. The coordinator and a worker's server
-cannot share a process, so worker 0 starts itself a second time for the one of the two.
+Published examples have a cluster of parameter servers and workers only. Their worker 0 becomes the
+chief. The coordinator and a worker's server cannot share a process, so it starts itself a second
+time, as worker 0, in a child process.
 """
 
 from __future__ import annotations
@@ -29,47 +28,14 @@ from trainer.topology import Cluster, Task, leader, topology_of
 
 CHIEF = Task(role="chief", index=0)
 FIRST_WORKER = Task(role="worker", index=0)
-
-
-def with_chief(cluster: Cluster) -> Cluster:
-    """Return the cluster with a chief on a free port of worker 0's host."""
-    host, _, _ = cluster.address(FIRST_WORKER).rpartition(":")
-    return Cluster(addresses={"chief": (f"{host}:{free_port()}",), **cluster.addresses})
-
-
-def serve_beside(cluster: Cluster, command: list[str], restarts: int) -> None:
-    """Serve as worker 0 in a child process with the command line of a task.
-
-    It ends with this process, and is started again up to `restarts` times when it dies before.
-    """
-    # Signs of life are for whoever started this process.
-    inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
-    settings = {
-        **inherited,
-        **signals.parent_environment(),
-        **user_code.environment(),
-        "TF_CONFIG": cluster.tf_config(FIRST_WORKER),
-        "TF_USE_LEGACY_KERAS": "1",
-    }
-
-    # Before this process changes into its folder: paths of the command line may be relative.
-    here = os.getcwd()
-
-    def keep() -> None:
-        for _ in range(restarts + 1):
-            subprocess.run(command, cwd=here, env=settings, stdin=subprocess.DEVNULL, check=False)
-
-    threading.Thread(target=keep, name="worker-0", daemon=True).start()
-
-
 _HOSTS = ("ps", "worker", "chief")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what a task has to be told on its command line."""
+    """Add the arguments of a task."""
     parser.add_argument("--dataset", required=True, metavar="URI")
     parser.add_argument("--checkpoints", required=True, metavar="URI")
-    flags = parser.add_argument_group("the cluster and this task, where TF_CONFIG does not say it")
+    flags = parser.add_argument_group("the cluster and this task, where TF_CONFIG is not set")
     for role in _HOSTS:
         flags.add_argument(f"--{role}_hosts", default="", metavar="HOST:PORT,...")
     flags.add_argument("--job_name", default="", metavar="ROLE")
@@ -77,11 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Be the task that the flags, or else TF_CONFIG, name; a server never returns.
+    """Run the task that the flags, or else TF_CONFIG, name; a server never returns.
 
     Raises:
-        UserError: the command line, the configuration or TF_CONFIG is wrong, or the role's work
-            fails.
+        UserError: the command line, the configuration or TF_CONFIG is wrong, or the role fails.
     """
     config = load_config(options.config)
     tasks, this = _cluster(options)
@@ -100,10 +65,10 @@ def run(options: argparse.Namespace) -> None:
     if used.chief and not tasks.count("chief") and this == FIRST_WORKER:
         tasks, this = with_chief(tasks), CHIEF
         command = task_command(job, options.config, job.workdir)
-        serve_beside(tasks, command, config.cluster.max_restarts)
-    # For whatever of TensorFlow reads it: without the evaluator, and with the chief.
+        start_first_worker(tasks, command, config.cluster.max_restarts)
+    # For the parts of TensorFlow that read it: without the evaluator, and with the chief.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
-    # Graphs that run in this process find its shards by paths that are relative to its folder.
+    # Graphs that run in this process find its shards by paths relative to its folder.
     _enter(job.workdir)
     if used.leads(this):
         from trainer.training.chief import lead
@@ -118,8 +83,39 @@ def run(options: argparse.Namespace) -> None:
         serve(job, tasks, this)
 
 
+def with_chief(cluster: Cluster) -> Cluster:
+    """Return the cluster with a chief on a free port of worker 0's host."""
+    host, _, _ = cluster.address(FIRST_WORKER).rpartition(":")
+    return Cluster(addresses={"chief": (f"{host}:{free_port()}",), **cluster.addresses})
+
+
+def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> None:
+    """Serve as worker 0 in a child process, with the command line of a task.
+
+    It ends with this process, and is restarted up to `restarts` times when it dies before.
+    """
+    # Heartbeats are for the process that started this one.
+    inherited = {name: value for name, value in os.environ.items() if name != liveness.VARIABLE}
+    settings = {
+        **inherited,
+        **signals.parent_environment(),
+        **user_code.environment(),
+        "TF_CONFIG": cluster.tf_config(FIRST_WORKER),
+        "TF_USE_LEGACY_KERAS": "1",
+    }
+
+    # Before this process changes into its folder: paths of the command line may be relative.
+    here = os.getcwd()
+
+    def supervise() -> None:
+        for _ in range(restarts + 1):
+            subprocess.run(command, cwd=here, env=settings, stdin=subprocess.DEVNULL, check=False)
+
+    threading.Thread(target=supervise, name="worker-0", daemon=True).start()
+
+
 def _lease(job: Job, tasks: Cluster, this: Task) -> AbstractContextManager[lease.NoLease]:
-    """Hold the lock of the checkpoints, where this task is the one that publishes."""
+    """Hold the lease of the checkpoints, if this task is the one that publishes."""
     if this != leader(tasks):
         return nullcontext(lease.NoLease())
     return lease.held(job.checkpoints, job.run_id)
@@ -128,7 +124,7 @@ def _lease(job: Job, tasks: Cluster, this: Task) -> AbstractContextManager[lease
 def _evaluate(job: Job) -> None:
     from trainer.training.evaluator import watch
 
-    # It is in no cluster of TensorFlow's.
+    # It belongs to no cluster of TensorFlow.
     os.environ.pop("TF_CONFIG", None)
     _enter(job.workdir)
     liveness.begin()

@@ -1,4 +1,4 @@
-"""The lock of a checkpoint folder: held, refused, shared, expired, lost, and given back."""
+"""The lease of a checkpoint folder: held, refused, shared, expired, lost and released."""
 
 from __future__ import annotations
 
@@ -43,26 +43,26 @@ def uri(place):
     return storage.join(place.root, "run", "checkpoints")
 
 
-class Hands:
-    """A clock, and locks that go by it."""
+class Clock:
+    """A clock, and leases that go by it."""
 
     def __init__(self, uri):
         self.uri = uri
         self.time = time.time()
 
-    def taken(self, run, uri=""):
+    def acquire(self, run, uri=""):
         made = Lease(uri or self.uri, run, lambda: self.time)
         made.acquire()
         return made
 
 
 @pytest.fixture
-def hands(uri):
-    return Hands(uri)
+def clock(uri):
+    return Clock(uri)
 
 
-def kept(place, uri):
-    """What stands in the lock's folder, by name."""
+def leases(place, uri):
+    """The files of the folder of leases, by name."""
     content = place.content(storage.join(uri, ".lock"))
     return {name: json.loads(data) for name, data in content.items()}
 
@@ -85,83 +85,83 @@ def lost(act):
     return line
 
 
-def test_a_lock_says_who_holds_it(place, uri, hands):
-    hands.taken("digits-1")
-    (holder,) = kept(place, uri).values()
+def test_a_lease_names_its_holder(place, uri, clock):
+    clock.acquire("digits-1")
+    (holder,) = leases(place, uri).values()
     assert (holder["run"], holder["process"]) == ("digits-1", os.getpid())
     assert holder["host"]
-    assert holder["started"] == holder["renewed"] == hands.time
+    assert holder["started"] == holder["renewed"] == clock.time
 
 
-def test_a_second_one_is_told_who_holds_it_and_until_when(uri, hands):
-    hands.time = 1_800_000_000.0
-    hands.taken("digits-1")
-    assert refused(lambda: hands.taken("digits-2")) == (
+def test_a_second_job_reads_who_holds_it_and_until_when(uri, clock):
+    clock.time = 1_800_000_000.0
+    clock.acquire("digits-1")
+    assert refused(lambda: clock.acquire("digits-2")) == (
         f"run digits-1 (process {os.getpid()} on {os.uname().nodename}) writes to {uri} since "
         "2027-01-15 08:00:00 UTC, and holds its lease until 2027-01-15 08:02:00 UTC at least: wait "
         "for its end, or stop it; if it is dead already, try again after that time"
     )
 
 
-def test_the_first_one_is_not_disturbed_by_the_second(place, uri, hands):
-    first = hands.taken("digits-1")
-    before = kept(place, uri)
-    refused(lambda: hands.taken("digits-2"))
+def test_a_refused_job_changes_nothing(place, uri, clock):
+    first = clock.acquire("digits-1")
+    before = leases(place, uri)
+    refused(lambda: clock.acquire("digits-2"))
     first.check()
-    assert kept(place, uri) == before
+    assert leases(place, uri) == before
 
 
-def test_one_that_was_given_back_says_so_and_holds_nobody_up(place, uri, hands, caplog):
-    first = hands.taken("digits-1")
-    hands.time += 5
+def test_a_released_lease_says_so_and_blocks_nobody(place, uri, clock, caplog):
+    first = clock.acquire("digits-1")
+    clock.time += 5
     first.release()
-    (left,) = kept(place, uri).values()
-    assert (left["released"], left["renewed"], left["run"]) == (True, hands.time, "digits-1")
+    (left,) = leases(place, uri).values()
+    assert (left["released"], left["renewed"], left["run"]) == (True, clock.time, "digits-1")
     lost(first.check)
     lost(first.renew)
     lost(first.release)
     # As does one of another machine, whose clock is ahead.
-    hands.time -= 60
-    hands.taken("digits-2").check()
-    assert list(kept(place, uri)) == ["000002.json"]
+    clock.time -= 60
+    clock.acquire("digits-2").check()
+    assert list(leases(place, uri)) == ["000002.json"]
     assert "taken over" not in caplog.text
 
 
-def test_of_many_at_once_one_gets_it(uri):
-    start, got, told = threading.Barrier(8), [], []
+def test_of_many_at_once_one_acquires_it(uri):
+    start, acquired, refusals = threading.Barrier(8), [], []
 
     def try_it(number):
         start.wait()
         wanted = Lease(uri, f"digits-{number}")
         try:
             wanted.acquire()
-            got.append(wanted)
+            acquired.append(wanted)
         except LeaseHeldError as error:
-            told.append(str(error))
+            refusals.append(str(error))
 
     threads = [threading.Thread(target=try_it, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(got) == 1
-    assert len(told) == 7
-    got[0].check()
+    assert len(acquired) == 1
+    assert len(refusals) == 7
+    acquired[0].check()
 
 
-def test_one_that_was_not_renewed_is_taken_over_with_a_word(uri, hands, place, caplog):
-    first = hands.taken("digits-1")
-    hands.time += LEASE_SECONDS - 1
-    refused(lambda: hands.taken("digits-2"))
-    hands.time += 1
-    second = hands.taken("digits-2")
-    assert f"the lock of {uri} is taken over from run digits-1" in caplog.text
-    assert "which was silent since" in caplog.text
+def test_an_expired_lease_is_taken_over_with_a_warning(uri, clock, place, caplog):
+    first = clock.acquire("digits-1")
+    clock.time += LEASE_SECONDS - 1
+    refused(lambda: clock.acquire("digits-2"))
+    clock.time += 1
+    second = clock.acquire("digits-2")
+    assert f"the lease of {uri} is taken over from run digits-1" in caplog.text
+    assert "which was last renewed at" in caplog.text
     second.check()
-    assert [each["run"] for each in kept(place, uri).values()] == ["digits-2"]
+    assert [each["run"] for each in leases(place, uri).values()] == ["digits-2"]
     assert lost(first.check) == (
         f"{uri} was taken over by run digits-2 (process {os.getpid()} on {os.uname().nodename}); "
-        "run digits-1 stops writing: look which of the two should go on, and stop the other"
+        "run digits-1 stops writing: decide which of the two should go on, and stop the other"
     )
     lost(first.renew)
     lost(first.require)
@@ -169,48 +169,48 @@ def test_one_that_was_not_renewed_is_taken_over_with_a_word(uri, hands, place, c
     second.check()
 
 
-def test_one_that_is_renewed_does_not_expire(uri, hands, place):
-    first = hands.taken("digits-1")
+def test_a_renewed_lease_does_not_expire(uri, clock, place):
+    first = clock.acquire("digits-1")
     for _ in range(3):
-        hands.time += LEASE_SECONDS - 1
+        clock.time += LEASE_SECONDS - 1
         first.renew()
-    refused(lambda: hands.taken("digits-2"))
-    (holder,) = kept(place, uri).values()
-    assert holder["renewed"] == hands.time
-    assert holder["started"] == hands.time - 3 * (LEASE_SECONDS - 1)
+    refused(lambda: clock.acquire("digits-2"))
+    (holder,) = leases(place, uri).values()
+    assert holder["renewed"] == clock.time
+    assert holder["started"] == clock.time - 3 * (LEASE_SECONDS - 1)
 
 
-def test_a_later_life_of_the_same_job_takes_it_at_once(hands, monkeypatch, caplog):
+def test_a_later_attempt_of_the_same_job_acquires_it_at_once(clock, monkeypatch, caplog):
     monkeypatch.setenv(lease.VARIABLE, "TFJob models/digits-1")
-    first = hands.taken("digits-1")
-    second = hands.taken("digits-1")
+    first = clock.acquire("digits-1")
+    second = clock.acquire("digits-1")
     lost(first.check)
     second.check()
     assert "taken over" not in caplog.text
     monkeypatch.setenv(lease.VARIABLE, "TFJob models/digits-2")
-    refused(lambda: hands.taken("digits-2"))
+    refused(lambda: clock.acquire("digits-2"))
 
 
-def test_who_counts_from_another_number_gives_way(uri, hands, place, monkeypatch):
-    """One saw the lock expired; before it took it, it was given back, and a third one came."""
-    stale = hands.taken("digits-1")
-    hands.time += LEASE_SECONDS
+def test_a_holder_with_another_number_gives_way(uri, clock, place, monkeypatch):
+    """One saw the lease expired; before it acquired it, it was released, and a third one came."""
+    stale = clock.acquire("digits-1")
+    clock.time += LEASE_SECONDS
     create, third = storage.create_bytes, []
 
     def late(at, data):
         monkeypatch.setattr(storage, "create_bytes", create)
         stale.release()
-        third.append(hands.taken("digits-3"))
+        third.append(clock.acquire("digits-3"))
         return create(at, data)
 
     monkeypatch.setattr(storage, "create_bytes", late)
-    assert "run digits-3" in refused(lambda: hands.taken("digits-2"))
+    assert "run digits-3" in refused(lambda: clock.acquire("digits-2"))
     third[0].check()
-    assert [each["run"] for each in kept(place, uri).values()] == ["digits-3"]
+    assert [each["run"] for each in leases(place, uri).values()] == ["digits-3"]
 
 
-def test_where_a_store_lets_two_write_it_says_itself_who_it_was(hands, place, monkeypatch):
-    """A store that does not know of conditions: the second one replaced the first."""
+def test_a_store_without_conditional_writes_shows_who_won(clock, place, monkeypatch):
+    """A store without conditional writes: the second writer replaced the first."""
     create = storage.create_bytes
 
     def replaced(at, data):
@@ -220,80 +220,80 @@ def test_where_a_store_lets_two_write_it_says_itself_who_it_was(hands, place, mo
         return True
 
     monkeypatch.setattr(storage, "create_bytes", replaced)
-    assert "run digits-2" in refused(lambda: hands.taken("digits-1"))
+    assert "run digits-2" in refused(lambda: clock.acquire("digits-1"))
     monkeypatch.undo()
 
 
-def test_who_is_replaced_later_finds_out_and_does_not_replace_in_turn(uri, hands, place):
-    first = hands.taken("digits-1")
-    (name,) = kept(place, uri)
-    other = {**kept(place, uri)[name], "run": "digits-2", "token": "another"}
+def test_a_replaced_holder_finds_out_and_does_not_replace_in_turn(uri, clock, place):
+    first = clock.acquire("digits-1")
+    (name,) = leases(place, uri)
+    other = {**leases(place, uri)[name], "run": "digits-2", "token": "another"}
     place.put(storage.join(uri, ".lock", name), json.dumps(other).encode())
     assert "was taken over by run digits-2" in lost(first.renew)
-    assert kept(place, uri)[name]["run"] == "digits-2"
+    assert leases(place, uri)[name]["run"] == "digits-2"
 
 
-def test_one_that_was_removed_is_lost(uri, hands, place):
-    first = hands.taken("digits-1")
-    (name,) = kept(place, uri)
+def test_a_removed_lease_is_lost(uri, clock, place):
+    first = clock.acquire("digits-1")
+    (name,) = leases(place, uri)
     place.remove(storage.join(uri, ".lock", name))
-    assert lost(first.check).startswith(f"the lock of {uri} is gone; run digits-1 stops writing")
+    assert lost(first.check).startswith(f"the lease of {uri} is gone; run digits-1 stops writing")
 
 
 @pytest.mark.parametrize("damage", [b"", b"not JSON", b"[]", b'{"token": 1}'])
-def test_one_that_cannot_be_read_holds_nobody_up(uri, hands, place, damage, caplog):
+def test_an_unreadable_lease_blocks_nobody(uri, clock, place, damage, caplog):
     place.put(storage.join(uri, ".lock", "000004.json"), damage)
-    hands.taken("digits-2").check()
-    assert list(kept(place, uri)) == ["000005.json"]
-    assert f"the lock of {uri} cannot be read; it is taken over" in caplog.text
+    clock.acquire("digits-2").check()
+    assert list(leases(place, uri)) == ["000005.json"]
+    assert f"the lease of {uri} cannot be read; it is taken over" in caplog.text
 
 
-def test_an_own_one_that_was_damaged_is_written_anew(uri, hands, place):
-    first = hands.taken("digits-1")
-    (name,) = kept(place, uri)
+def test_a_damaged_own_lease_is_written_again(uri, clock, place):
+    first = clock.acquire("digits-1")
+    (name,) = leases(place, uri)
     place.put(storage.join(uri, ".lock", name), b"{")
     first.renew()
-    assert kept(place, uri)[name]["run"] == "digits-1"
+    assert leases(place, uri)[name]["run"] == "digits-1"
 
 
-def test_what_else_stands_there_is_left_alone(uri, hands, place):
+def test_other_files_of_the_folder_stay(uri, clock, place):
     note = storage.join(uri, ".lock", "note.txt")
     place.put(note, b"mine")
-    hands.taken("digits-1").release()
-    hands.taken("digits-2").release()
+    clock.acquire("digits-1").release()
+    clock.acquire("digits-2").release()
     assert place.get(note) == b"mine"
 
 
-def test_the_lock_is_no_checkpoint(uri, hands):
-    hands.taken("digits-1")
+def test_a_lease_is_no_checkpoint(uri, clock):
+    clock.acquire("digits-1")
     assert storage.published(uri) == []
     assert storage.names(uri) == []
 
 
 @pytest.mark.parametrize("place", ["gs", "s3"], indirect=True)
 @pytest.mark.parametrize("kind", [503, "drop", "lose"])
-def test_a_lost_answer_is_no_other_holder(uri, hands, place, kind):
+def test_a_lost_answer_is_no_other_holder(uri, clock, place, kind):
     place.plan.add(Fault(kind, times=4, every=2))
-    held = hands.taken("digits-1")
+    held = clock.acquire("digits-1")
     held.renew()
     held.check()
-    assert len(kept(place, uri)) == 1
+    assert len(leases(place, uri)) == 1
 
 
-def test_what_expired_is_removed_and_nothing_else(uri, hands, place):
-    hands.taken("digits-1")
+def test_abandoned_leases_are_removed_and_no_others(uri, clock, place):
+    clock.acquire("digits-1")
     assert remove_expired(uri) == []
-    assert len(kept(place, uri)) == 1
-    old = Hands(uri)
+    assert len(leases(place, uri)) == 1
+    old = Clock(uri)
     old.time -= 2 * LEASE_SECONDS
     late = storage.join(place.root, "late", "checkpoints")
-    old.taken("digits-2", late)
-    # It expired; whether its holder still trains, and is only cut off, is not known yet.
+    old.acquire("digits-2", late)
+    # It expired, but its holder may still train and only be cut off from the store.
     assert remove_expired(late) == []
     old.time -= ABANDONED_SECONDS
     elsewhere = storage.join(place.root, "other", "checkpoints")
-    old.taken("digits-0", elsewhere)
+    old.acquire("digits-0", elsewhere)
     place.put(storage.join(elsewhere, ".lock", "000000.json"), b"{")
     removed = remove_expired(elsewhere)
     assert [storage.name_of(each) for each in removed] == ["000000.json", "000001.json"]
-    assert kept(place, elsewhere) == {}
+    assert leases(place, elsewhere) == {}

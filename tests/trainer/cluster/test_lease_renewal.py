@@ -1,4 +1,4 @@
-"""The lock of a checkpoint folder in the hands of processes: kept, renewed, left by dead ones."""
+"""The lease of a checkpoint folder held by processes: renewed, released, left by dead ones."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def here(tmp_path):
     return storage.uri_of(tmp_path / "checkpoints")
 
 
-def given_back(uri):
-    """Say that the one lock of a folder was given back, and that the next one is free to go."""
+def require_released(uri):
+    """Require that the one lease of a folder is released, and can be acquired again."""
     (left,) = holders(uri).values()
     assert left.released
     Lease(uri, "digits-next").acquire()
 
 
 def holding(uri, **variables):
-    """Start a process that holds a lock until its input ends."""
+    """Start a process that holds a lease until its input ends."""
     return subprocess.Popen(
         [sys.executable, "-c", HOLD, uri],
         env={**os.environ, **variables},
@@ -62,8 +62,8 @@ def test_a_holder_that_was_killed_is_known_to_be_dead(here, monkeypatch, tmp_pat
         mine.acquire()
     mine.check()
     assert "which has ended" in caplog.text
-    (told,) = events.read(tmp_path / "events.jsonl")
-    assert (told["event"], told["reason"]) == ("lock_taken_over", "has ended")
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert (event["event"], event["reason"]) == ("lock_taken_over", "has ended")
 
 
 def test_a_dead_process_of_another_machine_is_waited_for(here, monkeypatch):
@@ -72,7 +72,7 @@ def test_a_dead_process_of_another_machine_is_waited_for(here, monkeypatch):
     refused(Lease(here, "digits-2").acquire)
 
 
-def test_a_machine_that_tells_nothing_of_its_processes_waits_too(here, monkeypatch):
+def test_a_system_without_process_start_times_waits_too(here, monkeypatch):
     def fail():
         raise FileNotFoundError("/proc")
 
@@ -81,21 +81,21 @@ def test_a_machine_that_tells_nothing_of_its_processes_waits_too(here, monkeypat
     refused(Lease(here, "digits-2").acquire)
 
 
-def test_a_block_that_ends_gives_it_back(here):
+def test_a_block_that_ends_releases_it(here):
     with holding(here) as other:
         assert other.stdout.readline() == "held\n"
         other.communicate("")
-    given_back(here)
+    require_released(here)
 
 
 @pytest.mark.parametrize("error", [UserError("no"), KeyboardInterrupt(), ZeroDivisionError()])
-def test_a_block_that_fails_gives_it_back(here, error):
+def test_a_block_that_fails_releases_it(here, error):
     with pytest.raises(type(error)), lease.held(here, "digits-1"):
         raise error
-    given_back(here)
+    require_released(here)
 
 
-def test_a_life_that_begins_again_keeps_it_for_the_next_one(here, monkeypatch):
+def test_an_attempt_that_begins_again_leaves_it_to_the_next_one(here, monkeypatch):
     monkeypatch.setenv(lease.VARIABLE, "job")
     with pytest.raises(ClusterLostError), lease.held(here, "digits-1"):
         raise ClusterLostError("a server is gone")
@@ -111,11 +111,11 @@ def test_it_is_renewed_while_it_is_held(here, monkeypatch):
     written = threading.Event()
     write = storage.write_bytes
 
-    def told(uri, data):
+    def recorded(uri, data):
         write(uri, data)
         written.set()
 
-    monkeypatch.setattr(storage, "write_bytes", told)
+    monkeypatch.setattr(storage, "write_bytes", recorded)
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
     with lease.held(here, "digits-1"):
         (began,) = holders(here).values()
@@ -125,7 +125,7 @@ def test_it_is_renewed_while_it_is_held(here, monkeypatch):
         assert (now.token, now.started) == (began.token, began.started)
 
 
-def test_a_store_that_is_away_for_a_while_loses_no_lock(here, monkeypatch, caplog):
+def test_an_unavailable_store_loses_no_lease(here, monkeypatch, caplog):
     tried = threading.Event()
 
     def away(uri, _data):
@@ -138,10 +138,10 @@ def test_a_store_that_is_away_for_a_while_loses_no_lock(here, monkeypatch, caplo
         monkeypatch.setattr(storage, "write_bytes", away)
         assert tried.wait(60)
         mine.require()
-    assert "the lock is not renewed: cannot write" in caplog.text
+    assert "the lease is not renewed: cannot write" in caplog.text
 
 
-def test_who_holds_it_no_more_knows_after_a_renewal(here, monkeypatch):
+def test_a_holder_that_lost_it_knows_after_a_renewal(here, monkeypatch):
     looked = threading.Event()
     monkeypatch.setattr(lease.log, "warning", lambda *_: looked.set())
     monkeypatch.setattr(lease, "RENEW_SECONDS", 0.01)
@@ -152,7 +152,7 @@ def test_who_holds_it_no_more_knows_after_a_renewal(here, monkeypatch):
         assert "is gone; run digits-1 stops writing" in lost(mine.require)
 
 
-def test_what_dead_processes_left_is_removed(here):
+def test_leases_of_dead_processes_are_removed(here):
     with holding(here) as other:
         assert other.stdout.readline() == "held\n"
         assert remove_expired(here) == []
@@ -162,7 +162,7 @@ def test_what_dead_processes_left_is_removed(here):
     assert holders(here) == {}
 
 
-def test_what_dead_processes_gave_back_stays_for_a_while(here):
+def test_leases_that_dead_processes_released_stay_for_a_while(here):
     with holding(here) as other:
         assert other.stdout.readline() == "held\n"
         other.communicate("")

@@ -53,7 +53,7 @@ class Time:
     def waited(self):
         return self.now - self.began
 
-    def lock(self, run, ahead=0.0):
+    def lease(self, run, ahead=0.0):
         return Lease(self.uri, run, lambda: self.now + ahead)
 
     def pause(self, seconds):
@@ -62,7 +62,7 @@ class Time:
             self.then.pop(due)()
 
     def acquired(self, run):
-        wanted = self.lock(run)
+        wanted = self.lease(run)
         acquire_waiting(wanted.acquire, self.pause)
         return wanted
 
@@ -74,12 +74,12 @@ def time_(here):
 
 @pytest.fixture
 def elsewhere(time_, monkeypatch):
-    """Take the lock on another machine, of whose processes nothing is known here."""
+    """Acquire the lease on another machine, of whose processes nothing is known here."""
 
     def take(run, ahead=0.0):
         with monkeypatch.context() as patch:
             patch.setattr(lease, "writer", lambda: ELSEWHERE)
-            held = time_.lock(run, ahead)
+            held = time_.lease(run, ahead)
         held.acquire()
         return held
 
@@ -87,14 +87,14 @@ def elsewhere(time_, monkeypatch):
 
 
 @pytest.fixture
-def told(monkeypatch, tmp_path):
+def events_file(monkeypatch, tmp_path):
     """The file of events."""
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
     return tmp_path / "events.jsonl"
 
 
-def test_one_that_was_killed_elsewhere_is_waited_for_until_it_expires(
-    time_, elsewhere, caplog, told
+def test_a_holder_killed_elsewhere_is_waited_for_until_it_expires(
+    time_, elsewhere, caplog, events_file
 ):
     dead = elsewhere("digits-1")
     again = time_.acquired("digits-1")
@@ -102,17 +102,17 @@ def test_one_that_was_killed_elsewhere_is_waited_for_until_it_expires(
     again.check()
     (holder,) = holders(time_.uri).values()
     assert holder.started == holder.renewed == time_.now
-    refused(time_.lock("digits-3").acquire)
+    refused(time_.lease("digits-3").acquire)
     assert "was taken over by run digits-1" in lost(dead.check)
     until = "2027-01-15 08:02:00 UTC"
-    assert f"holds the lock of {time_.uri} until {until}: it may be dead" in caplog.text
-    awaited, taken = events.read(told)
+    assert f"holds the lease of {time_.uri} until {until}: it may be dead" in caplog.text
+    awaited, taken = events.read(events_file)
     assert (awaited["event"], awaited["until"]) == ("lock_awaited", until)
     assert awaited["uri"] == time_.uri
     assert taken["event"] == "lock_taken_over"
 
 
-def test_one_that_shows_life_is_left_alone(time_, elsewhere):
+def test_a_holder_that_renews_it_is_left_alone(time_, elsewhere):
     living = elsewhere("digits-1")
     time_.then[RENEW_SECONDS] = living.renew
     assert "run digits-1" in refused(lambda: time_.acquired("digits-2"))
@@ -120,22 +120,22 @@ def test_one_that_shows_life_is_left_alone(time_, elsewhere):
     living.check()
 
 
-def test_one_that_lives_on_this_machine_is_not_waited_for(time_):
-    living = time_.lock("digits-1")
+def test_a_living_holder_of_this_machine_is_not_waited_for(time_):
+    living = time_.lease("digits-1")
     living.acquire()
     refused(lambda: time_.acquired("digits-2"))
     assert time_.waited == 0
     living.check()
 
 
-def test_one_that_ends_meanwhile_is_followed_at_once(time_, elsewhere):
+def test_a_lease_that_is_released_meanwhile_is_acquired_at_once(time_, elsewhere):
     time_.then[10] = elsewhere("digits-1").release
     time_.acquired("digits-2").check()
     assert [each.run for each in holders(time_.uri).values()] == ["digits-2"]
     assert 10 <= time_.waited <= 10 + POLL_SECONDS
 
 
-def test_of_several_that_wait_one_gets_it_and_the_others_go(time_, elsewhere):
+def test_of_several_that_wait_one_acquires_it_and_the_others_fail(time_, elsewhere):
     elsewhere("digits-1")
     first = []
     time_.then[LEASE_SECONDS] = lambda: first.append(elsewhere("digits-2"))
@@ -143,14 +143,14 @@ def test_of_several_that_wait_one_gets_it_and_the_others_go(time_, elsewhere):
     first[0].check()
 
 
-def test_one_whose_clock_is_wrong_is_not_waited_for_for_ever(time_, elsewhere):
+def test_a_holder_with_a_wrong_clock_is_not_waited_for_for_ever(time_, elsewhere):
     ahead = elsewhere("digits-1", ahead=3600.0)
     refused(lambda: time_.acquired("digits-2"))
     assert LEASE_SECONDS < time_.waited <= LEASE_SECONDS + 2 * POLL_SECONDS
     ahead.check()
 
 
-def test_what_the_store_says_is_said(time_, elsewhere, monkeypatch):
+def test_an_error_of_the_store_ends_the_wait(time_, elsewhere, monkeypatch):
     elsewhere("digits-1")
 
     def away(_uri):
@@ -162,7 +162,7 @@ def test_what_the_store_says_is_said(time_, elsewhere, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_who_waits_can_be_asked_to_end(here, elsewhere, time_, number):
+def test_a_wait_can_be_interrupted(here, elsewhere, time_, number):
     time_.now = time.time()
     elsewhere("digits-1")
     before = [json.dumps(vars(each)) for each in holders(here).values()]
@@ -177,4 +177,5 @@ def test_who_waits_can_be_asked_to_end(here, elsewhere, time_, number):
         out, err = waiting.communicate(timeout=60)
     assert [json.dumps(vars(each)) for each in holders(here).values()] == before
     assert (waiting.returncode, err) == (130, "")
-    assert out == "interrupted, while another one may still hold the lock\n"
+    assert out.startswith("interrupted, while run digits-1 (process ")
+    assert out.endswith(f" may still hold the lease of {here}\n")

@@ -1,4 +1,4 @@
-"""Signs of life: bytes in a pipe, and what their absence means."""
+"""Heartbeats: bytes in a pipe, and what their absence means."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ def pipe():
             assert each == write
 
 
-def test_a_task_that_has_gone_has_not_stood_still(pipe):
+def test_a_task_that_ended_is_not_stalled(pipe):
     read, write = pipe
     os.write(write, b"...")
     os.close(write)
     assert not liveness.wait_until_silent(read, 60)
 
 
-def test_a_heart_that_beat_once_and_no_more_has_stood_still(pipe):
+def test_a_task_that_sent_one_heartbeat_and_no_more_is_stalled(pipe):
     read, write = pipe
     os.write(write, b".")
     assert liveness.wait_until_silent(read, 0.01)
 
 
-def test_a_task_that_starts_has_longer(pipe, monkeypatch):
+def test_the_first_heartbeat_may_take_longer(pipe, monkeypatch):
     monkeypatch.setattr(liveness, "STARTING_SECONDS", 0.01)
     read, _ = pipe
     assert liveness.wait_until_silent(read, 0.001)
@@ -47,10 +47,10 @@ def test_a_task_that_starts_has_longer(pipe, monkeypatch):
     assert not liveness.wait_until_silent(read, 0.001)
 
 
-def test_a_process_beats_until_it_is_stopped(pipe, monkeypatch):
+def test_a_process_sends_heartbeats_until_it_is_stopped(pipe, monkeypatch):
     monkeypatch.setattr(liveness, "STARTING_SECONDS", 1.0)
     read, write = pipe
-    settings = {**os.environ, **liveness.environment(write, 0.1)}
+    settings = {**os.environ, **liveness.heartbeat_environment(write, 0.1)}
     with subprocess.Popen([sys.executable, "-c", BEAT], env=settings, pass_fds=(write,)) as process:
         os.close(write)
         assert os.read(read, 1) == b"."
@@ -62,12 +62,12 @@ def test_a_process_beats_until_it_is_stopped(pipe, monkeypatch):
         assert not liveness.wait_until_silent(read, 60)
 
 
-def test_nobody_beats_who_was_not_asked_to(monkeypatch):
+def test_no_heartbeats_without_a_reader(monkeypatch):
     monkeypatch.delenv(liveness.VARIABLE, raising=False)
     liveness.begin()
 
 
-def test_a_listener_that_has_gone_is_no_error(pipe, monkeypatch):
+def test_a_reader_that_is_gone_is_no_error(pipe, monkeypatch):
     read, write = pipe
     os.close(read)
     monkeypatch.setattr(liveness.time, "sleep", lambda _: None)

@@ -1,4 +1,4 @@
-"""Who of a cluster is there and does not answer: asked of real sockets."""
+"""Which tasks of a cluster are silent and which are gone, probed on real sockets."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def listening(stack):
     return server, f"127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_one_that_listens_and_says_nothing_is_silent(stack):
+def test_a_task_that_listens_and_sends_nothing_is_silent(stack):
     _, stopped = listening(stack)
     living, answers = listening(stack)
     closed, gone = listening(stack)
@@ -41,17 +41,17 @@ def test_one_that_listens_and_says_nothing_is_silent(stack):
     thread.start()
     workers = (answers, stopped, gone)
     cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (stopped,), "worker": workers})
-    found = probe_peers(cluster, THIS, seconds=1)
+    found = probe_peers(cluster, THIS, timeout=1)
     thread.join()
     assert [str(task) for task in found.silent] == ["ps-0", "worker-1"]
     assert [str(task) for task in found.gone] == ["worker-2"]
 
 
-def test_one_task_alone_has_nobody_to_wait_for():
+def test_a_single_task_has_no_peers():
     assert probe_peers(Cluster(addresses={"chief": ("127.0.0.1:1",)}), THIS) == Peers()
 
 
-def test_one_that_ends_while_it_is_asked_is_gone(stack):
+def test_a_task_that_ends_during_the_probe_is_gone(stack):
     server, address = listening(stack)
 
     def hang_up():
@@ -61,5 +61,5 @@ def test_one_that_ends_while_it_is_asked_is_gone(stack):
     thread = threading.Thread(target=hang_up)
     thread.start()
     cluster = Cluster(addresses={"chief": ("127.0.0.1:1",), "ps": (address,)})
-    assert probe_peers(cluster, THIS, seconds=30) == Peers(gone=(Task(role="ps", index=0),))
+    assert probe_peers(cluster, THIS, timeout=30) == Peers(gone=(Task(role="ps", index=0),))
     thread.join()

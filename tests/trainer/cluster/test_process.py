@@ -1,4 +1,4 @@
-"""A task of a local cluster as a process: its folder, its environment, its log, its last words."""
+"""A task of a local cluster as a process: folder, environment, log and termination message."""
 
 from __future__ import annotations
 
@@ -107,21 +107,25 @@ def test_the_environment_of_a_task(process, job, monkeypatch, task):
         ["training.optimizer.learning_rate=1e-7", "storage.root=file:///tmp/a b"],
     ],
 )
-def test_the_task_reads_the_very_configuration(process, job, assignments):
+def test_the_task_reads_the_same_configuration(process, job, assignments):
     config = load_config(None, assignments)
     one = process(job=replace(job, config=config), code="")
     one.start().wait()
     assert load_config(one.folder / "config.json") == config
 
 
-def test_it_ends_as_it_is_asked_to(process):
-    asked, killed, idle = process(code=WAIT), process(SERVER, code=WAIT), process(WORKER, code=WAIT)
-    first, second = asked.start(), killed.start()
-    asked.terminate()
+def test_it_is_terminated_and_killed(process):
+    terminated, killed, idle = (
+        process(code=WAIT),
+        process(SERVER, code=WAIT),
+        process(WORKER, code=WAIT),
+    )
+    first, second = terminated.start(), killed.start()
+    terminated.terminate()
     assert first.wait() == -signal.SIGTERM
     killed.kill()
     assert second.poll() == -signal.SIGKILL
-    for ended_or_never_begun in (asked, killed, idle):
+    for ended_or_never_begun in (terminated, killed, idle):
         ended_or_never_begun.terminate()
         ended_or_never_begun.kill()
 
@@ -134,12 +138,12 @@ def test_a_stopped_task_can_be_killed(process):
     assert popen.poll() == -signal.SIGKILL
 
 
-def test_it_is_out_of_reach_of_the_terminals_interrupt(process):
+def test_a_ctrl_c_of_the_terminal_does_not_reach_it(process):
     popen = process(code=WAIT).start()
     assert os.getsid(popen.pid) == popen.pid != os.getsid(0)
 
 
-def test_what_both_streams_say_is_added_to_the_log(process):
+def test_both_streams_are_appended_to_the_log(process):
     one = process(code="import sys; print('out'); print('err', file=sys.stderr)")
     for times in (1, 2):
         assert one.start().wait() == 0
@@ -161,38 +165,38 @@ def test_the_last_line_of_the_log(process, code, last):
     assert one.last_line() == last
 
 
-def test_a_task_that_just_died_left_no_words(process):
+def test_a_task_that_was_killed_has_no_termination_message(process):
     one = process(code="raise SystemExit(3)")
     assert one.start().wait() == 3
-    assert one.words() == ""
+    assert one.termination_message() == ""
 
 
-def test_the_words_of_one_life_are_not_those_of_the_next(process):
+def test_a_new_attempt_deletes_the_termination_message(process):
     one = process(code="import pathlib; pathlib.Path('words.txt').write_text('it was so\\n')")
     one.start().wait()
-    assert one.words() == "it was so"
+    assert one.termination_message() == "it was so"
     one._command = lambda: [sys.executable, "-c", ""]
     one.start().wait()
-    assert one.words() == ""
+    assert one.termination_message() == ""
 
 
-def test_a_real_task_says_why_it_ends(process):
+def test_a_real_task_writes_why_it_ends(process):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         one = process(
             SERVER, cluster=Cluster(addresses={"ps": (address,), "worker": ("127.0.0.1:1",)})
         )
         assert one.start().wait() == FAILED
-    said = (
+    expected = (
         f"ps-0 cannot serve on {address}: Address already in use; "
         "end the process that holds the port, or give the task another one"
     )
-    assert one.words() == said
-    assert one.last_line() == f"flotilla: {said}"
+    assert one.termination_message() == expected
+    assert one.last_line() == f"flotilla: {expected}"
     assert len(one.log.read_text().splitlines()) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_said_in_one_line(process, job):
+def test_a_folder_that_cannot_be_created_is_one_line(process, job):
     job.workdir.write_text("in the way")
     with pytest.raises(UserError) as caught:
         process().start()

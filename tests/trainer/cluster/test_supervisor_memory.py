@@ -1,4 +1,4 @@
-"""Servers that chiefs leave grown are renewed, and others are left alone."""
+"""Servers that have grown over attempts of a chief are restarted, and others are not."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ def process(role, started_at=1.0):
     return made
 
 
-def course(sizes, *, started_at=1.0):
-    """Return after which lives of a chief a server is renewed, by its size at the end of each."""
+def restarted_after(sizes, *, started_at=1.0):
+    """Return after which attempts of a chief a server is restarted, by its size after each."""
     memory, chief, server = ServerMemory(), process("chief", 2.0), process("worker", started_at)
-    renewed = []
-    for life, size in enumerate(sizes, start=1):
+    restarted = []
+    for attempt, size in enumerate(sizes, start=1):
         server.resident_bytes.return_value = size * MB
         server.kill_grown.reset_mock()
-        memory.renew_grown(chief, [server])
+        memory.restart_grown(chief, [server])
         if server.kill_grown.called:
             assert server.kill_grown.call_args.args == (sizes[0] * MB, size * MB)
-            renewed.append(life)
-    return renewed
+            restarted.append(attempt)
+    return restarted
 
 
 @pytest.mark.parametrize(
-    ("sizes", "renewed"),
+    ("sizes", "restarted"),
     [
         ([400], []),
         ([400, 400, 401, 399], []),
-        # Another life like the second one would be a quarter too much.
+        # Another attempt like the second one would exceed a quarter.
         ([400, 460], [2]),
         ([400, 600], [2]),
         ([400, 440, 480], [3]),
@@ -47,9 +47,9 @@ def course(sizes, *, started_at=1.0):
         ([0, 0], []),
     ],
 )
-def test_one_that_another_life_would_make_too_big_is_renewed(sizes, renewed):
-    assert course(sizes) == renewed
+def test_a_server_that_another_attempt_would_make_too_large_is_restarted(sizes, restarted):
+    assert restarted_after(sizes) == restarted
 
 
-def test_one_that_has_not_served_a_whole_life_is_not_judged():
-    assert course([100, 400, 900], started_at=3.0) == []
+def test_a_server_without_a_whole_attempt_is_not_judged():
+    assert restarted_after([100, 400, 900], started_at=3.0) == []

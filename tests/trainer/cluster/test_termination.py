@@ -1,4 +1,4 @@
-"""The one line of a task that ends: it has its room before a disk is full."""
+"""The termination message of a task: its space is reserved before a disk is full."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ import pytest
 from trainer.cluster import termination
 
 
-def test_words_are_one_line_and_the_next_life_forgets_them(tmp_path):
+def test_a_message_is_one_line_and_the_next_attempt_deletes_it(tmp_path):
     assert termination.read(tmp_path) == ""
-    termination.leave(tmp_path, " two\nlines ")
+    termination.write(tmp_path, " two\nlines ")
     assert termination.read(tmp_path) == "two lines"
     termination.reserve(tmp_path)
     assert termination.read(tmp_path) == ""
-    termination.leave(tmp_path, "ä" * 5000)
-    termination.leave(tmp_path, "short")
+    termination.write(tmp_path, "ä" * 5000)
+    termination.write(tmp_path, "short")
     assert termination.read(tmp_path) == "short"
 
 
-def test_words_that_are_too_long_are_cut(tmp_path):
-    termination.leave(tmp_path, "ä" * 5000)
+def test_a_message_that_is_too_long_is_cut(tmp_path):
+    termination.write(tmp_path, "ä" * 5000)
     assert termination.read(tmp_path).startswith("ä" * 2000)
     assert (tmp_path / termination.FILE).stat().st_size == termination.ROOM
 
 
-def test_a_file_that_may_not_grow_has_room_for_them(tmp_path):
+def test_a_message_fits_where_files_may_not_grow(tmp_path):
     termination.reserve(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (termination.ROOM, hard))
     try:
-        termination.leave(tmp_path, "no space left")
+        termination.write(tmp_path, "no space left")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert termination.read(tmp_path) == "no space left"
 
 
 @pytest.mark.parametrize("way", ["a file", "nothing"])
-def test_where_there_is_no_folder_nothing_happens(tmp_path, way):
+def test_without_a_folder_nothing_happens(tmp_path, way):
     folder = tmp_path / "folder"
     if way == "a file":
         folder.write_text("in the way")
-    termination.leave(folder, "lost")
+    termination.write(folder, "lost")

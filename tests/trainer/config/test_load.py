@@ -167,7 +167,7 @@ def test_several_mistakes_stand_in_one_line():
         ("a: 1\n---\nb: 2\n", "is not valid YAML at line 2, column 1: "),
         ("{" * 400, "is not valid YAML"),
         ("training: {steps: 1}\nname: a\ntraining: {keep: 1}\n", "line 3, column 1: the key 'tr"),
-        ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' stands twice"),
+        ("gate: {min: {a: 1, a: 2}}", "line 1, column 20: the key 'a' is duplicated"),
     ],
 )
 def test_a_broken_file_is_named_with_the_place(tmp_path, text, said):

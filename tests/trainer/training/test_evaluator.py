@@ -1,4 +1,4 @@
-"""What the evaluator passes over, and what ends it."""
+"""Which checkpoints the evaluator passes over, and which errors end it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 
 from trainer import storage
 from trainer.errors import UserError
-from trainer.training.evaluator import _figures
+from trainer.training.evaluator import metrics_of
 
 
 @pytest.fixture
@@ -28,26 +28,26 @@ def measuring(outcome):
     return measure
 
 
-def test_finite_figures_are_kept(uri, tmp_path):
-    figures = {"loss": 0.5, "accuracy": 1.0}
-    assert _figures(measuring(figures), uri, tmp_path) == figures
+def test_finite_metrics_are_kept(uri, tmp_path):
+    metrics = {"loss": 0.5, "accuracy": 1.0}
+    assert metrics_of(measuring(metrics), uri, tmp_path) == metrics
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_is_passed_over(uri, tmp_path, loss):
-    assert _figures(measuring({"loss": loss}), uri, tmp_path) == {}
+    assert metrics_of(measuring({"loss": loss}), uri, tmp_path) == {}
 
 
 def test_a_damaged_checkpoint_is_passed_over(uri, tmp_path, caplog):
-    assert _figures(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
+    assert metrics_of(measuring(storage.Corrupt("a bit")), uri, tmp_path) == {}
     assert f"passed over {uri}: a bit" in caplog.text
 
 
 def test_a_checkpoint_that_has_gone_meanwhile_is_passed_over(uri, tmp_path):
     storage.delete(uri)
-    assert _figures(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
+    assert metrics_of(measuring(UserError("cannot fetch")), uri, tmp_path) == {}
 
 
 def test_what_is_wrong_with_all_of_them_ends_the_evaluator(uri, tmp_path):
     with pytest.raises(UserError, match="no room"):
-        _figures(measuring(UserError("no room")), uri, tmp_path)
+        metrics_of(measuring(UserError("no room")), uri, tmp_path)

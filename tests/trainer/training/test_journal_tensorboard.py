@@ -59,4 +59,4 @@ def test_a_disk_that_takes_no_more_ends_the_pictures_and_not_the_run(tmp_path, c
             board.add({"global_step": step, "loss": 0.5})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert caplog.text.count("no more figures for TensorBoard: ") == 1
+    assert caplog.text.count("no more metrics for TensorBoard: ") == 1

@@ -1,4 +1,4 @@
-"""A cluster without a chief gets one beside worker 0."""
+"""A cluster without a chief: worker 0 becomes the chief, and serves in a child process."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 from trainer.topology import Cluster, from_tf_config
 from trainer.training import task
-from trainer.training.task import CHIEF, FIRST_WORKER, serve_beside, with_chief
+from trainer.training.task import CHIEF, FIRST_WORKER, start_first_worker, with_chief
 
 ADDRESSES = {"ps": ("ps-0.ns:2222",), "worker": ("w-0.ns:2222", "w-1.ns:2222")}
 
 
 @pytest.mark.parametrize("host", ["w-0.ns", "127.0.0.1", "[::1]"])
-def test_the_chief_stands_on_the_host_of_worker_0(host):
+def test_the_chief_is_on_the_host_of_worker_0(host):
     cluster = with_chief(Cluster(addresses={**ADDRESSES, "worker": (f"{host}:2222", "b:1")}))
     found, _, port = cluster.address(CHIEF).rpartition(":")
     assert found == host
@@ -25,7 +25,7 @@ def test_the_chief_stands_on_the_host_of_worker_0(host):
     assert cluster.count("chief") == 1
 
 
-def test_everyone_else_stays_where_they_were():
+def test_the_other_addresses_stay():
     before = Cluster(addresses=ADDRESSES)
     after = with_chief(before)
     assert {role: after.addresses[role] for role in ADDRESSES} == ADDRESSES
@@ -38,10 +38,10 @@ def test_the_cluster_with_its_chief_can_be_passed_on():
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-def test_worker_0_is_served_in_a_process_that_begins_again(monkeypatch, restarts):
+def test_worker_0_is_served_in_a_child_process_that_is_restarted(monkeypatch, restarts):
     begun, ended = [], threading.Event()
 
-    def remember(command, *, cwd, env, stdin, check):
+    def recorded(command, *, cwd, env, stdin, check):
         assert cwd == os.getcwd()
         assert stdin is subprocess.DEVNULL
         assert not check
@@ -49,9 +49,9 @@ def test_worker_0_is_served_in_a_process_that_begins_again(monkeypatch, restarts
         if len(begun) == restarts + 1:
             ended.set()
 
-    monkeypatch.setattr(task.subprocess, "run", remember)
+    monkeypatch.setattr(task.subprocess, "run", recorded)
     cluster = with_chief(Cluster(addresses=ADDRESSES))
-    serve_beside(cluster, ["python", "task"], restarts)
+    start_first_worker(cluster, ["python", "task"], restarts)
     assert ended.wait(10)
     command, env = begun[0]
     assert command == ["python", "task"]

@@ -1,4 +1,4 @@
-"""One chief after another on the same servers: they are taken over, and do not grow."""
+"""One attempt of the chief after another on the same servers, which do not grow."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ import signal
 import pytest
 
 from tests.cluster.launched import launched
-from trainer.cluster.supervisor import MOST_GROWTH
+from trainer.cluster.supervisor import MAX_GROWTH
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(900)]
 
-LIVES = 5
+ATTEMPTS = 5
 SERVERS = ("ps-0", "worker-0", "worker-1")
 SETTINGS = {
     "training": {"steps": 10**7, "checkpoint_every": 200, "validate_every": 0},
-    "cluster": {"workers": 2, "max_restarts": LIVES},
+    "cluster": {"workers": 2, "max_restarts": ATTEMPTS},
 }
 
 
-def test_after_five_lives_the_servers_have_not_grown(dataset, tmp_path):
+def test_after_five_attempts_the_servers_have_not_grown(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
         sizes = []
-        for life in range(1, LIVES + 1):
+        for attempt in range(1, ATTEMPTS + 1):
             begun = run.wait_for(lambda event: event["event"] == "life")
             run.wait_for_step(begun["global_step"] + 400)
             sizes.append({name: run.task(name).memory_info().rss for name in SERVERS})
-            if life < LIVES:
+            if attempt < ATTEMPTS:
                 run.kill("chief-0")
         run.process.send_signal(signal.SIGINT)
         code, said = run.end()
@@ -37,5 +37,5 @@ def test_after_five_lives_the_servers_have_not_grown(dataset, tmp_path):
         grown = event["cause"].startswith("its memory grown from")
         assert grown == (event["task"] in SERVERS), event
     for name in SERVERS:
-        course = [round(size[name] / 2**20) for size in sizes]
-        assert course[-1] <= (1 + MOST_GROWTH) * course[0], (name, course)
+        megabytes = [round(size[name] / 2**20) for size in sizes]
+        assert megabytes[-1] <= (1 + MAX_GROWTH) * megabytes[0], (name, megabytes)

@@ -1,4 +1,4 @@
-"""One folder of checkpoints, and who may write there: real launchers side by side and in turn."""
+"""One folder of checkpoints has one writer: real launchers at the same time and in turn."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SETTINGS = {
 ENDLESS = {**SETTINGS, "training": {**SETTINGS["training"], "steps": 10**7}}
 
 
-def beside(run, config, dataset, folder):
+def launch_second(run, config, dataset, folder):
     """Start another launcher for the checkpoints of `run`, let it end, and return how."""
     folder.mkdir()
     job = {
@@ -52,7 +52,7 @@ def beside(run, config, dataset, folder):
 def kill_all(run):
     """Kill a launcher, and wait until its tasks are gone too.
 
-    One on its way out could still write to the lock, or hold the pipe of events.
+    One that is ending could still write to the lease, or hold the pipe of events.
     """
     tasks = run.tasks()
     run.process.kill()
@@ -76,7 +76,7 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
         run.wait_for_step(50)
         (holder,) = holders(run)
         assert holder.process == run.task("chief-0").pid
-        second = beside(run, SETTINGS, dataset, tmp_path / "second")
+        second = launch_second(run, SETTINGS, dataset, tmp_path / "second")
         assert second.returncode == 1
         words, _, where = second.stderr.rstrip("\n").rpartition(" (chief-0, log ")
         assert where.startswith(str(tmp_path / "second"))
@@ -88,7 +88,7 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
     assert code == 130, said
     assert len(run.happened("life")) == 1
     assert [each.released for each in holders(run)] == [True]
-    third = beside(run, SETTINGS, dataset, tmp_path / "third")
+    third = launch_second(run, SETTINGS, dataset, tmp_path / "third")
     assert third.returncode == 0, third.stderr
 
 
@@ -111,7 +111,7 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
 
 
 def left_elsewhere(run):
-    """Let the lock that a dead one left be of another machine; return where it stands."""
+    """Make the lease of a dead holder that of another machine; return its URI."""
     (number,) = lease.holders(run.checkpoints)
     place = lease_uri(run.checkpoints, number)
     left = json.loads(storage.read_bytes(place))
@@ -122,7 +122,7 @@ def left_elsewhere(run):
 
 
 @pytest.mark.slow
-def test_a_retry_on_another_machine_waits_for_the_lock_of_the_attempt_before(dataset, tmp_path):
+def test_a_retry_on_another_machine_waits_for_the_lease_of_the_attempt_before(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "run") as run:
         run.wait_for_step(EVERY + 50)
         kill_all(run)
@@ -140,7 +140,7 @@ def test_a_retry_on_another_machine_waits_for_the_lock_of_the_attempt_before(dat
 
 
 @pytest.mark.slow
-def test_a_chief_that_begins_a_new_life_takes_its_lock_along(dataset, tmp_path):
+def test_a_new_attempt_of_the_chief_takes_its_lease_along(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)
         (before,) = holders(run)
@@ -155,7 +155,7 @@ def test_a_chief_that_begins_a_new_life_takes_its_lock_along(dataset, tmp_path):
     assert [each.released for each in holders(run)] == [True]
 
 
-def test_who_loses_the_lock_stops_writing_with_one_line(dataset, tmp_path):
+def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)
         (holder,) = holders(run)
@@ -169,7 +169,7 @@ def test_who_loses_the_lock_stops_writing_with_one_line(dataset, tmp_path):
     assert f"was taken over by run later (process {holder.process}" in said
     assert f"; run {tmp_path.name} stops writing: " in said
     assert run.happened("restart") == []
-    # Of checkpoints only what was under way at that moment may have come.
+    # At most the checkpoint that was being written at that moment is new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
-    # What another one holds is left to that one.
+    # The lease of the other holder stays.
     assert [each.run for each in holders(run) if each.token == "1"] == ["later"]
