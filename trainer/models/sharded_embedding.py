@@ -6,7 +6,7 @@ that a strategy places where it likes. The rows are gathered where they stand, a
 `tf.IndexedSlices` of the same rows: the table itself never moves.
 
 What an optimizer makes of such a gradient runs on the server of the shard (measured in
-`docs/decisions/0009-sharded-embeddings.md`):
+`docs/decisions/0011-sharded-embeddings.md`):
 
 - SGD without momentum reads and writes the touched rows only; Adagrad changes only those, and
   looks at its whole accumulator.
