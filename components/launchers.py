@@ -1,4 +1,4 @@
-"""Which launcher trains a job: `cluster.launcher` names it."""
+"""The launchers of training clusters, by `cluster.launcher`."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from components.image import DEFAULTS, PodDefaults
 from trainer.cluster import local
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config, parse_value
+from trainer.config.schema import Launcher
 from trainer.errors import ConfigError
 
 
@@ -16,13 +17,13 @@ def _local(job: Job, _defaults: PodDefaults) -> None:
 
 
 def _tfjob(job: Job, defaults: PodDefaults) -> None:
-    # The client of Kubernetes costs half a second, which a local run need not wait for.
+    # Importing the client of Kubernetes takes half a second, which a local run does not need.
     from components.tfjob.launcher import launch
 
     launch(job, defaults)
 
 
-LAUNCHERS: dict[str, Callable[[Job, PodDefaults], None]] = {"local": _local, "tfjob": _tfjob}
+LAUNCHERS: dict[Launcher, Callable[[Job, PodDefaults], None]] = {"local": _local, "tfjob": _tfjob}
 
 
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
@@ -31,10 +32,10 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def end(launcher: str, kubernetes: str, run_id: str) -> None:
-    """End what a run has left on a cluster; raises `UserError`.
+    """Delete what a run has left on a cluster; raises `UserError`.
 
     Args:
-        launcher: `cluster.launcher`, as the run parameter says it.
+        launcher: `cluster.launcher`, as the run parameter has it.
         kubernetes: `cluster.kubernetes`, likewise.
         run_id: the run.
     """
@@ -43,7 +44,7 @@ def end(launcher: str, kubernetes: str, run_id: str) -> None:
     try:
         config = parse_config({"cluster": {"kubernetes": parse_value(kubernetes)}})
     except ConfigError:
-        # The first step has refused it, so that nothing was launched.
+        # The first step refused it, so that nothing was launched.
         return
     from components.tfjob.launcher import delete_jobs
 

@@ -165,15 +165,17 @@ def _hint(role: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """The roles of a strategy.
+    """The roles of a strategy, and its class.
 
     Attributes:
+        implementation: the class as `package.module:Class`.
         chief: whether one task leads and only leads; otherwise every worker runs the outer loop
             and worker 0 publishes.
         servers: whether variables are on parameter servers.
         workers: whether there are workers; otherwise the chief trains alone.
     """
 
+    implementation: str
     chief: bool = True
     servers: bool = True
     workers: bool = True
@@ -192,19 +194,27 @@ class Topology:
         return task.role == "chief" or (not self.chief and task.role == "worker")
 
 
-_SERVED = Topology()
+#: Every strategy that has a name.
 TOPOLOGIES = {
-    "single": Topology(servers=False, workers=False),
-    "async_parameter_server": _SERVED,
-    "sync_parameter_server": _SERVED,
-    "in_graph": _SERVED,
-    "multi_worker_mirrored": Topology(chief=False, servers=False),
+    "single": Topology(
+        implementation="trainer.strategies.mirrored:Single", servers=False, workers=False
+    ),
+    "async_parameter_server": Topology(
+        implementation="trainer.strategies.async_parameter_server:AsyncParameterServer"
+    ),
+    "sync_parameter_server": Topology(
+        implementation="trainer.strategies.sync_parameter_server:SyncParameterServer"
+    ),
+    "in_graph": Topology(implementation="trainer.strategies.in_graph:InGraph"),
+    "multi_worker_mirrored": Topology(
+        implementation="trainer.strategies.mirrored:MultiWorkerMirrored", chief=False, servers=False
+    ),
 }
 
 
 def topology_of(strategy: str) -> Topology:
-    """Return the topology of a strategy; the user's own classes get chief, servers and workers."""
-    return TOPOLOGIES.get(strategy, _SERVED)
+    """Return the topology of a strategy; a user's own class gets chief, servers and workers."""
+    return TOPOLOGIES.get(strategy) or Topology(implementation=strategy)
 
 
 def leader(cluster: Cluster) -> Task:

@@ -22,6 +22,7 @@ from trainer.cluster.launcher import Job
 from trainer.cluster.process import gpu_count
 from trainer.config.kubernetes import SCRATCH, SHARED_MEMORY, WORKING_FOLDER, JobConfig, PodConfig
 from trainer.config.schema import Config
+from trainer.storage.uri import speaks_s3
 from trainer.topology import Cluster, Task, topology_of
 
 LAUNCHER = "tfjob"
@@ -37,7 +38,6 @@ LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
 GRACE_SECONDS = 120
 # Placeholders of a document without a run.
 _RUN_ID, _DATASET, _ROOT, _NAMESPACE = "RUN-ID", "DATASET", "gs://BUCKET", "NAMESPACE"
-_NEEDS_SECRET = ("minio://", "s3://")
 _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 # With this variable TensorFlow does not import Keras 3, which a server never uses.
 _NO_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
@@ -197,7 +197,7 @@ def _with_defaults(pod: PodConfig, arguments: list[str], defaults: PodDefaults) 
     """Return the settings with the run's image, and with its secret where its store needs one."""
     update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
     has_secret = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
-    if not has_secret and any(word.startswith(_NEEDS_SECRET) for word in arguments):
+    if not has_secret and any(map(speaks_s3, arguments)):
         update["secret_env"] = {**defaults.secret_env(), **pod.secret_env}
     return pod.model_copy(update=update)
 

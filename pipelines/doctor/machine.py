@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipelines.doctor.check import Finding, State
 from trainer.config.schema import Config
+from trainer.storage.uri import speaks_s3
 
 # Less than that and a run of the embedded dataset does not end; less than the second is soon full.
 LEAST_BYTES, FEW_BYTES = 200 << 20, 2 << 30
@@ -22,7 +23,7 @@ _PACKAGES = ("tensorflow", "keras", "tensorflow_datasets", "sklearn", "kfp", "go
 def packages(config: Config, names: tuple[str, ...] = _PACKAGES) -> Finding:
     """Check that what a run imports is installed."""
     wanted = [*names]
-    if config.storage.root.startswith(("s3://", "minio://")):
+    if speaks_s3(config.storage.root):
         wanted.append("boto3")
     if any(form.startswith("tflite") for form in config.export.formats):
         wanted.append("ai_edge_litert")

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from kfp import dsl
@@ -13,6 +14,7 @@ from tests.components.called_steps import RUN, refused, text_of
 from trainer import storage
 from trainer.checkpoints.history import Validations
 from trainer.cluster.launcher import Job
+from trainer.config.schema import Launcher
 from trainer.errors import RunInterruptedError, UserError
 
 pytestmark = pytest.mark.usefixtures("happened")
@@ -130,4 +132,4 @@ class TestTrainModel:
         assert line.startswith("no checkpoint is published below ")
 
     def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
-        assert "local" in launchers.LAUNCHERS
+        assert set(launchers.LAUNCHERS) == set(get_args(Launcher))

@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from trainer.config.base import Free, Section, Whole
+from trainer.topology import ROLES
 
-ROLES = ("chief", "ps", "worker", "evaluator")
 SHARED_MEMORY, SCRATCH = "shared-memory", "scratch"
 WORKING_FOLDER = "/flotilla"
 # A year: what Kubernetes counts in 32 bits stays far below its limit.

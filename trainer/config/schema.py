@@ -10,7 +10,7 @@ The cluster section of the configuration: what runs where.
 
 from __future__ import annotations
 
-import re
+from collections.abc import Collection
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -19,15 +19,15 @@ from trainer.config.base import MOST, Free, Section
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.config.schedule import ScheduleConfig
 from trainer.errors import nearest
+from trainer.storage.uri import FORMS, is_uri
 from trainer.topology import TOPOLOGIES, topology_of
 
-# What an evaluation measures; `tests/trainer/evaluation/test_evaluate.py` compares the two.
-METRICS = (
+# `tests/trainer/evaluation/test_evaluate.py` compares them with what an evaluation measures.
+METRICS_OF_SLICES = (
     "loss", "accuracy", "top_3_accuracy", "macro_precision", "macro_recall", "macro_f1",
-    "weighted_precision", "weighted_recall", "weighted_f1", "roc_auc", "pr_auc",
-    "calibration_error",
+    "weighted_precision", "weighted_recall", "weighted_f1",
 )  # fmt: skip
-METRICS_OF_SLICES = METRICS[:9]
+METRICS = (*METRICS_OF_SLICES, "roc_auc", "pr_auc", "calibration_error")
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
 
 
@@ -68,10 +68,13 @@ class GateConfig(Section):
         return rules
 
 
+Launcher = Literal["local", "tfjob"]
+
+
 class ClusterConfig(Section):
     """What runs where."""
 
-    launcher: Literal["local", "tfjob"] = Field(
+    launcher: Launcher = Field(
         "local", description="who starts the tasks: on one machine, or as a TFJob on Kubernetes"
     )
     parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
@@ -97,7 +100,13 @@ class ClusterConfig(Section):
     )
 
 
-MODELS = ("softmax", "mlp", "cnn", "two_tower")
+#: The function of every model that has a name.
+MODELS = {
+    "softmax": "trainer.models.classifiers:softmax",
+    "mlp": "trainer.models.classifiers:mlp",
+    "cnn": "trainer.models.classifiers:cnn",
+    "two_tower": "trainer.models.two_tower:two_tower",
+}
 STRATEGIES = tuple(TOPOLOGIES)
 # `tests/trainer/training/test_optimizers.py` holds this list against what Keras offers.
 OPTIMIZERS = (
@@ -107,10 +116,9 @@ OPTIMIZERS = (
 
 # The word for the checkpoint of the registry's champion, in `training.warm_start`.
 CHAMPION = "champion"
-_URI = r"(file:///|(gs|s3|minio)://)[^/]"
 
 
-def _known(kind: str, value: str, allowed: tuple[str, ...]) -> str:
+def _known(kind: str, value: str, allowed: Collection[str]) -> str:
     module, _, name = value.partition(":")
     own = all(part.isidentifier() for part in [*module.split("."), name])
     if own or value in allowed:
@@ -210,12 +218,9 @@ class TrainingConfig(Section):
     @field_validator("warm_start")
     @classmethod
     def _checkpoint(cls, value: str) -> str:
-        if value and value != CHAMPION and not re.match(_URI, value):
+        if value and value != CHAMPION and not is_uri(value):
             hint = nearest(value, [CHAMPION])
-            raise ValueError(
-                f"neither {CHAMPION} nor the URI of a checkpoint (file:///path, gs://, s3:// or "
-                f"minio://){hint}"
-            )
+            raise ValueError(f"neither {CHAMPION} nor the URI of a checkpoint ({FORMS}){hint}")
         return value.rstrip("/")
 
     @field_validator("strategy")
@@ -266,8 +271,8 @@ class StorageConfig(Section):
     @field_validator("root")
     @classmethod
     def _uri(cls, value: str) -> str:
-        if value and not re.match(_URI, value):
-            raise ValueError("not a URI: write it as file:///path, gs://, s3:// or minio://bucket")
+        if value and not is_uri(value):
+            raise ValueError(f"not a URI: write it as {FORMS}")
         return value.rstrip("/")
 
 

@@ -16,11 +16,9 @@ import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
 from trainer import user_code
-from trainer.config.schema import ModelConfig
+from trainer.config.schema import MODELS, ModelConfig
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.models.classifiers import cnn, mlp, softmax
 from trainer.models.spec import InputSpec
-from trainer.models.two_tower import two_tower
 
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
@@ -43,13 +41,6 @@ def refused_input() -> Iterator[None]:
 
 ModelFunction = Callable[..., keras.Model]
 
-BUILT_IN: dict[str, ModelFunction] = {
-    "softmax": softmax,
-    "mlp": mlp,
-    "cnn": cnn,
-    "two_tower": two_tower,
-}
-
 
 def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
     """Return the model, built, with float logits of shape (batch, num_classes) as its output.
@@ -61,7 +52,7 @@ def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
     Raises:
         ConfigError: no such function, wrong arguments, or something that is not such a model.
     """
-    function = BUILT_IN.get(config.name) or _own_function(config.name)
+    function = _function(config.name)
     _check_arguments(config.name, function, config.args)
     # `keras.backend.clear_session` does this too, but it breaks a strategy scope that is entered.
     reset_uids()
@@ -86,8 +77,8 @@ def require_compilable(model: keras.Model) -> None:
         raise ConfigError(f"training.jit_compile: XLA cannot compile {named}; set it to false")
 
 
-def _own_function(name: str) -> ModelFunction:
-    place, _, function = name.partition(":")
+def _function(name: str) -> ModelFunction:
+    place, _, function = MODELS.get(name, name).partition(":")
     try:
         module = user_code.import_module(place)
     # A module of the user's may fail in any way while it is imported.

@@ -1,4 +1,4 @@
-"""Which store serves which scheme. A client is imported when the first URI asks for it."""
+"""Which store serves which scheme. A client is imported with the first URI that needs it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from trainer.storage.local import FileStore
 from trainer.storage.object_store import ObjectStore
 from trainer.storage.s3_endpoint import endpoint_of
 from trainer.storage.store import Store
-from trainer.storage.uri import Location, locate, scheme_of
+from trainer.storage.uri import SCHEMES, Location, Protocol, locate, scheme_of
 
 
 def store_for(uri: str) -> Store:
     """Return the store that serves `uri`, for one operation; raises `UserError`."""
-    scheme = scheme_of(uri)
-    if scheme == "file":
+    protocol = SCHEMES[scheme_of(uri)]
+    if protocol == "file":
         return FileStore()
     location = locate(uri)
-    return ObjectStore(location.home, partial(_BUCKETS[scheme], location))
+    return ObjectStore(location.home, partial(_BUCKETS[protocol], location))
 
 
 def _gcs(location: Location, ask: Ask) -> Bucket:
@@ -39,4 +39,4 @@ def _s3(location: Location, ask: Ask) -> Bucket:
     return S3Bucket(location.bucket, endpoint_of(location), ask)
 
 
-_BUCKETS: Mapping[str, Callable[[Location, Ask], Bucket]] = {"gs": _gcs, "s3": _s3, "minio": _s3}
+_BUCKETS: Mapping[Protocol, Callable[[Location, Ask], Bucket]] = {"gcs": _gcs, "s3": _s3}

@@ -7,13 +7,20 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 from trainer.errors import UserError, nearest
 
-SCHEMES = ("file", "gs", "s3", "minio")
+Protocol = Literal["file", "gcs", "s3"]
+#: Every scheme, with the protocol of its stores.
+SCHEMES: Mapping[str, Protocol] = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
+_IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
+#: How a URI is written, for messages.
+FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
 # What KFP and the Go CDK write behind the question mark; those without effect here are let through.
 OPTIONS = (
     "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
@@ -50,9 +57,19 @@ def scheme_of(uri: str) -> str:
     """Return the scheme of `uri`; raises `UserError` for what is no URI of a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
-        forms = "file:///path, gs://, s3:// or minio://"
-        raise UserError(f"{_without_query(uri)!r} is not a storage URI: write it as {forms}")
+        raise UserError(f"{_without_query(uri)!r} is not a storage URI: write it as {FORMS}")
     return scheme
+
+
+def is_uri(text: str) -> bool:
+    """Say whether a text has the form of a URI of a known scheme, with something in it."""
+    return any(re.match(f"{re.escape(start)}[^/]", text) for start in ("file:///", *_IN_BUCKETS))
+
+
+def speaks_s3(text: str) -> bool:
+    """Say whether a text is the URI of a store with the protocol of S3."""
+    scheme, mark, _ = text.partition("://")
+    return bool(mark) and SCHEMES.get(scheme) == "s3"
 
 
 def locate(uri: str) -> Location:

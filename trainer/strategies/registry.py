@@ -1,4 +1,4 @@
-"""Strategies by name, and the roles that each one needs."""
+"""Make a strategy by its name, or by the user's own `package.module:Class`."""
 
 from __future__ import annotations
 
@@ -6,15 +6,7 @@ from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.strategies.strategy import Strategy
-from trainer.topology import Cluster, Task
-
-_BUILT_IN = {
-    "single": "trainer.strategies.mirrored:Single",
-    "async_parameter_server": "trainer.strategies.async_parameter_server:AsyncParameterServer",
-    "sync_parameter_server": "trainer.strategies.sync_parameter_server:SyncParameterServer",
-    "in_graph": "trainer.strategies.in_graph:InGraph",
-    "multi_worker_mirrored": "trainer.strategies.mirrored:MultiWorkerMirrored",
-}
+from trainer.topology import Cluster, Task, topology_of
 
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
@@ -24,7 +16,7 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
         ConfigError: there is no such class, or it is not a `Strategy`.
     """
     name = config.training.strategy
-    module_name, _, class_name = _BUILT_IN.get(name, name).partition(":")
+    module_name, _, class_name = topology_of(name).implementation.partition(":")
     try:
         strategy = getattr(user_code.import_module(module_name), class_name)
     # A module of the user's may fail in any way while it is imported.

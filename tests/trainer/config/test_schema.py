@@ -110,7 +110,7 @@ BAD = [
     ("storage.root=file:///", "storage.root: 'file:///' is not allowed: not a URI"),
     ("storage.root=gs://", "storage.root: 'gs://' is not allowed: not a URI"),
     ("storage.root=gs:/bucket", "storage.root: 'gs:/bucket' is not allowed: not a URI"),
-    ("storage.root=http://host/a", "write it as file:///path, gs://, s3:// or minio://bucket"),
+    ("storage.root=http://host/a", "write it as file:///path, gs://, s3:// or minio://"),
 ]
 
 

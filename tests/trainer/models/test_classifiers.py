@@ -31,10 +31,6 @@ def _batch(spec, count=5):
     return random.normal(size=(count, *spec.shape)).astype(spec.dtype)
 
 
-def test_every_model_of_the_configuration_is_here():
-    assert tuple(registry.BUILT_IN) == MODELS
-
-
 @pytest.mark.parametrize("name", PLAIN)
 def test_output_is_one_float_logit_for_each_class(name):
     logits = _build(name)(_batch(DIGITS)).numpy()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer import storage
 from trainer.errors import UserError
-from trainer.storage.uri import scheme_of
+from trainer.storage.uri import FORMS, SCHEMES, is_uri, scheme_of, speaks_s3
 
 _names = st.text(
     st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20
@@ -101,3 +101,27 @@ def test_what_is_no_uri(uri: str) -> None:
 def test_what_is_no_file_uri(uri: str) -> None:
     with pytest.raises(UserError, match="a file URI is file:///absolute/path"):
         storage.local_path(uri)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_one", "is_s3"),
+    [
+        ("file:///a", True, False),
+        ("gs://b/k", True, False),
+        ("s3://b", True, True),
+        ("minio://b?endpoint=a:1", True, True),
+        ("file://a", False, False),
+        ("gs:///b", False, False),
+        ("http://b", False, False),
+        ("runs", False, False),
+        ("s3", False, False),
+        ("", False, False),
+    ],
+)
+def test_the_form_of_a_uri_and_the_protocol_of_its_store(text, is_one, is_s3):
+    assert (is_uri(text), speaks_s3(text)) == (is_one, is_s3)
+
+
+def test_a_message_lists_every_scheme():
+    assert FORMS == "file:///path, gs://, s3:// or minio://"
+    assert all(f"{scheme}://" in FORMS for scheme in SCHEMES)

@@ -6,9 +6,9 @@ import pytest
 
 from trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from trainer.errors import ConfigError
-from trainer.strategies import registry
 from trainer.strategies.async_parameter_server import AsyncParameterServer
 from trainer.strategies.registry import create
+from trainer.strategies.strategy import Strategy
 from trainer.topology import Cluster, Task
 
 CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
@@ -52,8 +52,9 @@ def refused(name):
     return message
 
 
-def test_every_name_of_the_configuration_is_a_strategy():
-    assert set(registry._BUILT_IN) == set(STRATEGIES)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_name_of_the_configuration_is_a_strategy(name):
+    assert isinstance(create(config_of(name), CLUSTER, CHIEF), Strategy)
 
 
 def test_a_built_in_one_is_made_for_its_cluster_without_connecting_to_it():
