@@ -117,9 +117,10 @@ class Heartbeat(threading.Thread):
             except UnreachableError as error:
                 log.debug("a heartbeat was not sent: %s", error)
             except RefusedError as error:
-                if error.is_forbidden:
-                    log.warning("the job cannot be annotated: no guard watches it: %s", error)
+                if error.is_missing:
                     return
+                # Any other refusal may be temporary, and without heartbeats the guard ends the job.
+                log.warning("a heartbeat was refused, retrying: %s", error)
 
 
 class _Launch:

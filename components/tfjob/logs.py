@@ -178,7 +178,9 @@ class LogFollower(threading.Thread):
         for line in self._api.log(self._pod, since=since, follow=follow, previous=previous):
             if not line.endswith("\n"):
                 # Cut off: the next request repeats it, unless the task died while writing it.
-                self._partial = line.partition(" ")[2]
+                # Without a time it is the kubelet's message that it has lost the log.
+                timestamp, _, partial = line.partition(" ")
+                self._partial = partial if _TIME.fullmatch(timestamp) else ""
                 return
             self._partial = ""
             text = self._position.take(line[:-1])

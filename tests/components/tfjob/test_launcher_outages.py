@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from components.tfjob import launcher, watch
+from components.tfjob import launcher, names, watch
 from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_attempt
 
 
@@ -93,6 +93,22 @@ def test_an_expired_token_is_retried(kube):
     kube.finish("chief-0", 0)
     attempt.succeed()
     kube.wait_until_deleted()
+
+
+def test_a_refused_heartbeat_is_retried(kube):
+    kube.faults.add("PATCH .*tfjobs", 403, times=2)
+    attempt = watching_attempt(kube, heartbeat=1)
+    kube.run_all()
+    before = kube.job()["metadata"]["annotations"][names.HEARTBEAT]
+    kube.store.wait(lambda: kube.job()["metadata"]["annotations"][names.HEARTBEAT] != before)
+    assert kube.faults.hits == {"PATCH .*tfjobs": 2}
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+
+
+def test_without_the_operator_the_message_names_the_remedy(kube):
+    kube.faults.add("POST .*tfjobs", 404)
+    assert "install the training operator" in Attempt(job_of(settings())).failure()
 
 
 def test_without_permission_for_jobs_the_message_names_the_remedy(kube):

@@ -100,6 +100,16 @@ def test_the_last_lines_before_a_restart_in_place_are_not_lost(kube, read):
     assert sorted(lines) == ["worker-0 again", "worker-0 dying"]
 
 
+def test_the_kubelets_message_about_a_lost_log_is_not_a_line_of_the_task(kube, read):
+    followed, lines = read
+    # With status 200, and without a time and a newline.
+    kube.faults.add("GET .*/log", 200)
+    kube.finish("chief-0", 0)
+    followed.follow(kube.pod("chief-0"))
+    followed.drain(10)
+    assert (lines, len(kube.faults.hits)) == ([], 1)
+
+
 def test_a_follower_ends_when_its_pod_is_deleted(kube, read):
     followed, lines = read
     followed.follow(kube.pod("ps-0"))
