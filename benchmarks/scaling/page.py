@@ -48,9 +48,9 @@ def measured_part(
             f"are fitted to the runs of {FEW} workers, those of the chief to all; updates a second "
             "of other numbers of workers are predicted.",
             _table(RUNS, [_run(point, costs, cores) for point in points]),
-            "What follows for the constants:",
+            "The fitted constants:",
             _table(("constant", "value"), _constants(costs)),
-            "What follows for clusters whose tasks have machines of their own: a core for a "
+            "Predictions for clusters whose tasks have machines of their own: a core for a "
             "worker, 4 for a server, 10 Gbit/s, a round trip of 0.2 ms. Nothing of this table was "
             "measured.",
             _table(PREDICTED, _predictions(costs, variables)),
