@@ -1,6 +1,6 @@
 """The container image of every component and of every task of a cluster.
 
-What the pods of a job get from the run where the configuration says nothing.
+`PodDefaults` is what the pods of a training job get where the configuration sets nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _NAME = re.compile(
 def component(function: Callable[..., Any]) -> Any:
     """Make a KFP component of a function, on the image of all steps.
 
-    Inside a running step `kfp.dsl` has no such decorator (`_KFP_RUNTIME`): there the file of a
-    component is imported for its `run_step`, and the function stays as it is.
+    Inside a running step (`_KFP_RUNTIME`) `kfp.dsl` has no such decorator: there the file of a
+    component is imported for its `run_step`, and the function is returned unchanged.
     """
     from kfp import dsl
 
@@ -35,23 +35,23 @@ def component(function: Callable[..., Any]) -> Any:
 
 
 def is_image(name: str) -> bool:
-    """Say whether a text is the name of an image, with or without host, tag and digest."""
+    """Return whether a text is the name of an image, with or without host, tag and digest."""
     return _NAME.fullmatch(name) is not None
 
 
-#: Keys of the secret, each the variable of the same name; those that it does not have are left out.
+#: Keys of the secret; each one that it has becomes the variable of the same name.
 SECRET_KEYS = (*KFP_KEYS, *BOTO_KEYS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PodDefaults:
-    """The run's own image, and the name of the secret that opens its object store."""
+    """The image of the run, and the name of the secret with the keys of its object store."""
 
     image: str = IMAGE
     store_secret: str = KFP_SECRET
 
     def secret_env(self) -> dict[str, str]:
-        """Return the variables of the secret, as `cluster.kubernetes` would say them."""
+        """Return the variables of the secret, as `cluster.kubernetes.pod.secret_env` has them."""
         return {key: f"{self.store_secret}/{key}" for key in SECRET_KEYS if self.store_secret}
 
 

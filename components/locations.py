@@ -1,7 +1,4 @@
-"""Which run this is, and where it publishes and works.
-
-A folder of this machine for the time of a step.
-"""
+"""The id of a run, the URIs below which it publishes, and its folders on this machine."""
 
 from __future__ import annotations
 
@@ -22,26 +19,26 @@ RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
 
 
 def run_id_of(kfp_run_id: str) -> str:
-    """Return the run id: the command line's where it started the run, else KFP's own."""
+    """Return the run id: that of the command line if it started the run, else KFP's."""
     return os.environ.get(RUN_ID) or kfp_run_id
 
 
 def is_local_run() -> bool:
-    """Say whether the command line runs the pipeline on this machine."""
+    """Return whether the command line runs the pipeline on this machine."""
     return bool(os.environ.get(RUN_ID))
 
 
 def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return `storage.root`, or the folder of ours below the run's KFP pipeline root.
+    """Return `storage.root`, or the folder `flotilla` below the run's KFP pipeline root.
 
     Args:
         configured: `storage.root`.
-        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, which may
-            carry the endpoint of its store behind a question mark.
+        artifact: URI of an output: `<pipeline root>/<pipeline>/<run id>/<step>/<name>`, with or
+            without the endpoint of its store after a question mark.
         kfp_run_id: KFP's id of the run.
 
     Raises:
-        UserError: there is none.
+        UserError: `storage.root` is empty and the artifact shows no pipeline root.
     """
     if configured:
         return configured
@@ -54,10 +51,11 @@ def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
 
 
 def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:
-    """Return where to publish what is made of `source`, whose name says its global step.
+    """Return the URI at which to publish what is made of `source`.
 
-    What else it is made of is in the name too: a run that is resumed with another policy or other
-    forms, or that had to train a lost checkpoint again, publishes beside what it had published.
+    Its name is that of `source`, which has the global step, and a digest of all other origins: a
+    run that is resumed with another policy or other formats, or that trained a lost checkpoint
+    again, publishes next to what it published before.
     """
     name = storage.name_of(source)
     digest = hashlib.sha256("\n".join(origin).encode()).hexdigest()[:12]
@@ -65,9 +63,10 @@ def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> s
 
 
 def run_at(root: str, run_id: str) -> str:
-    """Return the URI of the run where its steps share no folder, and an empty text where they do.
+    """Return the URI of a run whose steps share no folder.
 
-    Empty too where it is not known, or is no URI: whoever needs it says so.
+    Empty where they share one, and where the root is not known or is no URI: the code that needs
+    the URI reports that.
     """
     if os.environ.get(RUN_FOLDER) or not (root and run_id):
         return ""
@@ -77,23 +76,23 @@ def run_at(root: str, run_id: str) -> str:
 
 
 def run_at_first(configured: str, artifact: str, kfp_run_id: str) -> str:
-    """Return what `run_at` does, for a step that has to find the root as `root_of` does."""
+    """Return what `run_at` does, for a step that finds the root by `root_of`."""
     with suppress(UserError):
         return run_at(root_of(configured, artifact, kfp_run_id), run_id_of(kfp_run_id))
     return ""
 
 
 def run_id_in(artifact: str, step: str) -> str:
-    """Return the run id that stands in the URI of an output of `step`; empty where none does.
+    """Return the run id in the URI of an output of `step`; empty where there is none.
 
-    For the step that must not depend on the run, so that KFP can take it from its cache.
+    For a step that must not take the run as an input, so that KFP can cache it.
     """
     named = re.match(rf".+://.*/([^/]+)/{re.escape(step)}(-\d+)?/", artifact.partition("?")[0])
     return run_id_of(named[1] if named else "")
 
 
 def folder_of_run() -> Path:
-    """Return this run's folder on this machine: the command line's, else a temporary one."""
+    """Return the run's folder on this machine: that of the command line, or a temporary one."""
     return Path(os.environ.get(RUN_FOLDER) or tempfile.mkdtemp(prefix="flotilla-"))
 
 
@@ -102,7 +101,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """Lend a folder; where it is full the step has failed, and not its code."""
+    """Yield a temporary folder; raises `UserError` when the disk is full."""
     try:
         with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
             yield Path(folder)

@@ -1,7 +1,7 @@
-"""What a run settles once, and keeps when it is resumed on this machine.
+"""Inputs that a run looks up once, and pins for the time when it is resumed on this machine.
 
-The newest version of a dataset and the champion may be others by then. On a cluster nothing has to
-be kept: the outputs of a step that is done are what its successors get, also when they are retried.
+The newest version of a dataset and the champion may have changed by then. On a cluster nothing is
+pinned: KFP passes the outputs of a finished step on to its successors, also when they are retried.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from trainer.config.schema import CHAMPION, Config, DataConfig
 from trainer.errors import UserError
 from trainer.promotion.registry import champion_checkpoint
 
-FILE = "settled.json"
+FILE = "pinned_inputs.json"
 
 
 def with_champion(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's checkpoint in place of the word for it.
+    """Return the configuration with the champion's checkpoint for `training.warm_start: champion`.
 
-    Without a champion it says in one line that training begins from scratch.
+    Without a champion the checkpoint is empty, and an event says that training begins from scratch.
     """
     training, name = config.training, config.name
     if training.warm_start != CHAMPION:
         return config
-    uri = once(f"champion of {name}", lambda: champion_checkpoint(root, name))
+    uri = pin_once(f"champion of {name}", lambda: champion_checkpoint(root, name))
     if not uri:
         events.emit("from_scratch", reason=f"{name} has no champion yet below {root}")
     return config.model_copy(update={"training": training.model_copy(update={"warm_start": uri})})
 
 
 def with_version(data: DataConfig) -> DataConfig:
-    """Return the data section with the newest version where it names none.
+    """Return the data section with the newest version if it names none.
 
-    KFP reuses what was prepared from the same section: an empty version would hide a newer one.
+    KFP's cache compares the section: with an empty version it would hide a newer dataset.
     """
     if data.version:
         return data
@@ -50,19 +50,19 @@ def with_version(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"version": newest})
 
 
-def known(key: str) -> str:
-    """Return what the run has settled under `key`; empty where it has not."""
+def pinned(key: str) -> str:
+    """Return the value that the run has pinned for `key`; empty if there is none."""
     return _read().get(key, "")
 
 
-def keep(key: str, value: str) -> None:
-    """Settle `key` for this run; raises `UserError` where that cannot be written."""
+def pin(key: str, value: str) -> None:
+    """Pin the value of `key` for this run; raises `UserError` if it cannot be written."""
     folder = os.environ.get(RUN_FOLDER)
     if not folder:
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        # In one piece: what was settled before has to outlive a full disk.
+        # An atomic commit: earlier values have to survive a full disk.
         part = Path(folder, f"{FILE}.part")
         part.write_text(json.dumps({**_read(), key: value}), encoding="utf-8")
         part.replace(Path(folder, FILE))
@@ -70,12 +70,12 @@ def keep(key: str, value: str) -> None:
         raise UserError(f"cannot write to {folder}: {error.strerror}") from None
 
 
-def once(key: str, find: Callable[[], str]) -> str:
-    """Return what the run has settled under `key`, and settle what `find` says where it has not."""
-    settled = _read()
-    if key not in settled:
-        keep(key, settled.setdefault(key, find()))
-    return settled[key]
+def pin_once(key: str, find: Callable[[], str]) -> str:
+    """Return the value that the run has pinned for `key`; pin what `find` returns if none is."""
+    values = _read()
+    if key not in values:
+        pin(key, values.setdefault(key, find()))
+    return values[key]
 
 
 def _read() -> dict[str, str]:
@@ -84,7 +84,7 @@ def _read() -> dict[str, str]:
         return {}
     try:
         tree = json.loads(Path(folder, FILE).read_text(encoding="utf-8"))
-    # A run that died while it wrote has settled nothing.
+    # Nothing is pinned yet, or the file was damaged from outside.
     except (OSError, ValueError):
         return {}
     return {str(key): str(value) for key, value in tree.items()} if isinstance(tree, dict) else {}

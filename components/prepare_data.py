@@ -31,11 +31,11 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
 
         section = DataConfig.model_validate_json(data)
         key = f"version of {section.dataset}"
-        chosen = section.version or pinned_inputs.known(key)
+        chosen = section.version or pinned_inputs.pinned(key)
         prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
         fields = prepared.manifest.fields
         version = fields["version"]
-        pinned_inputs.keep(key, version)
+        pinned_inputs.pin(key, version)
         if not chosen:
             events.emit("newest_version", dataset=section.dataset, version=version)
         examples = {split: each["examples"] for split, each in fields["splits"].items()}

@@ -1,4 +1,4 @@
-"""What the KFP UI shows of a step: plain, finite values, and no more than it can draw."""
+"""The UI artifacts of a step: plain, finite values, and no more than the KFP UI can draw."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 from trainer import storage
 
-# A larger matrix is no picture, and its cells are kept in a database with every run.
+# The UI cannot draw a larger matrix readably, and KFP stores its cells in a database.
 MOST_CLASSES = 50
-#: The name by which the UI looks for viewers that are not among the artifact types of KFP v2.
+#: The output name under which the UI looks for viewers that KFP v2 has no artifact type for.
 VIEWERS = "mlpipeline_ui_metadata"
 
 
 def log_metrics(metrics: Any, found: Mapping[str, float], uri: str) -> None:
-    """Log all figures that are finite numbers, and where the rest is; `metrics` is KFP Metrics."""
+    """Log all finite metrics, and the URI with the rest; `metrics` is KFP Metrics."""
     for name, value in found.items():
         if math.isfinite(value):
             metrics.log_metric(name, float(value))
@@ -29,7 +29,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
     if len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
         return
-    # The UI finds a row by its name, and two classes may have one.
+    # The UI finds a row by its name, and two classes may have the same name.
     names = [f"{name} ({i})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]
     confusion.log_confusion_matrix(names, [[int(cell) for cell in row] for row in matrix])
 
@@ -46,8 +46,8 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
-    """Write what makes the UI offer TensorBoard for the folder at the URI `logs`."""
-    # The viewer gets its endpoint from KFP, and knows nothing of ours.
+    """Write the file by which the UI offers TensorBoard for the folder at the URI `logs`."""
+    # The viewer gets its endpoint from KFP.
     source, _, _ = logs.partition("?")
     tree = {"version": 1, "outputs": [{"type": "tensorboard", "source": source}]}
     path = Path(artifact.path)
@@ -57,5 +57,5 @@ def write_viewers(artifact: Any, logs: str) -> None:
 
 
 def logs_of(checkpoints: str) -> str:
-    """Return the folder of TensorBoard's files beside checkpoints."""
+    """Return the URI of TensorBoard's files next to checkpoints."""
     return storage.join(checkpoints, "logs")

@@ -1,4 +1,4 @@
-"""What a run settles once: the champion that it begins with, and the version of its dataset."""
+"""Inputs that a run pins: the champion that it begins with, and the version of its dataset."""
 
 from __future__ import annotations
 
@@ -148,24 +148,24 @@ def test_a_dataset_that_does_not_exist_is_one_line():
         pinned_inputs.with_version(DataConfig(dataset="mnits"))
 
 
-def test_what_is_settled_is_known_later(folder):
-    assert pinned_inputs.known("a") == ""
-    pinned_inputs.keep("a", "1")
-    pinned_inputs.keep("b", "2")
-    pinned_inputs.keep("a", "3")
-    assert (pinned_inputs.known("a"), pinned_inputs.known("b")) == ("3", "2")
+def test_what_is_pinned_is_read_later(folder):
+    assert pinned_inputs.pinned("a") == ""
+    pinned_inputs.pin("a", "1")
+    pinned_inputs.pin("b", "2")
+    pinned_inputs.pin("a", "3")
+    assert (pinned_inputs.pinned("a"), pinned_inputs.pinned("b")) == ("3", "2")
     assert json.loads((folder / pinned_inputs.FILE).read_text()) == {"a": "3", "b": "2"}
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[1]"])
-def test_what_cannot_be_read_is_not_settled(folder, damage):
+def test_what_cannot_be_read_is_not_pinned(folder, damage):
     folder.mkdir()
     (folder / pinned_inputs.FILE).write_text(damage)
-    assert pinned_inputs.once("a", lambda: "1") == "1"
-    assert pinned_inputs.once("a", lambda: "2") == "1"
+    assert pinned_inputs.pin_once("a", lambda: "1") == "1"
+    assert pinned_inputs.pin_once("a", lambda: "2") == "1"
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(folder):
     folder.write_text("a file")
     with pytest.raises(UserError, match=f"cannot write to {folder}: "):
-        pinned_inputs.keep("a", "1")
+        pinned_inputs.pin("a", "1")

@@ -62,12 +62,12 @@ def scheme_of(uri: str) -> str:
 
 
 def is_uri(text: str) -> bool:
-    """Say whether a text has the form of a URI of a known scheme, with something in it."""
+    """Return whether a text has the form of a URI of a known scheme, and is not empty after it."""
     return any(re.match(f"{re.escape(start)}[^/]", text) for start in ("file:///", *_IN_BUCKETS))
 
 
 def speaks_s3(text: str) -> bool:
-    """Say whether a text is the URI of a store with the protocol of S3."""
+    """Return whether a text is the URI of a store with the protocol of S3."""
     scheme, mark, _ = text.partition("://")
     return bool(mark) and SCHEMES.get(scheme) == "s3"
 
