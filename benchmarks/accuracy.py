@@ -23,6 +23,7 @@ from benchmarks.baselines.mnist import Floats, held_out_examples
 from benchmarks.figures import Figure, alternating
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.index import index_of
+from trainer.events import Progress
 
 GOAL = 0.97
 ROUNDS = 3
@@ -95,16 +96,16 @@ def first_reach(course: Course, goal: float) -> tuple[float, bool]:
     return seconds, False
 
 
-def seconds_at(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def seconds_at(rows: Sequence[Progress]) -> dict[int, float]:
     """Return the seconds of training at each global step of a history, without set-up.
 
     The first stretch traces graphs and reads the examples. It counts as if it had gone at the speed
     of all later ones.
     """
     first, last = rows[0], rows[-1]
-    speed = (last["global_step"] - first["global_step"]) / (last["seconds"] - first["seconds"])
-    set_up = first["seconds"] - first["global_step"] / speed
-    return {row["global_step"]: row["seconds"] - set_up for row in rows}
+    speed = (last.global_step - first.global_step) / (last.seconds - first.seconds)
+    set_up = first.seconds - first.global_step / speed
+    return {row.global_step: row.seconds - set_up for row in rows}
 
 
 def _course_of_checkpoints(trained: launched.Trained) -> Course:

@@ -8,8 +8,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -21,6 +21,7 @@ from trainer import events, storage
 from trainer.cluster import local
 from trainer.cluster.launcher import Job
 from trainer.config.load import load_config
+from trainer.events import Progress
 from trainer.models import registry as models
 from trainer.models.spec import InputSpec
 
@@ -57,7 +58,7 @@ class Trained:
     steps_per_second: float
     local_steps_per_second: float
     checkpoints: str
-    rows: list[dict[str, Any]]
+    rows: list[Progress]
 
 
 @cache
@@ -108,31 +109,31 @@ def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
         local.launch(job)
     rows = clocked(events.read(log))
     return Trained(
-        steps_per_second=_speed(rows, lambda row: row["global_step"]),
+        steps_per_second=_speed(rows, lambda row: row.global_step),
         local_steps_per_second=_speed(rows, _local_steps),
         checkpoints=checkpoints,
         rows=rows,
     )
 
 
-def clocked(happened: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def clocked(happened: Iterable[events.Event]) -> list[Progress]:
     """Return the progress of a run; `seconds` are those of the clock, less those of checkpoints."""
-    rows: list[dict[str, Any]] = []
+    rows: list[Progress] = []
     saving = 0.0
     for each in happened:
-        if each["event"] == "saved":
-            saving += each["seconds"]
-        elif each["event"] == "progress":
-            rows.append({**each, "seconds": each["time"] - saving})
+        if isinstance(each, events.Saved):
+            saving += each.seconds
+        elif isinstance(each, Progress):
+            rows.append(replace(each, seconds=each.time - saving))
     return rows
 
 
-def _local_steps(row: dict[str, Any]) -> int:
-    workers = row.get("workers", {})
-    return sum(each["local_steps"] for each in workers.values()) or int(row["global_step"])
+def _local_steps(row: Progress) -> int:
+    workers = row.metrics.get("workers", {})
+    return sum(each["local_steps"] for each in workers.values()) or row.global_step
 
 
-def _speed(rows: list[dict[str, Any]], count: Any) -> float:
-    warm = _WARM * rows[-1]["global_step"]
-    first = next(row for row in rows if row["global_step"] >= warm)
-    return float((count(rows[-1]) - count(first)) / (rows[-1]["seconds"] - first["seconds"]))
+def _speed(rows: list[Progress], count: Callable[[Progress], int]) -> float:
+    warm = _WARM * rows[-1].global_step
+    first = next(row for row in rows if row.global_step >= warm)
+    return (count(rows[-1]) - count(first)) / (rows[-1].seconds - first.seconds)

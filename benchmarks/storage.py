@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +19,9 @@ from unittest import mock
 import numpy as np
 
 from benchmarks.figures import Figure, alternating
-from trainer import storage
+from trainer import events, storage
 from trainer.errors import UserError
+from trainer.events import Event, Progress, Saved
 from trainer.storage import retry
 
 FILES, BYTES, LATENCY = 300, 20_000, 0.03
@@ -70,7 +71,8 @@ def checkpoints() -> Figure:
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
         dataset = _ended(Path(name), root, "prepare")["artifacts"]["dataset"]
         for _ in range(TRAINING_ROUNDS):
-            found.append(taken(_events(_trained(Path(name), root, dataset))))
+            folder = _trained(Path(name), root, dataset)
+            found.append(taken(list(events.read(folder / "events.jsonl"))))
     if not all(found):
         raise UserError(
             f"{STEPS} steps ended before a checkpoint had windows around it: more steps"
@@ -96,25 +98,25 @@ class Taken:
     stall: float
 
 
-def taken(events: list[dict[str, Any]]) -> list[Taken]:
+def taken(happened: Sequence[Event]) -> list[Taken]:
     """Return what each checkpoint took that has a whole window before and two from it on."""
-    progress = [each for each in events if each["event"] == "progress"]
-    times = [each["time"] for each in progress]
-    reached = [each["global_step"] for each in progress]
+    progress = [each for each in happened if isinstance(each, Progress)]
+    times = [each.time for each in progress]
+    reached = [each.global_step for each in progress]
 
     def speed(begin: float) -> float:
         first, last = np.interp([begin, begin + WINDOW], times, reached)
         return float(last - first) / WINDOW
 
     found = []
-    for saved in (each for each in events if each["event"] == "saved"):
-        before = [time for time in times if time <= saved["time"] - saved["seconds"]]
+    for saved in (each for each in happened if isinstance(each, Saved)):
+        before = [time for time in times if time <= saved.time - saved.seconds]
         # The first stretch traces and compiles.
         if not before or not times[1] <= before[-1] - WINDOW < times[-1] - 3 * WINDOW:
             continue
         usual = (speed(before[-1] - WINDOW) + speed(before[-1] + WINDOW)) / 2
         lost = WINDOW * (1 - speed(before[-1]) / usual)
-        found.append(Taken(seconds=lost, stall=saved["seconds"]))
+        found.append(Taken(seconds=lost, stall=saved.seconds))
     return found
 
 
@@ -146,11 +148,6 @@ def _trained(workdir: Path, root: str, dataset: str) -> Path:
     }
     told = _ended(workdir, root, "train", "--dataset", dataset, **settings)
     return workdir / str(told["run_id"])
-
-
-def _events(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines]
 
 
 def _ended(workdir: Path, root: str, *words: str, **settings: object) -> dict[str, Any]:

@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
 from pipelines.runs import local
 from trainer.config.schema import Config
 from trainer.errors import RunInterruptedError
+from trainer.events import Event, Progress
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ def watched(
     looks: list[Look] = []
     left = list(steps)
 
-    def follow(event: dict[str, Any]) -> None:
-        if event["event"] == "progress" and left and event["global_step"] >= left[0]:
+    def follow(event: Event) -> None:
+        if isinstance(event, Progress) and left and event.global_step >= left[0]:
             found = tasks_below(run.folder)
-            looks.append(Look(global_step=event["global_step"], time=event["time"], tasks=found))
-            left[:] = [step for step in left if step > event["global_step"]]
+            looks.append(Look(global_step=event.global_step, time=event.time, tasks=found))
+            left[:] = [step for step in left if step > event.global_step]
 
     extra = {"dataset": dataset} if dataset else {}
     outcome = local.execute(run, "train_on" if dataset else "train", extra, follow)

@@ -16,10 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from components import published_record
-from components.record import step_records
+from components.published_record import EXIT_STEP
+from components.step_record import StepRecord, all_step_records, tries_of
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
 from trainer.errors import UserError
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    EvaluatorLeft,
+    Event,
+    Restart,
+    Stalled,
+    TaskFailed,
+    to_tree,
+)
 from trainer.report import report
 from trainer.topology import topology_of
 
@@ -33,12 +45,7 @@ def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"tasks": tasks, "gpus": cluster["gpus_per_worker"] * tasks.get("worker", 1)}
 
 
-def spent(step: Mapping[str, Any]) -> float:
-    """Return the seconds of a step, its earlier tries included."""
-    return float(step["seconds"] + step.get("earlier_seconds", 0.0))
-
-
-def cost(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def cost(config: Mapping[str, Any], steps: Iterable[StepRecord]) -> dict[str, Any]:
     """Return the cost of a run by the records of its steps; nothing where it never trained.
 
     Args:
@@ -46,21 +53,21 @@ def cost(config: Mapping[str, Any], steps: Iterable[Mapping[str, Any]]) -> dict[
         steps: the records; that of training may say itself what it held.
     """
     steps = list(steps)
-    train = next((step for step in steps if step["step"] == "train_model"), {})
-    held = train.get("held") or (held_by(config) if config else {})
+    train = next((step for step in steps if step.step == "train_model"), None)
+    held = (train and train.held) or (held_by(config) if config else {})
     if not (train and held):
         return {}
-    seconds = spent(train)
+    seconds = train.spent
     return {
         "tasks": held["tasks"],
         "task_hours": sum(held["tasks"].values()) * seconds / 3600,
         "gpu_hours": held["gpus"] * seconds / 3600,
-        "seconds_of_all_steps": round(sum(map(spent, steps)), 1),
+        "seconds_of_all_steps": round(sum(step.spent for step in steps), 1),
     }
 
 
 log = logging.getLogger(__name__)
-_INCIDENTS = ("restart", "stalled", "task_failed", "evaluator_left", "checkpoint_passed_over")
+_INCIDENTS = (Restart, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
 _LINEAGE = (
     "run_id", "commit", "image", "config", "dataset", "fingerprint", "checkpoint", "evaluation",
     "decision",
@@ -100,8 +107,9 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
     happened = _events(folder)
     # The exit step is the one that writes this.
-    shared = [each for each in step_records(happened) if each["step"] != "finish"]
+    shared = [each for each in all_step_records(happened) if each.step != EXIT_STEP]
     steps = shared or _published(state, root, run_id)
+    tries = [each for each in tries_of(happened) if each.step != EXIT_STEP] or steps
     made = _Made(steps, root, run_id, every=bool(shared))
     decision = made.read("check_gate", "decision", "decision.json")
     evaluation = made.read("evaluate_model", "evaluation", "metrics.json")
@@ -113,13 +121,16 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "verdict": verdict,
         "error": _unsaid(steps, words, shared=bool(shared)) if verdict == "failed" else "",
         "config": config,
-        "steps": steps,
+        "steps": [to_tree(each) for each in steps],
+        "tries": [to_tree(each) for each in tries],
         "metrics": evaluation.get("metrics", {}),
         "rules": decision.get("rules", []),
         "reasons": decision.get("reasons", []),
         "history": _history(root, run_id),
-        "incidents": [each for each in happened if _is_incident(each)],
-        "checkpoints": [each for each in happened if each["event"] == "checkpoint"],
+        "incidents": [to_tree(each) for each in happened if _is_incident(each)],
+        "checkpoints": [
+            to_tree(each) for each in happened if isinstance(each, CheckpointPublished)
+        ],
         "evaluation": evaluation,
         "curves": made.curves(),
         "pictures": made.pictures(evaluation),
@@ -129,19 +140,19 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     }
 
 
-def _is_incident(event: dict[str, Any]) -> bool:
-    return event["event"] in _INCIDENTS or (event["event"] == "life" and event["resumed"])
+def _is_incident(event: Event) -> bool:
+    return isinstance(event, _INCIDENTS) or (isinstance(event, AttemptBegin) and event.resumed)
 
 
 def _verdict(
     state: str,
     decision: dict[str, Any],
     registered: dict[str, Any],
-    steps: list[dict[str, Any]],
+    steps: list[StepRecord],
 ) -> str:
     for step in steps:
-        if step["status"] != "done":
-            return str(step["status"])
+        if step.status not in ("done", "skipped"):
+            return step.status
     if state in _ILL or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":
@@ -149,23 +160,24 @@ def _verdict(
     return str(decision.get("decision", "done"))
 
 
-def _unsaid(steps: list[dict[str, Any]], words: str, *, shared: bool) -> str:
-    """Return what is known of a failure that no step has told; empty where one has."""
+def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
+    """Return what is known of a failure that no step reports; empty where one does."""
     said = f"KFP says: {' '.join(words.split())[:_MOST_WORDS]}" if words.strip() else ""
-    failed = [each for each in steps if each["status"] != "done"]
+    reached = [each for each in steps if each.status != "skipped"]
+    failed = [each for each in reached if each.status != "done"]
     if failed:
-        # A step that was killed had no last word.
-        return said if not shared and "ended" not in failed[0] else ""
-    last = max((_ORDER.index(each["step"]) for each in steps if each["step"] in _ORDER), default=-1)
+        # A step that was killed has no error of its own.
+        return said if not shared and failed[0].ended is None else ""
+    last = max((_ORDER.index(each.step) for each in reached if each.step in _ORDER), default=-1)
     after = _ORDER[last + 1 : last + 2] if steps else ()
     unheard = [
         f"{_UNHEARD.get(step, step)} left no record: its pod did not start, or could write nothing"
         for step in after
     ]
-    return "; ".join([*(unheard or ["no step has told why; see its log"]), *filter(None, [said])])
+    return "; ".join([*(unheard or ["no step says why; see its log"]), *filter(None, [said])])
 
 
-def _published(state: str, root: str, run_id: str) -> list[dict[str, Any]]:
+def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
     with _left_out_if_unreadable():
         if root:
             return published_record.read(storage.join(root, run_id), well=state in _WELL)
@@ -178,13 +190,13 @@ class _Made:
     Where not `every` step has left a record the newest of its kind has to do.
     """
 
-    def __init__(self, steps: list[dict[str, Any]], root: str, run_id: str, *, every: bool) -> None:
+    def __init__(self, steps: list[StepRecord], root: str, run_id: str, *, every: bool) -> None:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
 
     def uri(self, step: str, kind: str) -> str:
-        told = next((each["uri"] for each in self._steps if each["step"] == step), "")
-        if told or self._every:
-            return told
+        known = next((each.uri for each in self._steps if each.step == step), "")
+        if known or self._every:
+            return known
         found = storage.published(storage.join(self._root, self._run_id, kind))
         uri, _ = max(found, key=lambda pair: pair[1].created, default=("", None))
         return uri
@@ -213,11 +225,11 @@ class _Made:
 
 
 def _lineage(registered: dict[str, Any]) -> dict[str, Any]:
-    told = registered.get("lineage") or {}
-    return {key: told[key] for key in _LINEAGE if key in told}
+    known = registered.get("lineage") or {}
+    return {key: known[key] for key in _LINEAGE if key in known}
 
 
-def _events(folder: Path) -> list[dict[str, Any]]:
+def _events(folder: Path) -> list[Event]:
     with _left_out_if_unreadable():
         return list(events.read(folder / "events.jsonl"))
     return []

@@ -31,7 +31,8 @@ def with_champion(config: Config, root: str) -> Config:
         return config
     uri = pin_once(f"champion of {name}", lambda: champion_checkpoint(root, name))
     if not uri:
-        events.emit("from_scratch", reason=f"{name} has no champion yet below {root}")
+        reason = f"{name} has no champion yet below {root}"
+        events.emit(events.FromScratch(reason=reason))
     return config.model_copy(update={"training": training.model_copy(update={"warm_start": uri})})
 
 
@@ -46,7 +47,7 @@ def with_version(data: DataConfig) -> DataConfig:
 
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         newest = prepare.newest_version(data, Path(scratch))
-    events.emit("newest_version", dataset=data.dataset, version=newest)
+    events.emit(events.NewestVersion(dataset=data.dataset, version=newest))
     return data.model_copy(update={"version": newest})
 
 

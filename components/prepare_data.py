@@ -37,7 +37,7 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
         version = fields["version"]
         pinned_inputs.pin(key, version)
         if not chosen:
-            events.emit("newest_version", dataset=section.dataset, version=version)
+            events.emit(events.NewestVersion(dataset=section.dataset, version=version))
         examples = {split: each["examples"] for split, each in fields["splits"].items()}
         record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
         origin = {"fingerprint": fields["fingerprint"], "version": version}

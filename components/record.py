@@ -1,4 +1,4 @@
-"""The record of one step: when it began and ended, how, and with which figures."""
+"""The frame around the work of one step: its events, its published record, and its exit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
@@ -18,6 +18,7 @@ from components.published_record import PublishedRecord
 from trainer import events
 from trainer.cluster import signals
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
+from trainer.events import StepBegin, StepEnd
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
 STOPPING = "FLOTILLA_STOPPING"
@@ -25,38 +26,16 @@ _ASKED = "interrupted before the step was done"
 
 
 @dataclass(kw_only=True)
-class StepRecord:
+class StepOutput:
     """What a step leaves for the closing table and the report; `held` is for its cost."""
 
     uri: str = ""
-    figures: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
 
-    def done(self, uri: str, figures: Mapping[str, Any]) -> None:
-        """Note what was published, and its key figures."""
-        self.uri, self.figures = uri, figures
-
-
-def step_records(happened: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return the last record of every step, in the order in which they began.
-
-    A step that began and died without a word is one that failed.
-    """
-    records: dict[str, dict[str, Any]] = {}
-    for event in happened:
-        if event["event"] == "step_begin":
-            records[event["step"]] = {
-                "step": event["step"],
-                "status": "failed",
-                "exit_code": FAILED,
-                "error": "the step was killed; see pipeline.log",
-                "seconds": 0.0,
-                "figures": {},
-                "uri": "",
-            }
-        elif event["event"] == "step_end":
-            records[event["step"]] = event
-    return tuple(records.values())
+    def done(self, uri: str, metrics: Mapping[str, Any]) -> None:
+        """Note what was published, and its key metrics."""
+        self.uri, self.metrics = uri, metrics
 
 
 @contextmanager
@@ -66,7 +45,7 @@ def recorded(
     *,
     exit_step: bool = False,
     inputs: Mapping[str, str] | None = None,
-) -> Iterator[StepRecord]:
+) -> Iterator[StepOutput]:
     """Run a step in this block and record its course.
 
     Args:
@@ -82,24 +61,30 @@ def recorded(
     signals.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     began = time.monotonic()
-    record, published = StepRecord(), PublishedRecord(name, at)
+    output, published = StepOutput(), PublishedRecord(name, at)
 
     def end(status: str, code: int, error: str, line: str = "") -> None:
-        seconds = round(time.monotonic() - began, 2)
-        told = {"status": status, "exit_code": code, "error": error}
-        made = {"figures": dict(record.figures), "uri": record.uri}
-        events.emit("step_end", step=name, **told, seconds=seconds, **made)
+        ended = StepEnd(
+            step=name,
+            status=status,
+            exit_code=code,
+            error=error,
+            seconds=round(time.monotonic() - began, 2),
+            metrics=dict(output.metrics),
+            uri=output.uri,
+        )
+        events.emit(ended)
         # Before the store is asked, which may say nothing for longer than a step has to end.
         sys.stderr.write(line)
-        published.end(seconds, {**told, **made, "held": dict(record.held)})
+        published.end(ended, output.held)
 
-    events.emit("step_begin", step=name, **({"inputs": dict(inputs)} if inputs else {}))
+    events.emit(StepBegin(step=name, inputs=dict(inputs or {})))
     try:
         with _interruptible():
             if os.environ.get(STOPPING) and not exit_step:
                 raise RunInterruptedError(_ASKED)
             published.begin()
-            yield record
+            yield output
     except UserError as error:
         status = "interrupted" if error.exit_code == INTERRUPTED else "failed"
         end(status, error.exit_code, str(error), f"flotilla: {name}: {error}\n")

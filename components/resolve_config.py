@@ -71,7 +71,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         published_record.publish_config(at, config.model_dump_json(indent=2))
         # A local run has no KFP cache, and preparing finds the version itself.
         data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
-        record.figures = {"name": config.name, "data_version": data.version}
+        record.metrics = {"name": config.name, "data_version": data.version}
         run_id = locations.run_id_of(kfp_run_id)
         return Resolved(
             config=config.model_dump_json(),

@@ -1,48 +1,347 @@
-"""What happens in a run, as lines of JSON that a person or a program can follow while it goes on.
+"""What happens in a run: one line of JSON an event, one class a kind of event.
 
-Every process of a run appends to the file that `FLOTILLA_EVENTS` names: steps that begin and end,
-progress of training, checkpoints, incidents. Without the variable the same goes to the log.
+Every process of a run appends to the file that `FLOTILLA_EVENTS` names; without the variable the
+same line goes to the log. A line is `{"event": NAME, "time": seconds since 1970, ...fields}`, and
+NAME is the name of the class in snake case: `StepBegin` is `step_begin`.
+
+A reader gets checked instances. It passes over what is damaged, half-written or of an unknown name,
+and ignores fields that it does not know, so that it can follow a newer version of this program.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import math
 import os
+import re
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
 
 VARIABLE = "FLOTILLA_EVENTS"
+MARK = '{"event": '
 log = logging.getLogger(__name__)
+Record = TypeVar("Record")
 
 
-def emit(event: str, **fields: Any) -> None:
-    """Append one event; `fields` have to be JSON values.
+def now() -> float:
+    """Return the seconds since 1970, to the millisecond."""
+    return round(time.time(), 3)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Anything that happens; two are equal whenever they happened."""
+
+    time: float = field(default_factory=now, compare=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunBegin(Event):
+    """A run on this machine was started, or resumed: `number` counts from 1."""
+
+    run_id: str
+    number: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBegin(Event):
+    """A pipeline step begins; `inputs` are the URIs that KFP may have taken from its cache."""
+
+    step: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """How a pipeline step ended.
+
+    Attributes:
+        step: its name.
+        status: `done`, `failed` or `interrupted`.
+        exit_code: see `trainer.errors`.
+        error: one line, empty where there is none.
+        traceback: of an error in the user's code, else empty.
+        seconds: of this try.
+        metrics: key values for the closing table.
+        uri: what the step has published, or empty.
+    """
+
+    step: str
+    status: str
+    exit_code: int = 0
+    error: str = ""
+    traceback: str = ""
+    seconds: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    uri: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnd(Event, StepResult):
+    """A pipeline step ends."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptBegin(Event):
+    """The chief begins to train at a global step; `resumed` from a checkpoint of this run."""
+
+    global_step: int
+    steps: int
+    resumed: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress(Event):
+    """A stretch of training steps is done.
+
+    Attributes:
+        global_step: reached.
+        steps: where training ends.
+        loss: mean over the stretch.
+        steps_per_second: over the stretch.
+        seconds: of training so far, over all attempts.
+        seconds_left: at this speed.
+        learning_rate: of the next update.
+        metrics: further ones of the strategy.
+    """
+
+    global_step: int
+    steps: int
+    loss: float
+    steps_per_second: float
+    seconds_left: float
+    seconds: float = 0.0
+    learning_rate: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved(Event):
+    """A checkpoint is written on this machine; training waited for `seconds`."""
+
+    uri: str
+    global_step: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPublished(Event):
+    """A checkpoint is published."""
+
+    uri: str
+    global_step: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointPassedOver(Event):
+    """A checkpoint cannot be read; an older one is used."""
+
+    uri: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UploadFailed(Event):
+    """A checkpoint could not be uploaded yet."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart(Event):
+    """A training task is started again; `restarts` counts incidents, this one included."""
+
+    task: str
+    cause: str
+    restarts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskFailed(Event):
+    """A training task failed for good."""
+
+    task: str
+    cause: str
+    log: str = ""
+    last_lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stalled(Event):
+    """Training made no progress for `seconds`, and these tasks did not answer."""
+
+    tasks: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatorLeft(Event):
+    """Training continues without its evaluator."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Validation(Event):
+    """The evaluator measured a checkpoint; `created` is the time in its manifest."""
+
+    global_step: int
+    created: str
+    metrics: Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseTakenOver(Event):
+    """The lease of a folder of checkpoints was taken over from a holder that is gone."""
+
+    uri: str
+    holder: str
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseAwaited(Event):
+    """The holder of a lease may be dead; the lease is waited for."""
+
+    uri: str
+    holder: str
+    until: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class NewestVersion(Event):
+    """No version of the dataset was named; this is its newest."""
+
+    dataset: str
+    version: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarmStart(Event):
+    """Training begins with the weights of another checkpoint."""
+
+    uri: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class FromScratch(Event):
+    """There is no champion yet to begin with."""
+
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserCodeFailed(Event):
+    """The user's own code raised an error in a training task."""
+
+    task: str
+    error: str
+    traceback: str
+
+
+def emit(event: Event) -> None:
+    """Append one event to the file of the run, or write it to the log where there is none.
 
     One `write` of one line in append mode, so that lines of several processes do not mix.
     """
-    line = json.dumps({"event": event, "time": round(time.time(), 3), **fields})
+    line = json.dumps(to_tree(event), default=str)
     path = os.environ.get(VARIABLE)
     if not path:
         log.info("%s", line)
         return
     try:
-        with open(path, "ab", buffering=0) as file:
-            file.write(f"{line}\n".encode())
+        append(Path(path), event)
     except OSError as error:
         # A full disk has to be reported by what cannot go on without it.
         log.warning("cannot write to %s: %s: %s", path, error.strerror, line)
 
 
-def read(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file in order; a line that is not whole is left out."""
+def append(path: Path, event: Event) -> None:
+    """Append one event to a file; raises `OSError`."""
+    with open(path, "ab", buffering=0) as file:
+        file.write(f"{json.dumps(to_tree(event), default=str)}\n".encode())
+
+
+def read(path: Path) -> Iterator[Event]:
+    """Yield the events of a file in order; none where there is no such file."""
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            # A full disk tears lines, and the last one may still be on its way.
-            with suppress(ValueError):
-                yield json.loads(line)
+            if event := parse(line):
+                yield event
+
+
+def parse(line: str) -> Event | None:
+    """Return the event that a line of a file or of a log ends with, None where there is none.
+
+    A line that a full disk has cut short is followed by the next one on the same line.
+    """
+    at = line.rfind(MARK)
+    if at < 0:
+        return None
+    try:
+        tree = json.loads(line[at:])
+    except ValueError:
+        return None
+    kind = _kinds().get(str(tree["event"]))
+    return from_tree(kind, tree) if kind and "time" in tree else None
+
+
+def name_of(kind: type[Event]) -> str:
+    """Return the name of a kind of event in its line."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def to_tree(record: Any) -> dict[str, Any]:
+    """Return the fields of a record, to be written as a JSON object; of an event the name too."""
+    tree = {each.name: getattr(record, each.name) for each in fields(record)}
+    return {"event": name_of(type(record)), **tree} if isinstance(record, Event) else tree
+
+
+def from_tree(kind: type[Record], tree: object) -> Record | None:
+    """Return the record of a dataclass that a JSON object holds.
+
+    None where a field without a default is missing, or one has another type.
+    """
+    if not isinstance(tree, dict):
+        return None
+    hints = _hints(cast(Any, kind))
+    try:
+        return kind(**{name: _checked(tree[name], hints[name]) for name in hints if name in tree})
+    except TypeError:
+        return None
+
+
+@cache
+def _kinds() -> dict[str, type[Event]]:
+    return {name_of(kind): kind for kind in Event.__subclasses__()}
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _checked(value: Any, hint: Any) -> Any:
+    """Return a JSON value as the type of a field; raises `TypeError` where it is another one."""
+    if hint is Any:
+        return value
+    if hint is float and type(value) in (int, float) and math.isfinite(value):
+        return float(value)
+    if hint in (int, str, bool, NoneType) and type(value) is hint:
+        return value
+    parts = get_args(hint)
+    if get_origin(hint) is tuple and isinstance(value, list):
+        return tuple(_checked(each, parts[0]) for each in value)
+    if get_origin(hint) is Mapping and isinstance(value, dict):
+        return {name: _checked(each, parts[1]) for name, each in value.items()}
+    if NoneType in parts:
+        return None if value is None else _checked(value, parts[0])
+    raise TypeError(f"{value!r} is no {hint}")

@@ -111,7 +111,7 @@ class Restarts:
                 return False
             self._count += 1
         self._count_at_start[end.task] = self._count
-        events.emit("restart", task=str(end.task), cause=end.cause, restarts=self._count)
+        events.emit(events.Restart(task=str(end.task), cause=end.cause, restarts=self._count))
         return True
 
 

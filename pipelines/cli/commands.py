@@ -153,11 +153,11 @@ def _summary(run: local.LocalRun, outcome: Outcome) -> dict[str, object]:
     summary: dict[str, object] = {
         "status": outcome.status,
         "run_id": run.run_id,
-        "metrics": outcome.figures("evaluate_model"),
+        "metrics": outcome.metrics("evaluate_model"),
         "artifacts": outcome.artifacts(),
         "message": outcome.message,
     }
-    trained = outcome.figures("train_model")
+    trained = outcome.metrics("train_model")
     if "global_step" in trained:
         summary["global_step"] = trained["global_step"]
     return summary

@@ -6,7 +6,7 @@ What a person sees of runs on a KFP instance: live steps, and tables.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -14,13 +14,32 @@ from typing import IO, TYPE_CHECKING, Any
 from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from pipelines.runs.outcome import Outcome
 from trainer import storage
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    EvaluatorLeft,
+    Event,
+    FromScratch,
+    LeaseAwaited,
+    LeaseTakenOver,
+    NewestVersion,
+    Progress,
+    Restart,
+    Stalled,
+    StepBegin,
+    StepEnd,
+    TaskFailed,
+    WarmStart,
+)
 
 if TYPE_CHECKING:
+    from components.step_record import StepRecord
     from pipelines.runs.kfp_run import RemoteRun, Step
 
 # Without a terminal a line of progress comes at most so often.
@@ -60,11 +79,11 @@ class Display:
     def __init__(self) -> None:
         """Write to standard error."""
         self._console = Terminal(stderr=True)
-        self._bars = Progress(
+        self._bars = Bars(
             TextColumn("{task.description}"),
             BarColumn(),
             TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[figures]}"),
+            TextColumn("{task.fields[metrics]}"),
             TimeElapsedColumn(),
             console=self._console,
             transient=True,
@@ -82,128 +101,87 @@ class Display:
         """Leave the terminal as it was."""
         self._bars.stop()
 
-    def __call__(self, event: dict[str, Any]) -> None:
+    def __call__(self, event: Event) -> None:
         """Show one event."""
-        show = _SHOWN.get(event["event"])
-        if show:
-            show(self, event)
+        match event:
+            case StepBegin():
+                self._say(f"{event.step} ...")
+            case StepEnd():
+                self._step_end(event)
+            case Progress():
+                self._progress(event)
+            case TaskFailed():
+                for line in (f"{event.task} ended with {event.cause}:", *event.last_lines):
+                    self._say_as_it_is(line)
+            case _:
+                if text := _line_of(event):
+                    self._say_as_it_is(text)
 
     def _say(self, text: str) -> None:
         self._console.print(text, soft_wrap=True)
 
-    def step_begin(self, event: dict[str, Any]) -> None:
-        """A step has begun."""
-        self._say(f"{event['step']} ...")
+    def _say_as_it_is(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
 
-    def step_end(self, event: dict[str, Any]) -> None:
-        """A step has ended."""
+    def _step_end(self, event: StepEnd) -> None:
         if self._bar is not None:
             self._bars.remove_task(self._bar)
             self._bar = None
-        mark = _MARKS[event["status"]]
-        self._say(f"{event['step']} {mark} in {event['seconds']:.1f} s")
+        self._say(f"{event.step} {_MARKS[event.status]} in {event.seconds:.1f} s")
 
-    def life(self, event: dict[str, Any]) -> None:
-        """The chief has begun to train."""
-        if event["resumed"]:
-            self._say(f"training goes on from global step {event['global_step']}")
-
-    def newest_version(self, event: dict[str, Any]) -> None:
-        """No version of the dataset was named."""
-        text = f"{event['dataset']} {event['version']} is its newest version"
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def warm_start(self, event: dict[str, Any]) -> None:
-        """A fresh run begins with the weights of another checkpoint."""
-        text = f"training begins with the weights of {event['uri']}"
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def from_scratch(self, event: dict[str, Any]) -> None:
-        """There was nothing to begin with."""
-        text = f"training begins from scratch: {event['reason']}"
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def lock_taken_over(self, event: dict[str, Any]) -> None:
-        """Another run has left its checkpoints locked."""
-        text = f"took over the lock of {event['uri']} from {event['holder']}, which "
-        self._console.print(text + event["reason"], markup=False, soft_wrap=True)
-
-    def lock_awaited(self, event: dict[str, Any]) -> None:
-        """Whoever holds the lock of the checkpoints may be dead."""
-        text = f"waiting for the lock of {event['uri']}: {event['holder']} may be dead, and holds "
-        self._console.print(f"{text}it until {event['until']}", markup=False, soft_wrap=True)
-
-    def stalled(self, event: dict[str, Any]) -> None:
-        """Tasks do not answer."""
-        self._say(f"no progress for {event['seconds']:g} s: {', '.join(event['tasks'])} silent")
-
-    def evaluator_left(self, event: dict[str, Any]) -> None:
-        """Training goes on without its evaluator."""
-        text = f"going on without the evaluator: {event['reason']}"
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def task_failed(self, event: dict[str, Any]) -> None:
-        """A task is given up: its last lines."""
-        for line in (f"{event['task']} ended with {event['cause']}:", *event["last_lines"]):
-            self._console.print(line, markup=False, soft_wrap=True)
-
-    def restart(self, event: dict[str, Any]) -> None:
-        """A task was started again."""
-        self._say(f"{event['task']} ended with {event['cause']} and is started again")
-
-    def checkpoint_passed_over(self, event: dict[str, Any]) -> None:
-        """A damaged checkpoint was not used."""
-        text = f"passed over {event['uri']}: {event['reason']}"
-        self._console.print(text, markup=False, soft_wrap=True)
-
-    def _progress_line(self, event: dict[str, Any]) -> str:
-        return (
-            f"loss {event['loss']:.4f}  {event['steps_per_second']:.0f} steps/s  "
-            f"{event['seconds_left']:.0f} s left"
+    def _progress(self, event: Progress) -> None:
+        line = (
+            f"loss {event.loss:.4f}  {event.steps_per_second:.0f} steps/s  "
+            f"{event.seconds_left:.0f} s left"
         )
-
-    def progress(self, event: dict[str, Any]) -> None:
-        """Training has come further."""
-        line = self._progress_line(event)
         if not self._console.is_terminal:
-            if event["time"] - self._line_at >= LINE_SECONDS:
-                self._line_at = event["time"]
-                self._say(f"global step {event['global_step']}/{event['steps']}  {line}")
+            if event.time - self._line_at >= LINE_SECONDS:
+                self._line_at = event.time
+                self._say(f"global step {event.global_step}/{event.steps}  {line}")
             return
         if self._bar is None:
-            self._bar = self._bars.add_task("training", total=event["steps"], figures="")
-        self._bars.update(self._bar, completed=event["global_step"], figures=line)
+            self._bar = self._bars.add_task("training", total=event.steps, metrics="")
+        self._bars.update(self._bar, completed=event.global_step, metrics=line)
 
 
-_SHOWN: dict[str, Callable[[Display, dict[str, Any]], None]] = {
-    "step_begin": Display.step_begin,
-    "step_end": Display.step_end,
-    "life": Display.life,
-    "newest_version": Display.newest_version,
-    "warm_start": Display.warm_start,
-    "from_scratch": Display.from_scratch,
-    "lock_awaited": Display.lock_awaited,
-    "lock_taken_over": Display.lock_taken_over,
-    "restart": Display.restart,
-    "stalled": Display.stalled,
-    "evaluator_left": Display.evaluator_left,
-    "task_failed": Display.task_failed,
-    "checkpoint_passed_over": Display.checkpoint_passed_over,
-    "progress": Display.progress,
+def _line_of(event: Event) -> str:
+    """Return the line that an event is worth, or nothing."""
+    line = _LINES.get(type(event))
+    return line(event) if line else ""
+
+
+_LINES: dict[type[Event], Callable[[Any], str]] = {
+    AttemptBegin: lambda event: (
+        f"training resumes from global step {event.global_step}" if event.resumed else ""
+    ),
+    NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
+    WarmStart: lambda event: f"training begins with the weights of {event.uri}",
+    FromScratch: lambda event: f"training begins from scratch: {event.reason}",
+    Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    Stalled: lambda event: f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent",
+    EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
+    CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
+    LeaseAwaited: lambda event: (
+        f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
+        f"{event.until}"
+    ),
+    LeaseTakenOver: lambda event: (
+        f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
+    ),
 }
 
 
 def closing_table(outcome: Outcome) -> Table:
-    """Return the table of all steps: status, seconds, key figures, where."""
+    """Return the table of all steps: status, seconds, key metrics, where."""
     table = Table(box=None, pad_edge=False)
-    for title in ("step", "status", "seconds", "figures", "where"):
+    for title in ("step", "status", "seconds", "metrics", "where"):
         table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
     for step in outcome.steps:
         table.add_row(
-            step["step"],
-            _MARKS[step["status"]],
-            f"{step['seconds']:.1f}",
-            escape(_figures(step["figures"])),
+            step.step,
+            _MARKS[step.status],
+            f"{step.seconds:.1f}",
+            escape(_metrics(step.metrics)),
             escape(_where(step)),
         )
     return table
@@ -218,14 +196,14 @@ def shown_place(uri: str) -> str:
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
-def _where(step: dict[str, Any]) -> str:
-    if step["status"] == "cached" and not step["uri"]:
+def _where(step: StepRecord) -> str:
+    if step.status == "cached" and not step.uri:
         return "KFP's cache does not say"
-    return shown_place(step["uri"])
+    return shown_place(step.uri)
 
 
-def _figures(figures: dict[str, Any]) -> str:
-    shown = [(name, value) for name, value in figures.items() if not isinstance(value, list | dict)]
+def _metrics(metrics: Mapping[str, Any]) -> str:
+    shown = [(name, value) for name, value in metrics.items() if not isinstance(value, list | dict)]
     return " ".join(f"{name}={_short(value)}" for name, value in shown[:4])
 
 

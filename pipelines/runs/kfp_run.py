@@ -16,7 +16,6 @@ an archive, or not at all.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from urllib.parse import urlencode
 from pipelines.runs.kfp_client import Client, InstanceError, ask, is_id, pages
 from pipelines.runs.upload import NEWEST, equals
 from trainer.errors import UserError
+from trainer.events import Event, parse
 
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _DRIVER = "-driver"
@@ -227,17 +227,9 @@ def remedy(client: Client, step: Step) -> str:
     return f"`kubectl logs -n {namespace} {step.pods[0] if step.pods else '-'} -c main`"
 
 
-def events_in(log: str) -> Iterator[dict[str, Any]]:
-    """Yield what a step has written as events into its log."""
-    for line in log.splitlines():
-        _, brace, rest = line.partition('{"event": ')
-        if not brace:
-            continue
-        try:
-            tree = json.loads(brace + rest)
-        except ValueError:
-            continue
-        yield tree
+def events_in(log: str) -> Iterator[Event]:
+    """Yield the events that a step has written into its log."""
+    return filter(None, map(parse, log.splitlines()))
 
 
 def _paths(client: Client, run: RemoteRun, pod: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from components.locations import RUN_FOLDER, RUN_ID
 from components.record import STOPPING
@@ -26,8 +26,9 @@ from trainer.cluster import signals
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.events import Event, RunBegin
 
-Follower = Callable[[dict[str, Any]], None]
+Follower = Callable[[Event], None]
 
 EVENTS = "events.jsonl"
 # How often the events of a run are looked at: often enough for a progress bar.
@@ -45,12 +46,14 @@ class LocalRun:
         folder: all of it that is on this machine.
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.
+        begin: bytes in the file of events before those of this start.
     """
 
     run_id: str
     folder: Path
     config: Config
     lock: int
+    begin: int
 
 
 def new_run(config: Config, workdir: Path) -> LocalRun:
@@ -97,7 +100,7 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (folder / EVENTS).write_bytes(b"")
+        begin = _begun(folder / EVENTS, run_id)
         (folder / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
     except BlockingIOError:
         raise ConfigError(f"run {run_id} is still going on; wait for its end or stop it") from None
@@ -105,7 +108,14 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
         ) from None
-    return LocalRun(run_id=run_id, folder=folder, config=placed, lock=lock)
+    return LocalRun(run_id=run_id, folder=folder, config=placed, lock=lock, begin=begin)
+
+
+def _begun(path: Path, run_id: str) -> int:
+    """Append that the run begins to the events of earlier starts; return the file's size."""
+    before = [each for each in events.read(path) if isinstance(each, RunBegin)]
+    events.append(path, RunBegin(run_id=run_id, number=len(before) + 1))
+    return path.stat().st_size
 
 
 def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Follower) -> Outcome:
@@ -174,12 +184,11 @@ def _environment(run: LocalRun) -> dict[str, str]:
     }
 
 
-def _follow(
-    run: LocalRun, child: subprocess.Popen[bytes], follow: Follower
-) -> list[dict[str, Any]]:
-    happened: list[dict[str, Any]] = []
+def _follow(run: LocalRun, child: subprocess.Popen[bytes], follow: Follower) -> list[Event]:
+    happened: list[Event] = []
     running = True
-    with (run.folder / EVENTS).open(encoding="utf-8") as lines:
+    with (run.folder / EVENTS).open("rb") as lines:
+        lines.seek(run.begin)
         while running:
             try:
                 child.wait(timeout=LOOK_SECONDS)
@@ -192,17 +201,17 @@ def _follow(
     return happened
 
 
-def _since(lines: TextIO) -> Iterator[dict[str, Any]]:
+def _since(lines: BinaryIO) -> Iterator[Event]:
     """Yield the events that came since the last call; a line that is not whole is left."""
     while True:
         position = lines.tell()
         line = lines.readline()
-        if not line.endswith("\n"):
+        if not line.endswith(b"\n"):
             lines.seek(position)
             return
         # A full disk tears lines; the run says what is wrong by its exit code too.
-        with suppress(ValueError):
-            yield json.loads(line)
+        if event := events.parse(line.decode("utf-8", "replace")):
+            yield event
 
 
 @contextmanager

@@ -9,15 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from components.record import step_records
+from components.step_record import StepRecord, last_start, step_records
 from pipelines.runs import local
 from pipelines.runs.outcome import Outcome, outcome_of
 from trainer import events
 from trainer.errors import DONE, UserError
+from trainer.events import Event
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
@@ -59,14 +60,14 @@ def status_of(workdir: Path, run_id: str) -> RunStatus:
     """Return how a run stands."""
     folder = (workdir / run_id).absolute()
     child = child_of(folder)
-    happened = list(events.read(folder / local.EVENTS))
+    happened = last_start(events.read(folder / local.EVENTS))
     if child:
         return RunStatus(folder=folder, child=child, outcome=_so_far(happened))
-    ended = any(each["event"] == "step_end" and each["step"] == "finish" for each in happened)
     steps = step_records(happened)
-    if not ended and all(step["status"] == "done" for step in steps):
+    ended = any(step.step == "finish" and step.ended is not None for step in steps)
+    if not ended and all(step.status == "done" for step in steps):
         # `prepare` and `train` have no exit step; a run that was killed has none either.
-        alone = bool(steps) and steps[-1]["step"] in ("prepare_data", "train_model")
+        alone = bool(steps) and steps[-1].step in ("prepare_data", "train_model")
         return RunStatus(folder=folder, child=0, outcome=_without_end(steps, alone))
     return RunStatus(folder=folder, child=0, outcome=outcome_of(happened, 0, interrupted=False))
 
@@ -115,31 +116,29 @@ def interrupt(found: RunStatus) -> None:
         ) from None
 
 
-def _so_far(happened: list[dict[str, Any]]) -> Outcome:
-    ended = {each["step"] for each in happened if each["event"] == "step_end"}
-    began = {each["step"]: each["time"] for each in happened if each["event"] == "step_begin"}
+def _so_far(happened: list[Event]) -> Outcome:
     steps = tuple(
         step
-        if step["step"] in ended
-        else {
-            **step,
-            "status": "running",
-            "error": "",
-            "seconds": max(time.time() - began[step["step"]], 0.0),
-            "figures": _progress(happened),
-        }
+        if step.ended is not None
+        else replace(
+            step,
+            status="running",
+            error="",
+            seconds=max(time.time() - step.began, 0.0),
+            metrics=_progress(happened),
+        )
         for step in step_records(happened)
     )
     return Outcome(status="running", exit_code=DONE, message="", steps=steps)
 
 
-def _progress(happened: list[dict[str, Any]]) -> dict[str, Any]:
-    told = [each for each in happened if each["event"] == "progress"]
-    keys = ("global_step", "steps", "loss", "seconds_left")
-    return {key: told[-1][key] for key in keys if key in told[-1]} if told else {}
+def _progress(happened: list[Event]) -> dict[str, Any]:
+    last = next((each for each in reversed(happened) if isinstance(each, events.Progress)), None)
+    names = ("global_step", "steps", "loss", "seconds_left")
+    return {name: getattr(last, name) for name in names} if last else {}
 
 
-def _without_end(steps: tuple[dict[str, Any], ...], alone: bool) -> Outcome:
+def _without_end(steps: tuple[StepRecord, ...], alone: bool) -> Outcome:
     if alone:
         return Outcome(status="done", exit_code=DONE, message="", steps=steps)
     message = "the run ended without a word: its process was killed, or the machine stopped"

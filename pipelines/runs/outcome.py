@@ -1,4 +1,4 @@
-"""How a run ended, told from its events."""
+"""How a run ended, by its events."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from components.record import step_records
+from components.step_record import StepRecord, step_records
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
+from trainer.events import Event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,15 +25,15 @@ class Outcome:
     status: str
     exit_code: int
     message: str
-    steps: tuple[dict[str, Any], ...]
+    steps: tuple[StepRecord, ...]
 
-    def figures(self, step: str) -> dict[str, Any]:
-        """Return the figures of a step, or none if it was not done."""
-        return next((dict(s["figures"]) for s in self.steps if s["step"] == step), {})
+    def metrics(self, step: str) -> dict[str, Any]:
+        """Return the metrics of a step, or none if it was not done."""
+        return next((dict(each.metrics) for each in self.steps if each.step == step), {})
 
     def artifacts(self) -> dict[str, str]:
         """Return the URI of what each step has published."""
-        return {ARTIFACTS[s["step"]]: s["uri"] for s in self.steps if s["uri"]}
+        return {ARTIFACTS[each.step]: each.uri for each in self.steps if each.uri}
 
 
 ARTIFACTS = {
@@ -46,18 +47,17 @@ ARTIFACTS = {
 }
 
 
-def outcome_of(
-    happened: Iterable[dict[str, Any]], returncode: int, *, interrupted: bool
-) -> Outcome:
-    """Judge a run by its events and by the exit code of the local runner."""
-    steps = step_records(happened)
+def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -> Outcome:
+    """Judge a run by the events of its newest start and by the exit code of the local runner."""
+    steps = step_records(events)
     for step in steps:
-        if step["status"] == "failed" and not interrupted:
-            code = USAGE if step["exit_code"] == USAGE else FAILED
-            return Outcome(status="failed", exit_code=code, message=_told(step), steps=steps)
-    stopped = [step for step in steps if step["status"] in ("interrupted", "failed")]
+        if step.status == "failed" and not interrupted:
+            code = USAGE if step.exit_code == USAGE else FAILED
+            message = f"{step.step}: {step.error}"
+            return Outcome(status="failed", exit_code=code, message=message, steps=steps)
+    stopped = [step for step in steps if step.status in ("interrupted", "failed")]
     if interrupted or stopped:
-        message = stopped[0]["error"] if stopped else "interrupted"
+        message = stopped[0].error if stopped else "interrupted"
         return Outcome(status="interrupted", exit_code=INTERRUPTED, message=message, steps=steps)
     if returncode:
         message = f"the local runner ended with exit code {returncode}; see pipeline.log"
@@ -65,23 +65,19 @@ def outcome_of(
     return _judged(steps)
 
 
-def _judged(steps: tuple[dict[str, Any], ...]) -> Outcome:
-    by_name = {step["step"]: step for step in steps}
+def _judged(steps: tuple[StepRecord, ...]) -> Outcome:
+    by_name = {step.step: step for step in steps}
     gate = by_name.get("check_gate")
     if gate is None:
         return Outcome(status="done", exit_code=DONE, message="", steps=steps)
     judge = gate
-    if gate["figures"]["decision"] == "blessed":
+    if gate.metrics["decision"] == "blessed":
         for name in ("export_model", "register_model"):
             if name not in by_name:
                 message = f"the model was blessed, but {name} was not run; see pipeline.log"
                 return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
         judge = by_name["register_model"]
-        if judge["figures"]["decision"] == "promoted":
+        if judge.metrics["decision"] == "promoted":
             return Outcome(status="blessed", exit_code=DONE, message="", steps=steps)
-    message = "; ".join(judge["figures"]["reasons"])
+    message = "; ".join(judge.metrics["reasons"])
     return Outcome(status="refused", exit_code=REFUSED, message=message, steps=steps)
-
-
-def _told(step: dict[str, Any]) -> str:
-    return f"{step['step']}: {step['error']}"

@@ -101,11 +101,11 @@ def summary(run_id: str, outcome: Outcome) -> dict[str, object]:
     whole: dict[str, object] = {
         "status": outcome.status,
         "run_id": run_id,
-        "metrics": outcome.figures("evaluate_model"),
+        "metrics": outcome.metrics("evaluate_model"),
         "artifacts": outcome.artifacts(),
         "message": outcome.message,
     }
-    trained = outcome.figures("train_model")
+    trained = outcome.metrics("train_model")
     if "global_step" in trained:
         whole["global_step"] = trained["global_step"]
     return whole

@@ -9,6 +9,7 @@ from benchmarks import accuracy, launched
 from benchmarks.accuracy import first_reach, seconds_at
 from benchmarks.baselines import mnist
 from trainer.config.schema import Config
+from trainer.events import Progress
 
 COURSE = [(1.0, 0.5), (2.0, 0.97), (3.0, 0.96), (4.0, 0.98)]
 
@@ -37,14 +38,25 @@ def test_no_more_is_evaluated_than_needed():
     assert seen == COURSE[:2]
 
 
+def progress(step, seconds):
+    return Progress(
+        global_step=step,
+        steps=100,
+        loss=1.0,
+        steps_per_second=10.0,
+        seconds=seconds,
+        seconds_left=0.0,
+    )
+
+
 def test_set_up_is_left_out():
     # 10 updates a second, and 5 s before the first of them.
-    rows = [{"global_step": step, "seconds": 5 + step / 10} for step in (20, 40, 100)]
+    rows = [progress(step, 5 + step / 10) for step in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
 
 
 def test_the_first_stretch_is_not_for_nothing():
-    rows = [{"global_step": step, "seconds": step / 10} for step in (20, 40, 100)]
+    rows = [progress(step, step / 10) for step in (20, 40, 100)]
     assert seconds_at(rows) == pytest.approx({20: 2.0, 40: 4.0, 100: 10.0})
 
 

@@ -6,29 +6,38 @@ import pytest
 
 from benchmarks import training
 from benchmarks.launched import _local_steps, _speed, clocked
+from trainer.events import Progress, RunBegin, Saved
 
 
-def progress(step, time, **more):
-    return {"event": "progress", "global_step": step, "time": time, "seconds": 0.1, **more}
+def progress(step, time, **metrics):
+    return Progress(
+        time=time,
+        global_step=step,
+        steps=90,
+        loss=1.0,
+        steps_per_second=0.0,
+        seconds_left=0.0,
+        metrics=metrics,
+    )
 
 
 def test_the_clock_stands_still_for_checkpoints_alone():
     rows = clocked(
         [
-            {"event": "started", "time": 90.0},
+            RunBegin(time=90.0, run_id="bench", number=1),
             progress(10, 100.0),
-            {"event": "saved", "time": 103.0, "seconds": 3.0},
+            Saved(time=103.0, uri="", global_step=10, seconds=3.0),
             progress(20, 105.0),
             progress(30, 107.0),
         ]
     )
-    assert [row["seconds"] for row in rows] == [100.0, 102.0, 104.0]
-    assert [row["global_step"] for row in rows] == [10, 20, 30]
+    assert [row.seconds for row in rows] == [100.0, 102.0, 104.0]
+    assert [row.global_step for row in rows] == [10, 20, 30]
 
 
 def test_speed_is_that_after_the_first_tenth():
     rows = clocked([progress(5, 10.0), progress(10, 20.0), progress(50, 24.0), progress(90, 28.0)])
-    assert _speed(rows, lambda row: row["global_step"]) == pytest.approx(10.0)
+    assert _speed(rows, lambda row: row.global_step) == pytest.approx(10.0)
 
 
 def test_local_steps_are_those_of_all_workers():

@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.chaos.invariants import Lived, broken, lives, repeated, restarts
+from tests.chaos.invariants import Lived, attempts, broken, repeated, restarts
 from tests.chaos.plan import drawn
 from tests.chaos.run import forget, lived
 
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 FIGURES = (
-    "runs", "blessed", "blows", "tries resumed", "lives", "restarts", "steps repeated",
+    "runs", "blessed", "blows", "tries resumed", "attempts", "restarts", "steps repeated",
     "invariants broken", "seconds",
 )  # fmt: skip
 
@@ -64,7 +64,7 @@ def figures(found: Lived, *, blows: int, faults: int) -> dict[str, int]:
         "blessed": int(found.ends[-1][0] == 0),
         "blows": blows,
         "tries resumed": len(found.ends) - 1,
-        "lives": lives(found),
+        "attempts": attempts(found),
         "restarts": restarts(found),
         "steps repeated": repeated(found),
         "invariants broken": faults,

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
+from trainer.events import AttemptBegin, Event, Progress, Restart
 
 # A closure of asynchronous training that a killed worker had begun is done again as a whole.
 STEPS_OF_A_CLOSURE = 50
@@ -21,7 +21,7 @@ class Lived:
 
     Attributes:
         ends: exit code and last words of each try.
-        happened: the events of all tries.
+        events: of all tries.
         checkpoints: URI below which the run has published.
         steps: how many it had to train.
         every: the steps between checkpoints.
@@ -35,7 +35,7 @@ class Lived:
     steps: int
     every: int
     ends: list[tuple[int, str]] = field(default_factory=list)
-    happened: list[dict[str, Any]] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     losses: int = 0
     torn: set[Path] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
@@ -107,20 +107,20 @@ INVARIANTS = (
 def repeated(lived: Lived) -> int:
     """Return the steps that were trained more than once, as far as they were told."""
     steps, reached = 0, 0
-    for event in lived.happened:
-        if event["event"] == "life":
-            steps += max(0, reached - event["global_step"])
-            reached = event["global_step"]
-        elif event["event"] == "progress":
-            reached = event["global_step"]
+    for event in lived.events:
+        if isinstance(event, AttemptBegin):
+            steps += max(0, reached - event.global_step)
+            reached = event.global_step
+        elif isinstance(event, Progress):
+            reached = event.global_step
     return steps
 
 
 def restarts(lived: Lived) -> int:
     """Return how often a task was started again."""
-    return sum(event["event"] == "restart" for event in lived.happened)
+    return sum(isinstance(event, Restart) for event in lived.events)
 
 
-def lives(lived: Lived) -> int:
+def attempts(lived: Lived) -> int:
     """Return how often training began or went on."""
-    return sum(event["event"] == "life" for event in lived.happened)
+    return sum(isinstance(event, AttemptBegin) for event in lived.events)

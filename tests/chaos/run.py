@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import shutil
 import subprocess
@@ -10,13 +9,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.chaos.blows import Ground, strike
 from tests.chaos.invariants import Lived
 from tests.chaos.plan import EVERY, STEPS, Blow, Plan
 from tests.pipelines.called import processes_of
 from trainer import storage
+from trainer.events import Event, Progress, parse
 
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
@@ -38,6 +37,7 @@ class _Run:
     def __init__(self, plan: Plan, folder: Path, say: Say) -> None:
         self._plan = plan
         self._workdir = folder / f"run-{plan.seed}"
+        self._read: dict[Path, int] = {}
         self._store = folder / "store"
         self._say = say
         self._blows = list(plan.blows)
@@ -81,11 +81,11 @@ class _Run:
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
         ground = None
-        for event in _events(process, self._workdir):
-            self._found.happened.append(event)
-            if event["event"] == "progress":
+        for event in _events(process, self._workdir, self._read):
+            self._found.events.append(event)
+            if isinstance(event, Progress):
                 ground = ground or _ground(self._workdir, self._store, self._plan.seed)
-                self._strike(ground, event["global_step"])
+                self._strike(ground, event.global_step)
         if ground:
             ground.leave()
             self._found.torn |= ground.torn
@@ -97,22 +97,21 @@ class _Run:
             self._found.losses += _costs_a_life(self._plan, blow)
 
 
-def _events(process: subprocess.Popen[bytes], workdir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a run as they come, to its end."""
+def _events(
+    process: subprocess.Popen[bytes], workdir: Path, read: dict[Path, int]
+) -> Iterator[Event]:
+    """Yield the events of a run as they come, to its end; `read` counts the bytes of each file."""
     deadline = time.monotonic() + SECONDS
-    began, position = time.time(), 0
     ended = False
     while not ended:
         ended = process.poll() is not None
         for path in workdir.glob("*/events.jsonl"):
-            # A run that is resumed writes its events anew.
-            if path.stat().st_mtime < began:
-                continue
-            with path.open(encoding="utf-8") as lines:
-                lines.seek(position)
-                whole = [line for line in lines if line.endswith("\n")]
-            position += sum(len(line.encode()) for line in whole)
-            yield from (json.loads(line) for line in whole)
+            with path.open("rb") as lines:
+                # A resumed run appends to what is there.
+                lines.seek(read.get(path, 0))
+                whole = [line for line in lines if line.endswith(b"\n")]
+            read[path] = read.get(path, 0) + sum(map(len, whole))
+            yield from filter(None, (parse(line.decode("utf-8", "replace")) for line in whole))
         if time.monotonic() > deadline:
             process.kill()
             raise TimeoutError(f"the run has not ended after {SECONDS} s; see {workdir}")

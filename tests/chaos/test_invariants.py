@@ -7,6 +7,7 @@ import pytest
 from tests.chaos.invariants import INVARIANTS, Lived, broken, repeated
 from tests.chaos.plan import STEPS, STRATEGIES, drawn
 from trainer import storage
+from trainer.events import AttemptBegin, Progress
 
 
 def publish(folder, step):
@@ -26,17 +27,17 @@ def sound(tmp_path):
         steps=3000,
         every=250,
         ends=[(1, "failed | when that is put right, go on with: flotilla run"), (0, "")],
-        happened=[life(0), progress(700), life(500), progress(3000)],
+        events=[attempt(0), progress(700), attempt(500), progress(3000)],
         losses=1,
     )
 
 
-def life(step):
-    return {"event": "life", "global_step": step}
+def attempt(step):
+    return AttemptBegin(global_step=step, steps=3000, resumed=step > 0)
 
 
 def progress(step):
-    return {"event": "progress", "global_step": step}
+    return Progress(global_step=step, steps=3000, loss=1.0, steps_per_second=1.0, seconds_left=0.0)
 
 
 def test_a_sound_run_breaks_none(sound):

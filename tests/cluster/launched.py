@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import psutil
 
 from trainer import events, storage
 from trainer.checkpoints.history import read_history
 from trainer.checkpoints.index import newest_checkpoint
+from trainer.events import Event, Progress
 
 SECONDS = 120
-Event = dict[str, Any]
+Kind = TypeVar("Kind", bound=Event)
 
 
 class Launched:
@@ -34,8 +35,7 @@ class Launched:
 
     def wait_for(self, wanted: Callable[[Event], bool]) -> Event:
         """Read events until one is wanted; fail when the run ends before."""
-        for line in self._pipe:
-            event = json.loads(line)
+        for event in filter(None, map(events.parse, self._pipe)):
             self.seen.append(event)
             if wanted(event):
                 return event
@@ -43,11 +43,11 @@ class Launched:
 
     def wait_for_step(self, step: int) -> Event:
         """Read events until training has come to a global step."""
-        return self.wait_for(lambda e: e["event"] == "progress" and e["global_step"] >= step)
+        return self.wait_for(lambda e: isinstance(e, Progress) and e.global_step >= step)
 
     def end(self) -> tuple[int, str]:
         """Wait for the launcher's end; return its exit code and what it said."""
-        self.seen += [json.loads(line) for line in self._pipe]
+        self.seen += filter(None, map(events.parse, self._pipe))
         said, _ = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, said
 
@@ -64,9 +64,9 @@ class Launched:
         """Kill a task as the kernel does when memory is gone."""
         self.task(name).send_signal(signal.SIGKILL)
 
-    def happened(self, event: str) -> list[Event]:
-        """Return all events of one name so far."""
-        return [each for each in self.seen if each["event"] == event]
+    def events(self, kind: type[Kind]) -> list[Kind]:
+        """Return all events of one kind so far."""
+        return [each for each in self.seen if isinstance(each, kind)]
 
     def newest(self) -> int:
         """Return the global step of the newest checkpoint, verified."""

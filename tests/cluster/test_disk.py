@@ -12,6 +12,13 @@ import pytest
 from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    Restart,
+    TaskFailed,
+)
 
 pytestmark = pytest.mark.cluster
 
@@ -53,19 +60,19 @@ def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
     dataset, tmp_path, small_disk
 ):
     with launched(settings(10**7), dataset, tmp_path) as run:
-        run.wait_for(lambda e: e["event"] == "checkpoint" and e["global_step"] >= EVERY)
+        run.wait_for(lambda e: isinstance(e, CheckpointPublished) and e.global_step >= EVERY)
         filler = fill(small_disk)
         code, said = run.end()
         last = run.newest()
     assert code == 1
     assert said.count("\n") == 1
     assert "No space left on device" in said
-    assert not run.happened("restart")
+    assert not run.events(Restart)
     filler.unlink()
     with launched(settings(last + EVERY), dataset, tmp_path) as again:
         code, said = again.end()
     assert code == 0, said
-    assert [event["global_step"] for event in again.happened("life")] == [last]
+    assert [event.global_step for event in again.events(AttemptBegin)] == [last]
     assert again.newest() == last + EVERY
 
 
@@ -76,7 +83,7 @@ def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
     assert code == 1
     assert said.count("\n") == 1
     assert "a file stands where a folder is needed; move it away" in said
-    assert not run.happened("restart")
+    assert not run.events(Restart)
 
 
 @pytest.mark.slow
@@ -92,9 +99,9 @@ def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
     with launched(settings(4 * EVERY), dataset, tmp_path) as again:
         code, said = again.end()
     assert code == 0, said
-    assert [event["global_step"] for event in again.happened("life")] == [EVERY]
-    (passed,) = again.happened("checkpoint_passed_over")
-    assert f"{DATA} has crc32c" in passed["reason"]
+    assert [event.global_step for event in again.events(AttemptBegin)] == [EVERY]
+    (passed,) = again.events(CheckpointPassedOver)
+    assert f"{DATA} has crc32c" in passed.reason
     for uri, _ in list_checkpoints(run.checkpoints):
         storage.verify(uri)
     assert again.newest() == 4 * EVERY
@@ -108,7 +115,7 @@ def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
     assert code == 1
     assert said.startswith("the code that it was given called sys.exit(0) (chief-0, log ")
     assert said.count("\n") == 1
-    assert not run.happened("restart")
-    (failed,) = run.happened("task_failed")
-    assert (failed["task"], failed["cause"]) == ("chief-0", "exit code 1")
-    assert failed["last_lines"][-1].startswith("flotilla: the code that it was given")
+    assert not run.events(Restart)
+    (failed,) = run.events(TaskFailed)
+    assert (failed.task, failed.cause) == ("chief-0", "exit code 1")
+    assert failed.last_lines[-1].startswith("flotilla: the code that it was given")

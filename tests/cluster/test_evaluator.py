@@ -13,6 +13,7 @@ from trainer.config.load import parse_config
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation import evaluate
+from trainer.events import AttemptBegin, EvaluatorLeft, Restart, Validation
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -41,12 +42,12 @@ def measured(dataset, uri, folder):
 def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
         for _ in range(5):
-            run.wait_for(lambda event: event["event"] == "validation")
+            run.wait_for(lambda event: isinstance(event, Validation))
             run.kill("evaluator-0")
         code, said = run.end()
     assert code == 0, said
-    assert [e["task"] for e in run.happened("restart")] == ["evaluator-0"] * 5
-    assert len(run.happened("life")) == 1
+    assert [e.task for e in run.events(Restart)] == ["evaluator-0"] * 5
+    assert len(run.events(AttemptBegin)) == 1
     assert run.newest() == STEPS
     rows = read_validations(run.checkpoints)
     steps = [row["global_step"] for row in rows]
@@ -83,6 +84,6 @@ def test_an_evaluator_that_fails_for_good_is_left_behind(dataset, tmp_path):
     with launched({**SETTINGS, "training": training}, dataset, tmp_path) as run:
         code, said = run.end()
     assert code == 0, said
-    (left,) = run.happened("evaluator_left")
-    assert left["reason"].startswith(f"cannot write to {tmp_path}")
+    (left,) = run.events(EvaluatorLeft)
+    assert left.reason.startswith(f"cannot write to {tmp_path}")
     assert run.newest() == 100

@@ -16,6 +16,7 @@ from tests.cluster.launched import SECONDS, launched
 from trainer import events, storage
 from trainer.cluster import lease
 from trainer.cluster.lease import lease_uri
+from trainer.events import AttemptBegin, LeaseAwaited, LeaseTakenOver, Restart
 
 pytestmark = pytest.mark.cluster
 
@@ -86,7 +87,7 @@ def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_pat
         run.process.send_signal(signal.SIGINT)
         code, said = run.end()
     assert code == 130, said
-    assert len(run.happened("life")) == 1
+    assert len(run.events(AttemptBegin)) == 1
     assert [each.released for each in holders(run)] == [True]
     third = launch_second(run, SETTINGS, dataset, tmp_path / "third")
     assert third.returncode == 0, third.stderr
@@ -101,12 +102,12 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
     reached = run.newest()
     steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
     with launched(steps, dataset, tmp_path / "run") as again:
-        life = again.wait_for(lambda event: event["event"] == "life")
+        life = again.wait_for(lambda event: isinstance(event, AttemptBegin))
         code, said = again.end()
     assert code == 0, said
-    assert life["global_step"] == reached
-    (taken,) = again.happened("lock_taken_over")
-    assert taken["reason"] == "has ended"
+    assert life.global_step == reached
+    (taken,) = again.events(LeaseTakenOver)
+    assert taken.reason == "has ended"
     assert [each.released for each in holders(again)] == [True]
 
 
@@ -130,13 +131,13 @@ def test_a_retry_on_another_machine_waits_for_the_lease_of_the_attempt_before(da
     reached = run.newest()
     steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
     with launched(steps, dataset, tmp_path / "run") as again:
-        again.wait_for(lambda event: event["event"] == "lock_awaited")
+        again.wait_for(lambda event: isinstance(event, LeaseAwaited))
         storage.delete(place)
-        life = again.wait_for(lambda event: event["event"] == "life")
+        life = again.wait_for(lambda event: isinstance(event, AttemptBegin))
         code, said = again.end()
     assert code == 0, said
-    assert life["global_step"] == reached
-    assert again.happened("restart") == []
+    assert life.global_step == reached
+    assert again.events(Restart) == []
 
 
 @pytest.mark.slow
@@ -145,13 +146,13 @@ def test_a_new_attempt_of_the_chief_takes_its_lease_along(dataset, tmp_path):
         run.wait_for_step(EVERY + 50)
         (before,) = holders(run)
         run.kill("chief-0")
-        run.wait_for(lambda event: event["event"] == "life")
+        run.wait_for(lambda event: isinstance(event, AttemptBegin))
         (now,) = holders(run)
         code, said = run.end()
     assert code == 0, said
     assert before.process != now.process
     assert before.job == now.job
-    assert run.happened("lock_taken_over") == []
+    assert run.events(LeaseTakenOver) == []
     assert [each.released for each in holders(run)] == [True]
 
 
@@ -168,7 +169,7 @@ def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_pat
     assert code == 1
     assert f"was taken over by run later (process {holder.process}" in said
     assert f"; run {tmp_path.name} stops writing: " in said
-    assert run.happened("restart") == []
+    assert run.events(Restart) == []
     # At most the checkpoint that was being written at that moment is new.
     assert len({path.parent for path in content(run)} - {path.parent for path in before}) <= 1
     # The lease of the other holder stays.

@@ -16,6 +16,7 @@ from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.config.load import parse_config
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
+from trainer.events import AttemptBegin
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.topology import Cluster, Task, check_port
@@ -189,8 +190,8 @@ def test_training_goes_on_where_it_was_left(dataset, tmp_path: Path):
     with launched(settings(steps=350), dataset, tmp_path) as second:
         code, said = second.end()
     assert code == 0, said
-    (life,) = second.happened("life")
-    assert (life["resumed"], life["global_step"]) == (True, 200)
+    (life,) = second.events(AttemptBegin)
+    assert (life.resumed, life.global_step) == (True, 200)
     assert second.newest() == 350
     steps = [row["global_step"] for row in second.history()]
     assert steps == sorted(set(steps))

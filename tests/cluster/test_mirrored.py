@@ -8,6 +8,7 @@ import pytest
 
 from tests.cluster.launched import Launched, launched
 from trainer.errors import BEGIN_AGAIN, INTERRUPTED
+from trainer.events import AttemptBegin, Restart
 
 pytestmark = pytest.mark.cluster
 
@@ -44,12 +45,12 @@ def test_all_begin_again_from_the_newest_checkpoint_when_one_dies(running, kille
     running.kill(killed)
     code, said = running.end()
     assert code == 0, said
-    restarts = [(e["task"], e["cause"], e["restarts"]) for e in running.happened("restart")]
+    restarts = [(e.task, e.cause, e.restarts) for e in running.events(Restart)]
     assert restarts == [(killed, "signal SIGKILL", 1), (other, f"exit code {BEGIN_AGAIN}", 1)]
-    first, second = running.happened("life")
-    assert first["global_step"] == 0
-    assert second["global_step"] >= EVERY
-    assert second["global_step"] % EVERY == 0
+    first, second = running.events(AttemptBegin)
+    assert first.global_step == 0
+    assert second.global_step >= EVERY
+    assert second.global_step % EVERY == 0
     assert running.newest() == running.history()[-1]["global_step"] == STEPS
     log = (running.folder / "cluster" / other / "log.txt").read_text(encoding="utf-8")
     assert "flotilla: a task of the cluster is gone: Collective ops is aborted by" in log

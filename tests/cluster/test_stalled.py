@@ -11,6 +11,7 @@ from tests.cluster.launched import launched
 from trainer.cluster import termination
 from trainer.cluster.local import held_cluster
 from trainer.errors import BEGIN_AGAIN
+from trainer.events import AttemptBegin, Restart
 from trainer.topology import Task
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
@@ -42,34 +43,34 @@ def stopped(dataset, folder, config, task, waiting=()):
         code, said = run.end()
         assert code == 0, said
     assert STEPS <= run.newest() <= STEPS + 50
-    first = run.happened("restart")[0]
+    first = run.events(Restart)[0]
     seconds = 2 * SECONDS if task == "chief-0" else SECONDS
-    assert (first["task"], first["cause"]) in [
+    assert (first.task, first.cause) in [
         (task, f"no heartbeat for {seconds} s"),
         *((each, f"exit code {BEGIN_AGAIN}") for each in waiting),
     ]
-    assert {event["restarts"] for event in run.happened("restart")} == {1}
-    for attempt in run.happened("life")[1:]:
-        assert attempt["global_step"] >= EVERY
-        assert attempt["global_step"] % EVERY == 0
+    assert {event.restarts for event in run.events(Restart)} == {1}
+    for attempt in run.events(AttemptBegin)[1:]:
+        assert attempt.global_step >= EVERY
+        assert attempt.global_step % EVERY == 0
     return run
 
 
 def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("async_parameter_server"), "worker-1")
-    assert len(run.happened("life")) == 1
+    assert len(run.events(AttemptBegin)) == 1
 
 
 def test_synchronous_updates_do_not_wait_for_a_stopped_worker(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("sync_parameter_server"), "worker-1")
-    assert len(run.happened("life")) == 1
+    assert len(run.events(AttemptBegin)) == 1
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("task", [pytest.param("ps-0", marks=pytest.mark.long), "chief-0"])
 def test_a_stopped_server_or_chief_costs_an_attempt(dataset, tmp_path, task):
     run = stopped(dataset, tmp_path, settings("async_parameter_server"), task)
-    assert len(run.happened("life")) == 2
+    assert len(run.events(AttemptBegin)) == 2
 
 
 @pytest.mark.timeout(400)
@@ -77,15 +78,15 @@ def test_a_stopped_server_or_chief_costs_an_attempt(dataset, tmp_path, task):
 def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
     config = settings("multi_worker_mirrored", communication="ring")
     run = stopped(dataset, tmp_path, config, task, waiting={"worker-0", "worker-1"} - {task})
-    assert len(run.happened("life")) == 2
-    assert {event["task"] for event in run.happened("restart")} == {"worker-0", "worker-1"}
+    assert len(run.events(AttemptBegin)) == 2
+    assert {event.task for event in run.events(Restart)} == {"worker-0", "worker-1"}
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("in_graph"), "worker-0")
-    assert len(run.happened("life")) == 2
+    assert len(run.events(AttemptBegin)) == 2
 
 
 def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_path):

@@ -8,6 +8,7 @@ import psutil
 import pytest
 
 from tests.cluster.launched import Launched, launched
+from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
 
 pytestmark = pytest.mark.cluster
 
@@ -23,11 +24,11 @@ def applied(run: Launched) -> int:
     """Return the updates that were applied over all lives, repeated ones counted each time."""
     total, reached = 0, 0
     for event in run.seen:
-        if event["event"] == "life":
-            reached = event["global_step"]
-        if event["event"] == "progress":
-            total += event["global_step"] - reached
-            reached = event["global_step"]
+        if isinstance(event, AttemptBegin):
+            reached = event.global_step
+        if isinstance(event, Progress):
+            total += event.global_step - reached
+            reached = event.global_step
     return total
 
 
@@ -42,9 +43,9 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(running):
     running.kill("worker-1")
     code, said = running.end()
     assert code == 0, said
-    assert [e["task"] for e in running.happened("restart")] == ["worker-1"]
-    assert running.happened("restart")[0]["cause"] == "signal SIGKILL"
-    assert len(running.happened("life")) == 1
+    assert [e.task for e in running.events(Restart)] == ["worker-1"]
+    assert running.events(Restart)[0].cause == "signal SIGKILL"
+    assert len(running.events(AttemptBegin)) == 1
     # A closure that was under way is done again as a whole: at most its 50 steps too many.
     assert STEPS <= running.newest() <= STEPS + 50
 
@@ -53,7 +54,7 @@ def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(ru
     running.kill("ps-0")
     code, said = running.end()
     assert code == 0, said
-    assert running.happened("life")[-1]["global_step"] % EVERY == 0
+    assert running.events(AttemptBegin)[-1].global_step % EVERY == 0
     assert running.newest() == STEPS
     assert applied(running) - STEPS <= EVERY
 
@@ -61,11 +62,11 @@ def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(ru
 def test_a_killed_chief_begins_a_new_life_on_the_living_servers(running):
     servers = {name: running.task(name).pid for name in ("ps-0", "worker-0", "worker-1")}
     running.kill("chief-0")
-    running.wait_for(lambda event: event["event"] == "life")
+    running.wait_for(lambda event: isinstance(event, AttemptBegin))
     assert servers == {name: running.task(name).pid for name in servers}
     code, said = running.end()
     assert code == 0, said
-    assert [e["task"] for e in running.happened("restart")] == ["chief-0"]
+    assert [e.task for e in running.events(Restart)] == ["chief-0"]
     assert running.newest() == STEPS
     assert applied(running) - STEPS <= EVERY
 
@@ -121,9 +122,9 @@ def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_
     assert said.startswith("worker-0 ended with signal SIGKILL and cluster.max_restarts (0)")
     log = str(tmp_path / "cluster" / "worker-0" / "log.txt")
     assert log in said
-    (failed,) = run.happened("task_failed")
-    assert (failed["task"], failed["cause"]) == ("worker-0", "signal SIGKILL")
-    assert failed["log"] == log
-    assert failed["last_lines"][-1] in said
+    (failed,) = run.events(TaskFailed)
+    assert (failed.task, failed.cause) == ("worker-0", "signal SIGKILL")
+    assert failed.log == log
+    assert failed.last_lines[-1] in said
     _, alive = psutil.wait_procs(tasks, timeout=10)
     assert not alive

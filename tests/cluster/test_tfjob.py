@@ -16,6 +16,7 @@ from trainer import storage
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.config.schema import Config
+from trainer.events import Progress
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 KILLS = int(os.environ.get("FLOTILLA_KILLS", "3"))
@@ -80,7 +81,7 @@ def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube
         assert [file.path for file in there.files] == [file.path for file in here.files]
     assert "[chief-0]" in ours.log
     assert "[worker-0]" in ours.log
-    assert [e["global_step"] for e in ours.happened("progress")][-1] == 600
+    assert [e.global_step for e in ours.events(Progress)][-1] == 600
     kube.wait_until_deleted()
 
 

@@ -11,6 +11,7 @@ from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
 from trainer.config.schema import STRATEGIES, DataConfig
 from trainer.data.prepare import prepare
+from trainer.events import Progress, Restart, WarmStart
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
@@ -69,7 +70,7 @@ def require_begun_with(uri, found, run):
         np.testing.assert_array_equal(first[key], value, err_msg=key)
     assert storage.read_manifest(found[0]).fields["global_step"] == 0
     assert storage.read_manifest(found[max(found)]).fields["warmed_from"] == uri
-    assert {event["uri"] for event in run.happened("warm_start")} == {uri}
+    assert {event.uri for event in run.events(WarmStart)} == {uri}
     # Training goes on from there.
     last = values(found[max(found)])
     assert any((last[key] != first[key]).any() for key in first)
@@ -110,5 +111,5 @@ def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
     assert code == 1
     assert said.count("\n") == 1
     assert said.startswith(f"training.warm_start: {uri} is the checkpoint of another model: it has")
-    assert run.happened("restart") == run.happened("progress") == []
+    assert run.events(Restart) == run.events(Progress) == []
     assert list_checkpoints(run.checkpoints) == []

@@ -8,7 +8,7 @@ from trainer import events, storage
 
 
 @pytest.fixture
-def happened(tmp_path, monkeypatch):
+def emitted(tmp_path, monkeypatch):
     """Be the process of a step, and return what was written to the events."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))

@@ -7,22 +7,22 @@ import pytest
 from tests.components.called_steps import gated
 from trainer import storage
 
-pytestmark = pytest.mark.usefixtures("happened")
+pytestmark = pytest.mark.usefixtures("emitted")
 
 
-def test_a_blessing(run, root, tmp_path, happened):
+def test_a_blessing(run, root, tmp_path, emitted):
     word, uri = gated(run, root, tmp_path, 0.1)
     assert word == "blessed"
     assert json.loads(storage.read_file(uri, "decision.json"))["decision"] == "blessed"
-    end = happened()[-1]
-    assert (end["uri"], end["figures"]["decision"]) == (uri, "blessed")
+    end = emitted()[-1]
+    assert (end.uri, end.metrics["decision"]) == (uri, "blessed")
 
 
-def test_a_refusal_gives_its_reasons(run, root, tmp_path, happened):
+def test_a_refusal_gives_its_reasons(run, root, tmp_path, emitted):
     word, uri = gated(run, root, tmp_path, 1.0)
     assert word == "refused"
     written = json.loads(storage.read_file(uri, "decision.json"))
-    assert written["reasons"] == happened()[-1]["figures"]["reasons"]
+    assert written["reasons"] == emitted()[-1].metrics["reasons"]
     assert written["reasons"][0].endswith("is below gate.min 1.0")
 
 

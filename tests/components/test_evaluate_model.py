@@ -10,20 +10,20 @@ from tests.components.called_steps import RUN, evaluated, no_larger_files_than, 
 from tests.trainer.small_run import GLOBAL_STEP, TEST_EXAMPLES, small_run
 from trainer import storage
 
-pytestmark = pytest.mark.usefixtures("happened")
+pytestmark = pytest.mark.usefixtures("emitted")
 
 
 def artifacts():
     return dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics()
 
 
-def test_it_fills_what_the_ui_shows(run, root, happened):
+def test_it_fills_what_the_ui_shows(run, root, emitted):
     uri, metrics, confusion, roc = evaluated(run, root)
     assert uri.startswith(storage.join(root, RUN, "evaluation", f"step-{GLOBAL_STEP:08d}-"))
     written = json.loads(storage.read_file(uri, "metrics.json"))
     assert {**written["metrics"], "uri": uri} == metrics.metadata
-    assert happened()[-1]["figures"] == written["metrics"]
-    assert happened()[0]["inputs"] == {"dataset": run.dataset}
+    assert emitted()[-1].metrics == written["metrics"]
+    assert emitted()[0].inputs == {"dataset": run.dataset}
     matrix = confusion.metadata["confusionMatrix"]
     names = [each["displayName"] for each in matrix["annotationSpecs"]]
     assert names == [str(digit) for digit in range(10)]

@@ -9,20 +9,21 @@ from components import export_model
 from tests.components.called_steps import RUN, gated, no_larger_files_than, refused, text_of
 from tests.trainer.small_run import GLOBAL_STEP
 from trainer import storage
+from trainer.events import StepBegin
 
-pytestmark = pytest.mark.usefixtures("happened")
+pytestmark = pytest.mark.usefixtures("emitted")
 
 
-def test_a_blessed_model_is_exported(run, root, tmp_path, happened):
+def test_a_blessed_model_is_exported(run, root, tmp_path, emitted):
     _, decision = gated(run, root, tmp_path, 0.1)
     artifact = dsl.Model()
     config = text_of(run, accuracy=0.1)
     uri = export_model.run_step(config, root, RUN, run.dataset, run.checkpoint, decision, artifact)
     assert uri.startswith(storage.join(root, RUN, "model", f"step-{GLOBAL_STEP:08d}-"))
     storage.verify(uri)
-    begins = [each for each in happened() if each["event"] == "step_begin"]
-    assert begins[-1]["inputs"] == {"dataset": run.dataset}
-    differences = happened()[-1]["figures"]
+    begins = [each for each in emitted() if isinstance(each, StepBegin)]
+    assert begins[-1].inputs == {"dataset": run.dataset}
+    differences = emitted()[-1].metrics
     assert set(differences) == {"saved_model", "keras"}
     assert artifact.metadata == {"uri": uri, **differences}
 

@@ -10,7 +10,7 @@ from tests.components.called_steps import RUN, ended, refused
 from tests.trainer.page import Page
 from trainer import storage
 
-pytestmark = pytest.mark.usefixtures("happened")
+pytestmark = pytest.mark.usefixtures("emitted")
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def page(root):
 
 
 def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
-    root, report, summary, tmp_path, happened
+    root, report, summary, tmp_path, emitted
 ):
     finish.run_step(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
     uri = storage.join(root, RUN, "report.html")
-    assert happened()[-1]["uri"] == uri
+    assert emitted()[-1].uri == uri
     written = storage.read_bytes(uri)
     assert written == Path(report.path).read_bytes()
     assert written == (tmp_path / "folder" / "report.html").read_bytes()
@@ -42,9 +42,9 @@ def test_the_report_is_published_with_the_run_in_the_ui_and_on_this_machine(
     assert f"The whole report: `{uri}`" in text
 
 
-def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, happened):
+def test_a_failure_before_there_is_a_root_is_not_hidden(report, summary, emitted):
     finish.run_step(ended("FAILED"), "", "local", "{}", RUN, report, summary)
-    assert happened()[-1]["status"] == "done"
+    assert emitted()[-1].status == "done"
     assert Page(Path(report.path).read_text(encoding="utf-8")).words[1] == "failed"
 
 
@@ -60,17 +60,17 @@ def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, ca
 
 
 def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(
-    root, report, summary, monkeypatch, happened
+    root, report, summary, monkeypatch, emitted
 ):
     monkeypatch.setenv("KUBECONFIG", str(Path("/nowhere")))
     with pytest.raises(SystemExit) as stopped:
         finish.run_step(ended("FAILED"), root, "tfjob", "{}", RUN, report, summary)
     assert stopped.value.code == 1
-    assert happened()[-1]["error"].startswith("no Kubernetes API to launch on")
+    assert emitted()[-1].error.startswith("no Kubernetes API to launch on")
     assert page(root)
 
 
-def test_settings_that_were_refused_have_launched_nothing(root, report, summary, happened):
+def test_settings_that_were_refused_have_launched_nothing(root, report, summary, emitted):
     finish.run_step(ended("FAILED"), root, "tfjob", "{nothing: known}", RUN, report, summary)
-    assert happened()[-1]["status"] == "done"
+    assert emitted()[-1].status == "done"
     assert page(root)

@@ -5,11 +5,12 @@ import json
 import pytest
 
 from components import gather_report
-from tests.pipelines.happened import begun, done, ended
+from tests.pipelines.step_events import begun, done, ended, write
 from tests.trainer.page import Page
 from trainer import storage
 from trainer.checkpoints.history import VALIDATIONS_FILE
 from trainer.config.schema import Config
+from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
 
 RUN = "digits-1"
 METRICS = {"loss": 0.125, "accuracy": 0.9625}
@@ -26,9 +27,8 @@ class Run:
         self.root = storage.uri_of(folder / "röot")
         self.page_path = folder / "report.html"
 
-    def events(self, *happened):
-        lines = [json.dumps(event) + "\n" for event in happened]
-        (self.folder / "events.jsonl").write_text("".join(lines), encoding="utf-8")
+    def events(self, *emitted):
+        write(self.folder, emitted)
 
     def config(self, text):
         (self.folder / "config.json").write_text(text, encoding="utf-8")
@@ -76,13 +76,13 @@ def test_a_blessed_run(run):
     run.config(Config().model_dump_json())
     run.trained()
     run.events(
-        *done("train_model", uri="file:///c", figures={"global_step": 60}),
+        *done("train_model", uri="file:///c", metrics={"global_step": 60}),
         *done("evaluate_model", uri=run.uri_of(run.evaluated())),
         *done("check_gate", uri=run.uri_of(run.decided("blessed"))),
-        {"event": "restart", "time": 1.0, "task": "worker-1", "cause": "signal SIGKILL"},
-        {"event": "life", "time": 1.0, "global_step": 0, "resumed": False},
-        {"event": "life", "time": 1.0, "global_step": 40, "resumed": True},
-        {"event": "progress", "time": 1.0, "loss": 1.0},
+        Restart(task="worker-1", cause="signal SIGKILL", restarts=1),
+        AttemptBegin(global_step=0, steps=60, resumed=False),
+        AttemptBegin(global_step=40, steps=60, resumed=True),
+        Progress(global_step=40, steps=60, loss=1.0, steps_per_second=1.0, seconds_left=20.0),
         *done("export_model", uri="file:///m"),
         begun("finish"),
     )
@@ -95,15 +95,15 @@ def test_a_blessed_run(run):
         assert word in page.text
     assert "async_parameter_server" in page.text
     assert "progress" not in page.words
-    # A first life is no incident.
-    assert page.words.count("life") == 1
+    # A first attempt is no incident.
+    assert page.words.count("attempt_begin") == 1
 
 
 def test_a_task_that_was_given_up_is_named_with_its_end_and_its_last_lines(run):
-    failed = {"task": "ps-0", "cause": "signal SIGSEGV", "last_lines": ["first <b>", "last"]}
+    failed = TaskFailed(task="ps-0", cause="signal SIGSEGV", last_lines=("first <b>", "last"))
     run.events(
         begun("train_model"),
-        {"event": "task_failed", "time": 1.0, **failed},
+        failed,
         ended("train_model", "failed", 1, error="ps-0 ended with signal SIGSEGV"),
     )
     page = run.report("FAILED")
@@ -129,7 +129,7 @@ def test_the_exit_step_is_not_reported_as_one_that_died(run):
 
 def test_a_refused_run(run):
     uri = run.uri_of(run.decided("refused", [{**RULES, "threshold": 0.99, "passed": False}]))
-    run.events(*done("check_gate", uri=uri, figures={"decision": "refused"}))
+    run.events(*done("check_gate", uri=uri, metrics={"decision": "refused"}))
     page = run.report("SUCCEEDED")
     assert verdict(page) == "refused"
     assert "accuracy is 0.9625, and gate.min 0.99 does not allow that." in page.text
@@ -201,7 +201,7 @@ def test_of_several_decisions_the_last_one_counts(run):
 def test_the_decision_of_this_try_counts_and_not_a_later_one_of_another_policy(run):
     uri = run.uri_of(run.decided("refused", [{**RULES, "passed": False}], directory="step-60-a"))
     run.decided("blessed", directory="step-60-b")
-    run.events(*done("check_gate", uri=uri, figures={"decision": "refused"}))
+    run.events(*done("check_gate", uri=uri, metrics={"decision": "refused"}))
     assert verdict(run.report("SUCCEEDED")) == "refused"
 
 

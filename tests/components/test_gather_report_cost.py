@@ -1,12 +1,15 @@
 """What a run has cost: by what it held, for how long, whatever became of it."""
 
+from dataclasses import replace
+
 import pytest
 
 from components.gather_report import cost, held_by
+from components.step_record import StepRecord
 from trainer.config.load import parse_config
 
-TRAIN = {"step": "train_model", "status": "failed", "seconds": 1800.0}
-PREPARE = {"step": "prepare_data", "status": "done", "seconds": 200.0}
+TRAIN = StepRecord(step="train_model", status="failed", began=200.0, seconds=1800.0)
+PREPARE = StepRecord(step="prepare_data", status="done", began=0.0, seconds=200.0)
 
 
 def config(**sections):
@@ -38,13 +41,13 @@ def test_a_failed_training_costs_what_it_held():
 
 
 def test_earlier_tries_count():
-    found = cost(config(), [PREPARE, {**TRAIN, "tries": 2, "earlier_seconds": 1800.0}])
+    found = cost(config(), [PREPARE, replace(TRAIN, tries=2, earlier_seconds=1800.0)])
     assert (found["task_hours"], found["seconds_of_all_steps"]) == (4.0, 3800.0)
 
 
 def test_without_a_configuration_the_record_of_training_says_what_it_held():
     held = {"tasks": {"chief": 1, "worker": 1}, "gpus": 8}
-    found = cost({}, [{**TRAIN, "held": held}])
+    found = cost({}, [replace(TRAIN, held=held)])
     assert (found["task_hours"], found["gpu_hours"]) == (1.0, 4.0)
 
 

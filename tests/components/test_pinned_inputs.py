@@ -12,6 +12,7 @@ from trainer import events, storage
 from trainer.config.load import parse_config
 from trainer.config.schema import DataConfig
 from trainer.errors import ConfigError, UserError
+from trainer.events import FromScratch
 from trainer.promotion import registry
 
 NAME = "digits"
@@ -88,8 +89,8 @@ def test_the_next_run_takes_the_next_champion(root, tmp_path, monkeypatch):
 def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
     assert warm("champion", root) == ""
     (event,) = told(tmp_path)
-    assert event["event"] == "from_scratch"
-    assert event["reason"] == f"digits has no champion yet below {root}"
+    assert isinstance(event, FromScratch)
+    assert event.reason == f"digits has no champion yet below {root}"
     # One that comes later is for later runs.
     crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == ""
@@ -133,7 +134,7 @@ def test_a_container_looks_each_time_and_leaves_nothing(root, tmp_path):
 def test_the_newest_version_is_what_the_builder_offers(tmp_path):
     assert pinned_inputs.with_version(DataConfig()).version == "1.0.0"
     assert pinned_inputs.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
-    said = [(event["dataset"], event["version"]) for event in told(tmp_path)]
+    said = [(event.dataset, event.version) for event in told(tmp_path)]
     assert said == [("digits", "1.0.0"), ("mnist", "3.0.1")]
 
 

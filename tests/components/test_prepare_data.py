@@ -10,6 +10,7 @@ from components import locations, prepare_data
 from trainer import storage
 from trainer.config.schema import DataConfig
 from trainer.data.digits import Digits
+from trainer.events import NewestVersion
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def offered(monkeypatch):
 
 
 @pytest.fixture
-def prepared(root, happened, monkeypatch, tmp_path):
+def prepared(root, emitted, monkeypatch, tmp_path):
     """Prepare in a run of this name; return the version, and what the step said of itself."""
 
     said = []
@@ -33,11 +34,11 @@ def prepared(root, happened, monkeypatch, tmp_path):
         artifact = dsl.Dataset()
         uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", artifact)
         version = storage.read_manifest(uri).fields["version"]
-        *_, told, step = happened()
-        figures = step["figures"]
-        said.append(told["version"] if told["event"] == "newest_version" else "")
-        assert artifact.metadata["version"] == figures["version"] == version
-        return version, figures["reused"]
+        *_, told, step = emitted()
+        metrics = step.metrics
+        said.append(told.version if isinstance(told, NewestVersion) else "")
+        assert artifact.metadata["version"] == metrics["version"] == version
+        return version, metrics["reused"]
 
     return prepare, said
 

@@ -14,6 +14,7 @@ from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace, FilePlace
 from trainer import storage
 from trainer.errors import UserError
+from trainer.events import StepResult
 from trainer.storage import retry
 
 RUN = "0b7c"
@@ -46,7 +47,7 @@ def put(at, step, **fields):
     """Write a record as a step does, with times of its own."""
     whole = {"step": step, "status": "running", "tries": 1, "earlier_seconds": 0.0, **fields}
     if "ended" in whole:
-        end = {"status": "done", "error": "", "uri": "", "figures": {}, "held": {}}
+        end = {"status": "done", "error": "", "uri": "", "metrics": {}, "held": {}}
         whole = {**whole, **end, "seconds": whole["ended"] - whole["began"], **fields}
     storage.write_bytes(storage.join(at, "steps", f"{step}.json"), json.dumps(whole).encode())
 
@@ -66,16 +67,16 @@ def test_a_step_publishes_its_end(at):
     assert {name: found[name] for name in ("step", "status", "exit_code", "error", "uri")} == {
         "step": "train_model", "status": "done", "exit_code": 0, "error": "", "uri": "gs://b/c",
     }  # fmt: skip
-    assert (found["figures"], found["held"]) == ({"global_step": 7}, HELD)
+    assert (found["metrics"], found["held"]) == ({"global_step": 7}, HELD)
     assert (found["tries"], found["earlier_seconds"]) == (1, 0)
-    assert [each["step"] for each in read(at, well=True)] == ["train_model"]
+    assert [each.step for each in read(at, well=True)] == ["train_model"]
 
 
 def test_it_has_begun_before_it_works(at):
     with recorded("train_model", at):
         found = written(at, "train_model")
     assert found["status"] == "running"
-    assert "ended" not in found
+    assert found["ended"] is None
 
 
 def test_a_failure_is_published_with_its_one_line(at):
@@ -91,12 +92,12 @@ def test_a_bug_is_published_and_goes_on(disk):
     assert written(disk, "check_gate")["error"] == "bug in check_gate: ZeroDivisionError: by zero"
 
 
-def test_figures_that_are_no_json_hide_no_error(disk, capsys):
+def test_metrics_that_are_no_json_hide_no_error(disk, capsys):
     record = PublishedRecord("train_model", disk)
     record.begin()
     loop = {}
     loop["itself"] = loop
-    record.end(1.0, {"figures": loop})
+    record.end(StepResult(step="train_model", status="done", metrics=loop), {})
     assert "could not be published" in capsys.readouterr().err
 
 
@@ -134,7 +135,7 @@ def test_records_are_read_in_the_order_in_which_the_steps_began(disk):
     put(disk, "prepare_data", began=10.0, ended=15.0)
     put(disk, "finish", began=40.0)
     found = read(disk, well=True)
-    assert [(each["step"], each["time"]) for each in found] == [
+    assert [(each.step, each.ended) for each in found] == [
         ("prepare_data", 15), ("train_model", 30),
     ]  # fmt: skip
 
@@ -144,37 +145,38 @@ def test_the_last_one_without_an_end_was_killed(disk):
     put(disk, "train_model", began=time.time() - 60)
     prepared, trained = read(disk, well=False)
     # Another step followed it: it was done, and its end could not be written.
-    assert (prepared["status"], prepared["error"]) == ("done", "")
-    assert trained["status"] == "failed"
-    assert "its pod was killed" in trained["error"]
-    assert 59 < trained["seconds"] < 120
+    assert (prepared.status, prepared.error) == ("done", "")
+    assert trained.status == "failed"
+    assert "its pod was killed" in trained.error
+    assert 59 < trained.seconds < 120
 
 
 def test_a_step_that_another_one_followed_did_not_fail(disk):
     put(disk, "train_model", began=10.0, ended=15.0, status="failed", error="worker-0 died")
     put(disk, "evaluate_model", began=50.0, ended=60.0, status="failed", error="no space")
     trained, evaluated = read(disk, well=False)
-    assert (trained["status"], trained["error"], trained["seconds"]) == ("done", "", 40)
-    assert (evaluated["status"], evaluated["error"]) == ("failed", "no space")
+    assert (trained.status, trained.error, trained.seconds) == ("done", "", 40)
+    assert (evaluated.status, evaluated.error) == ("failed", "no space")
 
 
 def test_of_a_run_that_ended_well_none_was(disk):
     put(disk, "train_model", began=10.0)
-    assert [each["status"] for each in read(disk, well=True)] == ["done"]
+    assert [each.status for each in read(disk, well=True)] == ["done"]
 
 
 def test_what_was_killed_ended_when_the_exit_step_began(disk):
     put(disk, "train_model", began=10.0)
     put(disk, "finish", began=25.0)
     (found,) = read(disk, well=False)
-    assert (found["status"], found["seconds"]) == ("failed", 15)
+    assert (found.status, found.seconds) == ("failed", 15)
 
 
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "null", '{"step": "train_model"}', '{"step": 1, "began": 1}', "\udcff",
-     '{"step": "a", "tries": 1, "earlier_seconds": 0, "began": NaN}',
-     '{"step": "a", "tries": 1, "earlier_seconds": 0, "began": 1, "ended": 2}'],
+     '{"step": "a", "status": "done", "began": NaN}', '{"step": "a", "status": "done"}',
+     '{"step": "a", "status": "done", "began": 1, "ended": "now"}',
+     '{"step": "a", "status": "done", "began": 1, "held": ["cpu"]}'],
 )  # fmt: skip
 def test_a_damaged_record_is_passed_over_and_replaced(disk, caplog, text):
     uri = storage.join(disk, "steps", "train_model.json")
@@ -210,7 +212,7 @@ def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
 
 
 def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
-    monkeypatch.setattr("components.published_record._PATIENCE_SECONDS", 0.3)
+    monkeypatch.setattr("components.published_record._RETRY_SECONDS", 0.3)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(503, path=RUN, times=10**6))

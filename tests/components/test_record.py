@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from components.record import STOPPING, recorded, step_records
+from components.record import STOPPING, recorded
+from components.step_record import step_records
 from trainer import events
 from trainer.errors import ClusterLostError, ConfigError, RunInterruptedError, UserError
+from trainer.events import StepBegin, StepEnd
 
 ROOT = Path(__file__).parents[2]
 BEGINS = """
@@ -27,7 +29,7 @@ WORKS = "while True: pass"
 
 
 @pytest.fixture
-def happened(tmp_path, monkeypatch):
+def emitted(tmp_path, monkeypatch):
     """Return what was written to the events so far."""
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
@@ -58,37 +60,31 @@ def start(tmp_path):
         process.communicate()
 
 
-def without_time(event):
-    return {name: value for name, value in event.items() if name not in ("time", "seconds")}
-
-
-def test_a_step_that_is_done(happened, capsys):
+def test_a_step_that_is_done(emitted, capsys):
     with recorded("train_model") as record:
         record.done("file:///c", {"global_step": 7})
-    begin, end = happened()
-    assert without_time(begin) == {"event": "step_begin", "step": "train_model"}
-    assert without_time(end) == {
-        "event": "step_end",
-        "step": "train_model",
-        "status": "done",
-        "exit_code": 0,
-        "error": "",
-        "figures": {"global_step": 7},
-        "uri": "file:///c",
-    }
-    assert end["seconds"] >= 0
+    begin, end = emitted()
+    assert begin == StepBegin(step="train_model")
+    assert end == StepEnd(
+        step="train_model",
+        status="done",
+        seconds=end.seconds,
+        metrics={"global_step": 7},
+        uri="file:///c",
+    )
+    assert end.seconds >= 0
     assert not "".join(capsys.readouterr())
 
 
-def test_what_it_takes_is_told_before_it_works(happened):
+def test_what_it_takes_is_told_before_it_works(emitted):
     with recorded("train_model", inputs={"dataset": "gs://b/d"}):
-        (begin,) = happened()
-    assert begin["inputs"] == {"dataset": "gs://b/d"}
+        (begin,) = emitted()
+    assert begin.inputs == {"dataset": "gs://b/d"}
 
 
-def test_it_has_begun_before_it_works(happened):
+def test_it_has_begun_before_it_works(emitted):
     with recorded("train_model"):
-        assert [event["event"] for event in happened()] == ["step_begin"]
+        assert [type(event) for event in emitted()] == [StepBegin]
 
 
 @pytest.mark.parametrize(
@@ -100,10 +96,10 @@ def test_it_has_begun_before_it_works(happened):
         (ClusterLostError("worker-0 is gone"), "failed", 138),
     ],
 )
-def test_an_error_of_the_user_is_one_line_and_a_code(happened, capsys, error, status, code):
+def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, status, code):
     def work():
         with recorded("train_model") as record:
-            record.figures = {"so far": 1}
+            record.metrics = {"so far": 1}
             raise error
 
     with pytest.raises(SystemExit) as ended:
@@ -112,18 +108,18 @@ def test_an_error_of_the_user_is_one_line_and_a_code(happened, capsys, error, st
     assert ended.value.__suppress_context__
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"flotilla: train_model: {error}\n")
-    end = happened()[-1]
-    assert (end["status"], end["exit_code"], end["error"]) == (status, code, str(error))
-    assert end["figures"] == {"so far": 1}
+    end = emitted()[-1]
+    assert (end.status, end.exit_code, end.error) == (status, code, str(error))
+    assert end.metrics == {"so far": 1}
 
 
-def test_a_bug_is_told_and_goes_on(happened, capsys):
+def test_a_bug_is_told_and_goes_on(emitted, capsys):
     with pytest.raises(ZeroDivisionError, match="by\nzero"), recorded("check_gate"):
         raise ZeroDivisionError("by\nzero")
-    end = happened()[-1]
-    assert (end["status"], end["exit_code"]) == ("failed", 1)
+    end = emitted()[-1]
+    assert (end.status, end.exit_code) == ("failed", 1)
     # One line, whatever a library has to say.
-    assert end["error"] == "bug in check_gate: ZeroDivisionError: by zero"
+    assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
 
 
@@ -141,7 +137,7 @@ def test_without_a_file_the_events_go_to_the_log(monkeypatch, caplog):
     assert [record.name for record in caplog.records] == ["trainer.events"] * 2
 
 
-def test_sigterm_interrupts_the_step(start, happened):
+def test_sigterm_interrupts_the_step(start, emitted):
     process = start("prepare_data", WORKS)
     assert process.stdout.readline() == "at work\n"
     process.send_signal(signal.SIGTERM)
@@ -149,58 +145,41 @@ def test_sigterm_interrupts_the_step(start, happened):
     assert process.returncode == 130
     assert err == "flotilla: prepare_data: interrupted before the step was done\n"
     assert not out
-    assert happened()[-1]["status"] == "interrupted"
+    assert emitted()[-1].status == "interrupted"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_library_that_catches_every_exception_does_not_hide_it(start, happened, number):
+def test_a_library_that_catches_every_exception_does_not_hide_it(start, emitted, number):
     body = "while True:\n        try: len(str(10**999))\n        except Exception: pass"
     process = start("prepare_data", body)
     assert process.stdout.readline() == "at work\n"
     process.send_signal(number)
     process.communicate()
     assert process.returncode == 130
-    assert happened()[-1]["error"] == "interrupted before the step was done"
+    assert emitted()[-1].error == "interrupted before the step was done"
 
 
-def test_a_step_that_is_killed_leaves_its_begin_alone(start, happened):
+def test_a_step_that_is_killed_leaves_its_begin_alone(start, emitted):
     process = start("prepare_data", WORKS)
     assert process.stdout.readline() == "at work\n"
     process.kill()
     process.communicate()
-    assert [event["event"] for event in happened()] == ["step_begin"]
-    assert step_records(happened())[0]["error"] == "the step was killed; see pipeline.log"
+    assert [type(event) for event in emitted()] == [StepBegin]
+    assert step_records(emitted())[0].error == "the step was killed; see pipeline.log"
 
 
-def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, happened):
+def test_an_end_that_was_asked_for_between_two_steps_stops_the_next(start, emitted):
     process = start("train_model", "pass", **{STOPPING: "1"})
     out, _ = process.communicate()
     assert process.returncode == 130
     assert not out
-    assert [event["event"] for event in happened()] == ["step_begin", "step_end"]
-    assert happened()[-1]["status"] == "interrupted"
+    assert [type(event) for event in emitted()] == [StepBegin, StepEnd]
+    assert emitted()[-1].status == "interrupted"
 
 
-def test_the_exit_step_works_all_the_same(start, happened):
+def test_the_exit_step_works_all_the_same(start, emitted):
     process = start("finish", "pass", **{STOPPING: "1"})
     out, _ = process.communicate()
     assert process.returncode == 0
     assert out == "at work\nwent on\n"
-    assert happened()[-1]["status"] == "done"
-
-
-def test_records_stand_in_the_order_in_which_the_steps_began():
-    happened = [
-        {"event": "step_begin", "step": "a"},
-        {"event": "life", "global_step": 0},
-        {"event": "step_begin", "step": "b"},
-        {"event": "step_end", "step": "b", "status": "done"},
-        {"event": "step_end", "step": "a", "status": "failed"},
-        {"event": "step_begin", "step": "c"},
-    ]
-    assert [(each["step"], each["status"]) for each in step_records(happened)] == [
-        ("a", "failed"),
-        ("b", "done"),
-        ("c", "failed"),
-    ]
-    assert step_records([]) == ()
+    assert emitted()[-1].status == "done"

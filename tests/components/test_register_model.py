@@ -40,13 +40,13 @@ def pipeline(run, tmp_path, monkeypatch):
         word = check_gate.run_step(*given, measured, str(tmp_path / "decision"))
         decision = (tmp_path / "decision").read_text()
         if word == "refused":
-            return SimpleNamespace(word=word, decision=decision, figures={})
+            return SimpleNamespace(word=word, decision=decision, metrics={})
         uri = export_model.run_step(*given, run.dataset, checkpoint, decision, dsl.Model())
         artifact = dsl.Model()
         word = register_model.run_step(*given, uri, "our/image:2", artifact)
         last = list(events.read(tmp_path / "events.jsonl"))[-1]
         return SimpleNamespace(
-            word=word, model=uri, decision=decision, figures=last["figures"], artifact=artifact
+            word=word, model=uri, decision=decision, metrics=last.metrics, artifact=artifact
         )
 
     return SimpleNamespace(go=go, root=root)
@@ -57,7 +57,7 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
 ):
     monkeypatch.setenv(locations.RUN_ID, "first")
     first = pipeline.go("first")
-    assert (first.word, first.figures["version"], first.figures["promotion"]) == ("promoted", 1, 1)
+    assert (first.word, first.metrics["version"], first.metrics["promotion"]) == ("promoted", 1, 1)
     assert first.artifact.metadata == {
         "uri": first.model, "decision": "promoted", "version": 1, "promotion": 1,
     }  # fmt: skip
@@ -70,7 +70,7 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
 
     again = small_run.publish_checkpoint(tmp_path / "again", run.model)
     second = pipeline.go("second", again)
-    assert (second.word, second.figures["version"]) == ("promoted", 2)
+    assert (second.word, second.metrics["version"]) == ("promoted", 2)
     decided = json.loads(storage.read_file(second.decision, "decision.json"))
     assert decided["champion"] == champion.uri
 
@@ -82,13 +82,13 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
 def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
     better = {"gate": {"min": {}, "champion": "better"}}
     first, again = (pipeline.go("first", **better) for _ in range(2))
-    assert (again.word, again.model, again.figures) == ("promoted", first.model, first.figures)
+    assert (again.word, again.model, again.metrics) == ("promoted", first.model, first.metrics)
     assert registry.newest(pipeline.root, "digits") == 1
 
 
 def test_a_refusal_of_the_registry_keeps_its_reasons(pipeline):
     made = pipeline.go("first", registry={"max_megabytes": 0.001})
     assert made.word == "refused"
-    assert made.figures["reasons"][0].startswith("megabytes ")
-    assert made.figures["version"] == 0
+    assert made.metrics["reasons"][0].startswith("megabytes ")
+    assert made.metrics["version"] == 0
     assert registry.champion(pipeline.root, "digits") is None

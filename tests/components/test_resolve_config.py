@@ -12,7 +12,7 @@ from trainer.config.schema import Config, DataConfig
 from trainer.data.digits import Digits
 from trainer.data.key import dataset_key
 
-pytestmark = pytest.mark.usefixtures("happened")
+pytestmark = pytest.mark.usefixtures("emitted")
 
 
 class TestResolveConfig:
@@ -58,9 +58,9 @@ class TestResolveConfig:
         storage.delete(uri)
         assert resolve_config.run_step({**given, "kfp_run_id": "125"}).seal == "125"
 
-    def test_a_newer_version_is_other_data_for_the_cache(self, values, monkeypatch, happened):
+    def test_a_newer_version_is_other_data_for_the_cache(self, values, monkeypatch, emitted):
         before = resolve_config.run_step(values).data
-        assert happened()[-1]["figures"]["data_version"] == "1.0.0"
+        assert emitted()[-1].metrics["data_version"] == "1.0.0"
         monkeypatch.setattr(Digits, "VERSION", tfds.core.Version("1.1.0"))
         after = resolve_config.run_step(values).data
         assert after == before.replace("1.0.0", "1.1.0") != before
@@ -106,12 +106,12 @@ class TestResolveConfig:
         resolved = resolve_config.run_step({**values, "storage_root": "", "place": place})
         assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
 
-    def test_a_wrong_value_is_the_users(self, values, capsys, happened):
+    def test_a_wrong_value_is_the_users(self, values, capsys, emitted):
         wrong = {**values, "training_steps": 0}
         code, line = refused(resolve_config.run_step, wrong, capsys=capsys)
         assert code == 2
         assert line.startswith("training.steps: 0 is not allowed")
-        assert happened()[-1]["exit_code"] == 2
+        assert emitted()[-1].exit_code == 2
 
     def test_what_is_no_json_is_the_users(self, values, capsys):
         wrong = {**values, "model_args": "{hidden"}

@@ -17,7 +17,7 @@ from trainer.cluster.launcher import Job
 from trainer.config.schema import Launcher
 from trainer.errors import RunInterruptedError, UserError
 
-pytestmark = pytest.mark.usefixtures("happened")
+pytestmark = pytest.mark.usefixtures("emitted")
 
 # An image and a secret of the run's own.
 PODS = ("registry.example/flotilla:2", "our-store")
@@ -49,7 +49,7 @@ class TestTrainModel:
         monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
         return jobs
 
-    def test_it_gives_the_newest_checkpoint(self, launched, root, run, viewers, happened):
+    def test_it_gives_the_newest_checkpoint(self, launched, root, run, viewers, emitted):
         artifact = dsl.Model()
         uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, artifact, viewers)
         assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
@@ -57,9 +57,9 @@ class TestTrainModel:
         assert artifact.metadata == {
             "uri": uri, "tensorboard": logs, "global_step": 10, "loss": 0.1,
         }  # fmt: skip
-        assert happened()[-1]["figures"] == {"global_step": 10, "loss": 0.1}
-        assert happened()[-1]["uri"] == uri
-        assert happened()[0]["inputs"] == {"dataset": run.dataset}
+        assert emitted()[-1].metrics == {"global_step": 10, "loss": 0.1}
+        assert emitted()[-1].uri == uri
+        assert emitted()[0].inputs == {"dataset": run.dataset}
         written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
         assert written["outputs"] == [{"type": "tensorboard", "source": logs}]
         ((job, defaults),) = launched
@@ -88,7 +88,7 @@ class TestTrainModel:
         assert "step-00000010 is damaged: variables.index has crc32c" in line
 
     @pytest.mark.usefixtures("launched")
-    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, viewers, happened):
+    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, viewers, emitted):
         launch = launchers.LAUNCHERS["local"]
 
         def validated(job, defaults):
@@ -99,9 +99,9 @@ class TestTrainModel:
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", validated)
         train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
-        figures = happened()[-1]["figures"]
-        assert figures["global_step"] == 10
-        assert (figures["best_global_step"], figures["best_validation_loss"]) == (9, 0.9)
+        metrics = emitted()[-1].metrics
+        assert metrics["global_step"] == 10
+        assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
 
     def test_a_launcher_that_fails_is_told(self, monkeypatch, root, run, viewers, capsys):
         def fail(_job, _defaults):
@@ -114,7 +114,7 @@ class TestTrainModel:
             "worker-0 ended with exit code 1",
         )
 
-    def test_an_interrupted_launcher_is_told(self, monkeypatch, root, run, viewers, happened):
+    def test_an_interrupted_launcher_is_told(self, monkeypatch, root, run, viewers, emitted):
         def end(_job, _defaults):
             raise RunInterruptedError("interrupted at global step 7")
 
@@ -123,7 +123,7 @@ class TestTrainModel:
         with pytest.raises(SystemExit) as ended:
             train_model.run_step(*given)
         assert ended.value.code == 130
-        assert happened()[-1]["status"] == "interrupted"
+        assert emitted()[-1].status == "interrupted"
 
     def test_a_launcher_that_leaves_nothing_is_told(self, monkeypatch, root, run, viewers, capsys):
         monkeypatch.setitem(launchers.LAUNCHERS, "local", lambda _job, _defaults: None)

@@ -13,6 +13,7 @@ from pipelines.compile import compile_components
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 from tests.pipelines.called import call
+from trainer.events import StepEnd
 
 GUIDES = ROOT / "docs" / "how-to"
 MODULES = {"own-dataset": "flowers", "own-model": "blocks", "custom-strategy": "turns"}
@@ -51,7 +52,7 @@ def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
     assert ended.told["status"] == "blessed"
     assert ended.told["global_step"] == 400
     assert ended.told["metrics"]["accuracy"] >= 0.9
-    published = ended.happened("step_end")[1]["figures"]
+    published = ended.events(StepEnd)[1].metrics
     told = re.search(r"(\d+) for training, (\d+) to validate, (\d+) to test", text("own-dataset"))
     assert [published[split] for split in ("train", "validation", "test")] == [
         int(number) for number in told.groups()

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from trainer import events
+from trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -58,7 +59,7 @@ class Workflow:
 
     def say_begin(self, step: str, inputs: dict[str, str] | None = None) -> None:
         """Write what a step's code writes first into its log."""
-        self.write(step, log_of("step_begin", step=step, **({"inputs": inputs} if inputs else {})))
+        self.write(step, log_of(StepBegin(step=step, inputs=inputs or {})))
 
     def end(
         self,
@@ -69,10 +70,9 @@ class Workflow:
     ) -> None:
         """End a step, with the record that its code writes into its log."""
         status = "done" if state == "SUCCEEDED" else "failed"
-        whole = {"status": status, "exit_code": 0 if status == "done" else 1, "error": ""}
-        whole |= {"seconds": 1.5, "figures": {}, "uri": ""} | record
+        whole = {"status": status, "exit_code": 0 if status == "done" else 1, "seconds": 1.5}
         self.say_begin(step, inputs)
-        self.write(step, log_of("step_end", step=step, **whole))
+        self.write(step, log_of(StepEnd(step=step, **{**whole, **record})))
         self.stop(step, state)
 
     def stop(self, step: str, state: str) -> None:
@@ -135,7 +135,7 @@ class Workflow:
         node["state"], node["end_time"] = state, moment(next(self._seconds))
 
 
-def log_of(event: str, **fields: Any) -> str:
+def log_of(event: Event) -> str:
     """Return the line that a step's code writes into its log for an event."""
     written: list[str] = []
     handler = logging.Handler()
@@ -145,7 +145,7 @@ def log_of(event: str, **fields: Any) -> str:
     logger.propagate = False
     logger.addHandler(handler)
     try:
-        events.emit(event, **fields)
+        events.emit(event)
     finally:
         logger.removeHandler(handler)
         logger.propagate = True

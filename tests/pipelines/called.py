@@ -10,14 +10,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
+from components.step_record import step_records
 from trainer import events, storage
+from trainer.events import Event
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
-Event = dict[str, Any]
+Kind = TypeVar("Kind", bound=Event)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,13 +47,14 @@ class Called:
         """All output of the steps."""
         return (self.folder / "pipeline.log").read_text(encoding="utf-8", errors="replace")
 
-    def happened(self, *names: str) -> list[Event]:
-        """Return the events of these names."""
-        return [e for e in events.read(self.folder / "events.jsonl") if e["event"] in names]
+    def events(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of a kind, of all starts of the run."""
+        found = events.read(self.folder / "events.jsonl")
+        return [each for each in found if isinstance(each, kind)]
 
     def statuses(self) -> dict[str, str]:
-        """Return how each step ended."""
-        return {event["step"]: event["status"] for event in self.happened("step_end")}
+        """Return how each step of the newest start ended."""
+        return {each.step: each.status for each in step_records(self.events(Event))}
 
     def path_of(self, artifact: str) -> Path:
         """Return where an artifact stands on this machine."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pipelines.cli import app
-from tests.pipelines.happened import done
+from tests.pipelines.step_events import done, write
 from trainer import storage
 from trainer.config.load import parse_config
 
@@ -26,8 +26,7 @@ def workdir(tmp_path):
         (folder / "made" / "metrics.json").write_text(json.dumps(metrics))
         uri = storage.uri_of(folder / "evaluation" / "step-1")
         storage.publish(folder / "made", uri, kind="evaluation")
-        happened = [*done("train_model"), *done("evaluate_model", uri=uri)]
-        (folder / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in happened))
+        write(folder, [*done("train_model"), *done("evaluate_model", uri=uri)])
         checkpoints = folder / "checkpoints"
         checkpoints.mkdir()
         row = {"global_step": 100 * (number + 1), "loss": 0.5, "seconds": 2.0}
@@ -45,7 +44,7 @@ def compare(workdir, capsys):
     return call
 
 
-def test_figures_stand_side_by_side_and_settings_where_they_differ(compare):
+def test_metrics_are_side_by_side_and_settings_where_they_differ(compare):
     code, out, _ = compare(*RUNS, "--json")
     assert code == 0
     found = json.loads(out.splitlines()[-1])

@@ -46,7 +46,7 @@ def test_the_records_of_a_run_on_a_cluster_stay(root, monkeypatch, capsys):
     removed = json.loads(capsys.readouterr().out.splitlines()[-1])["removed"]
     assert removed
     assert all("/checkpoints/.lock" in uri for uri in removed)
-    assert [each["step"] for each in read(at, well=True)] == ["train_model"]
+    assert [each.step for each in read(at, well=True)] == ["train_model"]
     assert storage.read_bytes(storage.join(at, "config.json")) == b"{}"
 
 

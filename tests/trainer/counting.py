@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -20,6 +20,7 @@ from trainer.topology import Cluster, Task
 from trainer.training.loop import Hooks, train
 
 CHANCE_LOSS = 2.0
+Kind = TypeVar("Kind", bound=events.Event)
 
 
 class Counting(Strategy):
@@ -87,9 +88,10 @@ class Run:
         """Return one figure of each row of the history that has it."""
         return [row[name] for row in read_history(self.uri) if name in row]
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
+    def events(self, kind: type[Kind]) -> list[Kind]:
         """Return the events of a kind."""
-        return [each for each in events.read(self.folder / "events.jsonl") if each["event"] == kind]
+        found = events.read(self.folder / "events.jsonl")
+        return [each for each in found if isinstance(each, kind)]
 
     def all_events(self) -> list[dict[str, Any]]:
         """Return the events of all kinds."""

@@ -84,7 +84,7 @@ class Checkpoints:
             except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
                 self.passed_over.add(uri)
                 log.warning("passed over %s: %s", uri, error)
-                events.emit("checkpoint_passed_over", uri=uri, reason=str(error))
+                events.emit(events.CheckpointPassedOver(uri=uri, reason=str(error)))
                 continue
             if fields.get("fingerprint", "") != self._fingerprint:
                 raise UserError(
@@ -125,12 +125,12 @@ class Checkpoints:
         self.last = uri
         # Training stood still for so long.
         stall = round(time.monotonic() - began, 4)
-        events.emit("saved", uri=uri, global_step=step, seconds=stall)
+        events.emit(events.Saved(uri=uri, global_step=step, seconds=stall))
         return uri
 
     def published(self, uri: str, step: int) -> None:
         """Tell of a checkpoint that is published now, and drop what is one too many."""
-        events.emit("checkpoint", uri=uri, global_step=step)
+        events.emit(events.CheckpointPublished(uri=uri, global_step=step))
         # What stands ahead was passed over, and must not push out what can be read.
         readable = [each for each in index_of(self.uri) if each.global_step <= step]
         for old in outdated(readable, keep=self._keep, awaited=self._awaited):

@@ -100,7 +100,7 @@ class UploadQueue:
             errand()
         except UserError as error:
             log.warning("%s", error)
-            events.emit("not_published", reason=str(error))
+            events.emit(events.UploadFailed(reason=str(error)))
             return error
         except BaseException as error:
             # A bug has to end training as it would on its own thread.

@@ -61,7 +61,7 @@ def take(
     own = {path: each for path, each in variables.items() if path.startswith(_MODEL)}
     _refuse_another(found, own)
     checkpoints.restore(found, own, io_device=io_device)
-    events.emit("warm_start", uri=found.uri)
+    events.emit(events.WarmStart(uri=found.uri))
 
 
 def _refuse_another(found: RestoredCheckpoint, own: Mapping[str, tf.Variable]) -> None:

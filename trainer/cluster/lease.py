@@ -283,7 +283,7 @@ class Lease(NoLease):
                 else f"was last renewed at {clock_time(newest.renewed)}"
             )
             log.warning("the lease of %s is taken over from %s, which %s", self._uri, newest, why)
-            events.emit("lock_taken_over", uri=self._uri, holder=str(newest), reason=why)
+            events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
     def _refuse_newcomers(self, number: int, after: dict[int, LeaseHolder | None]) -> None:
         """Give way to a holder that came in between with another number."""
@@ -352,7 +352,7 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
 def _report_wait(error: LeaseHeldError) -> None:
     until = clock_time(error.holder.until)
     log.warning("%s holds the lease of %s until %s: it may be dead", error.holder, error.uri, until)
-    events.emit("lock_awaited", uri=error.uri, holder=str(error.holder), until=until)
+    events.emit(events.LeaseAwaited(uri=error.uri, holder=str(error.holder), until=until))
 
 
 @contextmanager

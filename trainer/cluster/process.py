@@ -259,9 +259,10 @@ class TaskProcess:
 def report_failure(process: TaskProcess, end: End) -> None:
     """Report that a task is given up: which one, how it ended, and its last lines."""
     events.emit(
-        "task_failed",
-        task=str(process.task),
-        cause=end.cause,
-        log=str(process.log),
-        last_lines=process.last_lines(_REPORTED_LINES),
+        events.TaskFailed(
+            task=str(process.task),
+            cause=end.cause,
+            log=str(process.log),
+            last_lines=tuple(process.last_lines(_REPORTED_LINES)),
+        )
     )

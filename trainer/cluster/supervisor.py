@@ -111,13 +111,15 @@ class EvaluatorSupervision:
             report_failure(process, end)
             return None
         self._restarts += 1
-        events.emit("restart", task=str(process.task), cause=end.cause, restarts=self._restarts)
+        events.emit(
+            events.Restart(task=str(process.task), cause=end.cause, restarts=self._restarts)
+        )
         return process
 
     def give_up(self, reason: str) -> None:
         """Continue without it."""
         self.running = False
-        events.emit("evaluator_left", reason=reason)
+        events.emit(events.EvaluatorLeft(reason=reason))
 
     def training_is_over(self) -> None:
         """Signal to it that no checkpoint will follow."""
@@ -188,7 +190,9 @@ class Supervisor:
         if not end.planned:
             self._count_incident(process, end)
         self._restarts_at_start[process.task] = self._restarts
-        events.emit("restart", task=str(process.task), cause=end.cause, restarts=self._restarts)
+        events.emit(
+            events.Restart(task=str(process.task), cause=end.cause, restarts=self._restarts)
+        )
         if process is self._leader and process.task.role == "chief":
             servers = [each for each in self._others if each.task.role in _SERVERS]
             self._memory.restart_grown(process, servers)

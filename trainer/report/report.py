@@ -5,8 +5,9 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     run_id      text
     verdict     "blessed", "refused", "done", "failed" or "interrupted"
     config      the configuration, nested
-    steps       [{"step", "status", "seconds", "figures": {name: value}, "uri", "error"}], of one
+    steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error"}], of one
                 that was tried again also "tries" and "earlier_seconds"
+    tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
     history     [{"global_step", "loss", "validation_loss", "validation_accuracy", ...}]
@@ -18,7 +19,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     registered  `registration.json`
     lineage     {name: value}
     cost        {name: value}
-    error       what is known of a failure that no step has told
+    error       what is known of a failure that no step reports
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def render(facts: Facts) -> str:
     verdict = str(facts.get("verdict") or "unknown")
     steps, rules, history = (_rows(facts, name) for name in ("steps", "rules", "history"))
     incidents = _rows(facts, "incidents")
-    bars, marks = views.time_line(steps, [*_rows(facts, "checkpoints"), *incidents])
+    bars = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
     registered = facts.get("registered") or {}
     evaluation = facts.get("evaluation") or {}
     rules += [dict(rule) for rule in registered.get("rules") or ()]
@@ -88,7 +89,7 @@ def render(facts: Facts) -> str:
         last=history[-1] if history else {},
         steps=steps,
         bars=bars,
-        marks=marks,
+        marks=[mark for bar in bars for mark in bar.marks],
         incidents=[_incident(each) for each in incidents],
         config=_yaml(facts.get("config") or {}),
         lineage=facts.get("lineage") or {},
@@ -202,7 +203,7 @@ def _incident(event: Facts) -> dict[str, str]:
         "time": _clock(event.get("time")),
         "event": figure(event.get("event")),
         "what": figure(rest),
-        "lines": "\n".join(map(str, lines)) if isinstance(lines, list) else "",
+        "lines": "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else "",
     }
 
 

@@ -19,6 +19,10 @@ MARKED_POINTS = 40
 # Beyond this the grid cannot be computed, and nobody can read it.
 _LARGEST = 1e100
 
+# The step on whose bar checkpoints and incidents are marked.
+TRAINING = "train_model"
+PUBLISHED = "checkpoint_published"
+
 Point = tuple[float, float]
 
 
@@ -168,6 +172,7 @@ class Bar:
     seconds: float
     left: float
     width: float
+    marks: tuple[Mark, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -272,42 +277,42 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
     ]
 
 
-def time_line(steps: Sequence[Facts], happened: Sequence[Facts]) -> tuple[list[Bar], list[Mark]]:
-    """Return the steps as bars, and checkpoints and incidents as marks, over the time of the run.
+def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
+    """Return the steps as bars over the time of the run, those of training with their events.
 
     Args:
-        steps: records with the `time` at which they ended, and `seconds`.
-        happened: events with their `time`.
+        tries: of the steps, with the time at which they `began`, and `seconds`.
+        events: checkpoints and incidents with their `time`.
     """
-    timed = [step for step in steps if _time(step) is not None and _is_number(step.get("seconds"))]
+    timed = [
+        each for each in tries if _is_number(each.get("began")) and _is_number(each.get("seconds"))
+    ]
     if not timed:
-        return [], []
-    begin: float = min(step["time"] - step["seconds"] for step in timed)
-    whole: float = max(max(step["time"] for step in timed) - begin, 1e-3)
+        return []
+    begin: float = min(each["began"] for each in timed)
+    whole: float = max(max(each["began"] + each["seconds"] for each in timed) - begin, 1e-3)
 
     def share(moment: float) -> float:
         return round(min(max(100 * (moment - begin) / whole, 0.0), 100.0), 2)
 
-    bars = [
+    marks = {each["began"]: list[Mark]() for each in timed if each.get("step") == TRAINING}
+    for event in events:
+        if marks and (moment := _time(event)) is not None:
+            kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
+            text = f"{event.get('event')} after {moment - begin:.1f} s"
+            began = max((each for each in marks if each <= moment), default=min(marks))
+            marks[began].append(Mark(left=share(moment), kind=kind, text=text))
+    return [
         Bar(
-            step=str(step.get("step")),
-            status=str(step.get("status")),
-            seconds=step["seconds"],
-            left=share(step["time"] - step["seconds"]),
-            width=round(max(share(step["time"]) - share(step["time"] - step["seconds"]), 0.5), 2),
+            step=str(each.get("step")),
+            status=str(each.get("status")),
+            seconds=each["seconds"],
+            left=share(each["began"]),
+            width=round(max(share(each["began"] + each["seconds"]) - share(each["began"]), 0.5), 2),
+            marks=tuple(marks[each["began"]]) if each.get("step") == TRAINING else (),
         )
-        for step in timed
+        for each in timed
     ]
-    marks = [
-        Mark(
-            left=share(event["time"]),
-            kind="checkpoint" if event.get("event") == "checkpoint" else "incident",
-            text=f"{event.get('event')} after {event['time'] - begin:.1f} s",
-        )
-        for event in happened
-        if _time(event) is not None
-    ]
-    return bars, marks
 
 
 def _time(event: Facts) -> float | None:

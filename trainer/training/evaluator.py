@@ -57,7 +57,9 @@ def watch(job: Job) -> None:
                 continue
             metrics = metrics_of(measure, uri, job.workdir / "scratch")
             if metrics:
-                events.emit("validation", **done.add(manifest, metrics))
+                row = done.add(manifest, metrics)
+                step, created = row["global_step"], manifest.created
+                events.emit(events.Validation(global_step=step, created=created, metrics=metrics))
             else:
                 passed.add(name)
         if is_over or newest >= job.config.training.steps:

@@ -63,6 +63,9 @@ def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
             yield f"{prefix}{name}", value
 
 
+_PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds")
+
+
 class Journal:
     """The rows and checkpoints of a run, going on from a global step."""
 
@@ -93,13 +96,17 @@ class Journal:
     def begin(self, start: int, warmed_from: str) -> None:
         """Emit that an attempt begins; `warmed_from` names the checkpoint of a warm start."""
         self._fields["warmed_from"] = warmed_from
-        events.emit("life", global_step=start, steps=self._steps, resumed=start > 0)
+        resumed = start > 0
+        events.emit(events.AttemptBegin(global_step=start, steps=self._steps, resumed=resumed))
 
     def progress(self, row: Mapping[str, Any]) -> None:
         """Emit the progress of training."""
         speed = row["steps_per_second"]
         left = (self._steps - row["global_step"]) / speed if speed else 0.0
-        events.emit("progress", steps=self._steps, seconds_left=round(left, 1), **row)
+        known = {name: value for name, value in row.items() if name in _PROGRESS}
+        metrics = {name: value for name, value in row.items() if name not in _PROGRESS}
+        left = round(left, 1)
+        events.emit(events.Progress(steps=self._steps, seconds_left=left, metrics=metrics, **known))
 
     def add(self, row: dict[str, Any]) -> None:
         """Add one row to the history, unless there are too many.

@@ -88,7 +88,7 @@ class StallWatch:
             return
         names = [str(task) for task in peers.silent]
         if names:
-            events.emit("stalled", tasks=names, seconds=self._seconds)
+            events.emit(events.Stalled(tasks=tuple(names), seconds=self._seconds))
             if not self._strategy.spares_workers or {t.role for t in peers.silent} != {"worker"}:
                 verb = "do" if len(names) > 1 else "does"
                 self._end(f"{', '.join(names)} {verb} not answer", self._seconds)

@@ -12,13 +12,14 @@ from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.operator import condition
 from trainer import events
+from trainer.events import Progress, Restart, StepEnd
 
 
 @pytest.fixture(autouse=True)
 def run_events(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
-    return lambda name: [each for each in events.read(path) if each["event"] == name]
+    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
 
 
 def wait_followed(kube, task, times):
@@ -53,9 +54,9 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     out = capfd.readouterr().out.splitlines()
     for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {progress(5)}"):
         assert out.count(line) == 1
-    assert [each["global_step"] for each in run_events("progress")] == [5, 10]
+    assert [each.global_step for each in run_events(Progress)] == [5, 10]
     # An event that a model prints is not one of the step.
-    assert not run_events("step_end")
+    assert not run_events(StepEnd)
 
 
 def test_pending_pods_are_reported_with_the_schedulers_message(kube):
@@ -97,9 +98,9 @@ def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
     kube.finish("chief-0", 0)
     attempt.succeed()
     kube.wait_until_deleted()
-    (restart,) = run_events("restart")
-    assert restart["task"] == "worker-0"
-    assert restart["cause"] == "evicted: The node was low on resource: memory"
+    (restart,) = run_events(Restart)
+    assert restart.task == "worker-0"
+    assert restart.cause == "evicted: The node was low on resource: memory"
 
 
 def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(kube, run_events):
@@ -113,7 +114,7 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
     wait_followed(kube, "chief-0", times=2)
     kube.finish("chief-0", 0)
     attempt.succeed()
-    assert [(e["task"], e["restarts"]) for e in run_events("restart")] == [
+    assert [(e.task, e.restarts) for e in run_events(Restart)] == [
         ("ps-0", 1),
         ("chief-0", 1),
     ]
@@ -225,5 +226,5 @@ def test_a_chiefless_job_is_led_by_worker_0(kube, run_events):
     kube.write_log("worker-0", progress(3))
     kube.finish("worker-0", 0)
     attempt.succeed()
-    assert [each["global_step"] for each in run_events("progress")] == [3]
+    assert [each.global_step for each in run_events(Progress)] == [3]
     kube.wait_until_deleted()

@@ -10,13 +10,28 @@ from rich.console import Console
 
 from pipelines.cli.display import Display, Terminal, closing_table
 from pipelines.runs.outcome import outcome_of
-from tests.pipelines.happened import begun, done, ended, judged
+from tests.pipelines.step_events import begun, done, ended, judged
 from trainer import storage
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    EvaluatorLeft,
+    FromScratch,
+    LeaseAwaited,
+    LeaseTakenOver,
+    NewestVersion,
+    Progress,
+    Restart,
+    RunBegin,
+    Stalled,
+    TaskFailed,
+    WarmStart,
+)
 
 
 def progress(step, time, **fields):
-    figures = {"loss": 0.25, "steps_per_second": 99.6, "seconds_left": 12.4, "steps": 300}
-    return {"event": "progress", "time": time, "global_step": step, **figures, **fields}
+    known = {"loss": 0.25, "steps_per_second": 99.6, "seconds_left": 12.4, "steps": 300}
+    return Progress(**{"time": time, "global_step": step, **known, **fields})
 
 
 @pytest.fixture
@@ -114,24 +129,25 @@ def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
 
 def test_incidents_are_told(shown):
     assert shown(
-        {"event": "life", "time": 1.0, "global_step": 0, "steps": 9, "resumed": False},
-        {"event": "restart", "time": 1.0, "task": "worker-0", "cause": "signal SIGKILL"},
-        {"event": "life", "time": 1.0, "global_step": 500, "steps": 900, "resumed": True},
+        AttemptBegin(global_step=0, steps=9, resumed=False),
+        Restart(task="worker-0", cause="signal SIGKILL", restarts=1),
+        AttemptBegin(global_step=500, steps=900, resumed=True),
     ) == [
         "worker-0 ended with signal SIGKILL and is started again",
-        "training goes on from global step 500",
+        "training resumes from global step 500",
     ]
 
 
 def test_tasks_that_are_silent_or_given_up_are_told(shown):
     assert shown(
-        {"event": "stalled", "time": 1.0, "tasks": ["ps-0", "worker-1"], "seconds": 120.0},
-        {"event": "evaluator_left", "time": 1.0, "reason": "no [room]"},
-        {"event": "task_failed", "time": 1.0, "task": "ps-0", "cause": "signal SIGKILL",
-         "log": "log.txt", "last_lines": ["[one]", "two"]},
+        Stalled(tasks=("ps-0", "worker-1"), seconds=120.0),
+        EvaluatorLeft(reason="no [room]"),
+        TaskFailed(
+            task="ps-0", cause="signal SIGKILL", log="log.txt", last_lines=("[one]", "two")
+        ),
     ) == [
         "no progress for 120 s: ps-0, worker-1 silent",
-        "going on without the evaluator: no [room]",
+        "training continues without the evaluator: no [room]",
         "ps-0 ended with signal SIGKILL:",
         "[one]",
         "two",
@@ -140,28 +156,27 @@ def test_tasks_that_are_silent_or_given_up_are_told(shown):
 
 def test_a_damaged_checkpoint_is_told_on_one_line(shown):
     uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
-    event = {"event": "checkpoint_passed_over", "time": 1.0, "uri": uri, "reason": reason}
-    assert shown(event) == [f"passed over {uri}: {reason}"]
+    assert shown(CheckpointPassedOver(uri=uri, reason=reason)) == [f"passed over {uri}: {reason}"]
 
 
-def test_an_event_of_a_later_version_is_not_an_error(shown):
-    assert shown({"event": "no_such_event", "time": 1.0}) == []
+def test_an_event_that_is_of_no_interest_shows_nothing(shown):
+    assert shown(RunBegin(run_id="digits-1", number=1)) == []
 
 
 def test_the_table_has_a_row_for_every_step():
     events = [*done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)]
     lines = [line.split() for line in table_of(events).splitlines()]
     assert lines == [
-        ["step", "status", "seconds", "figures", "where"],
+        ["step", "status", "seconds", "metrics", "where"],
         ["prepare_data", "done", "1.5"],
         ["train_model", "failed", "1.5"],
     ]
 
 
-def test_the_table_shows_four_figures_and_no_lists():
-    figures = {"decision": "refused", "reasons": ["a", "b"], "accuracy": 0.123456, "n": 1437}
-    figures |= {"reused": True, "more": 1}
-    text = table_of([begun("check_gate"), ended("check_gate", figures=figures)], width=200)
+def test_the_table_shows_four_metrics_and_no_lists():
+    metrics = {"decision": "refused", "reasons": ["a", "b"], "accuracy": 0.123456, "n": 1437}
+    metrics |= {"reused": True, "more": 1}
+    text = table_of([begun("check_gate"), ended("check_gate", metrics=metrics)], width=200)
     assert "decision=refused accuracy=0.1235 n=1437 reused=True" in text
     assert "reasons" not in text
     assert "more" not in text
@@ -245,19 +260,19 @@ class TestTerminal:
         assert (ended.returncode, ended.stderr) == (3, b"")
 
 
-def test_what_a_run_begins_with_and_whose_lock_it_took(shown):
-    held = {"uri": "file:///c", "holder": "run a (process 7 on h)", "reason": "has ended"}
+def test_what_a_run_begins_with_and_whose_lease_it_took(shown):
+    held = {"uri": "file:///c", "holder": "run a (process 7 on h)"}
     assert shown(
-        {"event": "newest_version", "dataset": "digits", "version": "1.0.0"},
-        {"event": "from_scratch", "reason": "digits has no champion yet below file:///r"},
-        {"event": "warm_start", "uri": "gs://b/step-00000005"},
-        {"event": "lock_awaited", **held, "until": "2027-01-15 08:00:00 UTC"},
-        {"event": "lock_taken_over", **held},
+        NewestVersion(dataset="digits", version="1.0.0"),
+        FromScratch(reason="digits has no champion yet below file:///r"),
+        WarmStart(uri="gs://b/step-00000005"),
+        LeaseAwaited(**held, until="2027-01-15 08:00:00 UTC"),
+        LeaseTakenOver(**held, reason="has ended"),
     ) == [
         "digits 1.0.0 is its newest version",
         "training begins from scratch: digits has no champion yet below file:///r",
         "training begins with the weights of gs://b/step-00000005",
-        "waiting for the lock of file:///c: run a (process 7 on h) may be dead, and holds it until "
-        "2027-01-15 08:00:00 UTC",
-        "took over the lock of file:///c from run a (process 7 on h), which has ended",
+        "waiting for the lease of file:///c: run a (process 7 on h) may be dead, and holds it "
+        "until 2027-01-15 08:00:00 UTC",
+        "took over the lease of file:///c from run a (process 7 on h), which has ended",
     ]

@@ -108,7 +108,7 @@ def test_status_of_an_id_that_is_not_there(remote):
 
 def test_status_of_a_run_that_has_ended_tells_its_outcome(instance, remote, started, workflow):
     workflow.begin("check_gate")
-    workflow.end("check_gate", figures={"decision": "refused", "reasons": ["too low"]})
+    workflow.end("check_gate", metrics={"decision": "refused", "reasons": ["too low"]})
     workflow.skip()
     instance.store.end_run(started, "SUCCEEDED")
     told = remote("status", started, "--json")

@@ -33,9 +33,9 @@ def over(state="SUCCEEDED"):
 
 BLESSED = (
     cached,
-    done("train_model", inputs={"dataset": DATASET}, figures={"global_step": 9}, uri="gs://b/c"),
-    done("check_gate", figures={"decision": "blessed", "reasons": []}),
-    done("register_model", figures={"decision": "promoted", "version": 3}),
+    done("train_model", inputs={"dataset": DATASET}, metrics={"global_step": 9}, uri="gs://b/c"),
+    done("check_gate", metrics={"decision": "blessed", "reasons": []}),
+    done("register_model", metrics={"decision": "promoted", "version": 3}),
     over(),
 )
 
@@ -109,7 +109,7 @@ def test_on_a_terminal_it_stands_in_the_table(instance, remote, monkeypatch):
 
 
 def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
-    play(cached, done("train_model"), done("check_gate", figures={"decision": "refused"}), over())
+    play(cached, done("train_model"), done("check_gate", metrics={"decision": "refused"}), over())
     told = remote("status", run_id, "--json")
     assert "dataset" not in told.json["artifacts"]
     [row] = [line for line in told.out.splitlines() if line.startswith("prepare_data")]
@@ -204,7 +204,7 @@ def test_an_instance_without_logs_is_an_error_all_the_same(instance, remote, run
 
 def test_a_group_that_a_condition_skipped_is_no_cache(remote, run_id, play):
     play(
-        done("check_gate", figures={"decision": "refused", "reasons": ["too low"]}),
+        done("check_gate", metrics={"decision": "refused", "reasons": ["too low"]}),
         lambda workflow, _run: workflow.skip(),
         over(),
     )

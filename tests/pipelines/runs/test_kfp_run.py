@@ -13,6 +13,7 @@ from tests.pipelines.called import call, setting
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from trainer import storage
+from trainer.events import AttemptBegin
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -88,5 +89,6 @@ def test_a_run_is_resumed_from_the_store(root, tmp_path):
     again = call("train", tmp_path / "runs", *more, "--resume", first.told["run_id"], cwd=tmp_path)
     assert again.code == 0, again.err + again.log
     assert again.told["global_step"] == 260
-    (life,) = again.happened("life")
-    assert (life["resumed"], life["global_step"]) == (True, 200)
+    first, second = again.events(AttemptBegin)
+    assert (first.resumed, first.global_step) == (False, 0)
+    assert (second.resumed, second.global_step) == (True, 200)

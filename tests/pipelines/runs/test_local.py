@@ -16,6 +16,7 @@ from trainer.config.load import load_config, parse_config
 from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import Config, StorageConfig
 from trainer.errors import ConfigError
+from trainer.events import FromScratch, RunBegin
 
 CONFIG = Config()
 # A runner that says it is there, and goes on when it is asked to end.
@@ -77,13 +78,18 @@ class TestLayingOut:
         run = local.new_run(CONFIG, workdir)
         (run.folder / "checkpoints").mkdir()
         (run.folder / "checkpoints" / "kept").write_text("x", encoding="utf-8")
-        (run.folder / local.EVENTS).write_text('{"event": "old"}\n', encoding="utf-8")
+        events.append(run.folder / local.EVENTS, FromScratch(reason="first"))
         os.close(run.lock)
         again = local.resumed_run(load_config(None, ["training.steps=9"]), workdir, run.run_id)
         assert (again.run_id, again.folder) == (run.run_id, run.folder)
         assert (run.folder / "checkpoints" / "kept").is_file()
-        # What happened before is not how this one ends.
-        assert not list(events.read(run.folder / local.EVENTS))
+        # What happened before is part of the run, and not of how this start ends.
+        assert list(events.read(run.folder / local.EVENTS)) == [
+            RunBegin(run_id=run.run_id, number=1),
+            FromScratch(reason="first"),
+            RunBegin(run_id=run.run_id, number=2),
+        ]
+        assert again.begin == (run.folder / local.EVENTS).stat().st_size
         assert load_config(local.saved_config(workdir, run.run_id)).training.steps == 9
 
     @pytest.mark.parametrize("take", [local.saved_config, local.check_run_id])
@@ -127,7 +133,7 @@ class TestExecuting:
     def test_an_error_of_the_follower_leaves_no_process(self, workdir):
         run = local.new_run(CONFIG, workdir)
         # The first event is there before the runner is.
-        (run.folder / local.EVENTS).write_text('{"event": "x"}\n', encoding="utf-8")
+        events.append(run.folder / local.EVENTS, FromScratch(reason="first"))
 
         before = psutil.Process().children(recursive=True)
 
@@ -143,7 +149,7 @@ class TestFollowing:
     def test_every_event_comes_once_and_whole(self, tmp_path):
         path = tmp_path / "events.jsonl"
         path.touch()
-        with path.open("a", encoding="utf-8") as writer, path.open(encoding="utf-8") as lines:
+        with path.open("a", encoding="utf-8") as writer, path.open("rb") as lines:
 
             def write(text):
                 writer.write(text)
@@ -151,15 +157,15 @@ class TestFollowing:
                 return list(local._since(lines))
 
             assert write("") == []
-            assert write('{"event": "ä"}\n{"event": "b"}\n{"eve') == [
-                {"event": "ä"},
-                {"event": "b"},
-            ]
-            assert write('nt": "c') == []
-            assert write('"}\n') == [{"event": "c"}]
+            first, second, third = (FromScratch(reason=each) for each in ("ä", "b", "c"))
+            text = json.dumps(events.to_tree(third))
+            lines_of = "".join(json.dumps(events.to_tree(each)) + "\n" for each in (first, second))
+            assert write(lines_of + text[:9]) == [first, second]
+            assert write(text[9:20]) == []
+            assert write(text[20:] + "\n") == [third]
             assert write("") == []
-            # What a full disk has torn is passed over.
-            assert write('{"event": {"event": "d"}\n{"event": "e"}\n') == [{"event": "e"}]
+            # What a full disk has torn is passed over, and nothing else.
+            assert write(f"{text[:20]}{text}\n{text[:30]}\n{text}\n") == [third, third]
 
 
 class TestInterrupting:

@@ -8,6 +8,7 @@ import pytest
 
 from tests.pipelines.called import call, setting
 from trainer import storage
+from trainer.events import AttemptBegin, Progress, WarmStart
 from trainer.promotion import registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.timeout(600)]
@@ -53,11 +54,11 @@ def test_the_first_run_begins_from_scratch_and_says_so(first):
 
 def test_the_second_run_begins_at_the_champions_loss(first, second):
     champion = first.told["metrics"]["loss"]
-    rows = [e for e in second.happened("progress") if e["global_step"] <= 20]
-    cold = first.happened("progress")[0]
-    assert champion < 0.5 < cold["loss"]
+    rows = [e for e in second.events(Progress) if e.global_step <= 20]
+    cold = first.events(Progress)[0]
+    assert champion < 0.5 < cold.loss
     assert rows
-    assert all(row["loss"] < champion + 0.15 for row in rows)
+    assert all(row.loss < champion + 0.15 for row in rows)
     uri = first.told["artifacts"]["checkpoint"]
     assert f"training begins with the weights of {uri}" in second.err.splitlines()
 
@@ -78,9 +79,10 @@ def test_a_resumed_run_goes_on_from_its_own_checkpoint(workdir, first, second):
     more = [*setting(training__steps=90), "--resume", second.told["run_id"]]
     called = call("train", workdir, *more, cwd=workdir.parent)
     assert called.code == 0, called.err + called.log
-    (life,) = called.happened("life")
-    assert (life["resumed"], life["global_step"]) == (True, 60)
-    assert called.happened("warm_start") == []
+    first_attempt, second_attempt = called.events(AttemptBegin)
+    assert (first_attempt.resumed, second_attempt.resumed) == (False, True)
+    assert second_attempt.global_step == 60
+    assert len(called.events(WarmStart)) == 1
     manifest = storage.read_manifest(called.told["artifacts"]["checkpoint"])
     assert manifest.fields["global_step"] == 90
     assert manifest.fields["warmed_from"] == first.told["artifacts"]["checkpoint"]

@@ -8,6 +8,7 @@ import pytest
 from tests.pipelines.called import Called, call, calling, processes_of, setting
 from tests.trainer.page import Page
 from trainer import storage
+from trainer.events import AttemptBegin, CheckpointPublished, StepEnd
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -41,15 +42,15 @@ def interrupted(workdir):
 
 
 @pytest.fixture(scope="module")
-def happened(interrupted):
-    """What had happened when the run ended; a resumed run writes its events anew."""
-    return interrupted.happened("checkpoint", "life", "step_end")
+def before(interrupted):
+    """The events of the first start, as they were before the run was resumed."""
+    return [*interrupted.events(CheckpointPublished), *interrupted.events(StepEnd)]
 
 
 @pytest.fixture(scope="module")
-def reached(happened):
+def reached(before):
     """The global step at which the run was ended."""
-    return max(event["global_step"] for event in happened if event["event"] == "checkpoint")
+    return max(event.global_step for event in before if isinstance(event, CheckpointPublished))
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +77,8 @@ def test_it_ends_with_what_to_do_next(interrupted):
     assert "Traceback" not in interrupted.err + interrupted.out
 
 
-def test_the_steps_after_it_were_left_out(interrupted, happened):
-    statuses = {each["step"]: each["status"] for each in happened if each["event"] == "step_end"}
+def test_the_steps_after_it_were_left_out(interrupted, before):
+    statuses = {each.step: each.status for each in before if isinstance(each, StepEnd)}
     assert statuses == {
         "resolve_config": "done",
         "prepare_data": "done",
@@ -105,9 +106,10 @@ def test_it_goes_on_from_there(resumed, interrupted, reached):
     assert resumed.told["status"] == "done"
     assert resumed.told["run_id"] == interrupted.told["run_id"]
     assert resumed.told["global_step"] == reached + MORE
-    assert f"training goes on from global step {reached}" in resumed.err.splitlines()
-    (life,) = resumed.happened("life")
-    assert (life["resumed"], life["global_step"]) == (True, reached)
+    assert f"training resumes from global step {reached}" in resumed.err.splitlines()
+    first, second = resumed.events(AttemptBegin)
+    assert (first.resumed, first.global_step) == (False, 0)
+    assert (second.resumed, second.global_step) == (True, reached)
 
 
 def test_it_goes_on_with_the_configuration_of_the_run(resumed):

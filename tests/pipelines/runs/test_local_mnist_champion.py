@@ -18,6 +18,7 @@ from trainer.config.load import load_config
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.evaluate import restored
+from trainer.events import StepEnd
 from trainer.promotion import registry
 from trainer.storage.local import locked
 
@@ -128,7 +129,7 @@ def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes
             process.kill()
         out, err = run.communicate()
     assert run.returncode != 0, out + err
-    done = {e["step"] for e in events.read(folder / "events.jsonl") if e["event"] == "step_end"}
+    done = {e.step for e in events.read(folder / "events.jsonl") if isinstance(e, StepEnd)}
     assert "export_model" in done
     assert "register_model" not in done
     assert champion(root) == 1

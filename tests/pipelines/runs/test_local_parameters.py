@@ -154,8 +154,8 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     assert ended.returncode == 1
     assert not (tmp_path / "kept.json").exists()
     step = list(events.read(path))[-1]
-    assert (step["step"], step["status"], step["exit_code"]) == ("resolve_config", "failed", 1)
-    assert step["error"].startswith("storage.root is empty: set it to the URI")
+    assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
+    assert step.error.startswith("storage.root is empty: set it to the URI")
     # Of the step, that is; the runner's own end is not for users.
     told = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
-    assert [line.strip() for line in told] == [f"flotilla: resolve_config: {step['error']}"]
+    assert [line.strip() for line in told] == [f"flotilla: resolve_config: {step.error}"]

@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 
 import pytest
 
 from pipelines.runs import local_status
 from tests.pipelines.called import calling, setting
+from trainer.events import Progress, RunBegin, StepBegin, StepEnd, to_tree
 
 # A process that starts another one with the words of a run's child, and says how it was ended.
 STARTER = """
@@ -33,13 +33,13 @@ print("child", child.wait(), flush=True)
 """
 
 
-def event(name, **fields):
-    return json.dumps({"event": name, "time": round(time.time(), 3), **fields}) + "\n"
+def line(event):
+    return json.dumps(to_tree(event)) + "\n"
 
 
 def ended(step, status="done", **more):
-    whole = {"exit_code": 0, "error": "", "seconds": 2.0, "figures": {}, "uri": ""} | more
-    return event("step_begin", step=step) + event("step_end", step=step, status=status, **whole)
+    end = StepEnd(step=step, status=status, **{"seconds": 2.0, **more})
+    return line(StepBegin(step=step)) + line(end)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def folder(tmp_path):
     (made / "config.json").write_text("{}")
     (made / "pipeline.log").write_text("one\ntwo\n")
     gate = {"decision": "refused", "reasons": ["too low"]}
-    (made / "events.jsonl").write_text(ended("check_gate", figures=gate) + ended("finish"))
+    (made / "events.jsonl").write_text(ended("check_gate", metrics=gate) + ended("finish"))
     return made
 
 
@@ -65,9 +65,9 @@ def flotilla(folder, remote, monkeypatch):
 @pytest.fixture
 def going(folder):
     """The process that follows the run, which goes on."""
-    train = event("step_begin", step="train_model")
-    progress = event("progress", global_step=20, steps=100, loss=0.5, seconds_left=9.0)
-    (folder / "events.jsonl").write_text(ended("prepare_data") + train + progress)
+    train = StepBegin(step="train_model")
+    progress = Progress(global_step=20, steps=100, loss=0.5, steps_per_second=9.0, seconds_left=9.0)
+    (folder / "events.jsonl").write_text(ended("prepare_data") + line(train) + line(progress))
     with starting(folder, "flotilla") as process:
         yield process
 
@@ -106,15 +106,15 @@ def test_a_run_that_goes_on(flotilla, going):
     assert (told.code, told.json["status"]) == (0, "running")
     assert told.json["global_step"] == 20
     lines = told.out.splitlines()
-    assert any(line.startswith("prepare_data  done") for line in lines)
-    [line] = [line for line in lines if line.startswith("train_model   running")]
-    assert "global_step=20 steps=100" in line
+    assert any(each.startswith("prepare_data  done") for each in lines)
+    [row] = [each for each in lines if each.startswith("train_model   running")]
+    assert "global_step=20 steps=100" in row
     assert going.poll() is None
 
 
 def test_a_run_that_was_killed(flotilla, folder):
     (folder / "events.jsonl").write_text(
-        ended("prepare_data") + event("step_begin", step="train_model")
+        ended("prepare_data") + line(StepBegin(step="train_model"))
     )
     assert flotilla("status", "digits-1", "--json").json["status"] == "failed"
     (folder / "events.jsonl").write_text(ended("prepare_data") + ended("train_model"))
@@ -122,6 +122,18 @@ def test_a_run_that_was_killed(flotilla, folder):
     (folder / "events.jsonl").write_text(ended("train_model") + ended("evaluate_model"))
     told = flotilla("status", "digits-1", "--json")
     assert "ended without a word" in told.json["message"]
+
+
+def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
+    first = line(RunBegin(run_id="digits-1", number=1)) + ended("train_model", "interrupted")
+    again = line(RunBegin(run_id="digits-1", number=2)) + ended("train_model")
+    events = folder / "events.jsonl"
+    events.write_text(first + ended("finish") + again + ended("finish"))
+    assert flotilla("status", "digits-1", "--json").json["status"] == "done"
+    # Of a start that was killed before its first step there is nothing but its begin.
+    events.write_text(first + ended("finish") + line(RunBegin(run_id="digits-1", number=2)))
+    said = flotilla("status", "digits-1", "--json").json
+    assert (said["status"], "ended without a word" in said["message"]) == ("failed", True)
 
 
 def test_the_log(flotilla):

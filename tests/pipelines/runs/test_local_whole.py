@@ -8,6 +8,7 @@ from tests.pipelines.called import call, content, processes_of, setting
 from tests.trainer.page import Page
 from trainer import storage
 from trainer.config.load import load_config
+from trainer.events import StepEnd
 from trainer.promotion import registry
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
@@ -180,8 +181,8 @@ class TestRefused:
 
     def test_it_reuses_the_dataset(self, blessed, refused):
         assert refused.told["artifacts"]["dataset"] == blessed.told["artifacts"]["dataset"]
-        figures = {each["step"]: each["figures"] for each in refused.happened("step_end")}
-        assert figures["prepare_data"]["reused"] is True
+        metrics = {each.step: each.metrics for each in refused.events(StepEnd)}
+        assert metrics["prepare_data"]["reused"] is True
 
     def test_it_touched_no_file_that_was_there(self, before, refused):
         after = content(refused.workdir)

@@ -1,9 +1,10 @@
-"""How a run ended, told from its events and the exit code of the runner."""
+"""How a run ended, by its events and the exit code of the runner."""
 
 import pytest
 
 from pipelines.runs.outcome import outcome_of
-from tests.pipelines.happened import STEPS, begun, done, ended, judged, promoted
+from tests.pipelines.step_events import STEPS, begun, done, ended, judged, promoted
+from trainer.events import RunBegin, WarmStart
 
 FINISHED = done("finish", uri="file:///r/report.html")
 
@@ -29,8 +30,8 @@ def test_exported_and_not_registered():
 
 
 def test_refused_by_the_registry():
-    figures = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
-    register = done("register_model", figures=figures)
+    metrics = {"decision": "refused", "reasons": ["megabytes 9.0 is above", "labelled 0"]}
+    register = done("register_model", metrics=metrics)
     events = [*judged("blessed"), *done("export_model"), *register, *FINISHED]
     assert judge(events) == ("refused", 3, "megabytes 9.0 is above; labelled 0")
 
@@ -76,9 +77,9 @@ def test_a_step_that_died_without_a_word_has_failed():
     assert outcome.status == "failed"
     assert outcome.exit_code == 1
     assert outcome.message == "train_model: the step was killed; see pipeline.log"
-    names = [step["step"] for step in outcome.steps]
+    names = [step.step for step in outcome.steps]
     assert names == ["resolve_config", "train_model", "finish"]
-    assert outcome.steps[1]["status"] == "failed"
+    assert outcome.steps[1].status == "failed"
 
 
 def test_a_step_that_died_is_told_before_an_exit_step_that_failed():
@@ -133,24 +134,24 @@ def test_a_step_that_runs_again_and_dies_has_failed():
 
 
 def test_other_events_do_not_matter():
-    events = [{"event": "progress", "time": 1.0, "loss": 1.0}, *done("prepare_data")]
+    events = [WarmStart(uri="file:///c"), *done("prepare_data")]
     assert len(outcome_of(events, 0, interrupted=False).steps) == 1
 
 
-def test_figures_and_artifacts():
+def test_metrics_and_artifacts():
     uris = {step: f"file:///{step}" for step in (*STEPS[1:], "export_model", "finish")}
     events = [
         *done("resolve_config"),
         *(event for step, uri in uris.items() for event in done(step, uri=uri)),
         begun("check_gate"),
-        ended("check_gate", uri=uris["check_gate"], figures={"decision": "blessed"}),
+        ended("check_gate", uri=uris["check_gate"], metrics={"decision": "blessed"}),
         begun("evaluate_model"),
-        ended("evaluate_model", uri=uris["evaluate_model"], figures={"accuracy": 0.5}),
+        ended("evaluate_model", uri=uris["evaluate_model"], metrics={"accuracy": 0.5}),
     ]
     outcome = outcome_of(events, 0, interrupted=False)
-    assert outcome.figures("evaluate_model") == {"accuracy": 0.5}
-    assert outcome.figures("train_model") == {}
-    assert outcome.figures("no_such_step") == {}
+    assert outcome.metrics("evaluate_model") == {"accuracy": 0.5}
+    assert outcome.metrics("train_model") == {}
+    assert outcome.metrics("no_such_step") == {}
     assert outcome.artifacts() == {
         "dataset": "file:///prepare_data",
         "checkpoint": "file:///train_model",
@@ -164,3 +165,19 @@ def test_figures_and_artifacts():
 def test_a_step_without_an_artifact_names_none():
     events = [*done("prepare_data", uri="file:///d"), *failed("train_model", "no")]
     assert outcome_of(events, 1, interrupted=False).artifacts() == {"dataset": "file:///d"}
+
+
+def test_a_resumed_run_is_judged_by_its_newest_start():
+    first = [RunBegin(run_id="r", number=1), *failed("train_model", "no space"), *FINISHED]
+    again = [RunBegin(run_id="r", number=2), *done("train_model", uri="file:///c"), *FINISHED]
+    assert judge([*first, *again]) == ("done", 0, "")
+    assert judge([*again, *first], 1) == ("failed", 1, "train_model: no space")
+
+
+def test_a_step_that_only_an_earlier_start_reached_is_not_part_of_the_outcome():
+    first = [RunBegin(run_id="r", number=1), *judged("blessed"), *promoted(), *FINISHED]
+    again = [RunBegin(run_id="r", number=2), *failed("resolve_config", "no root", 2)]
+    outcome = outcome_of([*first, *again], 1, interrupted=False)
+    assert (outcome.status, outcome.exit_code) == ("failed", 2)
+    assert [step.step for step in outcome.steps] == ["resolve_config"]
+    assert outcome.artifacts() == {}

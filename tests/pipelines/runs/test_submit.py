@@ -23,8 +23,8 @@ def end(step, state="SUCCEEDED", **record):
     return lambda workflow, _run: workflow.end(step, state, **record)
 
 
-def done(step, **figures):
-    return [begin(step), end(step, figures=figures)]
+def done(step, **metrics):
+    return [begin(step), end(step, metrics=metrics)]
 
 
 def over(state="SUCCEEDED", message=""):

@@ -13,6 +13,7 @@ from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints, restore
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
+from trainer.events import CheckpointPassedOver, CheckpointPublished
 
 DATA = "variables.data-00000-of-00001"
 
@@ -181,12 +182,12 @@ def test_it_is_said_which_one_was_passed_over_and_why(folder, tmp_path, monkeypa
     for uri in uris[1:]:
         flip_a_bit(storage.local_path(uri) / DATA)
     of(folder).newest()
-    passed = [each for each in events.read(file) if each["event"] == "checkpoint_passed_over"]
-    assert [each["uri"] for each in passed] == [uris[2], uris[1]]
-    assert all(f"{DATA} has crc32c" in each["reason"] for each in passed)
+    passed = [each for each in events.read(file) if isinstance(each, CheckpointPassedOver)]
+    assert [each.uri for each in passed] == [uris[2], uris[1]]
+    assert all(f"{DATA} has crc32c" in each.reason for each in passed)
     assert f"passed over {uris[2]}: " in caplog.text
-    made = [each for each in events.read(file) if each["event"] == "checkpoint"]
-    assert [(each["uri"], each["global_step"]) for each in made] == [
+    made = [each for each in events.read(file) if isinstance(each, CheckpointPublished)]
+    assert [(each.uri, each.global_step) for each in made] == [
         *zip(uris, (10, 20, 30), strict=True)
     ]
 

@@ -16,6 +16,7 @@ from trainer.checkpoints.index import list_checkpoints
 from trainer.checkpoints.remote import RemoteCheckpoints, checkpoints_of
 from trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.events import CheckpointPassedOver
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -160,9 +161,9 @@ def test_a_flipped_bit_is_passed_over_and_said(of, uri, server, tmp_path, monkey
         found = of().newest()
         assert found.global_step == 1
         happened = list(events.read(tmp_path / "events.jsonl"))
-        passed = [each for each in happened if each["event"] == "checkpoint_passed_over"][-1]
-        assert passed["uri"].endswith("step-00000002")
-        assert name in passed["reason"]
+        passed = [each for each in happened if isinstance(each, CheckpointPassedOver)][-1]
+        assert passed.uri.endswith("step-00000002")
+        assert name in passed.reason
         server.replace(bucket, at, whole)
     server.replace(bucket, f"{key}/step-00000002/variables.index", b"other")
     again = of()
@@ -187,8 +188,8 @@ def test_a_store_that_is_away_for_a_while_does_not_end_training(
         save(kept, 2)
         server.plan.clear()
     assert steps(uri) == [2]
-    happened = [each["event"] for each in events.read(tmp_path / "events.jsonl")]
-    assert "not_published" in happened
+    kinds = [type(each) for each in events.read(tmp_path / "events.jsonl")]
+    assert events.UploadFailed in kinds
 
 
 def test_past_the_deadline_the_last_checkpoint_is_missed_in_one_line(of, server, monkeypatch):

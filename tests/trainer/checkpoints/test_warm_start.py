@@ -14,6 +14,7 @@ from trainer import events, storage
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.errors import ConfigError, UserError
+from trainer.events import AttemptBegin, WarmStart
 from trainer.strategies.strategy import checkpoint_variables
 
 
@@ -47,7 +48,7 @@ def refused(run, uri):
     assert line.startswith("training.warm_start: ")
     # Before training begins: nothing was applied, and nothing saved.
     assert run.steps() == []
-    assert run.events("life") == []
+    assert run.events(AttemptBegin) == []
     return line
 
 
@@ -55,21 +56,21 @@ def test_it_takes_the_weights_and_begins_at_global_step_0(run, before):
     assert run.train(steps=20, keep=100, warm_start=checkpoint_of(before)) == 20
     assert run.steps() == [0, 10, 20]
     assert [run.weight(step) for step in run.steps()] == [15.0, 20.0, 25.0]
-    (life,) = run.events("life")
-    assert (life["global_step"], life["resumed"]) == (0, False)
+    (life,) = run.events(AttemptBegin)
+    assert (life.global_step, life.resumed) == (0, False)
 
 
 def test_it_is_said_and_stands_in_every_manifest(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
-    assert [event["uri"] for event in run.events("warm_start")] == [uri]
+    assert [event.uri for event in run.events(WarmStart)] == [uri]
     assert {run.fields(step)["warmed_from"] for step in run.steps()} == {uri}
 
 
 def test_a_run_without_one_says_so(run):
     run.train(steps=10)
     assert run.fields(10)["warmed_from"] == ""
-    assert run.events("warm_start") == []
+    assert run.events(WarmStart) == []
 
 
 def test_a_run_that_goes_on_ignores_it_and_remembers_how_it_began(run, before):
@@ -80,7 +81,7 @@ def test_a_run_that_goes_on_ignores_it_and_remembers_how_it_began(run, before):
     run.train(steps=40, keep=100, warm_start=uri)
     assert run.weight(40) == 15.0 + 20.0
     assert run.fields(40)["warmed_from"] == uri
-    assert len(run.events("warm_start")) == 1
+    assert len(run.events(WarmStart)) == 1
 
 
 def test_a_run_that_began_without_one_takes_none_later(run, before):

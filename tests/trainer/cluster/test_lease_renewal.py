@@ -63,7 +63,8 @@ def test_a_holder_that_was_killed_is_known_to_be_dead(here, monkeypatch, tmp_pat
     mine.check()
     assert "which has ended" in caplog.text
     (event,) = events.read(tmp_path / "events.jsonl")
-    assert (event["event"], event["reason"]) == ("lock_taken_over", "has ended")
+    assert isinstance(event, events.LeaseTakenOver)
+    assert event.reason == "has ended"
 
 
 def test_a_dead_process_of_another_machine_is_waited_for(here, monkeypatch):

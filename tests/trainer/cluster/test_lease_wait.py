@@ -107,9 +107,10 @@ def test_a_holder_killed_elsewhere_is_waited_for_until_it_expires(
     until = "2027-01-15 08:02:00 UTC"
     assert f"holds the lease of {time_.uri} until {until}: it may be dead" in caplog.text
     awaited, taken = events.read(events_file)
-    assert (awaited["event"], awaited["until"]) == ("lock_awaited", until)
-    assert awaited["uri"] == time_.uri
-    assert taken["event"] == "lock_taken_over"
+    assert isinstance(awaited, events.LeaseAwaited)
+    assert awaited.until == until
+    assert awaited.uri == time_.uri
+    assert isinstance(taken, events.LeaseTakenOver)
 
 
 def test_a_holder_that_renews_it_is_left_alone(time_, elsewhere):

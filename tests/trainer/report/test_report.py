@@ -25,9 +25,9 @@ FACTS: dict[str, Any] = {
     "config": Config().model_dump(mode="json"),
     "steps": [
         {"step": "prepare_data", "status": "done", "seconds": 2.5, "uri": "file:///r/datasets/k",
-         "figures": {"examples": 1797, "reused": False}, "error": "", "event": "step_end"},
+         "metrics": {"examples": 1797, "reused": False}, "error": ""},
         {"step": "train_model", "status": "done", "seconds": 12.25, "uri": "file:///r/c/step-1",
-         "figures": {"global_step": 1500, "loss": 0.0123456789}, "error": ""},
+         "metrics": {"global_step": 1500, "loss": 0.0123456789}, "error": ""},
     ],
     "metrics": {"accuracy": 0.9722222222, "loss": 0.11},
     "rules": [
@@ -125,8 +125,9 @@ def test_all_is_escaped() -> None:
         "run_id": EVIL,
         "verdict": EVIL,
         "config": {EVIL: {"a": EVIL}},
-        "steps": [{"step": EVIL, "status": EVIL, "seconds": EVIL, "figures": {EVIL: EVIL},
+        "steps": [{"step": EVIL, "status": EVIL, "seconds": EVIL, "metrics": {EVIL: EVIL},
                    "uri": EVIL}],
+        "tries": [{"step": EVIL, "status": EVIL, "seconds": 1.0, "began": 1.0}],
         "metrics": {EVIL: EVIL},
         "rules": [{"metric": EVIL, "bound": EVIL, "threshold": EVIL, "value": EVIL}],
         "history": [{"global_step": 1, "loss": 1.0, EVIL: EVIL}],
@@ -259,8 +260,9 @@ _plain = st.recursive(
 _row = st.fixed_dictionaries(
     {},
     optional=dict.fromkeys(
-        ["step", "status", "seconds", "figures", "uri", "error", "metric", "bound", "threshold",
-         "value", "passed", "global_step", "loss", "event", "time", "tries", "earlier_seconds"],
+        ["step", "status", "seconds", "metrics", "uri", "error", "metric", "bound", "threshold",
+         "value", "passed", "global_step", "loss", "event", "time", "began", "tries",
+         "earlier_seconds"],
         _plain,
     ),
 )  # fmt: skip
@@ -272,7 +274,10 @@ _facts = st.fixed_dictionaries(
         "config": st.dictionaries(st.text(), _plain, max_size=3),
         "error": st.none() | st.text(),
         "metrics": st.dictionaries(st.text(), _plain, max_size=3),
-        **{name: st.lists(_row, max_size=3) for name in ("steps", "rules", "history", "incidents")},
+        **{
+            name: st.lists(_row, max_size=3)
+            for name in ("steps", "tries", "rules", "history", "incidents")
+        },
     },
 )
 

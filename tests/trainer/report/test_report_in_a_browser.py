@@ -59,10 +59,11 @@ def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
 
 def of_digits(folder: Path) -> dict[str, Any]:
     """A blessed run with ten classes, as most are."""
-    steps = [{**step, "time": 100.0 + at} for at, step in enumerate(FACTS["steps"])]
+    steps = [{**step, "began": 100.0 + at} for at, step in enumerate(FACTS["steps"])]
     return {
         **FACTS, **evaluated(folder, [str(digit) for digit in range(10)]), "verdict": "blessed",
-        "steps": steps, "checkpoints": [{"event": "checkpoint", "time": 99.0}],
+        "steps": steps, "tries": steps,
+        "checkpoints": [{"event": "checkpoint_published", "time": 99.0}],
         "registered": {"decision": "promoted", "version": 12, "promotion": 14, "rules": []},
         "lineage": {"commit": "a" * 40, "dataset": f"s3://bucket/{LONG}", "image": ""},
         "cost": {"tasks": {"chief": 1, "ps": 2, "worker": 4}, "task_hours": 0.25},
@@ -74,11 +75,12 @@ def of_odd_names(folder: Path) -> dict[str, Any]:
     names = [EVIL, LONG, SPACED, "", "日本語のとても長いクラス名" * 4, "a\nb", "é", "</style>"]
     long = {"metric": LONG, "bound": "min", "threshold": 0.1, "value": 0.0, "passed": False}
     incident = {"event": LONG, "time": 5.0, "task": LONG, "last_lines": [LONG, "<script>"] * 5}
+    step = {"step": LONG, "status": "failed", "seconds": 1.5, "began": 1.5, "error": LONG}
     return {
         **FACTS, **evaluated(folder, names), "run_id": LONG,
         "rules": [{**long, "key": LONG, "note": LONG}, {**long, "metric": EVIL}],
         "incidents": [incident],
-        "steps": [{"step": LONG, "status": "failed", "seconds": 1.5, "time": 3.0, "error": LONG}],
+        "steps": [step], "tries": [step],
     }  # fmt: skip
 
 

@@ -21,8 +21,8 @@ from trainer.report import report, views
 EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("zero", EVIL, "two")
 STEPS = [
-    {"step": "prepare_data", "status": "done", "seconds": 10.0, "time": 110.0, "figures": {}},
-    {"step": "train_model", "status": "failed", "seconds": 30.0, "time": 150.0, "figures": {}},
+    {"step": "prepare_data", "status": "done", "seconds": 10.0, "began": 100.0, "metrics": {}},
+    {"step": "train_model", "status": "failed", "seconds": 30.0, "began": 120.0, "metrics": {}},
 ]
 CHAMPION = {
     "uri": "file:///c", "incomparable": "", "metrics": {"accuracy": 0.5},
@@ -66,11 +66,12 @@ def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) 
     evaluation = {**summarized(spec, found), "worst": worst.write(folder, list(NAMES))}
     evaluation["champion"] = CHAMPION
     return {
-        "run_id": "r", "verdict": "blessed", "steps": STEPS, "evaluation": evaluation,
+        "run_id": "r", "verdict": "blessed", "steps": STEPS, "tries": STEPS,
+        "evaluation": evaluation,
         "metrics": evaluation["metrics"], "curves": curves(labels, logits, list(NAMES)),
         "pictures": pictures_of(folder), "lineage": {"commit": "abc"}, "cost": {"task_hours": 0.5},
         "registered": {"decision": "promoted", "version": 4, "promotion": 5, "rules": []},
-        "checkpoints": [{"event": "checkpoint", "time": 125.0}],
+        "checkpoints": [{"event": "checkpoint_published", "time": 125.0}],
         "incidents": [{"event": "restart", "time": 140.0, "task": "worker-1"}],
     }  # fmt: skip
 
@@ -148,22 +149,31 @@ def test_many_classes_are_told_by_their_confusions() -> None:
 
 
 def test_the_time_line_in_percent_of_the_run() -> None:
-    incidents = [{"event": "restart", "time": 125.0}, {"event": "life"}]
-    bars, marks = views.time_line(STEPS, incidents)
-    assert [(bar.left, bar.width) for bar in bars] == [(0, 20), (40, 60)]
-    assert [(mark.left, mark.kind, mark.text) for mark in marks] == [
+    incidents = [{"event": "restart", "time": 125.0}, {"event": "attempt_begin"}]
+    prepared, trained = views.time_line(STEPS, incidents)
+    assert [(bar.left, bar.width) for bar in (prepared, trained)] == [(0, 20), (40, 60)]
+    assert [(mark.left, mark.kind, mark.text) for mark in trained.marks] == [
         (50, "incident", "restart after 25.0 s")
     ]
+    assert prepared.marks == ()
 
 
-@pytest.mark.parametrize("steps", [[], [{"step": "x"}], [{"time": "x", "seconds": 1}]])
+def test_each_try_of_training_has_its_own_events() -> None:
+    tries = [{"step": "train_model", "seconds": 10.0, "began": each} for each in (100.0, 190.0)]
+    events = [{"event": "checkpoint_published", "time": each} for each in (99.0, 105.0, 195.0)]
+    first, second = views.time_line(tries, events)
+    assert [mark.left for mark in first.marks] == [0, 5]
+    assert [(mark.left, mark.kind) for mark in second.marks] == [(95, "checkpoint")]
+
+
+@pytest.mark.parametrize("steps", [[], [{"step": "x"}], [{"began": "x", "seconds": 1}]])
 def test_without_times_there_is_no_line(steps: list[dict[str, Any]]) -> None:
-    assert views.time_line(steps, []) == ([], [])
+    assert views.time_line(steps, []) == []
 
 
 def test_steps_of_no_length_have_a_line() -> None:
-    bars, _ = views.time_line([{"step": "x", "time": 5.0, "seconds": 0.0}], [])
-    assert bars[0].width > 0
+    (bar,) = views.time_line([{"step": "x", "began": 5.0, "seconds": 0.0}], [])
+    assert bar.width > 0
 
 
 def test_a_race_that_was_lost_is_the_reason() -> None:

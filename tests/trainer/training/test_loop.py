@@ -13,6 +13,7 @@ from tests.trainer.counting import Counting, Run, config_of, nothing
 from trainer import events
 from trainer.config.schema import TrainingConfig
 from trainer.errors import RunInterruptedError, UserError
+from trainer.events import AttemptBegin, CheckpointPublished, Progress
 from trainer.strategies.strategy import Report
 from trainer.training.loop import Hooks, Pace
 
@@ -46,7 +47,7 @@ def test_there_are_checkpoints_at_the_start_at_every_boundary_and_at_the_end(run
 
 def test_the_end_on_a_boundary_is_saved_once(run):
     run.train(steps=20, keep=100)
-    assert [each["global_step"] for each in run.events("checkpoint")] == [0, 10, 20]
+    assert [each.global_step for each in run.events(CheckpointPublished)] == [0, 10, 20]
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [35]), (2, [30, 35]), (3, [20, 30, 35])])
@@ -85,7 +86,11 @@ def test_the_history_has_a_row_for_every_look(run):
     assert run.rows() == [10, 20, 30]
     assert run.rows("loss") == [1 / 10, 1 / 20, 1 / 30]
     assert run.rows("learning_rate") == [0.5] * 3
-    assert set(run.events("progress")[0]) == {*FIGURES, "event", "time", "steps", "seconds_left"}
+    first = run.events(Progress)[0]
+    assert {name: getattr(first, name) for name in ("global_step", "loss", "learning_rate")} == {
+        "global_step": 10, "loss": 1 / 10, "learning_rate": 0.5,
+    }  # fmt: skip
+    assert first.seconds == run.rows("seconds")[0]
     seconds = run.rows("seconds")
     assert seconds == sorted(seconds)
     assert all(value > 0 for value in run.rows("steps_per_second"))
@@ -99,7 +104,7 @@ def test_further_metrics_of_a_strategy_stand_in_its_row(run):
 
     run.train(Telling(), steps=10)
     assert run.rows("workers") == [{"worker-0": {"local_steps": 10, "examples": 640}}]
-    assert run.events("progress")[0]["workers"] == run.rows("workers")[0]
+    assert run.events(Progress)[0].metrics["workers"] == run.rows("workers")[0]
     assert run.fields(10)["metrics"]["workers"] == run.rows("workers")[0]
 
 
@@ -156,13 +161,13 @@ def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
 
 def test_progress_is_told_while_it_goes_on(run):
     run.train(steps=20)
-    (life,) = run.events("life")
-    assert (life["global_step"], life["steps"], life["resumed"]) == (0, 20, False)
-    progress = run.events("progress")
-    assert [each["global_step"] for each in progress] == [10, 20]
-    assert {each["steps"] for each in progress} == {20}
-    assert progress[-1]["seconds_left"] == 0.0
-    assert run.events("checkpoint")[-1]["uri"].endswith("step-00000020")
+    (attempt,) = run.events(AttemptBegin)
+    assert (attempt.global_step, attempt.steps, attempt.resumed) == (0, 20, False)
+    progress = run.events(Progress)
+    assert [each.global_step for each in progress] == [10, 20]
+    assert {each.steps for each in progress} == {20}
+    assert progress[-1].seconds_left == 0.0
+    assert run.events(CheckpointPublished)[-1].uri.endswith("step-00000020")
 
 
 training = st.builds(

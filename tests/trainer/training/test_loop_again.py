@@ -7,6 +7,7 @@ import pytest
 from tests.trainer.counting import Counting, Run, nothing
 from trainer import events
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.events import AttemptBegin, CheckpointPassedOver
 
 
 @pytest.fixture
@@ -38,9 +39,9 @@ def test_it_goes_on_from_the_newest_checkpoint(run):
     assert run.train(steps=50, keep=100) == 50
     assert run.steps() == [0, 20, 30, 40, 50]
     assert run.weight(50) == 25.0
-    first, second = run.events("life")
-    assert (first["global_step"], first["resumed"]) == (0, False)
-    assert (second["global_step"], second["resumed"]) == (20, True)
+    first, second = run.events(AttemptBegin)
+    assert (first.global_step, first.resumed) == (0, False)
+    assert (second.global_step, second.resumed) == (20, True)
 
 
 def test_rows_after_the_checkpoint_are_made_again(run):
@@ -71,8 +72,8 @@ def test_what_is_damaged_is_passed_over(run, damaged, start):
         run.damage(step)
     assert run.train(steps=40, keep=100) == 40
     assert run.weight(40) == 20.0
-    assert run.events("life")[-1]["global_step"] == start
-    passed = [each["uri"][-8:] for each in run.events("checkpoint_passed_over")]
+    assert run.events(AttemptBegin)[-1].global_step == start
+    passed = [each.uri[-8:] for each in run.events(CheckpointPassedOver)]
     assert passed == [f"{step:08d}" for step in reversed(damaged)]
     assert run.steps()[-1] == 40
     assert run.rows() == [10, 20, 30, 40]
@@ -82,7 +83,7 @@ def test_one_without_a_manifest_was_never_there(run):
     run.train(steps=30, keep=100)
     (run.folder / "checkpoints" / "step-00000030" / "MANIFEST.json").unlink()
     assert run.train(steps=30, keep=100) == 30
-    assert run.events("life")[-1]["global_step"] == 20
+    assert run.events(AttemptBegin)[-1].global_step == 20
     assert run.steps() == [0, 10, 20, 30]
 
 
@@ -93,7 +94,7 @@ def test_a_life_that_has_only_damaged_ones_before_it_keeps_its_own(run):
     with pytest.raises(ClusterLostError):
         run.train(Counting(lost_at(15)), steps=30, keep=2)
     run.train(steps=30, keep=2)
-    assert [each["global_step"] for each in run.events("life")] == [0, 0, 10]
+    assert [each.global_step for each in run.events(AttemptBegin)] == [0, 0, 10]
     assert run.steps() == [20, 30]
 
 
@@ -128,7 +129,7 @@ def test_an_end_that_is_asked_for_leaves_a_last_checkpoint(run, looks, step):
     assert run.steps()[-1] == step
     assert run.weight(step) == 0.5 * step
     assert run.train(steps=30, keep=100) == 30
-    assert run.events("life")[-1]["global_step"] == step
+    assert run.events(AttemptBegin)[-1].global_step == step
     assert run.weight(30) == 15.0
 
 

@@ -11,6 +11,7 @@ from tests.trainer.counting import Counting, Run
 from trainer import events
 from trainer.checkpoints.history import read_history
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.events import AttemptBegin, CheckpointPublished
 
 SECONDS = 60
 
@@ -103,15 +104,15 @@ def test_all_reach_the_end_and_one_keeps_the_journal(run):
     assert train_all(run, tasks, steps=25, keep=100) == [25, 25, 25]
     assert run.steps() == [0, 10, 20, 25]
     assert run.rows() == [10, 20, 25]
-    assert len(run.events("life")) == 1
-    assert [each["global_step"] for each in run.events("checkpoint")] == [0, 10, 20, 25]
+    assert len(run.events(AttemptBegin)) == 1
+    assert [each.global_step for each in run.events(CheckpointPublished)] == [0, 10, 20, 25]
     assert [task.left for task in tasks] == [1, 1, 1]
 
 
 def test_all_resume_from_the_same_checkpoint(run):
     train_all(run, three(), steps=15, keep=100)
     assert train_all(run, three(), steps=30, keep=100) == [30, 30, 30]
-    assert [each["global_step"] for each in run.events("life")] == [0, 15]
+    assert [each.global_step for each in run.events(AttemptBegin)] == [0, 15]
     assert run.weight(30) == 15.0
 
 

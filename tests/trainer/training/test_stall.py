@@ -56,7 +56,7 @@ def judged(tmp_path, monkeypatch):
             return (tmp_path / "words.txt").read_text(encoding="utf-8").strip()
         return ""
 
-    judge.events = lambda: [event["tasks"] for event in events.read(path)]
+    judge.events = lambda: [list(event.tasks) for event in events.read(path)]
     return judge
 
 
