@@ -33,7 +33,7 @@ def running(dataset, tmp_path):
 
 
 def words(run: Launched, task: str) -> str:
-    return (run.folder / "cluster" / task / "words.txt").read_text(encoding="utf-8").strip()
+    return (run.folder / "cluster" / task / "termination.txt").read_text(encoding="utf-8").strip()
 
 
 @pytest.mark.slow

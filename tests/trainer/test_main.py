@@ -215,7 +215,7 @@ def test_where_no_words_can_be_left_the_exit_code_still_arrives(
     monkeypatch.setenv("TF_CONFIG", tf_config())
     monkeypatch.setattr(topology, "check_port", fails_with(errors.ClusterLostError("a cause")))
     if way == "no room":
-        (tmp_path / "words.txt").symlink_to("/dev/full")
+        (tmp_path / "termination.txt").symlink_to("/dev/full")
     else:
         options["--workdir"] = str(tmp_path / ("absent" if way == "no folder" else "config.json"))
     assert main(flat(options)) == errors.BEGIN_AGAIN

@@ -8,7 +8,7 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-FILE = "words.txt"
+FILE = "termination.txt"
 ROOM = 4096
 
 

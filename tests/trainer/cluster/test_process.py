@@ -172,7 +172,7 @@ def test_a_task_that_was_killed_has_no_termination_message(process):
 
 
 def test_a_new_attempt_deletes_the_termination_message(process):
-    one = process(code="import pathlib; pathlib.Path('words.txt').write_text('it was so\\n')")
+    one = process(code="import pathlib; pathlib.Path('termination.txt').write_text('it was so\\n')")
     one.start().wait()
     assert one.termination_message() == "it was so"
     one._command = lambda: [sys.executable, "-c", ""]

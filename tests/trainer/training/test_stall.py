@@ -53,7 +53,7 @@ def judged(tmp_path, monkeypatch):
             for _ in range(waits):
                 watch._judge()
         except EndedError:
-            return (tmp_path / "words.txt").read_text(encoding="utf-8").strip()
+            return (tmp_path / "termination.txt").read_text(encoding="utf-8").strip()
         return ""
 
     judge.events = lambda: [list(event.tasks) for event in events.read(path)]
