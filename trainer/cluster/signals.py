@@ -46,10 +46,42 @@ def on_interrupt(callback: Callable[[], object]) -> Iterator[None]:
         return
     before = {number: signal.signal(number, handle) for number in _STOP_SIGNALS}
     try:
-        yield
+        with _main_thread_woken():
+            yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextmanager
+def _main_thread_woken() -> Iterator[None]:
+    """Wake the main thread from what it waits for when another thread has received a signal.
+
+    Of two signals at once the kernel may deliver both to another thread. Handlers run in the main
+    thread, which would wait on without having noticed.
+    """
+    main = threading.main_thread().ident
+    assert main is not None
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def wake() -> None:
+        while number := os.read(reader, 1):
+            if number[0] in _STOP_SIGNALS:
+                signal.pthread_kill(main, signal.SIGURG)
+
+    waker = threading.Thread(target=wake, name="signals", daemon=True)
+    before = signal.signal(signal.SIGURG, lambda _signal, _frame: None)
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    waker.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        os.close(writer)
+        waker.join()
+        os.close(reader)
+        signal.signal(signal.SIGURG, before)
 
 
 def catch_stop_signals() -> Callable[[], bool]:
