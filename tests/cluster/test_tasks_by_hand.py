@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster.by_hand import CHIEF, PS, by_hand
 from tests.cluster.launched import launched
-from tests.cluster.test_locked import left_elsewhere
+from tests.cluster.test_lease import left_elsewhere
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
 from trainer.cluster.local import held_cluster
