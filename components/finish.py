@@ -54,7 +54,7 @@ def run_step(
         summary: a KFP Markdown artifact.
     """
     at = run_at_first(root, report.uri, kfp_run_id)
-    with recorded("finish", at, exit_step=True) as record:
+    with recorded("finish", at) as record:
         run_id, folder = run_id_of(kfp_run_id), folder_of_run()
         # Without a root the first step has failed, and its own error says so.
         with suppress(UserError):

@@ -10,14 +10,14 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from components import published_record
-from components.published_record import EXIT_STEP
 from components.step_record import StepRecord, all_step_records, tries_of
+from components.table import EXIT_STEP, STEPS, Output, maker_of
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
 from trainer.errors import UserError
@@ -53,7 +53,7 @@ def cost(config: Mapping[str, Any], steps: Iterable[StepRecord]) -> dict[str, An
         steps: the records; that of training may say itself what it held.
     """
     steps = list(steps)
-    train = next((step for step in steps if step.step == "train_model"), None)
+    train = next((step for step in steps if step.step == maker_of("checkpoint").name), None)
     held = (train and train.held) or (held_by(config) if config else {})
     if not (train and held):
         return {}
@@ -77,12 +77,8 @@ _LINEAGE = (
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE", "CACHED")
 _ILL = ("FAILED", "CANCELED", "CANCELLED")
 _MOST_WORDS = 500
-# What KFP reuses leaves no record either.
-_UNHEARD = {"prepare_data": "prepare_data, or train_model if the dataset came from KFP's cache,"}
-_ORDER = (
-    "resolve_config", "prepare_data", "train_model", "evaluate_model", "check_gate",
-    "export_model", "register_model",
-)  # fmt: skip
+# The exit step is the one that writes the report.
+_WORKING = tuple(step for step in STEPS if not step.is_exit_step)
 
 
 def write(
@@ -106,14 +102,13 @@ def write(
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
     """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
     happened = _events(folder)
-    # The exit step is the one that writes this.
-    shared = [each for each in all_step_records(happened) if each.step != EXIT_STEP]
+    shared = [each for each in all_step_records(happened) if each.step != EXIT_STEP.name]
     steps = shared or _published(state, root, run_id)
-    tries = [each for each in tries_of(happened) if each.step != EXIT_STEP] or steps
+    tries = [each for each in tries_of(happened) if each.step != EXIT_STEP.name] or steps
     made = _Made(steps, root, run_id, every=bool(shared))
-    decision = made.read("check_gate", "decision", "decision.json")
-    evaluation = made.read("evaluate_model", "evaluation", "metrics.json")
-    registered = made.read("register_model", "registration", "registration.json")
+    decision = made.read("decision", "decision.json")
+    evaluation = made.read("evaluation", "metrics.json")
+    registered = made.read("registration", "registration.json")
     config = _config(folder, root, run_id)
     verdict = _verdict(state, decision, registered, steps)
     return {
@@ -168,13 +163,25 @@ def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
     if failed:
         # A step that was killed has no error of its own.
         return said if not shared and failed[0].ended is None else ""
-    last = max((_ORDER.index(each.step) for each in reached if each.step in _ORDER), default=-1)
-    after = _ORDER[last + 1 : last + 2] if steps else ()
-    unheard = [
-        f"{_UNHEARD.get(step, step)} left no record: its pod did not start, or could write nothing"
-        for step in after
-    ]
-    return "; ".join([*(unheard or ["no step says why; see its log"]), *filter(None, [said])])
+    lost = _without_record({each.step for each in reached}) if steps else ""
+    why = (
+        f"{lost} left no record: its pod did not start, or could write nothing"
+        if lost
+        else "no step says why; see its log"
+    )
+    return "; ".join(filter(None, [why, said]))
+
+
+def _without_record(names: Collection[str]) -> str:
+    """Return which step comes after the last of these, which left a record; empty for none."""
+    last = max((n for n, step in enumerate(_WORKING) if step.name in names), default=-1)
+    after = _WORKING[last + 1 :]
+    if after[1:] and after[0].is_cached:
+        # A step that KFP takes from its cache leaves no record either.
+        return (
+            f"{after[0].name}, or {after[1].name} if the {after[0].output} came from KFP's cache,"
+        )
+    return after[0].name if after else ""
 
 
 def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
@@ -193,30 +200,31 @@ class _Made:
     def __init__(self, steps: list[StepRecord], root: str, run_id: str, *, every: bool) -> None:
         self._steps, self._root, self._run_id, self._every = steps, root, run_id, every
 
-    def uri(self, step: str, kind: str) -> str:
-        known = next((each.uri for each in self._steps if each.step == step), "")
+    def uri(self, kind: Output) -> str:
+        maker = maker_of(kind).name
+        known = next((each.uri for each in self._steps if each.step == maker), "")
         if known or self._every:
             return known
         found = storage.published(storage.join(self._root, self._run_id, kind))
         uri, _ = max(found, key=lambda pair: pair[1].created, default=("", None))
         return uri
 
-    def read(self, step: str, kind: str, name: str) -> dict[str, Any]:
+    def read(self, kind: Output, name: str) -> dict[str, Any]:
         with _left_out_if_unreadable():
-            uri = self.uri(step, kind)
+            uri = self.uri(kind)
             return dict(json.loads(storage.read_file(uri, name))) if uri else {}
         return {}
 
     def curves(self) -> list[dict[str, Any]]:
         with _left_out_if_unreadable():
-            uri = self.uri("evaluate_model", "evaluation")
+            uri = self.uri("evaluation")
             return list(json.loads(storage.read_file(uri, "curves.json"))) if uri else []
         return []
 
     def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
         found = {}
         with _left_out_if_unreadable():
-            uri = self.uri("evaluate_model", "evaluation")
+            uri = self.uri("evaluation")
             for row in evaluation.get("worst", []):
                 if path := row.get("picture"):
                     content = storage.read_file(uri, path)

@@ -21,13 +21,13 @@ from dataclasses import replace
 from typing import Any
 
 from components.step_record import StepRecord, record_of
+from components.table import EXIT_STEP
 from trainer import events, storage
 from trainer.errors import FAILED
 from trainer.events import StepResult
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
-EXIT_STEP = "finish"
 CONFIG = "config.json"
 # For so long a store may fail before a step goes on without its record. A step that is asked to
 # end has about a second.
@@ -89,7 +89,7 @@ class PublishedRecord:
         """
         if before.ended is not None:
             return before.ended - before.began
-        exit_step = _read(_uri(self._at, EXIT_STEP))
+        exit_step = _read(_uri(self._at, EXIT_STEP.name))
         seen = exit_step.began if exit_step else 0.0
         return (seen if seen > before.began else self._record.began) - before.began
 
@@ -118,7 +118,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
     folder = storage.join(at, "steps")
     found = in_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
     records = sorted((each for each in found if each), key=lambda each: each.began)
-    steps = [each for each in records if each.step != EXIT_STEP]
+    steps = [each for each in records if each.step != EXIT_STEP.name]
     ends = [each.began for each in records]
     ended = []
     for record in steps:

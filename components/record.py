@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from components.published_record import PublishedRecord
+from components.table import EXIT_STEP
 from trainer import events
 from trainer.cluster import signals
 from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
@@ -43,7 +44,6 @@ def recorded(
     name: str,
     at: str = "",
     *,
-    exit_step: bool = False,
     inputs: Mapping[str, str] | None = None,
 ) -> Iterator[StepOutput]:
     """Run a step in this block and record its course.
@@ -51,7 +51,6 @@ def recorded(
     Args:
         name: the step.
         at: URI of the run, below which the record is published; empty for none.
-        exit_step: whether it does its work even when the run was asked to end.
         inputs: URI by name of what the step takes that KFP may have had in its cache, where no step
             of this run has written it down.
 
@@ -81,7 +80,8 @@ def recorded(
     events.emit(StepBegin(step=name, inputs=dict(inputs or {})))
     try:
         with _interruptible():
-            if os.environ.get(STOPPING) and not exit_step:
+            # The exit step works even when the run was asked to end.
+            if os.environ.get(STOPPING) and name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             published.begin()
             yield output

@@ -78,6 +78,10 @@ STEPS = (
 )
 
 
+#: The step that runs at the end of every whole run.
+EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
+
+
 def step_of(name: str) -> StepSpec:
     """Return the row of a step, by its own name or by the one that KFP gives it.
 
@@ -93,8 +97,3 @@ def step_of(name: str) -> StepSpec:
 def maker_of(output: Output) -> StepSpec:
     """Return the step that publishes outputs of this kind."""
     return next(step for step in STEPS if step.output == output)
-
-
-def exit_step() -> StepSpec:
-    """Return the step that runs at the end of every whole run."""
-    return next(step for step in STEPS if step.is_exit_step)

@@ -19,7 +19,7 @@ BEGINS = """
 import sys
 from components.record import recorded
 
-with recorded(sys.argv[1], exit_step=sys.argv[1] == "finish"):
+with recorded(sys.argv[1]):
     print("at work", flush=True)
     {body}
 print("went on", flush=True)

@@ -10,7 +10,7 @@ import yaml
 from kfp import compiler, dsl
 
 from components import table
-from components.table import StepSpec, exit_step, maker_of, step_of
+from components.table import EXIT_STEP, StepSpec, maker_of, step_of
 from pipelines import step_settings
 from pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
 
@@ -47,7 +47,7 @@ def test_each_output_has_one_step():
     outputs = [step.output for step in table.STEPS if step.output]
     assert len(set(outputs)) == len(outputs)
     assert [maker_of(output).output for output in outputs] == outputs
-    assert exit_step() is table.STEPS[-1]
+    assert EXIT_STEP is table.STEPS[-1]
 
 
 @pytest.mark.parametrize("name", ["train_model", "train-model"])

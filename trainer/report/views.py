@@ -19,8 +19,6 @@ MARKED_POINTS = 40
 # Beyond this the grid cannot be computed, and nobody can read it.
 _LARGEST = 1e100
 
-# The step on whose bar checkpoints and incidents are marked.
-TRAINING = "train_model"
 PUBLISHED = "checkpoint_published"
 
 Point = tuple[float, float]
@@ -278,7 +276,7 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 
 
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
-    """Return the steps as bars over the time of the run, those of training with their events.
+    """Return the steps as bars over the time of the run, each with the events of its time.
 
     Args:
         tries: of the steps, with the time at which they `began`, and `seconds`.
@@ -295,9 +293,9 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
     def share(moment: float) -> float:
         return round(min(max(100 * (moment - begin) / whole, 0.0), 100.0), 2)
 
-    marks = {each["began"]: list[Mark]() for each in timed if each.get("step") == TRAINING}
+    marks = {each["began"]: list[Mark]() for each in timed}
     for event in events:
-        if marks and (moment := _time(event)) is not None:
+        if (moment := _time(event)) is not None:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {moment - begin:.1f} s"
             began = max((each for each in marks if each <= moment), default=min(marks))
@@ -309,7 +307,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
             seconds=each["seconds"],
             left=share(each["began"]),
             width=round(max(share(each["began"] + each["seconds"]) - share(each["began"]), 0.5), 2),
-            marks=tuple(marks[each["began"]]) if each.get("step") == TRAINING else (),
+            marks=tuple(marks[each["began"]]),
         )
         for each in timed
     ]
