@@ -38,10 +38,11 @@ check: style ## style, types, house rules, and the tests of what changed since B
 	$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) \
 		$$($(PYTHON) -m tests.mirror $(BASE)) $(ARGS)
 
-# Tests that start clusters want both cores to themselves: a second pass. 5: nothing was collected.
+# Three processes on two cores: some tests wait. Those that start clusters want both cores to
+# themselves: a second pass. 5: nothing was collected.
 test: $(SETUP) ## every test but the slow and the long ones
 	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
-		--numprocesses 2 --dist loadfile $(ARGS)
+		--numprocesses 3 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests

@@ -90,6 +90,7 @@ def test_the_last_worker_of_a_synchronous_program_is_not_waited_for():
             each.wait()
 
 
+@pytest.mark.slow
 def test_what_a_task_said_last_is_told(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
     with pytest.raises(RuntimeError, match=r"has failed: .*Error"):

@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(1800)]
 SEEDS = (4, 9, 21)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(
+    "seed", [SEEDS[0], *(pytest.param(seed, marks=pytest.mark.long) for seed in SEEDS[1:])]
+)
 def test_the_invariants_hold(tmp_path, capsys, seed):
     code = main(["--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)])
     told = capsys.readouterr().out

@@ -16,11 +16,14 @@ pytestmark = pytest.mark.cluster
 BATCH = 8
 RUNS = [7, 13]
 NEAR = 1e-5
-PROBLEMS = ("clipped", "embedded")
 
 
 def slow(*values: object) -> object:
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def trial(strategy: str, problem: str, *, batch_size: int, workers: int, **cluster) -> Trial:
@@ -75,7 +78,7 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("problem", ["clipped", pytest.param("embedded", marks=pytest.mark.long)])
+@pytest.mark.parametrize("problem", ["clipped", long("embedded")])
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:
         wanted = trial("multi_worker_mirrored", problem, batch_size=BATCH, workers=2)
@@ -84,7 +87,7 @@ def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_
         assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", ["clipped", slow("embedded")])
+@pytest.mark.parametrize("problem", ["clipped", long("embedded")])
 def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, two_workers, problem):
     outcome = two_workers.lead(trial("in_graph", problem, batch_size=BATCH, workers=2))
     assert_same(outcome, alone(problem))
@@ -97,7 +100,7 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
 
 
 @pytest.mark.parametrize(
-    ("problem", "pull_every"), [("clipped", 1), slow("normed", 1), slow("clipped", 3)]
+    ("problem", "pull_every"), [slow("clipped", 1), long("normed", 1), slow("clipped", 3)]
 )
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
     # Several turns, and some updates one by one.
@@ -117,7 +120,7 @@ def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
     assert_same(outcome(LONG_RUN), outcome(LONG_RUN - 1), steps=updates)
 
 
-@pytest.mark.parametrize("strategy", ["async_parameter_server", "in_graph"])
+@pytest.mark.parametrize("strategy", ["async_parameter_server", slow("in_graph")])
 def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_worker, strategy):
     problem = "clipped"
     placement = {"*/dense/*": "ps:1", "*": "ps:0"}
@@ -137,7 +140,7 @@ def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_work
     assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.parametrize("problem", [slow("clipped"), "embedded"])
 def test_two_devices_of_one_process_equal_one_with_twice_the_batch(alone, tmp_path, problem):
     config = {"training": {"strategy": "tests.cluster.two_devices:TwoDevices"}}
     arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": 1}

@@ -77,6 +77,7 @@ def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
     assert run.newest() < 10**7
 
 
+@pytest.mark.slow
 def test_an_evaluator_that_fails_for_good_is_left_behind(dataset, tmp_path):
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "evaluator-0").write_text("a file where its folder should be")

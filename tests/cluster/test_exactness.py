@@ -44,6 +44,7 @@ def counted(run: Launched) -> int:
     return step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_thousand_steps_are_a_thousand_updates(dataset, tmp_path, strategy):
     with launched(settings(strategy, STEPS), dataset, tmp_path) as run:

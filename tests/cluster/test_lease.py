@@ -140,7 +140,7 @@ def test_a_retry_on_another_machine_waits_for_the_lease_of_the_attempt_before(da
     assert again.events(Restart) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_new_attempt_of_the_chief_takes_its_lease_along(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)
@@ -156,6 +156,7 @@ def test_a_new_attempt_of_the_chief_takes_its_lease_along(dataset, tmp_path):
     assert [each.released for each in holders(run)] == [True]
 
 
+@pytest.mark.slow
 def test_a_job_that_loses_the_lease_stops_writing_with_one_line(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path) as run:
         run.wait_for_step(EVERY + 50)

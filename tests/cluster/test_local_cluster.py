@@ -139,7 +139,7 @@ def test_a_loss_that_diverges_ends_with_one_line_and_a_finite_checkpoint(dataset
     assert run.newest() == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_adam_that_has_thrown_its_weights_away_has_diverged_too(dataset, tmp_path):
     wild = settings(optimizer={"name": "adam", "learning_rate": 1e6})
     with launched(wild, dataset, tmp_path) as run:
@@ -183,7 +183,7 @@ def test_a_port_that_is_taken_is_one_line():
             check_port(cluster, Task(role="ps", index=0))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_goes_on_where_it_was_left(dataset, tmp_path: Path):
     with launched(settings(steps=200), dataset, tmp_path) as first:
         first.end()

@@ -56,6 +56,7 @@ def stopped(dataset, folder, config, task, waiting=()):
     return run
 
 
+@pytest.mark.long
 def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("async_parameter_server"), "worker-1")
     assert len(run.events(AttemptBegin)) == 1

@@ -13,7 +13,7 @@ from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
 pytestmark = pytest.mark.cluster
 
 EVERY = 200
-STEPS = 3000
+STEPS = 1500
 SETTINGS = {
     "training": {"steps": STEPS, "checkpoint_every": EVERY, "validate_every": 0},
     "cluster": {"parameter_servers": 1, "workers": 2, "max_restarts": 3},
@@ -88,6 +88,7 @@ def test_an_interrupt_publishes_a_last_checkpoint(running, number):
     assert not alive
 
 
+@pytest.mark.slow
 def test_a_second_interrupt_ends_at_once(running):
     tasks = running.tasks()
     running.task("chief-0").send_signal(signal.SIGSTOP)
@@ -111,6 +112,7 @@ def test_no_task_outlives_a_launcher_that_is_killed(running):
     assert running.newest() % EVERY == 0
 
 
+@pytest.mark.slow
 def test_past_the_limit_of_restarts_the_task_and_its_end_are_named(dataset, tmp_path):
     cluster = {**SETTINGS["cluster"], "max_restarts": 0}
     with launched({**SETTINGS, "cluster": cluster}, dataset, tmp_path) as run:

@@ -103,7 +103,7 @@ def test_the_mean_of_two_equals_one_process_with_twice_the_batch(alone, two_work
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_thousand_updates_take_a_gradient_of_each_worker_each(two_workers):
     runs = [1, 333, 666]
     outcome = two_workers.lead(trial("problems:equal", runs))
@@ -131,7 +131,7 @@ def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_worke
     assert ahead.reports[-1]["metrics"]["dropped_gradients"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_comes_late_is_dropped_and_counted(three_workers):
     runs = [20, 20]
     outcome = three_workers.lead(trial("problems:equal", runs, workers=3, needed=1))
@@ -173,6 +173,7 @@ def test_a_chief_on_the_servers_of_a_dead_one_computes_as_if_they_were_new(two_w
     assert (again.reports, again.variables) == (undisturbed.reports, undisturbed.variables)
 
 
+@pytest.mark.slow
 def test_a_worker_that_fails_for_good_ends_the_run_with_its_error(two_workers):
     leading = two_workers.start_lead(trial("uneven:failing", [20, 400], worker=1, after=50))
     leading.next()

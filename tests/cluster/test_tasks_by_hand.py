@@ -23,7 +23,7 @@ WORKERS = [Task(role="worker", index=index) for index in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told_by", ["TF_CONFIG", "flags"])
+@pytest.mark.parametrize("told_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
 def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, told_by):
     with (
         held_cluster({"ps": 1, "worker": 2}) as cluster,

@@ -98,7 +98,7 @@ def test_cancelled_while_training_the_chief_publishes_a_last_checkpoint(attempt,
     kube.wait_until_deleted()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_without_a_chief_worker_0_leads(attempt, kube, tmp_path):
     with attempt(settings(200, chiefless=True)) as process:
         code, out, message = process.end()
@@ -107,7 +107,7 @@ def test_without_a_chief_worker_0_leads(attempt, kube, tmp_path):
     kube.wait_until_deleted()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_evaluator_measures_the_checkpoints(attempt, kube, tmp_path):
     tree = settings(600)
     tree["cluster"] |= {"workers": 1, "evaluator": True}

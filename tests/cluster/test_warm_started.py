@@ -16,6 +16,8 @@ from trainer.events import Progress, Restart, WarmStart
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 CLICKS = DataConfig(dataset="clicks", shards=2)
+# One that a chief leads, and one that all workers lead; `make test-long` runs the others.
+LED_DIFFERENTLY = ("async_parameter_server", "multi_worker_mirrored")
 TABLES = {"name": "two_tower", "args": {"rows": {"user": 1000, "item": 500}, "shards": 2}}
 
 
@@ -77,7 +79,13 @@ def require_begun_with(uri, found, run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        each if each in LED_DIFFERENTLY else pytest.param(each, marks=pytest.mark.long)
+        for each in STRATEGIES
+    ],
+)
 def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, strategy):
     model, dataset, uri = digits
     found, run = trained(
@@ -89,7 +97,11 @@ def test_every_strategy_begins_with_exactly_these_weights(digits, tmp_path, stra
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy",
-    ["single", "async_parameter_server", pytest.param("in_graph", marks=pytest.mark.long)],
+    [
+        pytest.param("single", marks=pytest.mark.long),
+        "async_parameter_server",
+        pytest.param("in_graph", marks=pytest.mark.long),
+    ],
 )
 def test_tables_that_are_spread_are_taken_whole(clicks, tmp_path, strategy):
     model, dataset, uri = clicks
@@ -99,6 +111,7 @@ def test_tables_that_are_spread_are_taken_whole(clicks, tmp_path, strategy):
     require_begun_with(uri, found, run)
 
 
+@pytest.mark.slow
 def test_another_model_is_refused_by_one_line_before_training(digits, tmp_path):
     _, dataset, uri = digits
     config = {

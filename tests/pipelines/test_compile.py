@@ -10,6 +10,7 @@ from kfp import components as kfp_components
 from components.image import IMAGE, SECRET_KEYS
 from components.table import STEPS
 from pipelines.compile import compile_all, compile_components, compile_pipeline
+from pipelines.step_settings import check_image
 from pipelines.training import COMPONENTS
 from trainer.errors import ConfigError, UserError
 
@@ -133,19 +134,26 @@ def test_another_image_is_put_everywhere(tmp_path, compiled):
 @pytest.mark.parametrize(
     "image",
     [
-        "flotilla",
-        "flotilla_python:0.1.0",
         # YAML would take these for something else than text.
         "123",
         "1e5",
         "12:30",
         "true",
         "null",
+        "flotilla",
+        "flotilla_python:0.1.0",
         "localhost:5000/flotilla",
         "host.example/a/b-c/d:v1.2_3",
         f"host.example/flotilla@sha256:{'0123456789abcdef' * 4}",
         f"host.example:8080/flotilla:tag@sha256:{'0' * 64}",
     ],
+)
+def test_a_good_image_name_is_taken(image):
+    check_image(image)
+
+
+@pytest.mark.parametrize(
+    "image", ["12:30", "null", f"host.example:80/flotilla:a@sha256:{'0' * 64}"]
 )
 def test_a_good_image_name_arrives_as_it_is(tmp_path, image):
     compile_all(tmp_path / "pipeline.yaml", image, None)
