@@ -65,19 +65,19 @@ _OWN_KEYS = ("training.kubeflow.org/", "flotilla/")
 
 
 class ResourcesConfig(Section):
-    """What a pod asks for and may use, by resource name: cpu, memory, ephemeral-storage, ..."""
+    """Resources of a pod, by name: cpu, memory, ephemeral-storage, ..."""
 
-    requests: dict[Key, Quantity] = Field({}, description="what the scheduler sets aside")
-    limits: dict[Key, Quantity] = Field({}, description="the most that a pod may use")
+    requests: dict[Key, Quantity] = Field({}, description="reserved by the scheduler")
+    limits: dict[Key, Quantity] = Field({}, description="most that a pod may use")
 
 
 class VolumeConfig(Section):
     """A volume of every pod of a role."""
 
     name: Label = Field(description="name of the volume")
-    mount_path: Folder = Field(description="where it stands in the container")
+    mount_path: Folder = Field(description="folder in the container")
     source: Free = Field(min_length=1, description="such as {persistentVolumeClaim: {...}}")
-    read_only: bool = Field(False, description="mounted for reading only")
+    read_only: bool = Field(False, description="mount read-only")
 
 
 class PodConfig(Section):
@@ -92,25 +92,29 @@ class PodConfig(Section):
     image_pull_secrets: tuple[Named, ...] = Field((), description="secrets of the image's registry")
     command: tuple[str, ...] = Field((), description="in place of `python -m trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
-    node_selector: dict[Key, LabelText] = Field({}, description="labels that a node has to have")
-    tolerations: tuple[Free, ...] = Field((), description="taints that do not keep the pods away")
-    affinity: Free = Field({}, description="affinity as Kubernetes writes it")
+    node_selector: dict[Key, LabelText] = Field({}, description="labels required of a node")
+    tolerations: tuple[Free, ...] = Field((), description="taints that the pods tolerate")
+    affinity: Free = Field({}, description="affinity in the form of Kubernetes")
     priority_class: Name = Field("", description="priority class of the pods")
     scheduler: Name = Field("", description="scheduler of the pods")
     labels: dict[Key, LabelText] = Field({}, description="labels of the pods")
     annotations: dict[Key, str] = Field({}, description="annotations of the pods")
     service_account: Name = Field(
-        "", description="as whom the pods speak; as the step when empty, in its namespace"
+        "", description="service account of the pods; empty: that of the step, in its namespace"
     )
     volumes: tuple[VolumeConfig, ...] = Field((), description="further volumes")
     shared_memory: Size = Field("", description="size of /dev/shm; the runtime's own when empty")
-    scratch: Size = Field("", description="most that the working folder may hold; empty: no limit")
+    scratch: Size = Field("", description="size limit of the working folder; empty: no limit")
     working_folder: str = Field(
-        "", pattern=r"^(/[^:\s]+)?$", description=f"where a task works; {WORKING_FOLDER} when empty"
+        "",
+        pattern=r"^(/[^:\s]+)?$",
+        description=f"working folder of a task; {WORKING_FOLDER} when empty",
     )
-    env: dict[Variable, str] = Field({}, description="variables; no secrets: they stand in the job")
-    env_from_secrets: tuple[Named, ...] = Field((), description="secrets, every key a variable")
-    env_from_config_maps: tuple[Named, ...] = Field((), description="config maps, likewise")
+    env: dict[Variable, str] = Field({}, description="variables; no secrets: the job shows them")
+    env_from_secrets: tuple[Named, ...] = Field((), description="secrets; every key is a variable")
+    env_from_config_maps: tuple[Named, ...] = Field(
+        (), description="config maps; every key is a variable"
+    )
     secret_env: dict[Variable, SecretKey] = Field({}, description="variable to secret/key")
     restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = Field(
         "", description="ExitCode when empty, of the evaluator OnFailure"
@@ -150,27 +154,29 @@ class SchedulingConfig(Section):
     """Gang scheduling: all pods of the job, or none."""
 
     gang: bool = Field(False, description="schedule all pods together")
-    min_available: int = Field(0, ge=0, lt=2**31, description="pods to begin with; 0: all")
+    min_available: int = Field(
+        0, ge=0, lt=2**31, description="pods that are enough to start; 0: all"
+    )
     queue: Name = Field("", description="queue of the gang scheduler")
     priority_class: Name = Field("", description="priority class of the group of pods")
-    timeout_seconds: Seconds = Field(0, description="for the group to be scheduled; 0: for ever")
+    timeout_seconds: Seconds = Field(0, description="limit for scheduling the group; 0: none")
 
 
 class JobConfig(Section):
-    """What holds for the whole job: `runPolicy` of the TFJob, and Kueue's queue."""
+    """Settings of the whole job: `runPolicy` of the TFJob, and Kueue's queue."""
 
     clean_pod_policy: Literal["Running", "All", "None"] = Field(
         "Running", description="pods that are deleted when the job has ended"
     )
-    ttl_seconds: Seconds = Field(86_400, description="an ended job is deleted after so long")
+    ttl_seconds: Seconds = Field(86_400, description="time after which an ended job is deleted")
     active_deadline_seconds: Seconds = Field(
-        604_800, ge=1, description="the operator ends the job after so long, whatever happens"
+        604_800, ge=1, description="the operator ends the job after this time in any case"
     )
     backoff_limit: int | None = Field(
         None, ge=0, lt=2**31, description="restarts that the operator allows; null: any number"
     )
     queue_name: LabelOrNone = Field("", description="local queue of Kueue")
-    suspend: bool = Field(False, description="begin suspended; Kueue lets the job go")
+    suspend: bool = Field(False, description="start suspended, until Kueue admits the job")
     labels: dict[Key, LabelText] = Field({}, description="labels of the job")
     annotations: dict[Key, str] = Field({}, description="annotations of the job")
     scheduling: SchedulingConfig = Field(SchedulingConfig())
@@ -182,31 +188,33 @@ class JobConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    """How long the launcher waits, in seconds, before it ends the job; 0: for ever."""
+    """Seconds after which the launcher ends the job; 0: no limit."""
 
     queueing: Seconds = Field(3600, description="until every pod has a node")
-    starting: Seconds = Field(900, description="from there until every task runs")
-    running: Seconds = Field(0, description="from there to the end")
+    starting: Seconds = Field(900, description="then, until every task runs")
+    running: Seconds = Field(0, description="then, until the end")
     stalling: Seconds = Field(1800, description="without progress of the chief")
     unreachable: Seconds = Field(900, description="without an answer of the Kubernetes API")
     heartbeat: Seconds = Field(
-        300, ge=1, description="without a sign of the launcher, until the chief ends the job"
+        300, ge=1, description="without a heartbeat of the launcher, until the chief ends the job"
     )
 
 
 class KubernetesConfig(Whole):
     """Settings of the TFJob launcher; as a run parameter one JSON text."""
 
-    namespace: LabelOrNone = Field("", description="where the job runs; as the step when empty")
-    gpu_resource: Key = Field("nvidia.com/gpu", description="what a GPU is called here")
+    namespace: LabelOrNone = Field("", description="namespace of the job; empty: that of the step")
+    gpu_resource: Key = Field("nvidia.com/gpu", description="name of the GPU resource")
     chiefless: bool = Field(False, description="no chief: worker 0 leads and works")
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
-    pod: PodConfig = Field(PodConfig(), description="what holds for the pods of all roles")
-    chief: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
-    ps: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
-    worker: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
-    evaluator: PodConfig = Field(PodConfig(), description="the same keys, laid over those of pod")
+    pod: PodConfig = Field(PodConfig(), description="settings for the pods of all roles")
+    chief: PodConfig = Field(PodConfig(), description="the same keys; they override those of pod")
+    ps: PodConfig = Field(PodConfig(), description="the same keys; they override those of pod")
+    worker: PodConfig = Field(PodConfig(), description="the same keys; they override those of pod")
+    evaluator: PodConfig = Field(
+        PodConfig(), description="the same keys; they override those of pod"
+    )
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:
@@ -231,7 +239,7 @@ _Laid = TypeVar("_Laid", bound=Section)
 
 
 def _laid_over(base: _Laid, over: _Laid) -> _Laid:
-    """Lay what `over` says over `base`: mappings key by key, all else as a whole."""
+    """Override `base` by what `over` sets: mappings key by key, all else as a whole."""
     laid: dict[str, Any] = {}
     for name in type(base).model_fields:
         below, above = getattr(base, name), getattr(over, name)

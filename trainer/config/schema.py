@@ -32,7 +32,7 @@ SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
 
 
 class GateConfig(Section):
-    """What a model has to reach before it is exported.
+    """The thresholds that a model has to reach before it is exported.
 
     A bound is for a metric of all examples (`accuracy`), of each part of a slice
     (`accuracy@label`), or of one part (`accuracy@label=7`).
@@ -41,15 +41,15 @@ class GateConfig(Section):
     min: dict[str, float] = Field(
         {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
     )
-    max: dict[str, float] = Field({}, description="highest value by metric, likewise")
+    max: dict[str, float] = Field({}, description="highest value by metric, as in min")
     champion: Literal["not_worse", "better"] = Field(
-        "not_worse", description="what a model has to be beside the champion"
+        "not_worse", description="required result of the comparison with the champion"
     )
     min_gain: float = Field(
-        0.0, ge=0, le=1, description="gain of accuracy, where better is asked for"
+        0.0, ge=0, le=1, description="least gain in accuracy, with champion: better"
     )
     significance: float = Field(
-        0.05, gt=0, lt=1, description="probability at which a difference is taken to be real"
+        0.05, gt=0, lt=1, description="level of the test against the champion"
     )
 
     @field_validator("min", "max")
@@ -72,14 +72,14 @@ Launcher = Literal["local", "tfjob"]
 
 
 class ClusterConfig(Section):
-    """What runs where."""
+    """The tasks of the cluster, and where they run."""
 
     launcher: Launcher = Field(
-        "local", description="who starts the tasks: on one machine, or as a TFJob on Kubernetes"
+        "local", description="what starts the tasks: local processes, or a TFJob on Kubernetes"
     )
     parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
     workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")
-    evaluator: bool = Field(False, description="evaluate each checkpoint while training goes on")
+    evaluator: bool = Field(False, description="evaluate each checkpoint in a task of its own")
     gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
     gpu_memory_mb: int = Field(
         0, ge=0, le=MOST, description="fixed share of each GPU; 0: grow on demand"
@@ -90,10 +90,10 @@ class ClusterConfig(Section):
     placement: dict[str, str] = Field(
         {}, description='parameter server by variable glob, {"hidden_0/*": "ps:0"}'
     )
-    existing_servers: bool = Field(False, description="join servers that run, by TF_CONFIG")
+    existing_servers: bool = Field(False, description="join running servers, named by TF_CONFIG")
     in_process: bool = Field(False, description="run the servers as threads, for a debugger")
     max_restarts: int = Field(
-        3, ge=0, le=MOST, description="restarts of all tasks together, but the evaluator"
+        3, ge=0, le=MOST, description="restarts of all tasks together, without the evaluator"
     )
     kubernetes: KubernetesConfig = Field(
         KubernetesConfig(), description="settings of the TFJob and its pods"
@@ -128,12 +128,12 @@ def _known(kind: str, value: str, allowed: Collection[str]) -> str:
 
 
 class DataConfig(Section):
-    """Which examples, and how they are split and sharded."""
+    """The dataset, its splits and its shards."""
 
     dataset: str = Field("digits", min_length=1, description="TFDS name, or package.module:Builder")
     version: str = Field("", description="dataset version; the newest when empty")
     manual_dir: str = Field(
-        "", description="folder with the official files, where there is no network"
+        "", description="folder with the official files, if there is no network"
     )
     shards: int = Field(8, ge=1, le=100_000, description="files of the training split")
     validation: float = Field(
@@ -168,7 +168,7 @@ class OptimizerConfig(Section):
     """A Keras optimizer by name; `args` are its further arguments."""
 
     name: str = Field("adam", description=f"a Keras optimizer: {', '.join(OPTIMIZERS)}")
-    learning_rate: float = Field(0.003, gt=0, description="the rate that the schedule starts from")
+    learning_rate: float = Field(0.003, gt=0, description="initial rate of the schedule")
     args: Free = Field({}, description="further arguments of the optimizer, such as beta_1")
 
     @field_validator("name")
@@ -181,7 +181,7 @@ class OptimizerConfig(Section):
 
 
 class TrainingConfig(Section):
-    """How long, how fast and how safely to train."""
+    """Steps, strategy, optimizer, checkpoints and validation."""
 
     strategy: str = Field(
         "async_parameter_server", description=f"{', '.join(STRATEGIES)}, or package.module:Class"
@@ -200,19 +200,23 @@ class TrainingConfig(Section):
         500, ge=1, le=MOST, description="global steps between checkpoints"
     )
     checkpoint_seconds: float = Field(0, ge=0, description="seconds between checkpoints; 0: none")
-    keep: int = Field(3, ge=1, le=MOST, description="newest checkpoints kept, beside the best")
+    keep: int = Field(
+        3, ge=1, le=MOST, description="retention: newest checkpoints, besides the best"
+    )
     validate_every: int = Field(
         500, ge=0, le=MOST, description="global steps between validations; 0: none"
     )
     patience: int = Field(
-        0, ge=0, le=MOST, description="stop after so many validations without gain; 0: never"
+        0, ge=0, le=MOST, description="stop after this many validations without gain; 0: never"
     )
     stall_timeout: float = Field(
-        120, ge=1, le=MOST, description="seconds without progress, until a task is started again"
+        120, ge=1, le=MOST, description="seconds without progress until a task is restarted"
     )
     mixed_precision: bool = Field(False, description="compute in 16 bits (bfloat16)")
     jit_compile: bool = Field(False, description="compile the step with XLA")
-    warm_start: str = Field("", description="begin with a checkpoint: its URI, or champion")
+    warm_start: str = Field(
+        "", description="start with the weights of a checkpoint: its URI, or champion"
+    )
     seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and of the order of examples")
 
     @field_validator("warm_start")
@@ -230,17 +234,20 @@ class TrainingConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """How a trained model is measured."""
+    """The evaluation on the test split."""
 
     batch_size: int = Field(1000, ge=1, lt=2**31, description="examples of one evaluation batch")
-    slices: tuple[str, ...] = Field((), description="features to report on apart, beside the label")
+    slices: tuple[str, ...] = Field(
+        (), description="features to slice the metrics by, besides the label"
+    )
 
 
 class ExportConfig(Section):
-    """In which forms a blessed model leaves."""
+    """The formats of an exported model."""
 
     formats: tuple[Literal["saved_model", "keras", "tflite", "tflite_int8"], ...] = Field(
-        ("saved_model", "keras"), description="forms of the exported model; saved_model always"
+        ("saved_model", "keras"),
+        description="formats of the exported model; saved_model is required",
     )
 
     @field_validator("formats")
@@ -253,19 +260,19 @@ class ExportConfig(Section):
 
 
 class RegistryConfig(Section):
-    """What an exported model may cost, before it becomes the champion."""
+    """Limits that an exported model has to keep to become the champion."""
 
     max_megabytes: float = Field(0, ge=0, description="megabytes of all files; 0: no limit")
     max_milliseconds: float = Field(
-        0, ge=0, description="milliseconds of one example, in a fresh process; 0: no limit"
+        0, ge=0, description="latency of one example in a fresh process; 0: no limit"
     )
 
 
 class StorageConfig(Section):
-    """Where published directories stand."""
+    """The root of published directories."""
 
     root: str = Field(
-        "", description="URI below which all is published; empty: the workdir, or the pipeline root"
+        "", description="URI below which a run publishes; empty: the workdir, or the pipeline root"
     )
 
     @field_validator("root")
@@ -277,7 +284,7 @@ class StorageConfig(Section):
 
 
 class Config(Section):
-    """One run, whole."""
+    """One run."""
 
     name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?$")] = Field(
         "digits", description="name of the model in the registry"
