@@ -1,4 +1,4 @@
-"""The pipeline: wiring only. What each step is stands in `components.table`.
+"""The pipeline: wiring only; `components.table` has the properties of each step.
 
 The run parameters are generated from the configuration model: a key of the configuration is a field
 of the KFP UI's form without another line here.

@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.fixture
 def elsewhere(tmp_path, monkeypatch):
-    """A step in a container, that has no folder of the run."""
+    """A step in a container, which has no folder of the run."""
     monkeypatch.delenv(locations.RUN_FOLDER, raising=False)
     monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
 
@@ -57,7 +57,7 @@ def warm(word, root):
     return pinned_inputs.with_champion(config, root).training.warm_start
 
 
-def told(tmp_path):
+def emitted(tmp_path):
     return list(events.read(tmp_path / "events.jsonl"))
 
 
@@ -65,7 +65,7 @@ def told(tmp_path):
 def test_the_champion_is_its_checkpoint(root, tmp_path):
     checkpoint = crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == checkpoint
-    assert told(tmp_path) == []
+    assert emitted(tmp_path) == []
 
 
 @pytest.mark.usefixtures("folder")
@@ -88,7 +88,7 @@ def test_the_next_run_takes_the_next_champion(root, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("folder")
 def test_without_a_champion_it_begins_from_scratch_and_says_so(root, tmp_path):
     assert warm("champion", root) == ""
-    (event,) = told(tmp_path)
+    (event,) = emitted(tmp_path)
     assert isinstance(event, FromScratch)
     assert event.reason == f"digits has no champion yet below {root}"
     # One that comes later is for later runs.
@@ -115,14 +115,14 @@ def test_a_champion_whose_checkpoint_is_gone_is_one_line(root, tmp_path):
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_champion_that_names_no_checkpoint_is_told(root, tmp_path):
+def test_a_champion_that_names_no_checkpoint_is_one_line(root, tmp_path):
     crowned(root, tmp_path / "made", "one", checkpoint="")
     with pytest.raises(UserError, match=r"is not there any more \(it names none\)"):
         warm("champion", root)
 
 
 @pytest.mark.usefixtures("elsewhere")
-def test_a_container_looks_each_time_and_leaves_nothing(root, tmp_path):
+def test_a_container_looks_it_up_each_time_and_pins_nothing(root, tmp_path):
     first = crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == first
     second = crowned(root, tmp_path / "made", "two")
@@ -134,12 +134,12 @@ def test_a_container_looks_each_time_and_leaves_nothing(root, tmp_path):
 def test_the_newest_version_is_what_the_builder_offers(tmp_path):
     assert pinned_inputs.with_version(DataConfig()).version == "1.0.0"
     assert pinned_inputs.with_version(DataConfig(dataset="mnist")).version == "3.0.1"
-    said = [(event.dataset, event.version) for event in told(tmp_path)]
+    said = [(event.dataset, event.version) for event in emitted(tmp_path)]
     assert said == [("digits", "1.0.0"), ("mnist", "3.0.1")]
 
 
 @pytest.mark.usefixtures("folder")
-def test_a_version_that_is_named_is_not_looked_at():
+def test_a_version_that_is_named_is_not_looked_up():
     named = DataConfig(dataset="no.such:Builder", version="2.0.0")
     assert pinned_inputs.with_version(named) == named
 

@@ -34,9 +34,9 @@ def prepared(root, emitted, monkeypatch, tmp_path):
         artifact = dsl.Dataset()
         uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", artifact)
         version = storage.read_manifest(uri).fields["version"]
-        *_, told, step = emitted()
+        *_, before, step = emitted()
         metrics = step.metrics
-        said.append(told.version if isinstance(told, NewestVersion) else "")
+        said.append(before.version if isinstance(before, NewestVersion) else "")
         assert artifact.metadata["version"] == metrics["version"] == version
         return version, metrics["reused"]
 

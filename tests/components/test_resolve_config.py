@@ -1,4 +1,4 @@
-"""The first step: what a person asked for, as the other steps take it."""
+"""The first step: run parameters in, and the checked configuration for the other steps out."""
 
 import pytest
 import tensorflow_datasets as tfds
@@ -71,7 +71,7 @@ class TestResolveConfig:
         data = resolve_config.run_step(unknown).data
         assert DataConfig.model_validate_json(data) == DataConfig(dataset="no.such:Builder")
 
-    def test_a_dataset_that_does_not_exist_is_told_at_once_on_a_cluster(self, values, capsys):
+    def test_a_dataset_that_does_not_exist_is_refused_at_once_on_a_cluster(self, values, capsys):
         code, line = refused(
             resolve_config.run_step, {**values, "data_dataset": "mnits"}, capsys=capsys
         )
@@ -98,7 +98,7 @@ class TestResolveConfig:
         ],
     )
     def test_without_a_root_it_is_below_the_pipeline_root(self, values, output, root):
-        # The store of a real bucket is not asked.
+        # Without a request to the store of a real bucket.
         assert locations.root_of("", output, values["kfp_run_id"]) == root
 
     def test_the_first_step_finds_the_root_itself(self, values, tmp_path):

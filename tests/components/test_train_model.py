@@ -1,4 +1,4 @@
-"""The step that trains, with a launcher of its own: what it makes of what a launcher leaves."""
+"""The step that trains, with a fake launcher: what it returns, records and shows."""
 
 import json
 import os
@@ -29,8 +29,6 @@ def viewers(tmp_path):
 
 
 class TestTrainModel:
-    """With a launcher of its own: what a step makes of what a launcher leaves."""
-
     @pytest.fixture
     def launched(self, monkeypatch, tmp_path):
         """Return the jobs that were launched; each publishes two checkpoints."""
@@ -103,7 +101,7 @@ class TestTrainModel:
         assert metrics["global_step"] == 10
         assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
 
-    def test_a_launcher_that_fails_is_told(self, monkeypatch, root, run, viewers, capsys):
+    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, viewers, capsys):
         def fail(_job, _defaults):
             raise UserError("worker-0 ended with exit code 1")
 
@@ -114,7 +112,9 @@ class TestTrainModel:
             "worker-0 ended with exit code 1",
         )
 
-    def test_an_interrupted_launcher_is_told(self, monkeypatch, root, run, viewers, emitted):
+    def test_an_interrupted_launcher_interrupts_the_step(
+        self, monkeypatch, root, run, viewers, emitted
+    ):
         def end(_job, _defaults):
             raise RunInterruptedError("interrupted at global step 7")
 
@@ -125,7 +125,9 @@ class TestTrainModel:
         assert ended.value.code == 130
         assert emitted()[-1].status == "interrupted"
 
-    def test_a_launcher_that_leaves_nothing_is_told(self, monkeypatch, root, run, viewers, capsys):
+    def test_a_launcher_that_leaves_nothing_is_one_line(
+        self, monkeypatch, root, run, viewers, capsys
+    ):
         monkeypatch.setitem(launchers.LAUNCHERS, "local", lambda _job, _defaults: None)
         given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
         _, line = refused(train_model.run_step, *given, capsys=capsys)

@@ -89,10 +89,10 @@ def test_pods_are_described_once():
 
 
 def test_every_relation_between_keys_is_told():
-    told = configuration().partition("## Rules between keys\n\n")[2]
+    rules = configuration().partition("## Rules between keys\n\n")[2]
     checks = set(Config.__pydantic_decorators__.model_validators) - {"_built_parts_only"}
-    assert len(told.splitlines()) == len(checks)
-    assert "`cluster.workers` is at most `data.shards`" in told
+    assert len(rules.splitlines()) == len(checks)
+    assert "`cluster.workers` is at most `data.shards`" in rules
 
 
 def test_every_run_parameter_is_named_with_its_key(declared):

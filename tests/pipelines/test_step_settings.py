@@ -87,14 +87,14 @@ def test_every_placeholder_of_a_pod_is_an_input_of_its_step(tasks, containers):
 def test_a_working_step_gets_what_the_run_asks_for(containers):
     for step, container in containers.items():
         found = container["resources"]
-        asked = {key: PLACEHOLDER.findall(str(value)) for key, value in found.items()}
+        given = {key: PLACEHOLDER.findall(str(value)) for key, value in found.items()}
         if ROWS[step].is_light:
-            assert not any(asked.values())
+            assert not any(given.values())
             assert found["resourceMemoryLimit"] == "2Gi"
             continue
         for kind in ("Limit", "Request"):
-            assert asked[f"resourceCpu{kind}"] == ["pipelinechannel--step_cpu"]
-            assert asked[f"resourceMemory{kind}"] == ["pipelinechannel--step_memory"]
+            assert given[f"resourceCpu{kind}"] == ["pipelinechannel--step_cpu"]
+            assert given[f"resourceMemory{kind}"] == ["pipelinechannel--step_memory"]
 
 
 def test_gpus_are_for_what_computes_with_a_model(containers):

@@ -56,8 +56,8 @@ def variables_of(step, secret, tmp_path):
     text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
     _, platform = yaml.safe_load_all(text)
     pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][f"exec-{step}"]
-    (asked,) = pod["secretAsEnv"]
-    keys = {each["envVar"]: each["secretKey"] for each in asked["keyToEnv"]}
+    (secret_env,) = pod["secretAsEnv"]
+    keys = {each["envVar"]: each["secretKey"] for each in secret_env["keyToEnv"]}
     return {variable: secret[key] for variable, key in keys.items() if key in secret}
 
 

@@ -63,7 +63,7 @@ def test_a_schedule_gets_them_and_another_value_replaces_it(instance, remote, up
 
 
 def test_a_wrong_one_is_one_line(instance, remote, uploaded):
-    told = remote("submit", "--parameter", "step_memroy=1Gi")
-    assert (told.code, told.err.count("\n")) == (2, 1)
+    result = remote("submit", "--parameter", "step_memroy=1Gi")
+    assert (result.code, result.err.count("\n")) == (2, 1)
     assert not instance.store.runs
     assert uploaded
