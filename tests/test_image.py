@@ -75,10 +75,11 @@ def test_the_base_is_an_argument_that_takes_a_digest():
 
 def test_its_labels():
     labels = " ".join(rest for name, rest in instructions(DOCKERFILE) if name == "LABEL")
-    found = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]*)"', labels))
+    found = dict(re.findall(r'org\.opencontainers\.image\.([\w.]+)="([^"]*)"', labels))
     assert found["licenses"] == PROJECT["license"]
     assert PROJECT["description"].startswith(found["description"])
     assert (found["version"], found["revision"]) == ("$VERSION", "$COMMIT")
+    assert found["base.name"] == "$BASE"
     arguments = dict(
         rest.split("=", 1)
         for name, rest in instructions(DOCKERFILE)
