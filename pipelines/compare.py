@@ -1,47 +1,54 @@
-"""`flotilla compare RUN RUN...`: runs side by side, with what tells their configurations apart."""
+"""Runs side by side, with the settings in which their configurations differ."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
 from components import gather_report
-from pipelines.cli.commands import print_json
-from pipelines.cli.display import Terminal
 from pipelines.runs.local import check_run_id
 from trainer import storage
-from trainer.errors import DONE, ConfigError
-from trainer.report.report import figure
+from trainer.errors import ConfigError
 
 _FEWEST = 2
-_COURSE = ("global_step", "loss", "validation_loss", "steps_per_second", "seconds")
+_PROGRESS = ("global_step", "loss", "validation_loss", "steps_per_second", "seconds")
 
 
-def compare(runs: list[str], workdir: Path, *, as_json: bool) -> int:
-    """Show verdict, figures, course and differing settings of runs below `workdir`.
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Runs side by side.
+
+    Attributes:
+        runs: their ids.
+        groups: by group (`verdict`, `test`, `training`, `cost`, `settings`) and name one value of
+            each run, in the order of `runs`; None where a run has none.
+    """
+
+    runs: tuple[str, ...]
+    groups: Mapping[str, Mapping[str, list[Any]]]
+
+
+def compare(runs: Sequence[str], workdir: Path) -> Comparison:
+    """Return verdict, metrics, progress, cost and differing settings of runs below `workdir`.
 
     Raises:
-        ConfigError: there are fewer than two runs, or one is not there.
+        ConfigError: there are fewer than two runs, or one does not exist.
     """
     if len(runs) < _FEWEST:
         raise ConfigError("name two runs or more to compare")
     for run in runs:
         check_run_id(workdir, run)
     facts = [_facts(workdir, run) for run in runs]
-    found = {
+    groups = {
         "verdict": {"verdict": [each["verdict"] for each in facts]},
         "test": _rows([each["metrics"] for each in facts]),
-        "training": _rows([_course(each) for each in facts]),
+        "training": _rows([_progress(each) for each in facts]),
         "cost": _rows([each["cost"] for each in facts]),
         "settings": _differing([_flat(each["config"]) for each in facts]),
     }
-    Terminal().print(_table(runs, found))
-    if as_json:
-        print_json({"status": "done", "runs": runs, "comparison": found})
-    return DONE
+    return Comparison(runs=tuple(runs), groups=groups)
 
 
 def _facts(workdir: Path, run: str) -> dict[str, Any]:
@@ -51,9 +58,9 @@ def _facts(workdir: Path, run: str) -> dict[str, Any]:
     return gather_report.gathered("", root, run, folder) if root else found
 
 
-def _course(facts: dict[str, Any]) -> dict[str, Any]:
+def _progress(facts: dict[str, Any]) -> dict[str, Any]:
     last = facts["history"][-1] if facts["history"] else {}
-    return {name: last[name] for name in _COURSE if name in last}
+    return {name: last[name] for name in _PROGRESS if name in last}
 
 
 def _rows(columns: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -74,17 +81,3 @@ def _flat(tree: dict[str, Any], path: str = "") -> dict[str, Any]:
         else:
             found[f"{path}{name}"] = value
     return found
-
-
-def _table(runs: list[str], found: dict[str, dict[str, list[Any]]]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
-    for run in runs:
-        table.add_column(run, justify="right", overflow="fold")
-    for group, rows in found.items():
-        # Loss is measured in training and on the test split.
-        before = f"{group}: " if group in ("test", "training") else ""
-        for name, row in rows.items():
-            table.add_row(escape(f"{before}{name}"), *(escape(figure(each)) for each in row))
-        table.add_section()
-    return table

@@ -66,7 +66,7 @@ def image_remark(image: str) -> str:
     if image != IMAGE:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"
-    return f"flotilla: no cluster can pull {IMAGE}, which names no registry: {remedy}\n"
+    return f"no cluster can pull {IMAGE}, which names no registry: {remedy}"
 
 
 def _compiled(source: object) -> str:

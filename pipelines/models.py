@@ -1,99 +1,85 @@
-"""`flotilla models`: what the registry holds, and who is champion."""
+"""The model registry: which versions exist, which one is champion, and how that changes."""
 
 from __future__ import annotations
 
 import getpass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from pipelines.cli.commands import print_json
-from pipelines.cli.display import Terminal, shown_place
 from trainer import storage
-from trainer.errors import DONE, ConfigError, nearest
+from trainer.errors import ConfigError, nearest
 from trainer.promotion import registry
-from trainer.report.report import figure
+from trainer.promotion.registry import Promotion
 
-_ACCURACY = "accuracy"
+
+@dataclass(frozen=True, kw_only=True)
+class ModelVersion:
+    """One registered version of a model."""
+
+    name: str
+    version: int
+    champion: bool
+    metrics: Mapping[str, Any]
+    global_step: int
+    created: str
+    run_id: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelDetails:
+    """One version with its lineage, and every promotion of its model.
+
+    Attributes:
+        version: the version.
+        uri: of the published model.
+        lineage: what it was made from.
+        promotions: of all versions, oldest first.
+    """
+
+    version: ModelVersion
+    uri: str
+    lineage: Mapping[str, Any]
+    promotions: tuple[Promotion, ...]
 
 
 def root_of(root: str, workdir: Path) -> str:
-    """Return the URI that a person named, or that of the folder of local runs."""
+    """Return the storage root that was named, or that of the runs on this machine."""
     return root or storage.uri_of(workdir)
 
 
-def list_(root: str, name: str, *, as_json: bool) -> int:
-    """Show every version of one model, or of all."""
+def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
+    """Return every version of one model, or of all; raises `ConfigError`."""
     wanted = [_known(root, name)] if name else registry.names(root)
-    table = Table(box=None, pad_edge=False)
-    for title in ("model", "version", "champion", "accuracy", "global step", "registered", "run"):
-        table.add_column(title, overflow="fold")
-    rows = [row for each in wanted for row in _rows(root, each)]
-    for row in rows:
-        table.add_row(
-            escape(row["name"]),
-            str(row["version"]),
-            "champion" if row["champion"] else "",
-            figure(row["metrics"].get(_ACCURACY)),
-            str(row["global_step"]),
-            row["created"],
-            escape(row["run_id"]),
-        )
-    Terminal().print(table if rows else f"no model is registered below {root}")
-    if as_json:
-        print_json({"status": "done", "models": rows})
-    return DONE
+    return tuple(row for each in wanted for row in _versions(root, each))
 
 
-def show(root: str, name: str, number: int, *, as_json: bool) -> int:
-    """Show one version, the champion where no number is given, with its lineage and promotions."""
+def details(root: str, name: str, number: int = 0) -> ModelDetails:
+    """Return one version, the champion where the number is 0; raises `ConfigError`."""
     _known(root, name)
     found = registry.version(root, name, number) if number else registry.champion(root, name)
     if found is None:
         raise ConfigError(f"{name} has no champion below {root}; name a version")
-    row = _row(name, found, registry.champion_number(root, name))
-    lineage = found.manifest.fields["lineage"]
-    made = [
-        {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
-        for each in registry.promotions(root, name)
-    ]
-    table = Table(box=None, pad_edge=False, show_header=False)
-    told = {**row, **lineage, "where": shown_place(found.uri)}
-    for key, value in told.items():
-        table.add_row(key.replace("_", " "), escape(figure(value)))
-    terminal = Terminal()
-    terminal.print(table)
-    for each in made:
-        said = f"promotion {each['promotion']}: version {each['version']} by {each['by']}"
-        terminal.print(f"{said}, {each['created']}", markup=False)
-    if as_json:
-        summary = {**row, "lineage": lineage, "promotions": made}
-        artifacts = {"model": found.uri}
-        print_json({"status": "done", "model": summary, "artifacts": artifacts})
-    return DONE
+    return ModelDetails(
+        version=_version(name, found, registry.champion_number(root, name)),
+        uri=found.uri,
+        lineage=found.manifest.fields["lineage"],
+        promotions=tuple(registry.promotions(root, name)),
+    )
 
 
-def promote(root: str, name: str, number: int, *, as_json: bool) -> int:
-    """Make a version the champion."""
+def promote(root: str, name: str, number: int) -> Promotion:
+    """Make a version the champion; raises `UserError`."""
     _known(root, name)
     after = registry.newest(root, name)
-    made = registry.promote(root, name, number, after=after, by=_person())
-    return _told(name, made, as_json=as_json)
+    return registry.promote(root, name, number, after=after, by=_user())
 
 
-def rollback(root: str, name: str, *, as_json: bool) -> int:
-    """Make the version before the champion the champion again."""
+def rollback(root: str, name: str) -> Promotion:
+    """Make the version before the champion the champion again; raises `UserError`."""
     _known(root, name)
-    return _told(name, registry.rollback(root, name, by=_person()), as_json=as_json)
-
-
-def _told(name: str, made: registry.Promotion, *, as_json: bool) -> int:
-    Terminal().print(f"{name}: version {made.version} is champion (promotion {made.number})")
-    if as_json:
-        print_json({"status": "done", "version": made.version, "promotion": made.number})
-    return DONE
+    return registry.rollback(root, name, by=_user())
 
 
 def _known(root: str, name: str) -> str:
@@ -104,25 +90,25 @@ def _known(root: str, name: str) -> str:
     return name
 
 
-def _rows(root: str, name: str) -> list[dict[str, Any]]:
+def _versions(root: str, name: str) -> list[ModelVersion]:
     champion = registry.champion_number(root, name)
-    return [_row(name, each, champion) for each in registry.versions(root, name)]
+    return [_version(name, each, champion) for each in registry.versions(root, name)]
 
 
-def _row(name: str, version: registry.Version, champion: int) -> dict[str, Any]:
+def _version(name: str, version: registry.Version, champion: int) -> ModelVersion:
     lineage = version.manifest.fields["lineage"]
-    return {
-        "name": name,
-        "version": version.number,
-        "champion": champion == version.number,
-        "metrics": lineage["metrics"],
-        "global_step": version.manifest.fields["global_step"],
-        "created": version.manifest.created,
-        "run_id": lineage["run_id"],
-    }
+    return ModelVersion(
+        name=name,
+        version=version.number,
+        champion=champion == version.number,
+        metrics=lineage["metrics"],
+        global_step=version.manifest.fields["global_step"],
+        created=version.manifest.created,
+        run_id=lineage["run_id"],
+    )
 
 
-def _person() -> str:
+def _user() -> str:
     try:
         return getpass.getuser()
     except (OSError, KeyError):

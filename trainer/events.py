@@ -50,6 +50,11 @@ class RunBegin(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Interrupted(Event):
+    """A run on this machine was asked to end: it starts no step but the exit step."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepBegin(Event):
     """A pipeline step begins; `inputs` are the URIs that KFP may have taken from its cache."""
 

@@ -1,6 +1,5 @@
-"""The console script `flotilla`: from its first moment on an interrupt is one line."""
+"""The console script `flotilla`: an interrupt is one line from its first moment on."""
 
-import json
 import os
 import signal
 import sys
@@ -8,11 +7,12 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-_INTERRUPTED = 130
+from pipelines.cli.answer import failure
+from trainer.errors import INTERRUPTED
 
 
 def main() -> NoReturn:
-    """Be the console script; what takes time to load is loaded when an interrupt can be told."""
+    """Handle interrupts, then load what takes time and run the command line."""
     signal.signal(signal.SIGINT, _end)
     from pipelines.cli.app import called
 
@@ -20,11 +20,14 @@ def main() -> NoReturn:
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # An exception could come to light in the midst of an import, as another one. A run that goes
-    # on has handlers of its own.
+    # Raised in the middle of an import, an exception could surface as another one. A run that has
+    # started has handlers of its own.
     with suppress(OSError):
         os.write(2, b"flotilla: interrupted\n")
         if "--json" in sys.argv:
-            told = {"status": "interrupted", "run_id": "", "metrics": {}, "artifacts": {}}
-            os.write(1, f"{json.dumps({**told, 'message': 'interrupted'})}\n".encode())
-    os._exit(_INTERRUPTED)
+            os.write(1, f"{failure('interrupted', INTERRUPTED).json()}\n".encode())
+    os._exit(INTERRUPTED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,68 +1,45 @@
 """The command line `flotilla`: parse and call."""
 
+from __future__ import annotations
+
 import errno
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pipelines.cli.answer import Answer
 from pipelines.cli.doctor import doctor
-from pipelines.cli.exit import ended, told
-from pipelines.cli.kfp import remote
+from pipelines.cli.exit import answers, discard, fail, note, output
+from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
-from pipelines.cli.options import TRAINED, AsJson, Assignments, Config, Dataset, Resume, Workdir
+from pipelines.cli.options import TRAINED, Assignments, Config, Workdir
+from pipelines.cli.run import RUNS, prepare, run, train
+from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer.errors import DONE, FAILED, USAGE
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipelines.compare import Comparison
 
 app = typer.Typer(
     name="flotilla",
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
+ENDED = "--json adds `steps` while the run goes on, and `global_step` when it has ended."
 app.add_typer(models, name="models")
 app.command(epilog="--json adds `checks`, an object each.")(doctor)
-app.add_typer(remote)
-
-
-@app.command(epilog=TRAINED)
-def run(
-    config: Config = None,
-    assignments: Assignments = None,
-    workdir: Workdir = Path("runs"),
-    resume: Resume = "",
-    as_json: AsJson = False,
-) -> None:
-    """Run the whole pipeline on this machine."""
-    _run("run", config, assignments, workdir, resume, "", as_json)
-
-
-@app.command()
-def prepare(
-    config: Config = None,
-    assignments: Assignments = None,
-    workdir: Workdir = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
-    """Download, split, shard and publish the dataset."""
-    _run("prepare", config, assignments, workdir, "", "", as_json)
-
-
-@app.command(epilog=TRAINED)
-def train(
-    config: Config = None,
-    assignments: Assignments = None,
-    workdir: Workdir = Path("runs"),
-    dataset: Dataset = "",
-    resume: Resume = "",
-    as_json: AsJson = False,
-) -> None:
-    """Train on the dataset, which is prepared when it is not published yet."""
-    _run("train", config, assignments, workdir, resume, dataset, as_json)
+app.command(epilog=TRAINED)(run)
+app.command()(prepare)
+app.command(epilog=TRAINED)(train)
 
 
 @app.command("compile")
+@answers
 def compile_(
     output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path(
         "build/pipeline.yaml"
@@ -71,111 +48,108 @@ def compile_(
     components: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Also write one YAML a component here.")
     ] = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Compile the pipeline to the YAML that a KFP instance takes."""
     from components.image import IMAGE
-    from pipelines.cli.commands import print_json
     from pipelines.compile import compile_all, image_remark
 
-    def compiled() -> int:
-        written = compile_all(output, image, components)
-        sys.stderr.writelines(f"wrote {path}\n" for path in written.values())
-        sys.stderr.write(image_remark(image or IMAGE))
-        if as_json:
-            print_json({"status": "done", "artifacts": written})
-        return DONE
-
-    ended(compiled, as_json)
+    written = compile_all(output, image, components)
+    for path in written.values():
+        note(f"wrote {path}")
+    if remark := image_remark(image or IMAGE):
+        note(f"flotilla: {remark}")
+    return Answer(artifacts=written)
 
 
 @app.command(epilog="--json adds `runs`, and `comparison`: by group and name a value of each run.")
+@answers
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of the runs.")],
-    workdir: Workdir = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
+    workdir: Workdir = RUNS,
+) -> Answer:
     """Put runs side by side."""
-    from pipelines import compare as comparing
+    from pipelines.cli.display import Terminal
+    from pipelines.compare import compare as compare_runs
 
-    ended(lambda: comparing.compare(runs, workdir, as_json=as_json), as_json)
+    found = compare_runs(runs, workdir)
+    with output():
+        Terminal().print(_comparison_table(found))
+    return Answer(more={"runs": found.runs, "comparison": found.groups})
+
+
+def _comparison_table(found: Comparison) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from trainer.report.report import figure
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("")
+    for run_id in found.runs:
+        table.add_column(run_id, justify="right", overflow="fold")
+    for group, rows in found.groups.items():
+        # Loss is measured in training and on the test split.
+        before = f"{group}: " if group in ("test", "training") else ""
+        for name, row in rows.items():
+            table.add_row(escape(f"{before}{name}"), *(escape(figure(each)) for each in row))
+        table.add_section()
+    return table
 
 
 @app.command(epilog="--json adds `removed`, the URIs of what was removed.")
-def gc(
-    config: Config = None,
-    assignments: Assignments = None,
-    workdir: Workdir = Path("runs"),
-    as_json: AsJson = False,
-) -> None:
+@answers
+def gc(config: Config = None, assignments: Assignments = None, workdir: Workdir = RUNS) -> Answer:
     """Remove what dead writers left below the storage root."""
-    from pipelines import garbage
+    from pipelines.garbage import collect
+    from pipelines.runs.local import configuration, root_of
 
-    assigned = tuple(assignments or ())
-    ended(lambda: garbage.collect(config, assigned, workdir, as_json=as_json), as_json)
+    root = root_of(configuration(config, assignments or ()), workdir)
+    removed = collect(root)
+    for uri in removed:
+        note(f"removed {uri}")
+    note(f"{len(removed)} left-overs removed below {root}")
+    return Answer(more={"removed": removed})
 
 
 @app.command(epilog="--json adds `manifest`, the TFJob itself.")
-def manifest(
-    config: Config = None, assignments: Assignments = None, as_json: AsJson = False
-) -> None:
+@answers
+def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
     """Print the TFJob of a configuration as YAML."""
     import yaml
 
     from components.tfjob.manifest import document
-    from pipelines.cli import commands
+    from pipelines.runs.local import configuration
 
-    def printed() -> int:
-        loaded = commands.load_file(config, tuple(assignments or ()))
-        tree = document(loaded)
-        if as_json:
-            commands.print_json({"status": "done", "manifest": tree})
-            return DONE
-        with commands.output():
-            sys.stdout.write(yaml.safe_dump(tree, sort_keys=False, allow_unicode=True))
-        return DONE
+    tree = document(configuration(config, assignments or ()))
+    text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
+    return Answer(more={"manifest": tree}, text=text)
 
-    ended(printed, as_json)
+
+app.command(epilog="--json adds `version`; `newest` in it: whether `submit` takes it by itself.")(
+    upload
+)
+app.command(epilog="--json adds `global_step` when the run was waited for.")(submit)
+app.command(epilog="--json adds `schedule`.")(schedule)
+app.command(epilog="--json adds `schedule`.")(unschedule)
+app.command("runs", epilog="--json adds `runs`, an object each.")(list_runs)
+app.command(epilog=ENDED)(status)
+app.command()(logs)
+app.command()(cancel)
 
 
 def called(arguments: list[str]) -> int:
-    """Do what the command line says; return the exit code."""
+    """Run the command line; return the exit code."""
     as_json = "--json" in arguments
     try:
-        code = app(arguments or ["--help"], prog_name="flotilla", standalone_mode=False)
+        code: Any = app(arguments or ["--help"], prog_name="flotilla", standalone_mode=False)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "flotilla")
         words = " ".join(error.format_message().split()).rstrip(".")
-        return told(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
+        return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
     except OSError as error:
-        # Help is printed by others.
+        # Typer prints help by itself.
         if error.errno != errno.ENOSPC:
             raise
-        from pipelines.cli.display import write_nowhere
-
-        write_nowhere(sys.stdout)
-        return told(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
+        discard(sys.stdout)
+        return fail(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
     return int(code or DONE)
-
-
-def _run(
-    pipeline: str,
-    config: Path | None,
-    assignments: list[str] | None,
-    workdir: Path,
-    resume: str,
-    dataset: str,
-    as_json: bool,
-) -> None:
-    from pipelines.cli import commands
-
-    request = commands.Request(
-        pipeline=pipeline,
-        config=config,
-        assignments=tuple(assignments or ()),
-        workdir=workdir,
-        resume=resume,
-        dataset=dataset,
-        as_json=as_json,
-    )
-    ended(lambda: commands.run(request), as_json)

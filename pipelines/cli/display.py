@@ -1,15 +1,11 @@
-"""What a person sees of a run: live progress on standard error, and a closing table.
-
-What a person sees of runs on a KFP instance: live steps, and tables.
-"""
+"""Live progress and tables of runs, on this machine and on a KFP instance."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.live import Live
@@ -18,7 +14,8 @@ from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from pipelines.runs.outcome import Outcome
+from pipelines.cli.exit import discard
+from pipelines.runs.outcome import RunResult
 from trainer import storage
 from trainer.events import (
     AttemptBegin,
@@ -51,26 +48,22 @@ _MARKS = {
     "interrupted": "[yellow]interrupted[/]",
     "running": "[cyan]running[/]",
     "skipped": "skipped",
+    "waiting": "waiting",
+    "ending": "[yellow]ending[/]",
+    "paused": "paused",
 }
 
 
 class Terminal(Console):
-    """Where a person looks. A run goes on, and ends as it does, when nobody looks any more."""
+    """A console whose reader may go away: the run continues, and ends with its own exit code."""
 
     def __init__(self, *, stderr: bool = False) -> None:
-        """Write texts as they are: `package.module:x:` is a name and no emoji."""
+        """Print text unchanged: `package.module:x:` is a name and no emoji."""
         super().__init__(stderr=stderr, highlight=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
-        """Write to nowhere from now on; rich itself would end the process, and the run with it."""
-        write_nowhere(self.file)
-
-
-def write_nowhere(stream: IO[str]) -> None:
-    """Let what is still to be written to a stream whose reader has gone vanish."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+        """Discard what follows; rich itself would end the process, and the run with it."""
+        discard(self.file)
 
 
 class Display:
@@ -171,12 +164,12 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
 }
 
 
-def closing_table(outcome: Outcome) -> Table:
+def closing_table(result: RunResult) -> Table:
     """Return the table of all steps: status, seconds, key metrics, where."""
     table = Table(box=None, pad_edge=False)
     for title in ("step", "status", "seconds", "metrics", "where"):
         table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
-    for step in outcome.steps:
+    for step in result.steps:
         table.add_row(
             step.step,
             _MARKS[step.status],

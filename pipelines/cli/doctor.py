@@ -1,13 +1,16 @@
-"""The command `flotilla doctor`: parse and call."""
+"""`flotilla doctor`: a line a finding, and an exit code that says whether anything failed."""
 
-from pathlib import Path
-from typing import Annotated
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.exit import ended
+from pipelines.cli.answer import Answer
+from pipelines.cli.exit import answers, output
 from pipelines.cli.options import (
-    AsJson,
     Assignments,
     CaFile,
     Config,
@@ -17,6 +20,17 @@ from pipelines.cli.options import (
     TokenFile,
     Workdir,
 )
+from pipelines.cli.run import RUNS
+from pipelines.runs.kfp_access import Instance
+from trainer.errors import DONE, FAILED, UserError
+
+if TYPE_CHECKING:
+    from pipelines.doctor.checks import DoctorOptions
+    from pipelines.doctor.examination import Check, Finding
+    from trainer.config.schema import Config as RunConfig
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "skipped": "dim"}
+_WIDTH = len("skipped")
 
 _Namespace = Annotated[
     str,
@@ -36,10 +50,11 @@ _ServiceAccount = Annotated[
 ]
 
 
+@answers
 def doctor(
     config: Config = None,
     assignments: Assignments = None,
-    workdir: Workdir = Path("runs"),
+    workdir: Workdir = RUNS,
     endpoint: Endpoint = "",
     namespace: _Namespace = "",
     token_file: TokenFile = "",
@@ -50,27 +65,74 @@ def doctor(
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
-    from pipelines.cli import doctor_display
-    from pipelines.doctor import kfp_instance
+    from pipelines.doctor.checks import DoctorOptions
+    from pipelines.doctor.permissions import check_name, check_namespace
+    from pipelines.runs.local import configuration, require_current_folder
+    from pipelines.step_settings import check_image
 
-    instance = kfp_instance.Instance(
-        endpoint=endpoint,
-        namespace=namespace,
-        token_file=token_file,
-        cookies_file=cookies_file,
-        ca_file=ca_file,
-    )
-    request = doctor_display.Request(
-        config=config,
-        assignments=tuple(assignments or ()),
+    require_current_folder()
+    check_name(service_account)
+    check_image(image)
+    check_namespace(namespace)
+    try:
+        loaded: RunConfig | UserError = configuration(config, assignments or ())
+    except UserError as error:
+        loaded = error
+    options = DoctorOptions(
+        config=loaded,
         workdir=workdir,
-        instance=instance,
+        instance=Instance(
+            endpoint=endpoint,
+            namespace=namespace,
+            token_file=token_file,
+            cookies_file=cookies_file,
+            ca_file=ca_file,
+        ),
         kubernetes=kubernetes,
         service_account=service_account,
         image=image,
-        as_json=as_json,
     )
-    ended(lambda: doctor_display.run(request), as_json)
+    answer = _examine(options)
+    return replace(answer, code=loaded.exit_code) if isinstance(loaded, UserError) else answer
+
+
+def _examine(options: DoctorOptions) -> Answer:
+    from pipelines.cli.display import Terminal
+    from pipelines.doctor.checks import checks
+    from pipelines.doctor.examination import examine
+
+    terminal = Terminal()
+    listed = checks(options)
+
+    def show(check: Check, finding: Finding) -> None:
+        with output():
+            terminal.print(f"{finding.state:{_WIDTH}}", style=_COLOURS[finding.state], end="  ")
+            terminal.print(_line(check, finding), markup=False, soft_wrap=True)
+
+    return _answer(list(zip(listed, examine(listed, show), strict=True)))
+
+
+def _line(check: Check, finding: Finding) -> str:
+    remedy = f"; fix or inspect it by: {finding.remedy}" if finding.remedy else ""
+    return f"{check.name}: {finding.message}{remedy}"
+
+
+def _answer(found: Sequence[tuple[Check, Finding]]) -> Answer:
+    rows = [
+        {
+            "name": check.name,
+            "state": finding.state,
+            "message": finding.message,
+            "remedy": finding.remedy,
+        }
+        for check, finding in found
+    ]
+    failed = [check.name for check, finding in found if finding.state == "fail"]
+    return Answer(
+        status="failed" if failed else "done",
+        code=FAILED if failed else DONE,
+        message=f"failed: {', '.join(failed)}" if failed else "",
+        more={"checks": rows},
+    )

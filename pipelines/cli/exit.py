@@ -1,35 +1,144 @@
-"""How a command ends: with its exit code, and a user's error in one line."""
+"""How a command ends: its answer as JSON where that was asked for, its exit code, its one error."""
 
+from __future__ import annotations
+
+import inspect
+import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import IO, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
-from trainer.errors import INTERRUPTED, UserError
+from pipelines.cli.answer import Answer, failure
+from trainer.errors import RunInterruptedError, UserError
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
-def ended(command: Callable[[], int], as_json: bool) -> NoReturn:
-    """End the process with the code of `command`; an error of the user is one line."""
-    try:
-        code = command()
-    except UserError as error:
-        run_id = getattr(error, "run_id", "")
-        code = told(str(error), error.exit_code, as_json=as_json, run_id=run_id)
-    raise typer.Exit(code)
+class DetachedError(RunInterruptedError):
+    """The person stopped watching a run that continues.
+
+    Attributes:
+        run_id: the run, empty where it is not known yet.
+    """
+
+    def __init__(self, message: str, run_id: str) -> None:
+        """Keep the line and the run."""
+        super().__init__(message)
+        self.run_id = run_id
 
 
-def told(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
-    """Say `message` on standard error, and as JSON where that was asked for; return `code`."""
-    from pipelines.cli import commands
+def answers(command: Callable[..., Answer]) -> Callable[..., None]:
+    """Add the option `--json` to a command, and end the process with its answer."""
 
-    # Who cannot hear the words still gets the exit code.
+    def called(**named: Any) -> None:
+        as_json = named.pop("as_json")
+        try:
+            answer = command(**named)
+            if as_json:
+                print_json(answer)
+            else:
+                write(answer.text)
+            code = answer.code
+        except UserError as error:
+            run_id = getattr(error, "run_id", "")
+            code = fail(str(error), error.exit_code, as_json=as_json, run_id=run_id)
+        raise typer.Exit(code)
+
+    option = inspect.Parameter(
+        "as_json", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False, annotation=AsJson
+    )
+    return with_options(called, command, [option])
+
+
+def with_options(
+    called: Callable[..., None],
+    command: Callable[..., Any],
+    more: list[inspect.Parameter],
+    without: str = "",
+) -> Callable[..., None]:
+    """Give `called` the name, help and parameters of `command`, and further ones for typer."""
+    hints = get_type_hints(command, include_extras=True)
+    own = inspect.signature(command).parameters
+    parameters = [each.replace(annotation=hints[name]) for name, each in own.items()]
+    parameters = [each for each in parameters if each.name != without] + more
+    called.__name__, called.__doc__ = command.__name__, command.__doc__
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {each.name: each.annotation for each in parameters}
+    return called
+
+
+def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
+    """Print an error in one line, and as JSON where that was asked for; return `code`."""
+    # The exit code arrives even where nothing can be written.
     with suppress(OSError):
         sys.stderr.write(f"flotilla: {message}\n")
         sys.stderr.flush()
     if as_json:
         with suppress(UserError):
-            status = "interrupted" if code == INTERRUPTED else "failed"
-            commands.print_json({"status": status, "run_id": run_id, "message": message})
+            print_json(failure(message, code, run_id))
     return code
+
+
+def print_json(answer: Answer) -> None:
+    """Write an answer as the last line of standard output."""
+    write(f"{answer.json()}\n")
+
+
+def write(text: str) -> None:
+    """Write text to standard output; raises a `UserError` where that fails."""
+    with output():
+        sys.stdout.write(text)
+
+
+def note(line: str) -> None:
+    """Write a line to standard error."""
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def output() -> Iterator[None]:
+    """Write to standard output in this block; raises a `UserError` where that fails."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        discard(sys.stdout)
+    except OSError as error:
+        # What is left in the buffer would raise again when the process exits.
+        discard(sys.stdout)
+        raise UserError(f"cannot write to standard output: {error.strerror}") from None
+
+
+def discard(stream: IO[str]) -> None:
+    """Discard everything that is still written to a stream whose reader has gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+@contextmanager
+def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
+    """End this block at once at SIGINT or SIGTERM; the run that it watches continues.
+
+    Raises:
+        DetachedError: with the line and the run id that `describe` returns then.
+    """
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise DetachedError(*describe()) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt

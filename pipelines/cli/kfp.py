@@ -1,4 +1,4 @@
-"""The commands that talk to a KFP instance, or to a run that goes on: parse and call."""
+"""`flotilla upload`, `submit`, `schedule` and `unschedule`: pipelines on a KFP instance."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.exit import ended
+from pipelines.cli.answer import Answer
+from pipelines.cli.exit import answers, detaching, note, output
 from pipelines.cli.options import (
-    AsJson,
     Assignments,
     AtOnce,
     CatchUp,
@@ -17,57 +17,71 @@ from pipelines.cli.options import (
     Cron,
     Every,
     Experiment,
-    Given,
     Image,
     Latest,
     Parameters,
     Pipeline,
     PipelineRoot,
-    Run,
-    RunsDir,
     ServiceAccount,
     Timezone,
     Version,
     of_instance,
 )
+from pipelines.cli.run import answer_of
+from pipelines.cli.runs import continues
+from pipelines.runs.kfp_access import Access, Instance
 
 if TYPE_CHECKING:
-    from trainer.config.schema import Config as RunConfig
+    from pipelines.runs.schedule import Scheduled
+    from pipelines.runs.submission import Submission
 
-remote = typer.Typer()
-
-PIPELINE, EXPERIMENT, RUNS = "flotilla-training", "flotilla", Path("runs")
+PIPELINE, EXPERIMENT = "flotilla-training", "flotilla"
 
 
-@remote.command(
-    epilog="--json adds `version`; `newest` in it: whether `submit` takes it by itself."
-)
+@answers
 @of_instance
 def upload(
-    given: Given,
+    instance: Instance,
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="Compiled pipeline; ours when left out.")
     ] = None,
     image: Image = "",
     name: Annotated[str, typer.Option(help="Of the pipeline; its own when left out.")] = "",
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
+    from pipelines.compile import image_remark, package_of
+    from pipelines.runs.upload import newest_of
+    from pipelines.runs.upload import upload as upload_package
 
-    def done() -> int:
-        from pipelines.compile import package_of
-        from pipelines.runs import upload as uploading
+    access, package = instance.access(), package_of(file, image)
+    made = upload_package(access, package, name)
+    version = made.version
+    action = "uploaded" if made.created else "the same content is there already"
+    note(f"{action}: {version.pipeline} version {version.name}\n{made.page}")
+    newest = newest_of(access, version)
+    is_newest = newest.version_id == version.version_id
+    if not is_newest:
+        note(
+            f"it is not the newest: `submit` and `schedule` take {newest.name}, "
+            f"or this one by --version {version.name}"
+        )
+    if remark := image_remark(package.image):
+        note(f"flotilla: {remark}")
+    found = {
+        "id": version.version_id,
+        "name": version.name,
+        "pipeline": version.pipeline,
+        "pipeline_id": version.pipeline_id,
+        "created": made.created,
+        "newest": is_newest,
+    }
+    return Answer(artifacts={"pipeline": made.page}, more={"version": found})
 
-        access = given.access()
-        return uploading.upload(access, package_of(file, image), name, as_json=as_json)
 
-    ended(done, as_json)
-
-
-@remote.command(epilog="--json adds `global_step` when the run was waited for.")
+@answers
 @of_instance
 def submit(
-    given: Given,
+    instance: Instance,
     config: Config = None,
     assignments: Assignments = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
@@ -81,38 +95,61 @@ def submit(
     pipeline_root: PipelineRoot = "",
     service_account: ServiceAccount = "",
     parameters: Parameters = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Start a run on a KFP instance."""
+    from pipelines.runs.local import configuration
+    from pipelines.runs.submission import Submission, package_to_send
 
-    def done() -> int:
-        from pipelines.compile import package_of
-        from pipelines.runs import submit as submitting
-        from trainer.errors import ConfigError
-
-        if file and version:
-            raise ConfigError("--file and --version name two pipelines: leave one out")
-        access = given.access()
-        request = submitting.Request(
-            config=_loaded(config, assignments),
-            package=package_of(file, "") if file else None,
-            pipeline=pipeline,
-            version=version,
-            experiment=experiment,
-            name=name,
-            pipeline_root=pipeline_root,
-            service_account=service_account,
-            parameters=tuple(parameters or ()),
-        )
-        return submitting.submit(access, request, wait=wait, as_json=as_json)
-
-    ended(done, as_json)
+    access = instance.access()
+    submission = Submission(
+        config=configuration(config, assignments or ()),
+        package=package_to_send(file, version),
+        pipeline=pipeline,
+        version=version,
+        experiment=experiment,
+        name=name,
+        pipeline_root=pipeline_root,
+        service_account=service_account,
+        parameters=tuple(parameters or ()),
+    )
+    return _submit(access, submission, wait=wait)
 
 
-@remote.command(epilog="--json adds `schedule`.")
+def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
+    from pipelines.cli.display import Steps, Terminal, closing_table
+    from pipelines.runs.kfp_client import connect
+    from pipelines.runs.kfp_outcome import result_of
+    from pipelines.runs.kfp_watch import command, watch
+    from pipelines.runs.submission import start
+
+    client = connect(access)
+    run_id = ""
+
+    def detached() -> tuple[str, str]:
+        if run_id:
+            return continues(run_id, command(access, "cancel", run_id))
+        return "interrupted; whether the run was started is not known: see `flotilla runs`", ""
+
+    with detaching(detached):
+        started = start(client, submission)
+        run_id = started.run_id
+        note(f"run {run_id}\n{started.page}")
+        if not wait:
+            return Answer(status="submitted", run_id=run_id, artifacts={"run": started.page})
+        with Steps() as steps:
+            last = watch(client, run_id, steps.show, steps.say)
+        result = result_of(client, last)
+    with output():
+        Terminal().print(closing_table(result))
+    if result.message:
+        note(f"flotilla: {result.status}: {result.message}")
+    return answer_of(result)
+
+
+@answers
 @of_instance
 def schedule(
-    given: Given,
+    instance: Instance,
     config: Config = None,
     assignments: Assignments = None,
     cron: Cron = "",
@@ -128,130 +165,58 @@ def schedule(
     pipeline_root: PipelineRoot = "",
     service_account: ServiceAccount = "",
     parameters: Parameters = None,
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Start runs on a KFP instance again and again: one schedule of each name."""
+    from pipelines.runs import schedule as scheduling
+    from pipelines.runs.local import configuration
+    from pipelines.runs.submission import Submission
 
-    def done() -> int:
-        from pipelines.runs import schedule as scheduling
-        from pipelines.runs.submit import Request
-
-        timing = scheduling.timing(
-            cron,
-            every,
-            zone=timezone,
-            catch_up=catch_up,
-            at_once=at_once,
-            latest=latest,
-            version=version,
-        )
-        access, loaded = given.access(), _loaded(config, assignments)
-        request = Request(
-            config=loaded,
-            package=None,
-            pipeline=pipeline,
-            version=version,
-            experiment=experiment,
-            name=name or loaded.name,
-            pipeline_root=pipeline_root,
-            service_account=service_account,
-            parameters=tuple(parameters or ()),
-        )
-        return scheduling.schedule(access, request, timing, as_json=as_json)
-
-    ended(done, as_json)
+    timing = scheduling.timing(
+        cron,
+        every,
+        zone=timezone,
+        catch_up=catch_up,
+        at_once=at_once,
+        latest=latest,
+        version=version,
+    )
+    access, loaded = instance.access(), configuration(config, assignments or ())
+    submission = Submission(
+        config=loaded,
+        pipeline=pipeline,
+        version=version,
+        experiment=experiment,
+        name=name or loaded.name,
+        pipeline_root=pipeline_root,
+        service_account=service_account,
+        parameters=tuple(parameters or ()),
+    )
+    return _scheduled(scheduling.schedule(access, submission, timing))
 
 
-@remote.command(epilog="--json adds `schedule`.")
+def _scheduled(made: Scheduled) -> Answer:
+    note(f"schedule {made.name} {made.action}: {made.timing}")
+    if made.existed and made.removed:
+        note(f"removed {made.removed} more of this name")
+    found = {
+        "id": made.schedule_id,
+        "name": made.name,
+        "next": made.next,
+        "removed": made.removed,
+        "done": made.action,
+    }
+    return Answer(more={"schedule": found})
+
+
+@answers
 @of_instance
 def unschedule(
-    given: Given,
+    instance: Instance,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of the schedule.")],
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Remove a schedule from a KFP instance; its runs stay."""
+    from pipelines.runs import schedule as scheduling
 
-    def done() -> int:
-        from pipelines.runs import schedule as scheduling
-
-        return scheduling.unschedule(given.access(), name, as_json=as_json)
-
-    ended(done, as_json)
-
-
-@remote.command(epilog="--json adds `runs`, an object each.")
-@of_instance
-def runs(
-    given: Given,
-    experiment: Annotated[str, typer.Option(metavar="NAME", help="Of this group alone.")] = "",
-    limit: Annotated[int, typer.Option(help="How many.", min=1)] = 20,
-    workdir: RunsDir = RUNS,
-    as_json: AsJson = False,
-) -> None:
-    """List runs, newest first: those of the KFP instance that is named, else of this machine."""
-
-    def done() -> int:
-        from pipelines.cli import runs
-        from pipelines.runs.kfp_access import is_named
-
-        if experiment or is_named(given.endpoint):
-            return runs.list_remote(given.access(), experiment, limit, as_json=as_json)
-        return runs.list_local(workdir, limit, as_json=as_json)
-
-    ended(done, as_json)
-
-
-@remote.command(
-    epilog="--json adds `steps` while the run goes on, and `global_step` when it has ended."
-)
-@of_instance
-def status(given: Given, run: Run, workdir: RunsDir = RUNS, as_json: AsJson = False) -> None:
-    """Show how a run stands, on a KFP instance or on this machine."""
-
-    def done() -> int:
-        from pipelines.cli import runs
-
-        return runs.status(run, workdir, given.access, as_json=as_json)
-
-    ended(done, as_json)
-
-
-@remote.command()
-@of_instance
-def logs(
-    given: Given,
-    run: Run,
-    step: Annotated[str, typer.Option(metavar="STEP", help="Of this step alone.")] = "",
-    follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Go on until the run has ended.")
-    ] = True,
-    workdir: RunsDir = RUNS,
-    as_json: AsJson = False,
-) -> None:
-    """Show the logs of a run, on a KFP instance or on this machine."""
-
-    def done() -> int:
-        from pipelines.cli import runs
-
-        return runs.logs(run, workdir, given.access, step, follow=follow, as_json=as_json)
-
-    ended(done, as_json)
-
-
-@remote.command()
-@of_instance
-def cancel(given: Given, run: Run, workdir: RunsDir = RUNS, as_json: AsJson = False) -> None:
-    """Ask a run to end, on a KFP instance or on this machine."""
-
-    def done() -> int:
-        from pipelines.cli import runs
-
-        return runs.cancel(run, workdir, given.access, as_json=as_json)
-
-    ended(done, as_json)
-
-
-def _loaded(config: Path | None, assignments: list[str] | None) -> RunConfig:
-    from pipelines.cli import commands
-
-    return commands.load_file(config, tuple(assignments or ()))
+    removed = scheduling.unschedule(instance.access(), name)
+    note(f"schedule {name} was removed")
+    return Answer(more={"schedule": {"name": name, "removed": removed}})

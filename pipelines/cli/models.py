@@ -1,72 +1,123 @@
-"""The commands `flotilla models ...`: parse and call."""
+"""`flotilla models`: the registry, and who is champion."""
 
-from pathlib import Path
-from typing import Annotated
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.exit import ended
-from pipelines.cli.options import AsJson, Root, Workdir
+from pipelines.cli.answer import Answer
+from pipelines.cli.exit import answers, output
+from pipelines.cli.options import Root, Workdir
+from pipelines.cli.run import RUNS
+
+if TYPE_CHECKING:
+    from trainer.promotion.registry import Promotion
 
 models = typer.Typer(help="The registry: which models there are, and who is champion.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
+TITLES = ("model", "version", "champion", "accuracy", "global step", "registered", "run")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
 
 
 @models.command("list", epilog="--json adds `models`, an object each.")
+@answers
 def list_models(
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="One model; all without.")] = "",
-    workdir: Workdir = Path("runs"),
+    workdir: Workdir = RUNS,
     root: Root = "",
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """List the versions of one model, or of all."""
+    from rich.markup import escape
+    from rich.table import Table
+
     from pipelines import models as registered
+    from pipelines.cli.display import Terminal
+    from trainer.report.report import figure
 
     place = registered.root_of(root, workdir)
-    ended(lambda: registered.list_(place, name, as_json=as_json), as_json)
+    found = registered.versions(place, name)
+    table = Table(box=None, pad_edge=False)
+    for title in TITLES:
+        table.add_column(title, overflow="fold")
+    for each in found:
+        table.add_row(
+            escape(each.name),
+            str(each.version),
+            "champion" if each.champion else "",
+            figure(each.metrics.get("accuracy")),
+            str(each.global_step),
+            each.created,
+            escape(each.run_id),
+        )
+    with output():
+        Terminal().print(table if found else f"no model is registered below {place}")
+    return Answer(more={"models": [asdict(each) for each in found]})
 
 
 @models.command("show", epilog="--json adds `model`, with its lineage and promotions.")
+@answers
 def show_model(
     name: Name,
     version: Annotated[int, typer.Argument(metavar="[VERSION]", min=0, help="Its number.")] = 0,
-    workdir: Workdir = Path("runs"),
+    workdir: Workdir = RUNS,
     root: Root = "",
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Show one version with its lineage; the champion when left out."""
-    from pipelines import models as registered
+    from rich.markup import escape
+    from rich.table import Table
 
-    place = registered.root_of(root, workdir)
-    ended(lambda: registered.show(place, name, version, as_json=as_json), as_json)
+    from pipelines import models as registered
+    from pipelines.cli.display import Terminal, shown_place
+    from trainer.report.report import figure
+
+    found = registered.details(registered.root_of(root, workdir), name, version)
+    row = asdict(found.version)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for key, value in {**row, **found.lineage, "where": shown_place(found.uri)}.items():
+        table.add_row(key.replace("_", " "), escape(figure(value)))
+    made = [
+        {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
+        for each in found.promotions
+    ]
+    with output():
+        terminal = Terminal()
+        terminal.print(table)
+        for each in found.promotions:
+            line = f"promotion {each.number}: version {each.version} by {each.by}, {each.created}"
+            terminal.print(line, markup=False)
+    model = {**row, "lineage": found.lineage, "promotions": made}
+    return Answer(artifacts={"model": found.uri}, more={"model": model})
 
 
 @models.command("promote", epilog=PROMOTED)
+@answers
 def promote_model(
     name: Name,
     version: Annotated[int, typer.Argument(metavar="VERSION", min=1, help="Its number.")],
-    workdir: Workdir = Path("runs"),
+    workdir: Workdir = RUNS,
     root: Root = "",
-    as_json: AsJson = False,
-) -> None:
+) -> Answer:
     """Make a version the champion."""
     from pipelines import models as registered
 
-    place = registered.root_of(root, workdir)
-    ended(lambda: registered.promote(place, name, version, as_json=as_json), as_json)
+    return _promoted(name, registered.promote(registered.root_of(root, workdir), name, version))
 
 
 @models.command("rollback", epilog=PROMOTED)
-def roll_back(
-    name: Name,
-    workdir: Workdir = Path("runs"),
-    root: Root = "",
-    as_json: AsJson = False,
-) -> None:
+@answers
+def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
     """Make the champion of before the champion again."""
     from pipelines import models as registered
 
-    place = registered.root_of(root, workdir)
-    ended(lambda: registered.rollback(place, name, as_json=as_json), as_json)
+    return _promoted(name, registered.rollback(registered.root_of(root, workdir), name))
+
+
+def _promoted(name: str, made: Promotion) -> Answer:
+    from pipelines.cli.display import Terminal
+
+    with output():
+        Terminal().print(f"{name}: version {made.version} is champion (promotion {made.number})")
+    return Answer(more={"version": made.version, "promotion": made.number})

@@ -1,20 +1,16 @@
-"""Arguments and options that more than one command takes.
-
-Arguments and options of the commands that talk to a KFP instance.
-"""
+"""Arguments and options that more than one command takes."""
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 
-from pipelines.runs.kfp_access import Access, found_access
+from pipelines.cli.exit import with_options
+from pipelines.runs.kfp_access import Instance
 
 # In the help of a command that trains.
 TRAINED = "--json adds `global_step`, the updates that were applied."
@@ -34,8 +30,6 @@ Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this publish
 Root = Annotated[
     str, typer.Option(metavar="URI", help="Where all is stored; the workdir when left out.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
-
 
 Endpoint = Annotated[
     str,
@@ -95,21 +89,6 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its n
 RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Given:
-    """What the command line says of the instance; what it leaves out is in the environment."""
-
-    endpoint: str = ""
-    namespace: str = ""
-    token_file: str = ""
-    cookies_file: str = ""
-    ca_file: str = ""
-
-    def access(self) -> Access:
-        """Return the access; raises `UserError`."""
-        return found_access(**vars(self))
-
-
 _OPTIONS = {
     "endpoint": Endpoint,
     "namespace": Namespace,
@@ -119,26 +98,17 @@ _OPTIONS = {
 }
 
 
-def of_instance(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command, in place of its parameter `given`, the options of an instance."""
-    own = inspect.signature(command).parameters
-    hints = get_type_hints(command, include_extras=True)
-    parameters = [
-        each.replace(annotation=hints[name]) for name, each in own.items() if name != "given"
-    ]
-    parameters += [
+def of_instance(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `instance` of a command by the options that name an instance."""
+
+    def called(**named: Any) -> Any:
+        instance = Instance(**{name: named.pop(name) for name in _OPTIONS})
+        return command(instance=instance, **named)
+
+    options = [
         inspect.Parameter(
             name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=option
         )
         for name, option in _OPTIONS.items()
     ]
-
-    @functools.wraps(command)
-    def called(**named: Any) -> None:
-        given = Given(**{name: named.pop(name) for name in _OPTIONS})
-        command(given=given, **named)
-
-    del called.__wrapped__
-    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    called.__annotations__ = {each.name: each.annotation for each in parameters}
-    return called
+    return with_options(called, command, options, without="instance")

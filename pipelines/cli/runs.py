@@ -1,168 +1,153 @@
-"""`flotilla runs`, `status`, `logs`, `cancel`: runs of a KFP instance and of this machine."""
+"""`flotilla runs`, `status`, `logs` and `cancel`: runs on a KFP instance and on this machine."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated
 
-from pipelines.cli import display
-from pipelines.cli.commands import output, print_json
-from pipelines.cli.display import runs_table, steps_table, word
-from pipelines.runs import local_status
-from pipelines.runs.follow import command, follow_remote, goes_on, leaving
-from pipelines.runs.kfp_client import Access, Client, ask, connect, pages
-from pipelines.runs.kfp_outcome import outcome_of
-from pipelines.runs.kfp_run import run_of, view
-from pipelines.runs.outcome import Outcome
-from pipelines.runs.submit import summary
-from pipelines.runs.upload import NEWEST, equals, page_of
-from trainer.errors import DONE, ConfigError, UserError, nearest
+import typer
 
-Find = Callable[[], Access]
+from pipelines.cli.answer import Answer
+from pipelines.cli.exit import answers, detaching, note, output, write
+from pipelines.cli.options import Run, RunsDir, of_instance
+from pipelines.cli.run import RUNS, answer_of
+from pipelines.runs.kfp_access import Instance, is_named
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipelines.runs.outcome import RunResult
 
 
-def list_remote(access: Access, experiment: str, limit: int, *, as_json: bool) -> int:
-    """Show the runs of an instance, newest first."""
-    client = connect(access)
-    named: dict[str, Any] = {}
-    if experiment:
-        found = next(experiments(client, equals("display_name", experiment)), None)
-        if found is None:
-            known = [str(each.display_name) for each in experiments(client)]
-            hint = nearest(experiment, known)
-            raise UserError(f"{access.endpoint} has no experiment {experiment!r}{hint}")
-        named = {"experiment_id": str(found.experiment_id)}
-    found_runs = pages(client.list_runs, "runs", most=limit, sort_by=NEWEST, **named)
-    runs = [view(each) for each in found_runs]
+@answers
+@of_instance
+def list_runs(
+    instance: Instance,
+    experiment: Annotated[str, typer.Option(metavar="NAME", help="Of this group alone.")] = "",
+    limit: Annotated[int, typer.Option(help="How many.", min=1)] = 20,
+    workdir: RunsDir = RUNS,
+) -> Answer:
+    """List runs, newest first: those of the KFP instance that is named, else of this machine."""
+    if experiment or is_named(instance.endpoint):
+        return _list_remote(instance, experiment, limit)
+    from pipelines.runs import control
+
+    found = control.list_local(workdir, limit)
+    write("".join(f"{run.run_id}  {run.status}\n" for run in found) or f"no runs below {workdir}\n")
+    return Answer(more={"runs": [{"run_id": run.run_id, "state": run.status} for run in found]})
+
+
+def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
+    from pipelines.cli.display import Terminal, runs_table
+    from pipelines.runs import control
+
+    access = instance.access()
+    found = control.list_remote(instance, experiment=experiment, limit=limit)
     with output():
-        display.Terminal().print(runs_table(runs) if runs else f"no runs at {access.endpoint}")
-    if as_json:
-        rows = [
-            {
-                "run_id": run.run_id,
-                "name": run.name,
-                "state": run.state,
-                "created": run.created.isoformat() if run.created else "",
-                "finished": run.finished.isoformat() if run.finished else "",
-            }
-            for run in runs
-        ]
-        print_json({"status": "done", "runs": rows})
-    return DONE
+        Terminal().print(runs_table(found) if found else f"no runs at {access.endpoint}")
+    rows = [
+        {
+            "run_id": run.run_id,
+            "name": run.name,
+            "state": run.state,
+            "created": run.created.isoformat() if run.created else "",
+            "finished": run.finished.isoformat() if run.finished else "",
+        }
+        for run in found
+    ]
+    return Answer(more={"runs": rows})
 
 
-def experiments(client: Client, only: str = "") -> Iterator[Any]:
-    """Yield the experiments of the instance that a filter lets through."""
-    named: dict[str, Any] = {"filter": only} if only else {}
-    return pages(client.list_experiments, "experiments", **named)
+@answers
+@of_instance
+def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
+    """Show how a run stands, on a KFP instance or on this machine."""
+    from pipelines.cli.display import Terminal, closing_table, word
+    from pipelines.runs import control
 
-
-def list_local(workdir: Path, limit: int, *, as_json: bool) -> int:
-    """Show the runs on this machine, newest first."""
-    rows = []
-    for run_id in local_status.run_ids(workdir)[:limit]:
-        found = local_status.status_of(workdir, run_id)
-        rows.append({"run_id": run_id, "state": found.outcome.status})
-    told = "\n".join(f"{row['run_id']}  {row['state']}" for row in rows)
+    found = control.status(run, workdir=workdir, instance=instance)
+    is_remote_running = bool(found.state) and found.status == "running"
+    state = word(found.state) if is_remote_running else found.status
     with output():
-        sys.stdout.write(f"{told or f'no runs below {workdir}'}\n")
-    if as_json:
-        print_json({"status": "done", "runs": rows})
-    return DONE
+        Terminal().print(closing_table(found))
+        Terminal().print(f"run {found.run_id}: {state}", soft_wrap=True)
+    if found.message:
+        note(f"flotilla: {found.message}")
+    if is_remote_running:
+        return Answer(
+            status=found.status,
+            run_id=found.run_id,
+            artifacts={"run": found.page},
+            more={"steps": found.states},
+        )
+    return _shown(found)
 
 
-def status(run: str, workdir: Path, find: Find, *, as_json: bool) -> int:
-    """Show how a run stands."""
-    if local_status.is_local(workdir, run):
-        found = local_status.status_of(workdir, run).outcome
-        return _shown(run, found, as_json=as_json)
-    client = _client(run, workdir, find)
-    remote = run_of(client, run)
-    if remote.has_ended:
-        return _shown(remote.run_id, outcome_of(client, remote), as_json=as_json)
-    place = page_of(client.access, f"runs/details/{remote.run_id}")
-    terminal = display.Terminal()
-    with output():
-        terminal.print(steps_table(remote.steps))
-        terminal.print(f"run {remote.run_id}: {word(remote.state)}", soft_wrap=True)
-    if as_json:
-        steps = {step.name: step.state for step in remote.steps}
-        told = {"status": "running", "run_id": remote.run_id, "steps": steps}
-        print_json({**told, "artifacts": {"run": place}})
-    return DONE
+def _shown(result: RunResult) -> Answer:
+    """Return the answer on a run; the command itself went well."""
+    from dataclasses import replace
+
+    return replace(answer_of(result), code=0)
 
 
-def logs(run: str, workdir: Path, find: Find, step: str, *, follow: bool, as_json: bool) -> int:
-    """Write the logs of a run to standard output, to its end where it is followed."""
-    if local_status.is_local(workdir, run):
-        folder = (workdir / run).absolute()
-        if step:
-            raise ConfigError(f"--step is for runs of an instance; {run} has one log for all steps")
-        with leaving(lambda: _local_goes_on(run, workdir)):
-            for piece in local_status.lines(folder, follow):
-                with output():
-                    sys.stdout.write(piece)
-        ended = local_status.status_of(workdir, run).outcome
-        found = {"status": ended.status, "run_id": run, "message": ended.message}
-    else:
-        client = _client(run, workdir, find)
-        remote = run_of(client, run)
-        with leaving(lambda: goes_on(client, remote.run_id)):
-            last = follow_remote(client, remote, step.replace("-", "_"), follow)
-        found = {"status": last.state.lower(), "run_id": last.run_id, "message": last.error}
-    if as_json:
-        print_json(dict(found))
-    return DONE
+@answers
+@of_instance
+def logs(
+    instance: Instance,
+    run: Run,
+    step: Annotated[str, typer.Option(metavar="STEP", help="Of this step alone.")] = "",
+    follow: Annotated[
+        bool, typer.Option("--follow/--no-follow", help="Go on until the run has ended.")
+    ] = True,
+    workdir: RunsDir = RUNS,
+) -> Answer:
+    """Show the logs of a run, on a KFP instance or on this machine."""
+    from pipelines.runs import control
+
+    titles: list[str] = []
+
+    def show(name: str, text: str) -> None:
+        if name and titles[-1:] != [name]:
+            titles.append(name)
+            note(f"--- {name}")
+        write(text)
+
+    with detaching(lambda: _continues(run, workdir, instance)):
+        found = control.logs(
+            run,
+            on_text=show,
+            on_note=lambda line: note(f"flotilla: {line}"),
+            step=step,
+            wait=follow,
+            workdir=workdir,
+            instance=instance,
+        )
+    return Answer(status=found.status, run_id=found.run_id, message=found.message)
 
 
-def cancel(run: str, workdir: Path, find: Find, *, as_json: bool) -> int:
-    """Ask a run to end."""
-    if local_status.is_local(workdir, run):
-        run_id = run
-        standing = local_status.status_of(workdir, run)
-        if standing.child:
-            local_status.interrupt(standing)
-            told = f"run {run} was asked to end; it publishes a last checkpoint, as at Ctrl-C"
-        else:
-            told = f"run {run} has ended already: {standing.outcome.status}"
-        going = bool(standing.child)
-    else:
-        client = _client(run, workdir, find)
-        remote = run_of(client, run)
-        run_id, going = remote.run_id, not remote.has_ended
-        told = f"run {run_id} has ended already: {remote.state.lower()}"
-        if going:
-            ask(client.terminate_run, run_id)
-            again = command(client, "status", run_id)
-            told = f"run {run_id} was asked to end; see: {again}"
-    sys.stderr.write(f"{told}\n")
-    if as_json:
-        print_json({"status": "canceling" if going else "ended", "run_id": run_id, "message": told})
-    return DONE
+def _continues(run: str, workdir: Path, instance: Instance) -> tuple[str, str]:
+    from pipelines.runs import local_status
+    from pipelines.runs.kfp_watch import command
 
-
-def _client(run: str, workdir: Path, find: Find) -> Client:
-    try:
-        return connect(find())
-    except ConfigError as error:
-        raise ConfigError(f"no run {run!r} below {workdir}, and {error}") from None
-
-
-def _shown(run_id: str, outcome: Outcome, *, as_json: bool) -> int:
-    with output():
-        display.Terminal().print(display.closing_table(outcome))
-        sys.stdout.write(f"run {run_id}: {outcome.status}\n")
-    if outcome.message:
-        sys.stderr.write(f"flotilla: {outcome.message}\n")
-    if as_json:
-        print_json(summary(run_id, outcome))
-    return DONE
-
-
-def _local_goes_on(run: str, workdir: Path) -> tuple[str, str]:
-    if not local_status.status_of(workdir, run).child:
+    if not local_status.is_local(workdir, run):
+        return continues(run, command(instance.access(), "cancel", run))
+    if local_status.status_of(workdir, run).status != "running":
         return "interrupted", run
-    cancel_it = f"flotilla cancel {run} --workdir {workdir}"
-    return f"interrupted; the run {run} goes on; cancel it with: {cancel_it}", run
+    return continues(run, f"flotilla cancel {run} --workdir {workdir}")
+
+
+def continues(run_id: str, cancel: str) -> tuple[str, str]:
+    """Return the line for a person who stops watching a run, and the run."""
+    return f"interrupted; the run {run_id} continues; cancel it with: {cancel}", run_id
+
+
+@answers
+@of_instance
+def cancel(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
+    """Cancel a run, on a KFP instance or on this machine; it ends with a last checkpoint."""
+    from pipelines.runs import control
+
+    found = control.cancel(run, workdir=workdir, instance=instance)
+    sys.stderr.write(f"{found.message}\n")
+    state = "canceling" if found.was_running else "ended"
+    return Answer(status=state, run_id=found.run_id, message=found.message)

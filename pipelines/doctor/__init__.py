@@ -1,6 +1,6 @@
-"""`flotilla doctor`: what is wrong is found before a GPU is asked for.
+"""The preflight: what is wrong is found before a run asks for a GPU.
 
-A check is a function that looks at one thing and returns one `Finding`: a state, a line, and the
-command that mends it. It changes nothing that it does not remove again. `catalogue` lists the
-checks, `examination` runs them, `command` shows what they found.
+A check is a function that examines one thing and returns one `Finding`: a state, a line, and the
+command that fixes it. It removes whatever it leaves. `checks` lists the checks of a configuration,
+`examination` runs them; `pipelines.cli.doctor` prints what they find.
 """

@@ -1,7 +1,8 @@
-"""Which checks a configuration asks for, in the order in which they are told."""
+"""Which checks a configuration needs, in the order in which they are reported."""
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,7 +13,6 @@ from components.image import IMAGE, PodDefaults
 from components.tfjob.manifest import document, leading
 from pipelines.doctor import (
     configuration,
-    kfp_instance,
     kubernetes_api,
     machine,
     named_objects,
@@ -20,11 +20,11 @@ from pipelines.doctor import (
     resources,
     storage,
 )
-from pipelines.doctor.check import Check, Finding
-from pipelines.doctor.kfp_instance import Instance
+from pipelines.doctor.examination import Check, Finding
 from pipelines.doctor.kubernetes_api import Kubernetes
 from pipelines.doctor.permissions import LAUNCHER, TRAINER, Account
-from pipelines.runs.kfp_access import found_namespace, is_named
+from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
+from pipelines.runs.kfp_client import health
 from pipelines.runs.local import root_of
 from trainer import user_code
 from trainer.config.schema import Config
@@ -33,19 +33,21 @@ from trainer.storage.probe import SILENT, Probe
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS = "GPUs of the cluster"
-# Connecting, failing and removing each have their seconds.
+KFP_SECONDS = 20.0
+_HEALTH = "/apis/v2beta1/healthz"
+# Connecting, failing and removing take seconds each.
 STORAGE_SECONDS = 16.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
-    """What the doctor is to look at.
+class DoctorOptions:
+    """What the doctor examines.
 
     Attributes:
         config: the configuration, or what is wrong with it.
         workdir: of local runs.
         instance: the KFP instance.
-        kubernetes: whether to look at the cluster although the launcher is another one.
+        kubernetes: whether to examine the cluster whatever the launcher is.
         service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
         image: that of the steps, where it is not the default.
     """
@@ -59,48 +61,48 @@ class Asked:
 
     @property
     def namespace(self) -> str:
-        """Return the namespace of the steps, where it is said."""
+        """The namespace of the steps, where one is named."""
         return found_namespace(self.instance.namespace)
 
-    def is_of_cluster(self, config: Config) -> bool:
-        """Return whether the cluster is to be looked at."""
+    def covers_cluster(self, config: Config) -> bool:
+        """Return whether the cluster is examined."""
         return config.cluster.launcher == "tfjob" or self.kubernetes
 
 
-def checks(asked: Asked) -> list[Check]:
+def checks(options: DoctorOptions) -> list[Check]:
     """Return all checks."""
     instance = Check(
         name="KFP instance",
-        look=lambda: kfp_instance.reached(asked.instance),
-        seconds=kfp_instance.SECONDS,
-        show=kfp_instance.show(asked.instance),
+        look=lambda: instance_answers(options.instance),
+        seconds=KFP_SECONDS,
+        show=show_instance(options.instance),
     )
-    return [*_of_config(asked), instance]
+    return [*_of_config(options), instance]
 
 
-def _of_config(asked: Asked) -> Iterator[Check]:
-    config = asked.config
+def _of_config(options: DoctorOptions) -> Iterator[Check]:
+    config = options.config
     if isinstance(config, UserError):
         said = Finding("fail", str(config), "flotilla doctor --help")
         yield Check(name=CONFIGURATION, look=lambda: said)
         for name in ("packages", "storage", API):
             yield Check(name=name, look=_never, needs=(CONFIGURATION,))
-        yield Check(name="disk", look=partial(machine.disk, asked.workdir))
+        yield Check(name="disk", look=partial(machine.disk, options.workdir))
         yield Check(name="loopback", look=machine.loopback)
         return
     path = [*sys.path, user_code.folder()]
-    elsewhere = asked.is_of_cluster(config) or is_named(asked.instance.endpoint)
+    elsewhere = options.covers_cluster(config) or is_named(options.instance.endpoint)
     yield Check(
         name=CONFIGURATION,
         look=lambda: configuration.consistent(config, path, elsewhere=elsewhere),
     )
-    yield from _of_machine(config, asked.workdir)
-    yield _storage(config, asked.workdir)
-    if asked.is_of_cluster(config):
-        yield from _of_cluster(config, asked)
+    yield from _of_machine(config, options.workdir)
+    yield _storage(config, options.workdir)
+    if options.covers_cluster(config):
+        yield from _of_cluster(config, options)
     else:
-        if asked.image:
-            yield Check(name="image", look=lambda: named_objects.judge_images([asked.image]))
+        if options.image:
+            yield Check(name="image", look=lambda: named_objects.judge_images([options.image]))
         said = Finding("skipped", "cluster.launcher is local; --kubernetes looks all the same")
         yield Check(name=API, look=lambda: said)
 
@@ -138,54 +140,79 @@ def _storage(config: Config, workdir: Path) -> Check:
     )
 
 
-def _of_cluster(config: Config, asked: Asked) -> Iterator[Check]:
+def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
     settings = config.cluster.kubernetes
-    kubernetes = Kubernetes(settings.namespace or asked.namespace)
-    defaults = PodDefaults(image=asked.image or IMAGE)
-    tree = document(config, defaults)
-
-    def check(name: str, look: Callable[[], Finding]) -> Check:
-        return Check(name=name, look=look, needs=(API,), show=kubernetes_api.SHOW)
-
-    def account() -> Account:
-        return permissions.account_of(
-            asked.service_account, asked.namespace or kubernetes.namespace
-        )
-
-    def of_tasks() -> Finding:
-        name = settings.of(leading(config).role).service_account
-        speaks = Account(kubernetes.namespace, name) if name else account()
-        return permissions.of_account(kubernetes, speaks, TRAINER)
-
+    kubernetes = Kubernetes(settings.namespace or options.namespace)
+    tree = document(config, PodDefaults(image=options.image or IMAGE))
     # The steps have it, even where all tasks name another one.
-    given = {asked.image} - {""}
+    given = {options.image} - {""}
     yield Check(
         name="image",
         look=lambda: named_objects.judge_images(named_objects.image_names(tree) | given),
     )
     yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
-    yield check("namespace", lambda: kubernetes_api.namespace(kubernetes))
-    yield check("TFJob CRD", lambda: kubernetes_api.served(kubernetes))
-    yield check("permissions of this user", lambda: permissions.of_this_user(kubernetes))
-    yield check(
-        ACCOUNT, lambda: permissions.of_the_ui(kubernetes, account(), asked.service_account)
-    )
-    yield check(
-        "permissions of that account",
-        lambda: permissions.of_account(kubernetes, account(), LAUNCHER),
-    )
-    yield check("permissions of the tasks", of_tasks)
-    yield check("quota", lambda: resources.room(kubernetes, tree))
+    yield _in_cluster("namespace", lambda: kubernetes_api.namespace(kubernetes))
+    yield _in_cluster("TFJob CRD", lambda: kubernetes_api.served(kubernetes))
+    yield from _of_permissions(config, options, kubernetes)
+    yield _in_cluster("quota", lambda: resources.room(kubernetes, tree))
     for resource in resources.devices(tree):
         title = GPUS if resource == settings.gpu_resource else resource
-        yield check(title, partial(resources.present, kubernetes, tree, resource))
+        yield _in_cluster(title, partial(resources.present, kubernetes, tree, resource))
     # The secret of the store may lack any key, or be absent: only what the configuration itself
     # names has to be there.
-    own = document(config, PodDefaults(store_secret=""))
-    objects = named_objects.named(own)
+    objects = named_objects.named(document(config, PodDefaults(store_secret="")))
     if named_objects.named(tree) - objects:
-        yield check("secret of the store", partial(storage.opens, kubernetes, config))
+        yield _in_cluster("secret of the store", partial(storage.opens, kubernetes, config))
     for kind, title in named_objects.KINDS.items():
         some = frozenset(each for each in objects if each.kind == kind)
         if some:
-            yield check(title, partial(named_objects.present, kubernetes, kind, some))
+            yield _in_cluster(title, partial(named_objects.present, kubernetes, kind, some))
+
+
+def _in_cluster(name: str, look: Callable[[], Finding]) -> Check:
+    return Check(name=name, look=look, needs=(API,), show=kubernetes_api.SHOW)
+
+
+def _of_permissions(
+    config: Config, options: DoctorOptions, kubernetes: Kubernetes
+) -> Iterator[Check]:
+    named = options.service_account
+
+    def account() -> Account:
+        return permissions.account_of(named, options.namespace or kubernetes.namespace)
+
+    def of_tasks() -> Finding:
+        own = config.cluster.kubernetes.of(leading(config).role).service_account
+        speaks = Account(kubernetes.namespace, own) if own else account()
+        return permissions.of_account(kubernetes, speaks, TRAINER)
+
+    yield _in_cluster("permissions of this user", lambda: permissions.of_this_user(kubernetes))
+    yield _in_cluster(ACCOUNT, lambda: permissions.of_the_ui(kubernetes, account(), named))
+    yield _in_cluster(
+        "permissions of that account",
+        lambda: permissions.of_account(kubernetes, account(), LAUNCHER),
+    )
+    yield _in_cluster("permissions of the tasks", of_tasks)
+
+
+def show_instance(instance: Instance) -> str:
+    """Return the command that shows what the instance answers."""
+    given = shlex.quote(instance.endpoint.rstrip("/")) if instance.endpoint else f'"${ENDPOINT[0]}"'
+    return "" if "@" in given else f"curl --include {given}{_HEALTH}"
+
+
+def instance_answers(instance: Instance) -> Finding:
+    """Check the instance that options or the environment name; raises `UserError`."""
+    if not is_named(instance.endpoint):
+        said = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
+        return Finding("skipped", said)
+    access = instance.access()
+    found = health(access)
+    if found.is_shared and not access.namespace:
+        said = f"{access.endpoint} has several users: give --namespace, or set {NAMESPACE[0]}"
+        return Finding("fail", said, "flotilla doctor --namespace NAMESPACE")
+    if not found.version:
+        said = f"{access.endpoint} answers, but does not give its version"
+        return Finding("warn", said, show_instance(instance))
+    where = f", in {access.namespace}" if found.is_shared else ""
+    return Finding("ok", f"{access.endpoint} is KFP {found.version}{where}")

@@ -9,7 +9,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
 from components.tfjob.manifest import replicas
-from pipelines.doctor.check import Finding
+from pipelines.doctor.examination import Finding
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.topology import topology_of

@@ -1,4 +1,7 @@
-"""Run the checks: side by side, each with a deadline, so that none hides or holds up another."""
+"""What a check is and what it finds; all checks run in parallel, each with a deadline.
+
+The deadline keeps a check that hangs from hiding or delaying the others.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +9,93 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from pipelines.doctor.check import Check, Finding, Trace
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import RunInterruptedError, UserError
+
+State = Literal["ok", "warn", "fail", "skipped"]
+SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    Attributes:
+        state: `ok`; `warn`: a run may go well all the same; `fail`: it will not; `skipped`: nobody
+            looked, and `message` says why.
+        message: one line.
+        remedy: the command that mends it, or shows more of it; empty where nothing is wrong.
+    """
+
+    state: State
+    message: str
+    remedy: str = ""
+
+
+class Trace(Protocol):
+    """What a check leaves while it looks, and removes again."""
+
+    def stop(self) -> None:
+        """Let the check go on to its end."""
+
+    def remove(self) -> None:
+        """Remove what was left, from another thread too."""
+
+    @property
+    def is_left(self) -> bool:
+        """Whether something is left."""
+
+    @property
+    def uri(self) -> str:
+        """Where it stands."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One thing to be looked at.
+
+    Attributes:
+        name: what it is called in the report.
+        look: looks; a `UserError` of it is a finding too.
+        needs: names of the checks without which there is nothing to look at.
+        seconds: how long it may take.
+        trace: what it leaves while it looks.
+        show: the command that shows more where it does not come to a finding of its own.
+    """
+
+    name: str
+    look: Callable[[], Finding]
+    needs: tuple[str, ...] = ()
+    seconds: float = SECONDS
+    trace: Trace | None = None
+    show: str = ""
+
 
 # For what a check has left to be removed, when it was interrupted or did not come to its end.
 TIDY_SECONDS = 8.0
 # Of these, for the check to remove it by itself.
 ENDING_SECONDS = 2.0
-Tell = Callable[[Check, Finding], None]
+OnFinding = Callable[[Check, Finding], None]
 
 
-def examine(checks: Sequence[Check], tell: Tell) -> list[Finding]:
+def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ...]:
     """Run all checks and return what they found, in their order.
 
     Args:
         checks: those that others need come first.
-        tell: is called with each check and its finding, in that order, as soon as they are known.
+        on_finding: called with each check and its finding, in that order, as soon as both are
+            known.
 
     Raises:
-        RunInterruptedError: SIGINT or SIGTERM came; what checks had left is removed.
+        RunInterruptedError: SIGINT or SIGTERM came; what the checks had left is removed.
     """
     found: dict[str, Finding] = {}
-    told = 0
+    reported = 0
     with on_interrupt(_interrupted):
-        while told < len(checks):
+        while reported < len(checks):
             wave = [
                 each
                 for each in checks
@@ -40,10 +104,10 @@ def examine(checks: Sequence[Check], tell: Tell) -> list[Finding]:
             ready = [each for each in wave if not _lacking(each, found)]
             found |= {each.name: _skipped(each, found) for each in wave if each not in ready}
             found |= _side_by_side(ready)
-            while told < len(checks) and checks[told].name in found:
-                tell(checks[told], found[checks[told].name])
-                told += 1
-    return [found[each.name] for each in checks]
+            while reported < len(checks) and checks[reported].name in found:
+                on_finding(checks[reported], found[checks[reported].name])
+                reported += 1
+    return tuple(found[each.name] for each in checks)
 
 
 def _interrupted() -> None:

@@ -16,7 +16,7 @@ import urllib3
 
 from components.tfjob.client import Connection, connect
 from components.tfjob.names import GROUP, PLURAL, VERSION
-from pipelines.doctor.check import Finding
+from pipelines.doctor.examination import Finding
 from trainer.errors import UserError
 
 Tree = dict[str, Any]

@@ -8,7 +8,7 @@ from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipelines.doctor.check import Finding, State
+from pipelines.doctor.examination import Finding, State
 from trainer.config.schema import Config
 from trainer.storage.uri import speaks_s3
 

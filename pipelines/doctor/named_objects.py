@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from components.image import IMAGE, is_image
-from pipelines.doctor.check import Finding
+from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, Tree, told
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from urllib.parse import quote
 
 from components.tfjob.names import GROUP, PLURAL
-from pipelines.doctor.check import Finding
+from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, Tree, told
 from pipelines.runs.kfp_access import NAMESPACE, found_namespace
 from trainer.errors import ConfigError

@@ -17,7 +17,7 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 from components.tfjob.names import GROUP, PLURAL
-from pipelines.doctor.check import Finding
+from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, told
 
 Tree = dict[str, Any]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 
-from pipelines.doctor.check import Finding
+from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, told
 from trainer import storage
 from trainer.config.schema import Config

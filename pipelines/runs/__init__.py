@@ -1,1 +1,54 @@
-"""Runs on this machine and on a KFP instance; returns values and prints nothing."""
+"""The Python API: runs on this machine and on a KFP instance. It returns values, prints nothing.
+
+On this machine `run`, `train` and `prepare`; on a KFP instance `submit` and `follow`; on both
+`status`, `logs` and `cancel`. See `docs/how-to/python-api.md`.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pipelines.runs.control import Cancellation, cancel, logs, status
+    from pipelines.runs.kfp_access import Instance
+    from pipelines.runs.kfp_watch import follow
+    from pipelines.runs.local import prepare, run, train
+    from pipelines.runs.outcome import RunResult
+    from pipelines.runs.submission import Submitted, submit
+
+# Loaded when first used: the client of KFP costs half a second, which `flotilla --help` and runs
+# on this machine do without.
+_HOMES = {
+    "Cancellation": "control",
+    "Instance": "kfp_access",
+    "RunResult": "outcome",
+    "Submitted": "submission",
+    "cancel": "control",
+    "follow": "kfp_watch",
+    "logs": "control",
+    "prepare": "local",
+    "run": "local",
+    "status": "control",
+    "submit": "submission",
+    "train": "local",
+}
+
+__all__ = [
+    "Cancellation",
+    "Instance",
+    "RunResult",
+    "Submitted",
+    "cancel",
+    "follow",
+    "logs",
+    "prepare",
+    "run",
+    "status",
+    "submit",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -28,6 +28,31 @@ _LEAST_SECRET = 4
 
 
 @dataclass(frozen=True, kw_only=True)
+class Instance:
+    """A KFP instance as a person names it; what is left out comes from the environment.
+
+    Attributes:
+        endpoint: its URL; else KF_PIPELINES_ENDPOINT.
+        namespace: the profile's namespace in multi-user mode; else KFP_NAMESPACE.
+        token_file: file with a bearer token; else KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH.
+        cookies_file: file with the session's Cookie header; else KFP_COOKIES.
+        ca_file: PEM of the authority that signed its certificate; else KFP_CA_FILE.
+    """
+
+    endpoint: str = ""
+    namespace: str = ""
+    token_file: str = ""
+    cookies_file: str = ""
+    ca_file: str = ""
+
+    def access(self) -> Access:
+        """Return endpoint and credentials; raises `UserError`."""
+        return found_access(
+            self.endpoint, self.namespace, self.token_file, self.cookies_file, self.ca_file
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class Access:
     """How an instance is reached, and with whose credentials.
 

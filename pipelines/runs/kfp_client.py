@@ -31,7 +31,7 @@ from kfp_server_api.exceptions import ApiException
 from kfp_server_api.rest import RESTClientObject
 from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConnectionError
 
-from pipelines.runs.kfp_access import Access, found_access
+from pipelines.runs.kfp_access import Access
 from trainer.errors import UserError
 
 # Of what an instance says; it likes to add a stack of calls.
@@ -169,8 +169,6 @@ def _words(access: Access, error: Any) -> str:
     line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."
 
-
-__all__ = ["Access", "Client", "ask", "connect", "found_access", "health", "is_id", "pages"]
 
 CONNECT_SECONDS = 3.0
 # Of silence, not of the whole answer.

@@ -1,10 +1,10 @@
-"""How a run on a KFP instance ended: by the states of its steps, and by what they say themselves.
+"""The result of a run on a KFP instance, from the states of its steps and from their logs.
 
-States tell a gate that refused: nothing behind it was done. Whether the registry promoted the model
-stands in the log of its step alone.
+States show a gate that refused: no step after it ran. Whether the registry promoted the model is
+only in the log of its step.
 
-A step that KFP took from its cache wrote no log in this run, and the instance tells no outputs:
-what it gave is known from the steps after it, which write what they take into their own logs.
+A step that KFP took from its cache wrote no log in this run, and the instance returns no outputs:
+what it published is known from the steps after it, which write their inputs into their own logs.
 """
 
 from __future__ import annotations
@@ -15,23 +15,32 @@ from dataclasses import dataclass, field, replace
 from components.step_record import StepRecord, record_of
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_run import RemoteRun, Step, events_in, log_of
-from pipelines.runs.outcome import ARTIFACTS, Outcome
+from pipelines.runs.outcome import ARTIFACTS, RunResult
+from pipelines.runs.upload import page_of
 from trainer.errors import DONE, FAILED, REFUSED
 from trainer.events import StepBegin, StepEnd
 
 GATE, REGISTRY, EXPORT = "check_gate", "register_model", "export_model"
-# Of these steps the record says more than the state.
-_TELLING = ("prepare_data", "train_model", "evaluate_model", GATE, EXPORT, REGISTRY, "finish")
-_STATUS = {"SUCCEEDED": "done", "CANCELED": "interrupted", "FAILED": "failed"}
+# Of these steps the log has more than the state.
+_LOGGED = ("prepare_data", "train_model", "evaluate_model", GATE, EXPORT, REGISTRY, "finish")
+_STATUS = {
+    "SUCCEEDED": "done",
+    "CANCELED": "interrupted",
+    "FAILED": "failed",
+    "RUNNING": "running",
+    "PENDING": "waiting",
+    "CANCELING": "ending",
+    "PAUSED": "paused",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What the instance and the log of a step say of it.
+    """What the instance and the log of a step say about it.
 
     Attributes:
         record: of the step.
-        state: as KFP says it.
+        state: KFP's own word.
         inputs: URI by name of what it took.
     """
 
@@ -40,12 +49,27 @@ class _Seen:
     inputs: Mapping[str, str] = field(default_factory=dict)
 
 
-def outcome_of(client: Client, run: RemoteRun) -> Outcome:
-    """Return how a run that has ended did end."""
-    seen = {step.name: _seen(client, run, step) for step in run.steps}
-    status, code, message = _ended(run, seen)
-    records = tuple(_with_uri(each.record, seen) for each in seen.values())
-    return Outcome(status=status, exit_code=code, message=message, steps=records)
+def result_of(client: Client, run: RemoteRun) -> RunResult:
+    """Return the result of a run, or how far it has come."""
+    states = {step.name: step.state for step in run.steps}
+    page = page_of(client.access, f"runs/details/{run.run_id}")
+    if not run.has_ended:
+        status, code, message = "running", DONE, ""
+        records = tuple(map(_record, run.steps))
+    else:
+        seen = {step.name: _seen(client, run, step) for step in run.steps}
+        status, code, message = _ended(run, seen)
+        records = tuple(_with_uri(each.record, seen) for each in seen.values())
+    return RunResult(
+        run_id=run.run_id,
+        status=status,
+        exit_code=code,
+        message=message,
+        steps=records,
+        state=run.state,
+        states=states,
+        page=page,
+    )
 
 
 def _with_uri(record: StepRecord, seen: Mapping[str, _Seen]) -> StepRecord:
@@ -86,24 +110,29 @@ def _reasons(record: StepRecord) -> str:
     return "; ".join(record.metrics.get("reasons") or ())
 
 
-def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
-    """Return what is known of a step, from its log where there is one."""
-    record = StepRecord(
+def _record(step: Step) -> StepRecord:
+    """Return the record of a step as far as its state tells it."""
+    return StepRecord(
         step=step.name,
         status="cached" if step.cached else _STATUS.get(step.state, "skipped"),
         began=step.began.timestamp() if step.began else 0.0,
         seconds=step.seconds,
     )
-    if not _tells(step):
+
+
+def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
+    """Return what is known of a step, from its log where there is one."""
+    record = _record(step)
+    if not _has_log(step):
         return _Seen(record=record, state=step.state)
     if not step.pods:
-        error = "the instance names no pod of it"
+        error = "the instance names no pod of this step"
         return _Seen(record=replace(record, error=error), state=step.state)
     try:
         log = log_of(client, run, step)
     except InstanceError as error:
         return _Seen(record=replace(record, error=str(error)), state=step.state)
-    # A log holds what a user's own code prints, too.
+    # The log also has what the user's own code prints.
     begun: list[StepBegin] = []
     ended: list[StepEnd] = []
     for event in events_in(log):
@@ -113,24 +142,24 @@ def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
             ended.append(event)
     inputs = begun[0].inputs if begun else {}
     if ended:
-        # KFP's word on how it ended counts.
+        # KFP decides how the step ended.
         own = record_of(ended[-1], began=record.began)
         record = replace(own, status=record.status)
     else:
-        record = replace(record, error=f"the log of {step.name} says nothing of its end")
+        record = replace(record, error=f"the log of {step.name} does not say how it ended")
     return _Seen(record=record, state=step.state, inputs=inputs)
 
 
-def _tells(step: Step) -> bool:
-    """Say whether the log of a step is worth reading."""
-    telling = step.state == "FAILED" or (step.state == "SUCCEEDED" and step.name in _TELLING)
-    return telling and not step.cached
+def _has_log(step: Step) -> bool:
+    """Return whether the log of a step is worth reading."""
+    worth = step.state == "FAILED" or (step.state == "SUCCEEDED" and step.name in _LOGGED)
+    return worth and not step.cached
 
 
 def _failure(run: RemoteRun, seen: Mapping[str, _Seen]) -> str:
     failed = [each.record for each in seen.values() if each.state == "FAILED"]
     if failed:
-        # The exit step runs after the failure and may fail of it.
+        # The exit step runs after the failure and may fail because of it.
         first = failed[0]
         return f"{first.step}: {first.error or run.error or 'failed'}"
     return run.error or f"the run ended as {run.state}"

@@ -1,4 +1,8 @@
-"""Run a pipeline on this machine: lay out the run's folder, start the runner, follow its events."""
+"""Runs on this machine: `run`, `train` and `prepare`.
+
+A run is a folder below the workdir and a process in which KFP's local runner works; this process
+follows the events that the steps write.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,8 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -20,21 +25,135 @@ from typing import Any, BinaryIO
 
 from components.locations import RUN_FOLDER, RUN_ID
 from components.record import STOPPING
-from pipelines.runs.outcome import Outcome, outcome_of
+from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events, storage, user_code
 from trainer.cluster import signals
+from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.events import Event, RunBegin
 
-Follower = Callable[[Event], None]
+OnEvent = Callable[[Event], None]
 
+DEFAULT_CONFIG = Path("configs/digits.yaml")
 EVENTS = "events.jsonl"
-# How often the events of a run are looked at: often enough for a progress bar.
+# How often the events of a run are read: often enough for a progress bar.
 LOOK_SECONDS = 0.2
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16
+_PIPELINES = ("run", "prepare", "train")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """What to run on this machine.
+
+    Attributes:
+        pipeline: `run`, `prepare` or `train`.
+        config: a configuration, its YAML file, or None: that of the run to resume, else
+            `configs/digits.yaml` in the current folder, else the defaults of every key.
+        settings: `section.key=value` texts laid over the configuration.
+        workdir: the folder below which everything is written.
+        resume: id of a run to resume, or empty.
+        dataset: URI of a published dataset to train on, or empty.
+    """
+
+    pipeline: str = "run"
+    config: Config | str | Path | None = None
+    settings: Sequence[str] = ()
+    workdir: str | Path = "runs"
+    resume: str = ""
+    dataset: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run; raises `ConfigError`."""
+        if self.pipeline not in _PIPELINES:
+            raise ConfigError(f"pipeline {self.pipeline!r} is none of {', '.join(_PIPELINES)}")
+        if isinstance(self.settings, str):
+            raise ConfigError(f"settings {self.settings!r} is a text: give a list of texts")
+        if self.dataset and self.pipeline != "train":
+            raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
+
+    def load(self) -> Config:
+        """Return the checked configuration; raises `ConfigError`."""
+        config = self.config
+        if config is None and self.resume:
+            config = saved_config(Path(self.workdir), self.resume)
+        return configuration(config, self.settings)
+
+    def target(self) -> tuple[str, dict[str, str]]:
+        """Return a name of `pipelines.training.PIPELINES`, and its further arguments."""
+        return ("train_on", {"dataset": self.dataset}) if self.dataset else (self.pipeline, {})
+
+
+def run(
+    config: Config | str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    workdir: str | Path = "runs",
+    resume: str = "",
+    on_event: OnEvent | None = None,
+) -> RunResult:
+    """Run the whole pipeline on this machine, to its end.
+
+    In the main thread SIGINT and SIGTERM end the run with a last checkpoint; from any other thread
+    or process `cancel` does.
+
+    Args:
+        config: a configuration, its YAML file, or None for the default; see `RunOptions`.
+        settings: `section.key=value` texts laid over the configuration.
+        workdir: the folder below which everything is written.
+        resume: id of a run to resume.
+        on_event: called with every event as it comes, in this thread.
+
+    Raises:
+        UserError: nothing was started; the message says why. A run that fails is returned.
+    """
+    options = RunOptions(config=config, settings=settings, workdir=workdir, resume=resume)
+    return execute(start(options), *options.target(), on_event)
+
+
+def train(
+    config: Config | str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    workdir: str | Path = "runs",
+    dataset: str = "",
+    resume: str = "",
+    on_event: OnEvent | None = None,
+) -> RunResult:
+    """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`."""
+    options = RunOptions(
+        pipeline="train",
+        config=config,
+        settings=settings,
+        workdir=workdir,
+        resume=resume,
+        dataset=dataset,
+    )
+    return execute(start(options), *options.target(), on_event)
+
+
+def prepare(
+    config: Config | str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    workdir: str | Path = "runs",
+    on_event: OnEvent | None = None,
+) -> RunResult:
+    """Download, split, shard and publish the dataset. See `run`."""
+    options = RunOptions(pipeline="prepare", config=config, settings=settings, workdir=workdir)
+    return execute(start(options), *options.target(), on_event)
+
+
+def configuration(config: Config | str | Path | None, settings: Sequence[str]) -> Config:
+    """Return a configuration with `settings` laid over it; raises `ConfigError`."""
+    if isinstance(config, Config):
+        return override(config, settings)
+    if config is None and DEFAULT_CONFIG.exists():
+        config = DEFAULT_CONFIG
+    return load_config(config, settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +175,23 @@ class LocalRun:
     begin: int
 
 
+def start(options: RunOptions) -> LocalRun:
+    """Lay out the folder of a run; raises `ConfigError`."""
+    require_current_folder()
+    config, workdir = options.load(), Path(options.workdir)
+    if options.resume:
+        return resumed_run(config, workdir, options.resume)
+    return new_run(config, workdir)
+
+
+def require_current_folder() -> None:
+    """Raise a `ConfigError` where it was removed: the steps import the user's modules from it."""
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed; change to one that is there") from None
+
+
 def new_run(config: Config, workdir: Path) -> LocalRun:
     """Lay out a fresh run below `workdir`; raises `ConfigError` when it cannot be written."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -63,7 +199,7 @@ def new_run(config: Config, workdir: Path) -> LocalRun:
 
 
 def resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
-    """Take up the run `run_id` below `workdir` again; raises `ConfigError` if there is none."""
+    """Lay out the existing run `run_id` to resume it; raises `ConfigError` if there is none."""
     check_run_id(workdir, run_id)
     return _laid_out(config, workdir, run_id)
 
@@ -103,7 +239,9 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         begin = _begun(folder / EVENTS, run_id)
         (folder / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
     except BlockingIOError:
-        raise ConfigError(f"run {run_id} is still going on; wait for its end or stop it") from None
+        raise ConfigError(
+            f"run {run_id} is still running; wait for its end, or cancel it"
+        ) from None
     except OSError as error:
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
@@ -118,39 +256,43 @@ def _begun(path: Path, run_id: str) -> int:
     return path.stat().st_size
 
 
-def execute(run: LocalRun, pipeline: str, extra: Mapping[str, str], follow: Follower) -> Outcome:
+def execute(
+    run: LocalRun, pipeline: str, extra: Mapping[str, str], on_event: OnEvent | None = None
+) -> RunResult:
     """Run `pipeline` (a name of `pipelines.training.PIPELINES`) to its end.
 
-    SIGINT and SIGTERM end it with a last checkpoint; a second one ends it at once.
+    In the main thread SIGINT and SIGTERM end it with a last checkpoint; a second one ends it at
+    once. Python delivers signals to no other thread.
 
     Args:
         run: the run, laid out.
         pipeline: its name.
         extra: further arguments of the pipeline.
-        follow: is called with every event as it comes.
+        on_event: called with every event as it comes.
     """
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
-            happened = _follow(run, child, follow)
+            happened = _follow(run, child, on_event or (lambda _event: None))
     finally:
         _signal_group(child, signal.SIGKILL)
         child.wait()
         shutil.rmtree(run.folder / "tmp", ignore_errors=True)
         os.close(run.lock)
-    outcome = outcome_of(happened, child.returncode, interrupted=bool(interrupts))
-    return told_of_a_full_disk(outcome, run.folder)
+    result = outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+    result = replace(result, run_id=run.run_id, folder=run.folder)
+    return with_full_disk(result, run.folder)
 
 
-def told_of_a_full_disk(outcome: Outcome, folder: Path) -> Outcome:
-    """Return how a run ended, with a word on a disk that is full.
+def with_full_disk(result: RunResult, folder: Path) -> RunResult:
+    """Add to the message of a failed run that the disk is full.
 
-    What the steps had to say of it may have found no room either.
+    The steps may have had no space left to write that themselves.
     """
-    if outcome.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
-        return outcome
-    message = f"{outcome.message}; there is no space left at {folder}"
-    return replace(outcome, message=message)
+    if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
+        return result
+    message = f"{result.message}; there is no space left at {folder}"
+    return replace(result, message=message)
 
 
 def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
@@ -166,14 +308,14 @@ def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subp
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Its own session: an interrupt reaches it from here, once, and not by the terminal.
+            # A session of its own: an interrupt reaches it once, from here, not from the terminal.
             start_new_session=True,
         )
 
 
 def _environment(run: LocalRun) -> dict[str, str]:
     return {
-        # An interrupt is this run's own affair: the shell may still have another one's.
+        # The environment may still have the interrupt of another run.
         **{name: value for name, value in os.environ.items() if name != STOPPING},
         **signals.parent_environment(),
         events.VARIABLE: str(run.folder / EVENTS),
@@ -184,7 +326,7 @@ def _environment(run: LocalRun) -> dict[str, str]:
     }
 
 
-def _follow(run: LocalRun, child: subprocess.Popen[bytes], follow: Follower) -> list[Event]:
+def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> list[Event]:
     happened: list[Event] = []
     running = True
     with (run.folder / EVENTS).open("rb") as lines:
@@ -197,12 +339,12 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], follow: Follower) -> 
                 pass
             for event in _since(lines):
                 happened.append(event)
-                follow(event)
+                on_event(event)
     return happened
 
 
 def _since(lines: BinaryIO) -> Iterator[Event]:
-    """Yield the events that came since the last call; a line that is not whole is left."""
+    """Yield the events that came since the last call; an incomplete line is left for the next."""
     while True:
         position = lines.tell()
         line = lines.readline()
@@ -216,11 +358,14 @@ def _since(lines: BinaryIO) -> Iterator[Event]:
 
 @contextmanager
 def _interrupts(child: subprocess.Popen[bytes]) -> Iterator[list[int]]:
-    """Pass the first interrupt on as a request, the second as an end; yield what came.
+    """End the run by SIGTERM at the first interrupt, by SIGKILL at the second; yield what came.
 
-    A terminal that is closed interrupts too, unless the run was started to outlive it (`nohup`).
+    Closing the terminal interrupts too, unless the run was started to survive it (`nohup`).
     """
     seen: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield seen
+        return
 
     def handle(number: int, _frame: FrameType | None) -> None:
         seen.append(number)

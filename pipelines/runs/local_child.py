@@ -1,7 +1,7 @@
-"""The process in which KFP's local runner works: one pipeline, one fresh folder, then the end.
+"""The process of a run: KFP's local runner runs one pipeline in it.
 
-It stands apart because the runner changes its process (it patches `print`, leaves a step running
-when it is interrupted, and prints the whole input of every step).
+The runner has a process of its own because it changes that process: it patches `print`, leaves a
+step running when it is interrupted, and prints the whole input of every step.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from kfp import local
 
 from components.record import STOPPING
 from pipelines.training import PIPELINES
+from trainer import events
 from trainer.cluster import signals
 
 
@@ -24,13 +25,13 @@ def main() -> None:
     """Run pipeline `argv[1]` with the arguments in the folder `argv[2]`."""
     name, folder = sys.argv[1], Path(sys.argv[2])
     signals.end_with_parent()
-    # The steps get their parent from here; a shell stands between them and this process.
+    # The steps read their parent from here; a shell runs between them and this process.
     os.environ.update(signals.parent_environment())
-    # An end is for the step that runs; this process goes on to the exit step.
+    # The running step ends by the signal; this process continues with the exit step.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _no_further_step)
-    # The runner puts the interpreter's path unquoted into a shell command, and in place of the word
-    # `python3` wherever a value of a parameter has it: let both be the same word.
+    # The runner puts the interpreter's path unquoted into a shell command, and replaces the word
+    # `python3` in every parameter value by it: both are the same word here.
     path = os.environ.get("PATH", os.defpath)
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
@@ -44,8 +45,10 @@ def main() -> None:
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:
-    # It may have come between two steps: the next one has to hear of it.
-    os.environ[STOPPING] = "1"
+    # The signal may have come between two steps: the next one reads the variable.
+    if STOPPING not in os.environ:
+        os.environ[STOPPING] = "1"
+        events.emit(events.Interrupted())
 
 
 if __name__ == "__main__":

@@ -1,39 +1,62 @@
-"""How a run ended, by its events."""
+"""The result of a run: its status, exit code, metrics, artifacts and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from components.step_record import StepRecord, step_records
+from components.step_record import StepRecord, last_start, step_records
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
-from trainer.events import Event
+from trainer.events import Event, Interrupted
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The end of a run.
+class RunResult:
+    """How a run ended, or how far it has come.
 
     Attributes:
-        status: `done`, `blessed`, `refused`, `failed` or `interrupted`.
+        run_id: the run.
+        status: `done`, `blessed`, `refused`, `failed` or `interrupted`; `running` before its end;
+            of a run on a KFP instance also `canceled` or `unknown`.
         exit_code: of the command line.
         message: one line that says why, empty when all went well.
         steps: the last record of every step, in the order in which they began.
+        folder: the folder of a run on this machine.
+        state: the instance's own word for the state of a run on a KFP instance, else empty.
+        states: the same of each step, by its name.
+        page: the page of a run in the KFP user interface, else empty.
     """
 
+    run_id: str = ""
     status: str
     exit_code: int
     message: str
     steps: tuple[StepRecord, ...]
+    folder: Path | None = None
+    state: str = ""
+    states: Mapping[str, str] = field(default_factory=dict)
+    page: str = ""
 
-    def metrics(self, step: str) -> dict[str, Any]:
+    def metrics_of(self, step: str) -> dict[str, Any]:
         """Return the metrics of a step, or none if it was not done."""
         return next((dict(each.metrics) for each in self.steps if each.step == step), {})
 
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics of the model on the test split; none where it was not evaluated."""
+        return self.metrics_of("evaluate_model")
+
+    @property
     def artifacts(self) -> dict[str, str]:
-        """Return the URI of what each step has published."""
+        """The URI of what each step has published, by the name of the artifact."""
         return {ARTIFACTS[each.step]: each.uri for each in self.steps if each.uri}
+
+    @property
+    def global_step(self) -> int | None:
+        """The updates that training applied; None where there was no training."""
+        return self.metrics_of("train_model").get("global_step")
 
 
 ARTIFACTS = {
@@ -47,37 +70,39 @@ ARTIFACTS = {
 }
 
 
-def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -> Outcome:
+def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -> RunResult:
     """Judge a run by the events of its newest start and by the exit code of the local runner."""
+    events = list(events)
+    interrupted = interrupted or any(isinstance(each, Interrupted) for each in last_start(events))
     steps = step_records(events)
     for step in steps:
         if step.status == "failed" and not interrupted:
             code = USAGE if step.exit_code == USAGE else FAILED
             message = f"{step.step}: {step.error}"
-            return Outcome(status="failed", exit_code=code, message=message, steps=steps)
+            return RunResult(status="failed", exit_code=code, message=message, steps=steps)
     stopped = [step for step in steps if step.status in ("interrupted", "failed")]
     if interrupted or stopped:
         message = stopped[0].error if stopped else "interrupted"
-        return Outcome(status="interrupted", exit_code=INTERRUPTED, message=message, steps=steps)
+        return RunResult(status="interrupted", exit_code=INTERRUPTED, message=message, steps=steps)
     if returncode:
         message = f"the local runner ended with exit code {returncode}; see pipeline.log"
-        return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
+        return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
     return _judged(steps)
 
 
-def _judged(steps: tuple[StepRecord, ...]) -> Outcome:
+def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
     by_name = {step.step: step for step in steps}
     gate = by_name.get("check_gate")
     if gate is None:
-        return Outcome(status="done", exit_code=DONE, message="", steps=steps)
+        return RunResult(status="done", exit_code=DONE, message="", steps=steps)
     judge = gate
     if gate.metrics["decision"] == "blessed":
         for name in ("export_model", "register_model"):
             if name not in by_name:
                 message = f"the model was blessed, but {name} was not run; see pipeline.log"
-                return Outcome(status="failed", exit_code=FAILED, message=message, steps=steps)
+                return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         judge = by_name["register_model"]
         if judge.metrics["decision"] == "promoted":
-            return Outcome(status="blessed", exit_code=DONE, message="", steps=steps)
+            return RunResult(status="blessed", exit_code=DONE, message="", steps=steps)
     message = "; ".join(judge.metrics["reasons"])
-    return Outcome(status="refused", exit_code=REFUSED, message=message, steps=steps)
+    return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)

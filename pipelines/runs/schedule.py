@@ -1,16 +1,14 @@
-"""`flotilla schedule` and `unschedule`: recurring runs on a KFP instance, one for each name.
+"""Recurring runs on a KFP instance, one schedule for each name.
 
-Cron expressions as KFP reads them: six fields, seconds first.
-
-KFP takes five fields too, and reads the first one as seconds: `10 10 * * *` would run each hour.
-Here five fields are what they are everywhere else, and get their second.
+KFP reads cron expressions with six fields, seconds first. It accepts five fields too and reads the
+first one as seconds: `10 10 * * *` would run every hour. Here five fields mean what they mean
+everywhere else, and the second 0 is added.
 """
 
 from __future__ import annotations
 
 import calendar
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -26,12 +24,12 @@ from kfp_server_api import (
     V2beta1Trigger,
 )
 
-from pipelines.cli.commands import print_json
-from pipelines.runs.kfp_client import Access, Client, InstanceError, ask, connect, pages
-from pipelines.runs.submit import Request, experiment_id, run_parameters
+from pipelines.runs.kfp_access import Access
+from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
+from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import version_of
 from pipelines.step_settings import assigned
-from trainer.errors import DONE, ConfigError, UserError, nearest
+from trainer.errors import ConfigError, UserError, nearest
 
 _MONTHS = {name.lower(): number for number, name in enumerate(calendar.month_abbr) if name}
 _DAYS = {
@@ -213,47 +211,67 @@ def zone_of(name: str) -> tzinfo:
         raise ConfigError(f"--timezone {name!r} is no time zone, such as Europe/Berlin") from None
 
 
-def schedule(access: Access, request: Request, timing: Timing, *, as_json: bool) -> int:
-    """See to it that there is this one schedule of its name; raises `UserError`."""
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A schedule as it is on the instance now.
+
+    Attributes:
+        name: of the schedule.
+        schedule_id: its id.
+        action: what was done, such as `was created` or `is there already`.
+        timing: when it runs, in words.
+        next: the next time in UTC; empty for an interval.
+        removed: how many others of this name were removed.
+        existed: whether it was there already.
+    """
+
+    name: str
+    schedule_id: str
+    action: str
+    timing: str
+    next: str
+    removed: int
+    existed: bool
+
+
+def schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
+    """Make this the one schedule of its name; raises `UserError`."""
     words, upcoming = _when(timing)
     client = connect(access)
-    wanted = _wanted(client, request, timing)
-    same, others = _found(client, request.name, wanted)
+    wanted = _wanted(client, submission, timing)
+    same, others = _found(client, submission.name, wanted)
     if same is not None:
-        told, recurring_run = "is there already", str(same.recurring_run_id)
+        action, schedule_id = "is there already", str(same.recurring_run_id)
         if not _enabled(same):
-            ask(client.enable_recurring_run, recurring_run)
-            told = "was disabled, and is enabled again"
+            ask(client.enable_recurring_run, schedule_id)
+            action = "was disabled, and is enabled again"
     else:
         # The new one first: nothing is lost if the instance refuses it.
         made = ask(
             client.recurring_runs.recurring_run_service_create_recurring_run, recurring_run=wanted
         )
-        recurring_run = str(made.recurring_run_id)
-        told = "was changed" if others else "was created"
-    removed = _delete(client, others)
-    sys.stderr.write(f"schedule {request.name} {told}: {words}\n")
-    if same is not None and removed:
-        sys.stderr.write(f"removed {removed} more of this name\n")
-    if as_json:
-        found = {"id": recurring_run, "name": request.name, "next": upcoming, "removed": removed}
-        print_json({"status": "done", "schedule": {**found, "done": told}})
-    return DONE
+        schedule_id = str(made.recurring_run_id)
+        action = "was changed" if others else "was created"
+    return Scheduled(
+        name=submission.name,
+        schedule_id=schedule_id,
+        action=action,
+        timing=words,
+        next=upcoming,
+        removed=_delete(client, others),
+        existed=same is not None,
+    )
 
 
-def unschedule(access: Access, name: str, *, as_json: bool) -> int:
-    """Remove every schedule of this name; raises `UserError` if there is none."""
+def unschedule(access: Access, name: str) -> int:
+    """Remove every schedule of this name, and return how many; raises `UserError` without one."""
     client = connect(access)
     found = [each for each in _all(client) if each.display_name == name]
     if not found:
         known = sorted({str(each.display_name) for each in _all(client)})
         hint = nearest(name, known) or (f"; there are {', '.join(known[:5])}" if known else "")
         raise UserError(f"{access.endpoint} has no schedule {name!r}{hint}")
-    removed = _delete(client, found)
-    sys.stderr.write(f"schedule {name} was removed\n")
-    if as_json:
-        print_json({"status": "done", "schedule": {"name": name, "removed": removed}})
-    return DONE
+    return _delete(client, found)
 
 
 def _when(timing: Timing) -> tuple[str, str]:
@@ -274,28 +292,30 @@ def _when(timing: Timing) -> tuple[str, str]:
     return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"
 
 
-def _wanted(client: Client, request: Request, timing: Timing) -> V2beta1RecurringRun:
-    version = version_of(client, request.pipeline, request.version)
+def _wanted(client: Client, submission: Submission, timing: Timing) -> V2beta1RecurringRun:
+    version = version_of(client, submission.pipeline, submission.version)
     what = f"version {version.name} of {version.pipeline}"
     # Parameters first: a refusal leaves no empty experiment.
-    parameters = run_parameters(request.config, assigned(request.parameters), version.spec, what)
+    parameters = run_parameters(
+        submission.config, assigned(submission.parameters), version.spec, what
+    )
     if timing.cron:
         trigger = V2beta1Trigger(cron_schedule=V2beta1CronSchedule(cron=timing.cron.text))
     else:
         every = V2beta1PeriodicSchedule(interval_second=str(timing.interval))
         trigger = V2beta1Trigger(periodic_schedule=every)
     return V2beta1RecurringRun(
-        display_name=request.name,
-        experiment_id=experiment_id(client, request.experiment),
+        display_name=submission.name,
+        experiment_id=experiment_id(client, submission.experiment),
         namespace=client.access.namespace or None,
         pipeline_version_reference=V2beta1PipelineVersionReference(
             pipeline_id=version.pipeline_id,
             pipeline_version_id=None if timing.latest else version.version_id,
         ),
         runtime_config=V2beta1RuntimeConfig(
-            parameters=parameters, pipeline_root=request.pipeline_root or None
+            parameters=parameters, pipeline_root=submission.pipeline_root or None
         ),
-        service_account=request.service_account or None,
+        service_account=submission.service_account or None,
         trigger=trigger,
         mode="ENABLE",
         no_catchup=not timing.catch_up,
@@ -359,7 +379,7 @@ def _delete(client: Client, schedules: list[Any]) -> int:
         try:
             ask(client.delete_recurring_run, each.recurring_run_id)
         except InstanceError as error:
-            # Somebody else was faster.
+            # Someone else has removed it.
             if error.status != _ABSENT:
                 raise
     return len(schedules)

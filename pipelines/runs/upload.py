@@ -1,9 +1,8 @@
-"""`flotilla upload`: a pipeline on a KFP instance, one version for each content."""
+"""Pipelines on a KFP instance: one version for each content."""
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from typing import Any
 
 from kfp_server_api import V2beta1Pipeline
 
-from pipelines.cli.commands import print_json
-from pipelines.compile import Package, image_remark
-from pipelines.runs.kfp_client import Access, Client, InstanceError, ask, connect, is_id, pages
-from trainer.errors import DONE, ConfigError, UserError, nearest
+from pipelines.compile import Package
+from pipelines.runs.kfp_access import Access
+from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
+from trainer.errors import ConfigError, UserError, nearest
 
 _ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"
@@ -36,8 +35,28 @@ class Version:
     spec: dict[str, Any] | None
 
 
-def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int:
-    """Upload a pipeline, as a new version of it where it is there; the same content is there once.
+@dataclass(frozen=True, kw_only=True)
+class Upload:
+    """An uploaded pipeline.
+
+    Attributes:
+        version: the version with its content.
+        created: whether the version was created now; false where it existed.
+        page: its page in the KFP user interface.
+    """
+
+    version: Version
+    created: bool
+    page: str
+
+
+def upload(access: Access, package: Package, name: str = "") -> Upload:
+    """Upload a pipeline, as a new version where it exists; the same content is uploaded once.
+
+    Args:
+        access: to the instance.
+        package: the compiled pipeline.
+        name: of the pipeline; its own when empty.
 
     Raises:
         UserError: the instance refuses, or cannot be reached.
@@ -45,34 +64,22 @@ def upload(access: Access, package: Package, name: str, *, as_json: bool) -> int
     if name and not name.strip():
         raise ConfigError("--name is blank: give the pipeline a name, or leave it out")
     client = connect(access)
-    version, made = uploaded(client, package, name or package.name)
-    told = "uploaded" if made else "the same content is there already"
-    place = page_of(access, f"pipelines/details/{version.pipeline_id}/version/{version.version_id}")
-    sys.stderr.write(f"{told}: {version.pipeline} version {version.name}\n{place}\n")
-    # Asked of the instance: it knows moments to the second only, and others upload too.
-    newest = next(versions(client, version.pipeline, version.pipeline_id, most=1), version)
-    is_newest = newest.version_id == version.version_id
-    if not is_newest:
-        sys.stderr.write(
-            f"it is not the newest: `submit` and `schedule` take {newest.name}, "
-            f"or this one by --version {version.name}\n"
-        )
-    sys.stderr.write(image_remark(package.image))
-    if as_json:
-        found = {
-            "id": version.version_id,
-            "name": version.name,
-            "pipeline": version.pipeline,
-            "pipeline_id": version.pipeline_id,
-            "created": made,
-            "newest": is_newest,
-        }
-        print_json({"status": "done", "version": found, "artifacts": {"pipeline": place}})
-    return DONE
+    version, created = uploaded(client, package, name or package.name)
+    path = f"pipelines/details/{version.pipeline_id}/version/{version.version_id}"
+    return Upload(version=version, created=created, page=page_of(access, path))
+
+
+def newest_of(access: Access, version: Version) -> Version:
+    """Return the newest version of a pipeline, which `submit` and `schedule` take by default.
+
+    The instance decides: it knows times to the second only, and others upload too.
+    """
+    client = connect(access)
+    return next(versions(client, version.pipeline, version.pipeline_id, most=1), version)
 
 
 def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool]:
-    """Return the version with this content, and whether it was made now."""
+    """Return the version with this content, and whether it was created now."""
     pipeline_id = pipeline_id_of(client, name) or _created(client, name)
     for version in versions(client, name, pipeline_id, package.digest):
         if version.name.startswith(package.digest):

@@ -57,7 +57,7 @@ def it_ends_blessed(lived: Lived) -> Iterator[str]:
 def an_end_before_is_one_line_and_can_be_resumed(lived: Lived) -> Iterator[str]:
     """A try that fails says why in one line, and how to go on, without a traceback."""
     for code, words in lived.ends[:-1]:
-        if code != 1 or "go on with: flotilla" not in words:
+        if code != 1 or "resume with: flotilla" not in words:
             yield f"a try ended with exit code {code} and no way to go on: {words!r}"
     if lived.tracebacks:
         yield f"{lived.tracebacks} tracebacks were shown"

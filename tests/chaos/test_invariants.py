@@ -26,7 +26,7 @@ def sound(tmp_path):
         checkpoints=storage.uri_of(tmp_path / "checkpoints"),
         steps=3000,
         every=250,
-        ends=[(1, "failed | when that is put right, go on with: flotilla run"), (0, "")],
+        ends=[(1, "failed | when that is fixed, resume with: flotilla run"), (0, "")],
         events=[attempt(0), progress(700), attempt(500), progress(3000)],
         losses=1,
     )

@@ -17,7 +17,7 @@ from kfp import client as sdk
 from pipelines import compile
 from pipelines.cli import app
 from pipelines.compile import Package, package_of
-from pipelines.runs import follow
+from pipelines.runs import kfp_watch
 from tests.kfp_instance.server import Instance
 
 
@@ -42,7 +42,7 @@ Flotilla = Callable[..., Told]
 @pytest.fixture
 def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
     """A KFP instance; a home folder of its own, and looks that do not wait."""
-    monkeypatch.setattr(follow, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(kfp_watch, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(sdk.Client, "_LOCAL_KFP_CONTEXT", str(tmp_path / "home" / "context.json"))
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
@@ -72,8 +72,9 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
 _COMPILE_ALL = compile.compile_all
 
 
-def _compiled_before(output: Path, image: str, _components: None) -> None:
+def _compiled_before(output: Path, image: str, _components: None) -> dict[str, str]:
     output.write_bytes(_content(image))
+    return {"pipeline": str(output)}
 
 
 @functools.cache

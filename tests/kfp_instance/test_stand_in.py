@@ -10,7 +10,8 @@ import pytest
 from kfp import client as sdk
 from kfp_server_api.exceptions import ApiException
 
-from pipelines.runs.kfp_client import Access, Client
+from pipelines.runs.kfp_access import Access
+from pipelines.runs.kfp_client import Client
 from pipelines.runs.upload import containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance

@@ -58,6 +58,14 @@ def load_config(path: str | Path | None, assignments: Iterable[str] = ()) -> Con
     return parse_config(tree)
 
 
+def override(config: Config, assignments: Iterable[str]) -> Config:
+    """Lay `section.key=value` assignments over a configuration; raises `ConfigError`."""
+    tree = config.model_dump(mode="json")
+    for assignment in assignments:
+        _assign(tree, assignment)
+    return parse_config(tree)
+
+
 def parse_config(tree: Mapping[str, Any]) -> Config:
     """Check a nested mapping and return it as a `Config`; raises `ConfigError`."""
     try:

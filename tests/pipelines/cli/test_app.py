@@ -238,5 +238,5 @@ def test_an_interrupt_before_there_is_a_run(monkeypatch, flotilla):
     def interrupt(*_given, **_named):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("pipelines.cli.commands.load_config", interrupt)
+    monkeypatch.setattr("pipelines.runs.local.load_config", interrupt)
     assert flotilla("run") == (130, "", "")

@@ -230,8 +230,9 @@ class TestTerminal:
             "from pipelines.cli.display import Terminal\n"
             f"terminal = Terminal(stderr={stderr})\n"
             "for _ in range(3): terminal.print('x')\n"
-            "from pipelines.cli.commands import print_json\n"
-            "print_json({})\n"
+            "from pipelines.cli.answer import Answer\n"
+            "from pipelines.cli.exit import print_json\n"
+            "print_json(Answer())\n"
             "raise SystemExit(3)\n"
         )
         other = "stdout" if stderr else "stderr"
@@ -248,7 +249,12 @@ class TestTerminal:
     def test_json_without_a_reader_is_no_error(self):
         reader, writer = os.pipe()
         os.close(reader)
-        code = "from pipelines.cli.commands import print_json; print_json({}); raise SystemExit(3)"
+        code = (
+            "from pipelines.cli.answer import Answer\n"
+            "from pipelines.cli.exit import print_json\n"
+            "print_json(Answer())\n"
+            "raise SystemExit(3)\n"
+        )
         with os.fdopen(writer, "wb") as closed:
             ended = subprocess.run(
                 [sys.executable, "-c", code],

@@ -8,8 +8,7 @@ import threading
 import pytest
 
 from pipelines.doctor import examination
-from pipelines.doctor.check import Check, Finding
-from pipelines.doctor.examination import examine
+from pipelines.doctor.examination import Check, Finding, examine
 from trainer.errors import RunInterruptedError, UserError
 
 OK = Finding("ok", "fine")

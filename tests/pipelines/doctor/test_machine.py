@@ -47,7 +47,7 @@ def test_every_check_is_one_line_that_says_what_the_json_says(doctor):
     report = doctor("storage.root=s3://B!/k")
     assert len(report.lines) == len(report.told["checks"])
     for line, each in zip(report.lines, report.told["checks"], strict=True):
-        remedy = f"; mend or look: {each['remedy']}" if each["remedy"] else ""
+        remedy = f"; fix or inspect it by: {each['remedy']}" if each["remedy"] else ""
         assert line == f"{each['state']:7}  {each['name']}: {each['message']}{remedy}"
     assert report.told["message"] == "failed: storage"
     assert (report.told["status"], report.told["run_id"]) == ("failed", "")

@@ -10,7 +10,8 @@ import subprocess
 import pytest
 
 from pipelines.runs import kfp_client as instances
-from pipelines.runs.kfp_client import Access, InstanceError, health
+from pipelines.runs.kfp_access import Access
+from pipelines.runs.kfp_client import InstanceError, health
 
 SECRET = "ey-secret-0123456789"
 EVERY = (

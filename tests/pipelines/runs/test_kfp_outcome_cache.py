@@ -125,7 +125,7 @@ def test_a_step_that_was_killed_has_said_what_it_took(remote, run_id, play):
     play(cached, killed, over("FAILED"))
     told = remote("status", run_id, "--json")
     assert (told.json["status"], told.json["artifacts"]) == ("failed", {"dataset": DATASET})
-    assert told.json["message"] == "train_model: the log of train_model says nothing of its end"
+    assert told.json["message"] == "train_model: the log of train_model does not say how it ended"
 
 
 def test_lines_that_others_print_are_not_taken_for_ours(remote, run_id, play):

@@ -214,7 +214,7 @@ class TestEnvironment:
 def test_a_run_that_goes_on_cannot_be_taken_up(tmp_path):
     going = local.new_run(parse_config({}), tmp_path)
     (going.folder / "events.jsonl").write_text("what it has said\n")
-    with pytest.raises(ConfigError, match=f"run {going.run_id} is still going on"):
+    with pytest.raises(ConfigError, match=f"run {going.run_id} is still running"):
         local.resumed_run(parse_config({}), tmp_path, going.run_id)
     assert (going.folder / "events.jsonl").read_text() == "what it has said\n"
     os.close(going.lock)

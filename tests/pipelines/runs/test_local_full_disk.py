@@ -7,10 +7,10 @@ from contextlib import suppress
 
 import pytest
 
-from pipelines.runs.local import told_of_a_full_disk
-from pipelines.runs.outcome import Outcome
+from pipelines.runs.local import with_full_disk
+from pipelines.runs.outcome import RunResult
 
-FAILED = Outcome(status="failed", exit_code=1, message="train_model: killed", steps=())
+FAILED = RunResult(status="failed", exit_code=1, message="train_model: killed", steps=())
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def test_a_full_disk_is_named(disk):
     with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
         while True:
             filler.write(b"." * 4096)
-    told = told_of_a_full_disk(FAILED, disk)
+    told = with_full_disk(FAILED, disk)
     assert told.message == f"train_model: killed; there is no space left at {disk}"
     assert (told.status, told.exit_code) == ("failed", 1)
-    done = Outcome(status="done", exit_code=0, message="", steps=())
-    assert told_of_a_full_disk(done, disk) == done
+    done = RunResult(status="done", exit_code=0, message="", steps=())
+    assert with_full_disk(done, disk) == done
 
 
 def test_a_disk_with_room_is_no_reason(disk):
-    assert told_of_a_full_disk(FAILED, disk) == FAILED
+    assert with_full_disk(FAILED, disk) == FAILED

@@ -72,7 +72,7 @@ def test_it_ends_with_what_to_do_next(interrupted):
     words, remedy = interrupted.err.splitlines()[-2:]
     assert words == f"flotilla: {interrupted.told['message']}"
     assert remedy == (
-        f"flotilla: go on with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
+        f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
     )
     assert "Traceback" not in interrupted.err + interrupted.out
 

@@ -125,7 +125,7 @@ def test_interrupted_so_soon_that_the_step_died():
 def test_a_step_that_runs_again_counts_by_its_last_end():
     events = [*failed("train_model", "lost"), *done("train_model", uri="file:///c")]
     assert judge(events) == ("done", 0, "")
-    assert outcome_of(events, 0, interrupted=False).artifacts() == {"checkpoint": "file:///c"}
+    assert outcome_of(events, 0, interrupted=False).artifacts == {"checkpoint": "file:///c"}
 
 
 def test_a_step_that_runs_again_and_dies_has_failed():
@@ -149,10 +149,10 @@ def test_metrics_and_artifacts():
         ended("evaluate_model", uri=uris["evaluate_model"], metrics={"accuracy": 0.5}),
     ]
     outcome = outcome_of(events, 0, interrupted=False)
-    assert outcome.metrics("evaluate_model") == {"accuracy": 0.5}
-    assert outcome.metrics("train_model") == {}
-    assert outcome.metrics("no_such_step") == {}
-    assert outcome.artifacts() == {
+    assert outcome.metrics_of("evaluate_model") == {"accuracy": 0.5}
+    assert outcome.metrics_of("train_model") == {}
+    assert outcome.metrics_of("no_such_step") == {}
+    assert outcome.artifacts == {
         "dataset": "file:///prepare_data",
         "checkpoint": "file:///train_model",
         "evaluation": "file:///evaluate_model",
@@ -164,7 +164,7 @@ def test_metrics_and_artifacts():
 
 def test_a_step_without_an_artifact_names_none():
     events = [*done("prepare_data", uri="file:///d"), *failed("train_model", "no")]
-    assert outcome_of(events, 1, interrupted=False).artifacts() == {"dataset": "file:///d"}
+    assert outcome_of(events, 1, interrupted=False).artifacts == {"dataset": "file:///d"}
 
 
 def test_a_resumed_run_is_judged_by_its_newest_start():
@@ -180,4 +180,4 @@ def test_a_step_that_only_an_earlier_start_reached_is_not_part_of_the_outcome():
     outcome = outcome_of([*first, *again], 1, interrupted=False)
     assert (outcome.status, outcome.exit_code) == ("failed", 2)
     assert [step.step for step in outcome.steps] == ["resolve_config"]
-    assert outcome.artifacts() == {}
+    assert outcome.artifacts == {}

@@ -254,7 +254,7 @@ def test_what_is_no_pipeline(remote, tmp_path, name, content, told):
 def test_an_image_for_what_is_compiled(remote, tmp_path):
     (tmp_path / "p.yaml").write_text(OTHER)
     told = remote("upload", tmp_path / "p.yaml", "--image", "a:b")
-    assert (told.code, "leave one out" in told.err) == (2, True)
+    assert (told.code, "omit one" in told.err) == (2, True)
 
 
 def test_no_image(remote):

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from pipelines.cli import commands
+from pipelines.cli.run import remedy_of
 from pipelines.runs import local
-from pipelines.runs.outcome import Outcome
+from pipelines.runs.outcome import RunResult
 from trainer import storage
 from trainer.config.schema import Config
 
@@ -30,23 +30,16 @@ def checkpoint(run, tmp_path):
 
 
 def remedy(run, pipeline="train", status="failed", code=1, dataset=""):
-    request = commands.Request(
-        pipeline=pipeline,
-        config=None,
-        assignments=(),
-        workdir=run.folder.parent,
-        dataset=dataset,
-    )
-    return commands._remedy(
-        request, run, Outcome(status=status, exit_code=code, message="x", steps=())
-    )
+    options = local.RunOptions(pipeline=pipeline, workdir=run.folder.parent, dataset=dataset)
+    result = RunResult(status=status, exit_code=code, message="x", steps=())
+    return remedy_of(options, run, result)
 
 
 @pytest.mark.usefixtures("checkpoint")
 def test_a_failed_run_with_a_checkpoint_can_be_resumed(run):
     resume = f"--workdir '{run.folder.parent}' --resume {run.run_id}"
-    assert remedy(run) == f"when that is put right, go on with: flotilla train {resume}"
-    assert remedy(run, "run", dataset="file:///d").endswith(f"run {resume} --dataset file:///d")
+    assert remedy(run) == f"when that is fixed, resume with: flotilla train {resume}"
+    assert remedy(run, dataset="file:///d").endswith(f"train {resume} --dataset file:///d")
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_on_with(run):
@@ -60,7 +53,7 @@ def test_a_run_that_is_over_or_was_called_wrongly_is_not_resumed(run, status, co
 
 
 def test_an_interrupted_run_can_always_be_resumed_unless_it_only_prepared(run):
-    assert remedy(run, status="interrupted", code=130).startswith("go on with: flotilla train ")
+    assert remedy(run, status="interrupted", code=130).startswith("resume with: flotilla train ")
     assert remedy(run, "prepare", status="interrupted", code=130) == ""
 
 

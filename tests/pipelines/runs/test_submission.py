@@ -236,12 +236,12 @@ def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
 
 
 def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remote, monkeypatch):
-    monkeypatch.setattr("pipelines.runs.follow.RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("pipelines.runs.kfp_watch.RETRY_SECONDS", 0.0)
     instance.faults.add("GET .*/runs/[^/]+$", 500)
     told = remote("submit", "--wait")
     run_id = the_run(instance)["run_id"]
     assert told.code == 1
-    assert f"the run goes on without us, see: flotilla status {run_id} --endpoint" in told.err
+    assert f"the run continues without us, see: flotilla status {run_id} --endpoint" in told.err
 
 
 def test_a_token_that_expires_meanwhile_ends_the_waiting(instance, remote):
@@ -249,7 +249,7 @@ def test_a_token_that_expires_meanwhile_ends_the_waiting(instance, remote):
     told = remote("submit", "--wait")
     assert told.code == 1
     assert "renew the token" in told.err
-    assert "the run goes on without us" in told.err
+    assert "the run continues without us" in told.err
 
 
 def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):

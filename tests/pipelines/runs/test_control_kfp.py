@@ -225,7 +225,7 @@ def test_cancel_of_what_has_ended_does_nothing(instance, remote, started):
     instance.store.end_run(started, "SUCCEEDED")
     told = remote("cancel", started, "--json")
     assert (told.code, told.json["status"]) == (0, "ended")
-    assert "has ended already: succeeded" in told.err
+    assert "has already ended: succeeded" in told.err
     assert not instance.asked("terminate")
 
 

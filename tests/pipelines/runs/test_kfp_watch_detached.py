@@ -65,7 +65,7 @@ def test_of_submit_that_waits(instance, calling, number):
     assert process.returncode == 130
     [run_id] = instance.store.runs
     cancel = f"flotilla cancel {run_id} --endpoint {instance.url}"
-    words = f"interrupted; the run {run_id} goes on; cancel it with: {cancel}"
+    words = f"interrupted; the run {run_id} continues; cancel it with: {cancel}"
     assert err.splitlines()[-1] == f"flotilla: {words}"
     told = json.loads(out.splitlines()[-1])
     assert (told["status"], told["message"]) == ("interrupted", words)
@@ -87,7 +87,7 @@ def test_of_logs(instance, calling):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
-    assert f"the run {run_id} goes on; cancel it with: flotilla cancel {run_id}" in err
+    assert f"the run {run_id} continues; cancel it with: flotilla cancel {run_id}" in err
     assert instance.store.runs[run_id]["state"] == "RUNNING"
 
 
@@ -101,7 +101,7 @@ def test_while_the_instance_hangs(instance, calling):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=SECONDS)
     assert process.returncode == 130
-    assert "goes on; cancel it with" in err.splitlines()[-1]
+    assert "continues; cancel it with" in err.splitlines()[-1]
 
 
 @pytest.mark.usefixtures("uploaded")

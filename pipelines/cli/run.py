@@ -1,0 +1,132 @@
+"""`flotilla run`, `prepare` and `train`: a pipeline on this machine, with live progress."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pipelines.cli.answer import Answer
+from pipelines.cli.exit import answers, output
+from pipelines.cli.options import Assignments, Config, Dataset, Resume, Workdir
+from trainer.errors import INTERRUPTED, USAGE, UserError
+
+if TYPE_CHECKING:
+    from pipelines.runs.local import LocalRun, RunOptions
+    from pipelines.runs.outcome import RunResult
+
+RUNS = Path("runs")
+
+
+@answers
+def run(
+    config: Config = None,
+    assignments: Assignments = None,
+    workdir: Workdir = RUNS,
+    resume: Resume = "",
+) -> Answer:
+    """Run the whole pipeline on this machine."""
+    return _run("run", config, assignments, workdir, resume)
+
+
+@answers
+def prepare(
+    config: Config = None, assignments: Assignments = None, workdir: Workdir = RUNS
+) -> Answer:
+    """Download, split, shard and publish the dataset."""
+    return _run("prepare", config, assignments, workdir)
+
+
+@answers
+def train(
+    config: Config = None,
+    assignments: Assignments = None,
+    workdir: Workdir = RUNS,
+    dataset: Dataset = "",
+    resume: Resume = "",
+) -> Answer:
+    """Train on the dataset, which is prepared when it is not published yet."""
+    return _run("train", config, assignments, workdir, resume, dataset)
+
+
+def answer_of(result: RunResult) -> Answer:
+    """Return the answer of a command that ends with a run."""
+    step = result.global_step
+    return Answer(
+        status=result.status,
+        code=result.exit_code,
+        run_id=result.run_id,
+        metrics=result.metrics,
+        artifacts=result.artifacts,
+        message=result.message,
+        more={} if step is None else {"global_step": step},
+    )
+
+
+def _run(
+    pipeline: str,
+    config: Path | None,
+    assignments: list[str] | None,
+    workdir: Path,
+    resume: str = "",
+    dataset: str = "",
+) -> Answer:
+    from pipelines.cli import display
+    from pipelines.runs import local
+
+    options = local.RunOptions(
+        pipeline=pipeline,
+        config=config,
+        settings=tuple(assignments or ()),
+        workdir=workdir,
+        resume=resume,
+        dataset=dataset,
+    )
+    started = local.start(options)
+    errors = display.Terminal(stderr=True)
+    errors.print(f"run {started.run_id} in {started.folder}", markup=False, soft_wrap=True)
+    with display.Display() as show:
+        result = local.execute(started, *options.target(), show)
+    with output():
+        display.Terminal().print(display.closing_table(result))
+    for line in _closing_lines(options, started, result):
+        errors.print(f"flotilla: {line}", markup=False, soft_wrap=True)
+    return answer_of(result)
+
+
+def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:
+    lines = []
+    if result.message:
+        # The message of training begins with "interrupted at global step ..." by itself.
+        is_said = result.message.startswith(result.status)
+        lines.append(result.message if is_said else f"{result.status}: {result.message}")
+    if result.status == "failed":
+        lines.append(f"all output is in {run.folder / 'pipeline.log'}")
+    if remedy := remedy_of(options, run, result):
+        lines.append(remedy)
+    return lines
+
+
+def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:
+    """Return how to resume a run that has not finished, where that is possible."""
+    resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
+    resume += ["--resume", run.run_id]
+    if options.dataset:
+        resume += ["--dataset", options.dataset]
+    # An interrupted preparation published nothing that could be resumed.
+    if result.exit_code == INTERRUPTED and options.pipeline != "prepare":
+        return f"resume with: {shlex.join(resume)}"
+    if result.status == "failed" and result.exit_code != USAGE and _has_checkpoint(run):
+        return f"when that is fixed, resume with: {shlex.join(resume)}"
+    return ""
+
+
+def _has_checkpoint(run: LocalRun) -> bool:
+    from trainer import storage
+    from trainer.checkpoints.index import list_checkpoints
+
+    try:
+        uri = storage.join(run.config.storage.root, run.run_id, "checkpoints")
+        return bool(list_checkpoints(uri))
+    except UserError:
+        return False

@@ -1,0 +1,167 @@
+"""A run by its id, on this machine or on a KFP instance: list, status, logs and cancel.
+
+A run below the workdir is one of this machine. Any other id or name is that of a run on the
+instance, which the options or the environment name.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines.runs import local_status
+from pipelines.runs.kfp_access import Instance
+from pipelines.runs.kfp_client import Client, ask, connect, pages
+from pipelines.runs.kfp_outcome import result_of
+from pipelines.runs.kfp_run import RemoteRun, run_of, view
+from pipelines.runs.kfp_watch import OnNote, OnText, command, follow_logs
+from pipelines.runs.outcome import RunResult
+from pipelines.runs.upload import NEWEST, equals
+from trainer.errors import DONE, ConfigError, UserError, nearest
+
+RUNS = Path("runs")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cancellation:
+    """What became of a request to cancel; `was_running` is false where the run had ended."""
+
+    run_id: str
+    was_running: bool
+    message: str
+
+
+def list_local(workdir: str | Path = RUNS, limit: int = 20) -> tuple[RunResult, ...]:
+    """Return the runs on this machine, newest first."""
+    folder = Path(workdir)
+    return tuple(
+        local_status.status_of(folder, run_id) for run_id in local_status.run_ids(folder)[:limit]
+    )
+
+
+def list_remote(
+    instance: Instance | None = None, *, experiment: str = "", limit: int = 20
+) -> tuple[RemoteRun, ...]:
+    """Return the runs on a KFP instance, of one experiment or of all, newest first."""
+    client = connect((instance or Instance()).access())
+    named: dict[str, Any] = {}
+    if experiment:
+        found = next(_experiments(client, equals("display_name", experiment)), None)
+        if found is None:
+            known = [str(each.display_name) for each in _experiments(client)]
+            hint = nearest(experiment, known)
+            raise UserError(f"{client.access.endpoint} has no experiment {experiment!r}{hint}")
+        named = {"experiment_id": str(found.experiment_id)}
+    runs = pages(client.list_runs, "runs", most=limit, sort_by=NEWEST, **named)
+    return tuple(view(each) for each in runs)
+
+
+def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None) -> RunResult:
+    """Return the result of a run, or how far it has come; raises `UserError`."""
+    if local_status.is_local(Path(workdir), run):
+        return local_status.status_of(Path(workdir), run)
+    client = _client(run, workdir, instance)
+    return result_of(client, run_of(client, run))
+
+
+def logs(
+    run: str,
+    *,
+    on_text: OnText,
+    on_note: OnNote | None = None,
+    step: str = "",
+    wait: bool = True,
+    workdir: str | Path = RUNS,
+    instance: Instance | None = None,
+) -> RunResult:
+    """Pass on the logs of a run, until the run ends; return how far it has come.
+
+    Args:
+        run: id or name of the run.
+        on_text: called with the name of a step, empty for a run on this machine, and new text.
+        on_note: called with a line on what has no log.
+        step: the one step to read; all when empty.
+        wait: whether to continue until the run ends.
+        workdir: the folder of the runs on this machine.
+        instance: the KFP instance; from the environment when left out.
+
+    Raises:
+        UserError: there is no such run or step, or its log cannot be read.
+    """
+    folder = Path(workdir)
+    if local_status.is_local(folder, run):
+        if step:
+            raise ConfigError(f"--step is for runs of an instance; {run} has one log for all steps")
+        for piece in local_status.lines((folder / run).absolute(), wait):
+            on_text("", piece)
+        return local_status.status_of(folder, run)
+    client = _client(run, workdir, instance)
+    name = step.replace("-", "_")
+    note = on_note or (lambda _line: None)
+    last = follow_logs(client, run_of(client, run), name, wait=wait, on_text=on_text, on_note=note)
+    return RunResult(
+        run_id=last.run_id,
+        status=last.state.lower(),
+        exit_code=DONE,
+        message=last.error,
+        steps=(),
+        state=last.state,
+    )
+
+
+def cancel(
+    run: str, *, workdir: str | Path = RUNS, instance: Instance | None = None
+) -> Cancellation:
+    """Cancel a run, which ends with a last checkpoint; raises `UserError`."""
+    folder = Path(workdir)
+    if local_status.is_local(folder, run):
+        was_running = _interrupt((folder / run).absolute())
+        message = f"run {run} is being cancelled; it publishes a last checkpoint, as at Ctrl-C"
+        if not was_running:
+            message = f"run {run} has already ended: {local_status.status_of(folder, run).status}"
+        return Cancellation(run_id=run, was_running=was_running, message=message)
+    client = _client(run, workdir, instance)
+    remote = run_of(client, run)
+    message = f"run {remote.run_id} has already ended: {remote.state.lower()}"
+    if not remote.has_ended:
+        ask(client.terminate_run, remote.run_id)
+        again = command(client.access, "status", remote.run_id)
+        message = f"run {remote.run_id} is being cancelled; see: {again}"
+    return Cancellation(run_id=remote.run_id, was_running=not remote.has_ended, message=message)
+
+
+def _interrupt(folder: Path) -> bool:
+    """Send SIGTERM to the run of a folder; return whether it was running.
+
+    The process group is that of KFP's runner and of the step that is running: the step ends its
+    cluster (see `trainer.cluster.signals`), and the runner starts no step but the exit step.
+    """
+    process = local_status.process_of(folder)
+    if not process:
+        return False
+    try:
+        with suppress(ProcessLookupError):
+            os.killpg(process, signal.SIGTERM)
+    except PermissionError:
+        raise UserError(
+            f"process {process} of the run belongs to another user: ask them to cancel it"
+        ) from None
+    return True
+
+
+def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
+    try:
+        return connect((instance or Instance()).access())
+    except ConfigError as error:
+        raise ConfigError(f"no run {run!r} below {workdir}, and {error}") from None
+
+
+def _experiments(client: Client, only: str = "") -> Iterator[Any]:
+    """Yield the experiments of the instance that a filter lets through."""
+    named: dict[str, Any] = {"filter": only} if only else {}
+    return pages(client.list_experiments, "experiments", **named)

@@ -1,0 +1,191 @@
+"""Start a run on a KFP instance: of an uploaded version, or of a compiled pipeline."""
+
+from __future__ import annotations
+
+import secrets
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pipelines.compile import Package, package_of, parameters_of
+from pipelines.runs.kfp_access import Instance
+from pipelines.runs.kfp_client import Client, InstanceError, ask, connect
+from pipelines.runs.local import configuration
+from pipelines.runs.upload import Version, page_of, version_of
+from pipelines.step_settings import assigned
+from trainer.config.run_parameters import to_parameters
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, UserError
+
+EXPERIMENT = "flotilla"
+PIPELINE = "flotilla-training"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submission:
+    """What is to be run.
+
+    Attributes:
+        config: the configuration.
+        package: a compiled pipeline to send along, or None for an uploaded version.
+        pipeline: name of the uploaded pipeline.
+        version: of it; the newest when empty.
+        experiment: the group of runs, which is created where it does not exist.
+        name: of the run; from the configuration and the time when empty.
+        pipeline_root: where KFP keeps artifacts; the instance's default when empty.
+        service_account: of the pods; the instance's default when empty.
+        parameters: run parameters of the steps, as `NAME=VALUE`; their defaults when left out.
+    """
+
+    config: Config
+    package: Package | None = None
+    pipeline: str = PIPELINE
+    version: str = ""
+    experiment: str = EXPERIMENT
+    name: str = ""
+    pipeline_root: str = ""
+    service_account: str = ""
+    parameters: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse wrong values before a request is sent; raises `ConfigError`."""
+        if isinstance(self.parameters, str):
+            raise ConfigError(f"parameters {self.parameters!r} is a text: give a list of texts")
+        assigned(self.parameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Submitted:
+    """A run that was started; `page` shows it in the KFP user interface."""
+
+    run_id: str
+    page: str
+
+
+def submit(
+    config: Config | str | Path | None = None,
+    *,
+    settings: Sequence[str] = (),
+    instance: Instance | None = None,
+    file: str | Path | None = None,
+    pipeline: str = PIPELINE,
+    version: str = "",
+    experiment: str = EXPERIMENT,
+    name: str = "",
+    pipeline_root: str = "",
+    service_account: str = "",
+    parameters: Sequence[str] = (),
+) -> Submitted:
+    """Start a run on a KFP instance and return at once; see `follow`.
+
+    Args:
+        config: a configuration, its YAML file, or None for the default.
+        settings: `section.key=value` texts laid over the configuration.
+        instance: the KFP instance; from the environment when left out.
+        file: a compiled pipeline to run in place of an uploaded version.
+        pipeline: name of the uploaded pipeline.
+        version: of it; the newest when empty.
+        experiment: the group of runs, which is created where it does not exist.
+        name: of the run; from the configuration and the time when empty.
+        pipeline_root: where KFP keeps artifacts; the instance's default when empty.
+        service_account: of the pods; the instance's default when empty.
+        parameters: run parameters of the steps, as `NAME=VALUE`.
+
+    Raises:
+        UserError: the configuration or a parameter is wrong, or the instance refuses the run.
+    """
+    submission = Submission(
+        config=configuration(config, settings),
+        package=package_to_send(file, version),
+        pipeline=pipeline,
+        version=version,
+        experiment=experiment,
+        name=name,
+        pipeline_root=pipeline_root,
+        service_account=service_account,
+        parameters=parameters,
+    )
+    return start(connect((instance or Instance()).access()), submission)
+
+
+def package_to_send(file: str | Path | None, version: str) -> Package | None:
+    """Return the compiled pipeline in a file, None without one; raises `UserError`."""
+    if file and version:
+        raise ConfigError("--file and --version name two pipelines: leave one out")
+    return package_of(Path(file), "") if file else None
+
+
+def start(client: Client, submission: Submission) -> Submitted:
+    """Start a run; raises `UserError`."""
+    run_id = _started(client, submission)
+    return Submitted(run_id=run_id, page=page_of(client.access, f"runs/details/{run_id}"))
+
+
+def run_parameters(
+    config: Config, given: Mapping[str, Any], spec: Mapping[str, Any] | None, what: str
+) -> dict[str, Any]:
+    """Return the typed run parameters of `config`, and those of the steps, that a pipeline knows.
+
+    Raises:
+        ConfigError: the configuration asks for something that the pipeline does not know.
+    """
+    values, known = {**to_parameters(config), **given}, parameters_of(spec)
+    if known is None:
+        return values
+    default = to_parameters(Config())
+    unknown = [name for name in values if name not in known]
+    asked = [name for name in unknown if name in given or values[name] != default[name]]
+    if asked:
+        raise ConfigError(
+            f"{what} does not know {', '.join(asked)}: upload this pipeline with `flotilla upload`"
+        )
+    return {name: value for name, value in values.items() if name in known}
+
+
+def experiment_id(client: Client, name: str) -> str:
+    """Return the id of an experiment, which is created where it does not exist."""
+    made = ask(client.create_experiment, name=name, namespace=client.access.namespace or None)
+    return str(made.experiment_id)
+
+
+def _started(client: Client, submission: Submission) -> str:
+    version: Version | None = None
+    if submission.package is None:
+        version = version_of(client, submission.pipeline, submission.version)
+        what, spec = f"version {version.name} of {version.pipeline}", version.spec
+    else:
+        what, spec = f"the pipeline {submission.package.name}", dict(submission.package.spec)
+    named: dict[str, Any] = {
+        "params": run_parameters(submission.config, assigned(submission.parameters), spec, what),
+        "job_name": submission.name or _run_name(submission.config),
+        "experiment_id": experiment_id(client, submission.experiment),
+        "pipeline_root": submission.pipeline_root or None,
+        "service_account": submission.service_account or None,
+    }
+    try:
+        return _created(client, named, version, submission.package)
+    except InstanceError as error:
+        if error.status:
+            raise
+        unsure = "whether the run was started is not known, see `flotilla runs`"
+        raise UserError(f"{error}; {unsure}") from None
+
+
+def _created(
+    client: Client, named: dict[str, Any], version: Version | None, package: Package | None
+) -> str:
+    if version is not None:
+        ids = {"pipeline_id": version.pipeline_id, "version_id": version.version_id}
+        return str(ask(client.run_pipeline, **named, **ids).run_id)
+    assert package is not None
+    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+        path = Path(folder, "pipeline.yaml")
+        path.write_text(package.text, encoding="utf-8")
+        return str(ask(client.run_pipeline, **named, pipeline_package_path=str(path)).run_id)
+
+
+def _run_name(config: Config) -> str:
+    return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
