@@ -133,7 +133,7 @@ def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
     # Of a start that was killed before its first step there is nothing but its begin.
     events.write_text(first + ended("finish") + line(RunBegin(run_id="digits-1", number=2)))
     said = flotilla("status", "digits-1", "--json").json
-    assert (said["status"], "ended without a word" in said["message"]) == ("failed", True)
+    assert (said["status"], "did not finish" in said["message"]) == ("failed", True)
 
 
 def test_the_log(flotilla):
