@@ -27,7 +27,7 @@ from components.tfjob import names
 from components.tfjob.adoption import Adoption
 from components.tfjob.client import Api, Connection, RefusedError, UnreachableError, connect
 from components.tfjob.deadlines import Deadlines
-from components.tfjob.logs import Logs, Progress
+from components.tfjob.logs import EventRelay, Logs
 from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
 from components.tfjob.names import Tree
 from components.tfjob.retry import with_retry
@@ -170,7 +170,7 @@ class _Launch:
         config = self._job.config
         pods = sum(replicas(config).values())
         deadlines = Deadlines(config.cluster.kubernetes.deadlines, pods)
-        logs = Logs(self._api, _log_sink(leading(config), Progress(deadlines.progressed)))
+        logs = Logs(self._api, _log_sink(leading(config), EventRelay(deadlines.progressed)))
         watches = [
             self._watch("TFJob", names.PLURAL, {"fieldSelector": f"metadata.name={self._name}"}),
             self._watch("Pod", "pods", {"labelSelector": f"{names.JOB_NAME}={self._name}"}),
@@ -260,12 +260,12 @@ def _owner_reference() -> Tree | None:
     return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
 
 
-def _log_sink(leader: Task, progress: Progress) -> Callable[[Task, str], None]:
+def _log_sink(leader: Task, relay: EventRelay) -> Callable[[Task, str], None]:
     def write(task: Task, text: str) -> None:
         # The log of the step, in which the user looks for the logs of all tasks.
         sys.stdout.write(f"[{task}] {text}\n")
         sys.stdout.flush()
         if task == leader:
-            progress.take(text)
+            relay.take(text)
 
     return write

@@ -23,62 +23,20 @@ from trainer import events
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
-# Where no command line follows the events, a line of progress comes at most so often.
+# So many lines of a failed task are part of its report.
+TAIL = 5
+# Where no command line follows the events, progress is logged at most so often.
 LINE_SECONDS = 10.0
-
-
-class Progress:
-    """Emits the events of the leading task here, and reports when training has moved."""
-
-    def __init__(self, moved: Callable[[], None]) -> None:
-        """Take what to call when the global step has grown."""
-        self._moved = moved
-        self._step = -1
-        self._line_at = -LINE_SECONDS
-
-    def take(self, text: str) -> None:
-        """Look at one line of the log."""
-        event = events.parse(text)
-        if not isinstance(event, _PASSED_ON):
-            return
-        step = getattr(event, "global_step", self._step)
-        if step != self._step:
-            self._step = step
-            self._moved()
-        if os.environ.get(events.VARIABLE):
-            # By the clock of this machine, as all events of the file are.
-            events.emit(replace(event, time=events.now()))
-        elif isinstance(event, events.Progress):
-            self._log(event)
-
-    def _log(self, progress: events.Progress) -> None:
-        if time.monotonic() - self._line_at < LINE_SECONDS:
-            return
-        self._line_at = time.monotonic()
-        log.info(
-            "global step %s/%s  loss %.4f  %.0f steps/s  %.0f s left",
-            progress.global_step,
-            progress.steps,
-            progress.loss,
-            progress.steps_per_second,
-            progress.seconds_left,
-        )
-
-
-# The leading task speaks for training alone: any other event in its log is just a line.
-_PASSED_ON = (
+_RETRY_SECONDS = 1.0
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
+# The events of training; any other event in the log of the leading task is just a line.
+_TRAINING_EVENTS = (
     events.AttemptBegin,
     events.Progress,
     events.CheckpointPublished,
     events.CheckpointPassedOver,
     events.UserCodeFailed,
 )
-
-
-# So many lines of a failed task are part of its report.
-TAIL = 5
-_RETRY_SECONDS = 1.0
-_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 
 LogSink = Callable[[Task, str], None]
 # Seconds and nanoseconds, each as text that sorts by time.
@@ -217,3 +175,41 @@ class Logs:
         with self._lock:
             self._tails.setdefault(task, deque(maxlen=TAIL)).append(text)
             self._sink(task, text)
+
+
+class EventRelay:
+    """Emits the events in the log of the leading task again, in this process."""
+
+    def __init__(self, on_progress: Callable[[], None]) -> None:
+        """Take what is called whenever the global step has changed."""
+        self._on_progress = on_progress
+        self._step = -1
+        self._logged_at = -LINE_SECONDS
+
+    def take(self, text: str) -> None:
+        """Take one line of the log."""
+        event = events.parse(text)
+        if not isinstance(event, _TRAINING_EVENTS):
+            return
+        step = getattr(event, "global_step", self._step)
+        if step != self._step:
+            self._step = step
+            self._on_progress()
+        if os.environ.get(events.VARIABLE):
+            # With the clock of this machine, as all events of the file.
+            events.emit(replace(event, time=events.now()))
+        elif isinstance(event, events.Progress):
+            self._log(event)
+
+    def _log(self, progress: events.Progress) -> None:
+        if time.monotonic() - self._logged_at < LINE_SECONDS:
+            return
+        self._logged_at = time.monotonic()
+        log.info(
+            "global step %s/%s  loss %.4f  %.0f steps/s  %.0f s left",
+            progress.global_step,
+            progress.steps,
+            progress.loss,
+            progress.steps_per_second,
+            progress.seconds_left,
+        )
