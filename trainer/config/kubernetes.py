@@ -120,7 +120,7 @@ class PodConfig(Section):
         "", description="ExitCode when empty, of the evaluator OnFailure"
     )
     grace_seconds: Seconds = Field(
-        0, description="from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
+        0, description="grace period from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
     )
 
     @field_validator("env", "secret_env")
