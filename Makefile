@@ -71,7 +71,7 @@ compile: $(SETUP) ## the pipeline as KFP YAML, in build/
 golden: $(SETUP) ## rewrite the golden files; look at the difference before you keep it
 	FLOTILLA_GOLDEN=write $(PYTEST) -q -m "" tests/golden
 
-bench: $(SETUP) ## Flotilla beside the baselines: a table, and build/bench.json; on a quiet machine
+bench: $(SETUP) ## Flotilla and the baselines: a table, and build/bench.json; on an idle machine
 	$(PYTHON) -m benchmarks $(ARGS)
 
 scaling: $(SETUP) ## 1 to 16 workers on this machine, as a part of docs/performance.md; a quiet one

@@ -1,1 +1,1 @@
-"""Flotilla measured: beside other programs, and against published results."""
+"""Measurements of Flotilla: compared with other programs, and with published results."""

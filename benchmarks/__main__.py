@@ -46,7 +46,7 @@ MEASURES: Mapping[str, Callable[[], figures.Figure]] = {
     "gpu": on_gpu.on_gpu,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
-# Measured only where they are asked for: an accuracy does not change with the machine.
+# Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
 WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
@@ -70,7 +70,7 @@ def main() -> None:
                 sys.stderr.write(f"{failed[-1]}\n")
             _write(found)
     except KeyboardInterrupt:
-        failed.append(f"interrupted; what was measured stands in {OUTPUT}")
+        failed.append(f"interrupted; what was measured is in {OUTPUT}")
     sys.stdout.write(figures.table(found) + "\n")
     if failed:
         sys.exit("\n".join(f"bench: {each}" for each in failed))

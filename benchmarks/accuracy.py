@@ -1,8 +1,8 @@
-"""How long training takes to 97 % of the MNIST test examples, beside the published program.
+"""The time to 97 % of the MNIST test examples, compared with the published program.
 
 Both sides keep their weights on the way, and are evaluated when all is over. The program fetches
 them within its time, 320 KB each, and writes them at the end; what Flotilla's checkpoints take is
-left out. So is set-up: the program's clock begins when all workers are at work, Flotilla's with the
+left out. So is set-up: the program's clock starts when all workers are at work, Flotilla's with the
 first update, as if that had taken as long as a later one.
 """
 

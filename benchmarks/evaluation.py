@@ -1,4 +1,4 @@
-"""What an evaluation takes beside the shortest program that gives figures of a test split."""
+"""The cost of an evaluation, compared with the shortest program that yields the same metrics."""
 
 from __future__ import annotations
 

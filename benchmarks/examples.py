@@ -1,4 +1,4 @@
-"""Training input on MNIST: Flotilla's shards beside TFDS, which decodes example by example.
+"""Training input on MNIST: Flotilla's shards and TFDS, which decodes example by example.
 
 `python -m benchmarks.examples WHICH FOLDER` measures one of them in a process of its own.
 """
@@ -45,7 +45,7 @@ class Speeds:
 class Rounds:
     """Flotilla and TFDS round by round, and TFDS once with its examples kept decoded."""
 
-    beside: list[tuple[Speeds, Speeds]]
+    pairs: list[tuple[Speeds, Speeds]]
     cached: Speeds
 
 
@@ -54,14 +54,14 @@ def first_epoch() -> Figure:
 
     Flotilla fetches its shards first, which counts; TFDS reads its files where they are.
     """
-    pairs = [(own.first, other.first) for own, other in _rounds().beside]
+    pairs = [(own.first, other.first) for own, other in _rounds().pairs]
     return _figure("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
 
 
 def later_epochs() -> Figure:
     """Examples a second of later epochs, in which TFDS decodes again."""
     rounds = _rounds()
-    pairs = [(own.later, other.later) for own, other in rounds.beside]
+    pairs = [(own.later, other.later) for own, other in rounds.pairs]
     figure = "later epochs of MNIST, shuffled: examples/s, against TFDS decoding"
     return _figure(figure, 10, pairs, tfds_with_a_cache=round(rounds.cached.later))
 
@@ -97,8 +97,8 @@ def _rounds() -> Rounds:
             done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
             return Speeds(**json.loads(done.stdout.splitlines()[-1]))
 
-        beside = alternating(ROUNDS, own, lambda: measured(TFDS))
-        return Rounds(beside=beside, cached=measured(TFDS_CACHED))
+        pairs = alternating(ROUNDS, own, lambda: measured(TFDS))
+        return Rounds(pairs=pairs, cached=measured(TFDS_CACHED))
 
 
 def speeds_of(

@@ -19,7 +19,7 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 class Figure:
     """One ratio with its bound; `rounds` are the ratios of the single rounds.
 
-    The bound is `at_least` or `at_most`, and never both. `more` holds what is reported beside it.
+    The bound is `at_least` or `at_most`, and never both. `more` holds further values of the report.
     """
 
     figure: str
@@ -48,7 +48,7 @@ class Figure:
 
     @property
     def holds(self) -> bool:
-        """Whether the ratio keeps to the bound; one that is not a number never does."""
+        """Whether the ratio is within the bound; one that is not a number never is."""
         if self.at_least is not None:
             return self.ratio >= self.at_least
         return self.at_most is not None and self.ratio <= self.at_most

@@ -52,7 +52,7 @@ class Trained:
         steps_per_second: global steps a second, after the first tenth.
         local_steps_per_second: the same for the local steps of all workers.
         checkpoints: where they are.
-        rows: its progress, with the seconds of a clock that stands still while it keeps weights.
+        rows: its progress, with the seconds of a clock that stops while it keeps weights.
     """
 
     steps_per_second: float

@@ -1,4 +1,4 @@
-"""A convolutional network on one GPU, in 16 bits and compiled by XLA, beside `model.fit`."""
+"""A convolutional network on one GPU, in 16 bits and compiled by XLA, and `model.fit`."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def on_gpu(steps: int = STEPS) -> Figure:
             done = subprocess.run(
                 [sys.executable, *words], stdout=subprocess.PIPE, text=True, check=True
             )
-            told = json.loads(done.stdout.splitlines()[-1])
-            devices.append(told["device"])
-            return BATCH * float(told["steps_per_second"])
+            result = json.loads(done.stdout.splitlines()[-1])
+            devices.append(result["device"])
+            return BATCH * float(result["steps_per_second"])
 
         pairs = alternating(ROUNDS, own, fit)
     return Figure(

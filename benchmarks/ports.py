@@ -1,4 +1,4 @@
-"""Ports of this machine that nobody listens on."""
+"""Ports of this machine without a listener."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What preparing a dataset costs beside what TFDS alone takes to prepare it.
+"""The cost of preparing a dataset, compared with TFDS alone.
 
 `python -m benchmarks.preparing WHICH FOLDER` prepares MNIST in a process of its own.
 """

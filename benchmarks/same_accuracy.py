@@ -1,4 +1,4 @@
-"""Whether speed is paid for with accuracy: each fast path beside `model.fit` of Keras.
+"""Whether speed costs accuracy: each fast path compared with `model.fit` of Keras.
 
 Both sides take as many gradients of batches of one size, with the same optimizer and a rate that
 falls to zero, which leaves little to chance; each round is a seed. What several paths are held

@@ -1,4 +1,4 @@
-"""What object storage costs: many small files, and checkpoints while training goes on."""
+"""The cost of object storage: many small files, and checkpoints during training."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def many_files() -> Figure:
 def checkpoints() -> Figure:
     """Train with checkpoints in a bucket, and hold the seconds after each against those around it.
 
-    What a checkpoint takes of training (it stands still, and an upload works beside it) is far less
+    The cost of a checkpoint (training waits, and an upload runs in the background) is far less
     than two runs of a machine differ. So the window of seconds that a checkpoint falls into is held
     against the mean of the windows before and after, which have none: what drifts falls out.
     Checkpoints come every 15 s for that; what one takes is counted as for one every 10 s.
@@ -146,8 +146,8 @@ def _trained(workdir: Path, root: str, dataset: str) -> Path:
         "training.checkpoint_every": STEPS,
         "training.checkpoint_seconds": 3 * WINDOW,
     }
-    told = _ended(workdir, root, "train", "--dataset", dataset, **settings)
-    return workdir / str(told["run_id"])
+    result = _ended(workdir, root, "train", "--dataset", dataset, **settings)
+    return workdir / str(result["run_id"])
 
 
 def _ended(workdir: Path, root: str, *words: str, **settings: object) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How fast training is: beside the published programs, and beside one process without a cluster."""
+"""The speed of training, compared with published programs and with a single process."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ LOCAL_STEPS = 10
 
 
 def asynchronous() -> Figure:
-    """Global steps a second of asynchronous training, beside the published program."""
+    """Global steps a second of asynchronous training, compared with the published program."""
 
     def own(bench: _Bench) -> float:
         return bench.train("async_parameter_server", STEPS).steps_per_second
 
-    return _beside(
+    return _compared(
         "async, pull_every=1: global steps/s, against the asynchronous TensorFlow 1 program",
         2.5,
         own,
@@ -39,12 +39,12 @@ def asynchronous() -> Figure:
 
 
 def synchronous() -> Figure:
-    """Updates a second of synchronous training, beside the published program."""
+    """Updates a second of synchronous training, compared with the published program."""
 
     def own(bench: _Bench) -> float:
         return bench.train("sync_parameter_server", UPDATES).steps_per_second
 
-    return _beside(
+    return _compared(
         "sync, all of 2: updates/s, against the synchronous TensorFlow 1 program",
         1.8,
         own,
@@ -53,7 +53,7 @@ def synchronous() -> Figure:
 
 
 def local_steps() -> Figure:
-    """Local steps a second between seldom pulls, beside one process without a cluster."""
+    """Local steps a second with rare pulls, compared with one process without a cluster."""
 
     def own(bench: _Bench) -> float:
         trained = bench.train(
@@ -61,7 +61,7 @@ def local_steps() -> Figure:
         )
         return trained.local_steps_per_second
 
-    return _beside(
+    return _compared(
         "async, pull_every=10: local steps/s, against one process without a cluster",
         0.7,
         own,
@@ -70,8 +70,8 @@ def local_steps() -> Figure:
 
 
 def one_process() -> Figure:
-    """Examples a second of one process, beside `model.fit`."""
-    return _beside(
+    """Examples a second of one process, compared with `model.fit`."""
+    return _compared(
         "single: examples/s, against model.fit with 500 steps an execution",
         1.2,
         lambda bench: bench.train("single", STEPS).steps_per_second,
@@ -107,7 +107,7 @@ class _Bench:
         return self._folder / f"{self._count:03d}"
 
 
-def _beside(
+def _compared(
     figure: str,
     at_least: float,
     own: Callable[[_Bench], float],

@@ -46,8 +46,8 @@ def watched(
     Args:
         config: of the run.
         workdir: the run's folder is made in it.
-        steps: in order; two that are reached together cannot be told apart.
-        dataset: URI of the published dataset; prepared anew when empty.
+        steps: in order; two that are reached together cannot be distinguished.
+        dataset: URI of the published dataset; prepared when empty.
 
     Raises:
         RunInterruptedError: SIGINT or SIGTERM came.

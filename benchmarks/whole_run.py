@@ -1,4 +1,4 @@
-"""What the whole pipeline costs beside importing TensorFlow, which no run can do without."""
+"""The cost of the whole pipeline, compared with an import of TensorFlow, which every run needs."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def train(
     Only in asynchronous training do all workers come to their end, where weights are written.
 
     Raises:
-        ValueError: weights of synchronous training are asked for.
+        ValueError: weights of synchronous training are requested.
         RuntimeError: a task has failed; its log says why.
     """
     if sync and snapshots:
@@ -80,7 +80,7 @@ def wait(
     while (ended := [each.poll() for each in workers]).count(0) < until:
         if any(ended) or server.poll() is not None:
             raise RuntimeError("a task of the TensorFlow 1 program has failed")
-        # What tells of the end of one of several processes differs from system to system.
+        # How the end of one of several processes is reported differs from system to system.
         time.sleep(_LOOK)
 
 
@@ -99,19 +99,19 @@ def _start(folder: Path, name: str, words: list[str], index: int = 0) -> subproc
 
 
 def _trained(folder: Path, workers: int) -> Trained:
-    told = [
+    results = [
         json.loads((folder / f"worker-{index}.json").read_text(encoding="utf-8"))
         for index in range(workers)
     ]
-    begin = max(each["marks"][0][0] for each in told)
-    end = min(each["marks"][-1][0] for each in told)
+    begin = max(each["marks"][0][0] for each in results)
+    end = min(each["marks"][-1][0] for each in results)
     begin_measured = begin + _WARM * (end - begin)
     return Trained(
-        steps_per_second=_speed(told[0]["marks"], begin_measured, end),
-        local_steps=tuple(each["local_steps"] for each in told),
+        steps_per_second=_speed(results[0]["marks"], begin_measured, end),
+        local_steps=tuple(each["local_steps"] for each in results),
         kept=tuple(
             (when - begin, step, folder / f"weights-{number:04d}.npz")
-            for number, (when, step) in enumerate(told[0]["kept"])
+            for number, (when, step) in enumerate(results[0]["kept"])
         ),
     )
 

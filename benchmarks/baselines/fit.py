@@ -39,8 +39,8 @@ def main() -> None:
     steps = -(-options.steps // EPOCHS)
     model.fit(batches(BATCH), epochs=EPOCHS, steps_per_epoch=steps, verbose=0, callbacks=[clock])
     speed = (EPOCHS - 1) * steps / (time.monotonic() - began[1])
-    told = {"steps_per_second": speed, "device": _device()}
-    sys.stdout.write(f"{json.dumps(told)}\n")
+    result = {"steps_per_second": speed, "device": _device()}
+    sys.stdout.write(f"{json.dumps(result)}\n")
 
 
 def perceptron() -> keras.Model:

@@ -96,7 +96,7 @@ def _dense(inputs: Any, given: int, units: int, name: str) -> Any:
 
 
 class _Gate:
-    """Lets all workers begin at once: the first to come would take the others' turns."""
+    """Lets all workers start at once: the first one would take the others' turns."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._folder: Path = options.record.parent
@@ -143,11 +143,11 @@ class _Record:
 
         In synchronous training the last worker waits for ever when the others have ended.
         """
-        told = {"local_steps": self._local_steps, "marks": self._marks}
-        told["kept"] = [(when, step) for when, step, _ in self._kept]
+        result = {"local_steps": self._local_steps, "marks": self._marks}
+        result["kept"] = [(when, step) for when, step, _ in self._kept]
         # The end may come at any moment.
         whole = self._path.with_suffix(".new")
-        whole.write_text(json.dumps(told), encoding="utf-8")
+        whole.write_text(json.dumps(result), encoding="utf-8")
         whole.replace(self._path)
 
     def write_weights(self) -> None:

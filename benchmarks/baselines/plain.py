@@ -51,7 +51,7 @@ def main() -> None:
         metrics=["accuracy"],
         steps_per_execution=STEPS_PER_EXECUTION,
     )
-    # Shuffled already; Keras warns where it is not told so.
+    # Shuffled already; Keras warns unless this is declared.
     model.fit(batches(settings.batch), steps_per_epoch=settings.steps, shuffle=False, verbose=0)
     images, labels = held_out_examples()
     found = model.evaluate(images, labels, batch_size=1000, verbose=0, return_dict=True)

@@ -68,7 +68,7 @@ def measured(run: Run, folder: Path) -> Measured:
     """Return the figures of a run, from `folder` where it was measured before.
 
     Raises:
-        UserError: the run has failed; what it said stands on standard error.
+        UserError: the run has failed; its messages are on standard error.
     """
     settings = (*run.settings, f"data.manual_dir={mnist.folder()}", KEEP_ALL)
     kept = folder / f"{load_config(Path(run.config), settings).digest()}.json"

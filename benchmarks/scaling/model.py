@@ -29,7 +29,7 @@ from trainer.training.loop import INNER_LOOP_SECONDS
 # half of the stretch in halves of what is left, and the rest in quarters of a worker's share.
 OF_A_WORKER = 2 * log(2) + 2
 _HALVINGS = 50
-# Numbers that differ by less of the larger one tell no slope.
+# Numbers that differ by less of the larger one yield no slope.
 _SAME = 1e-6
 
 
@@ -122,7 +122,7 @@ def fit(points: Sequence[Point], looped: Point) -> Costs:
         looped: the same as one of them, in which no update was made in a turn.
 
     Raises:
-        ValueError: the points do not tell all of the constants.
+        ValueError: the points do not determine all of the constants.
     """
     (turned,) = (p for p in points if _same_case(p, looped))
     worker_loop = max(0.0, looped.worker - turned.worker)
@@ -156,7 +156,7 @@ def fit(points: Sequence[Point], looped: Point) -> Costs:
 
 
 def too_few_for_turns(rate: float, workers: int) -> bool:
-    """Whether a stretch at so many updates a second is handed out without turns."""
+    """Whether a stretch at so many updates a second is dispatched without turns."""
     return unit_of(int(rate * INNER_LOOP_SECONDS), workers, TURN) == 1
 
 
@@ -167,7 +167,7 @@ def _same_case(one: Point, other: Point) -> bool:
 
 
 def shares(variables: Sequence[int], servers: int) -> list[int]:
-    """Return the bytes on each server; a variable stands on one server as a whole."""
+    """Return the bytes on each server; a variable is on one server as a whole."""
     sized = [Sized(path=f"{index}", bytes=each) for index, each in enumerate(variables)]
     found = [0] * servers
     for each, server in zip(variables, assign(sized, servers, {}), strict=True):
@@ -243,7 +243,7 @@ def _closures(rate: float, workers: int) -> float:
 
 
 def _most_of_chief(costs: Costs, workers: int) -> float:
-    """Return the updates a second that a chief can hand out.
+    """Return the updates a second that a chief can dispatch.
 
     Where it cannot give every worker its portions of a stretch, stretches become short and closures
     small, down to single steps.

@@ -10,7 +10,7 @@ from benchmarks.scaling.model import Costs, Fleet, Point, on_one_machine, predic
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
 END = "<!-- end of what was measured -->\n"
-# The cluster that is asked about: 10 Gbit/s, and a round trip within one data centre.
+# The clusters of the prediction: 10 Gbit/s, and a round trip within one data centre.
 FLEETS = (
     Fleet(workers=10, servers=1, server_cores=4, bytes_per_second=1.25e9, round_trip=2e-4),
     Fleet(workers=100, servers=10, server_cores=4, bytes_per_second=1.25e9, round_trip=2e-4),

@@ -1,4 +1,4 @@
-"""The programs that Flotilla is measured beside really do what they are said to do."""
+"""The programs that Flotilla is compared with do what their descriptions say."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_the_last_worker_of_a_synchronous_program_is_not_waited_for():
 
 
 @pytest.mark.slow
-def test_what_a_task_said_last_is_told(tmp_path, monkeypatch):
+def test_the_last_output_of_a_task_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
     with pytest.raises(RuntimeError, match=r"has failed: .*Error"):
         cluster.train(tmp_path / "run", steps=10)

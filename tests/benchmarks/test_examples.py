@@ -47,7 +47,7 @@ def test_the_first_epoch_has_fetched_its_files():
 
 
 def test_first_and_later_epochs_are_figures_of_the_same_rounds(monkeypatch):
-    rounds = Rounds(beside=PAIRS, cached=Speeds(first=1.0, later=50.0))
+    rounds = Rounds(pairs=PAIRS, cached=Speeds(first=1.0, later=50.0))
     monkeypatch.setattr(examples, "_rounds", lambda: rounds)
     first, later = examples.first_epoch().tree(), examples.later_epochs().tree()
     assert (first["rounds"], first["at_least"], first["holds"]) == ([4.0, 3.0, 6.0], 4, True)

@@ -56,7 +56,7 @@ def test_every_configuration_of_an_experiment_is_run_and_described():
         (same_losses, [GOOD, GOOD], [GOOD, replace(GOOD, training_loss=2.2898)]),
     ],
 )
-def test_a_goal_that_is_missed_is_told(judge, good, bad):
+def test_a_goal_that_is_missed_is_reported(judge, good, bad):
     assert judge(good).reached
     assert not judge(bad).reached
 

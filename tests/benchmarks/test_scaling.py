@@ -101,7 +101,7 @@ def test_no_constant_is_below_zero():
     assert min(found.worker_message, found.worker_byte, *found.gradient.values()) >= 0
 
 
-def test_the_chief_is_told_by_all_and_the_others_by_runs_like_the_looped_one():
+def test_the_chief_is_fitted_to_all_and_the_others_to_runs_like_the_looped_one():
     crowd = [replace(p, workers=8, worker=9.0, server=9.0) for p in POINTS]
     crowd = [
         replace(p, chief=(TRUE.chief_share + TRUE.closure * _closures(p.rate, 8)) / p.rate)

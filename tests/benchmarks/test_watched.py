@@ -33,7 +33,7 @@ EARLY = look(5_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600)
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=600), 1.0, True),
         (look(50_000, chief_0=800, ps_0=500, worker_0=600, worker_1=636), 1.06, False),
         (look(50_000, chief_0=880, ps_0=500, worker_0=600, worker_1=600), 1.1, False),
-        # The server is told and not judged.
+        # The server is reported and not judged.
         (look(50_000, chief_0=800, ps_0=900, worker_0=600, worker_1=540), 1.0, True),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_run_is_looked_at_when_its_steps_are_reached(tmp_path):
     assert first.time < last.time
 
 
-def test_a_run_that_fails_is_told(tmp_path):
+def test_a_run_that_fails_is_reported(tmp_path):
     config = load_config(None, ["data.dataset=no_such_dataset"])
     with pytest.raises(RuntimeError, match="no_such_dataset"):
         watched.watched(config, tmp_path, [100])
