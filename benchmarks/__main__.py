@@ -1,6 +1,6 @@
-"""`make bench`: measure all figures of speed, print a table, write `build/bench.json`.
+"""`make bench`: measure all comparisons of speed, print a table, write `build/bench.json`.
 
-`python -m benchmarks files same-xla` measures the figures of these names alone; those of accuracy,
+`python -m benchmarks files same-xla` measures these comparisons alone; those of accuracy,
 `same-...`, have to be named.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 from benchmarks import (
     accuracy,
+    comparisons,
     evaluation,
     examples,
-    figures,
     memory,
     on_gpu,
     preparing,
@@ -29,7 +29,7 @@ from benchmarks.baselines import mnist
 from trainer.errors import RunInterruptedError, UserError
 
 OUTPUT = Path("build/bench.json")
-MEASURES: Mapping[str, Callable[[], figures.Figure]] = {
+MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
     "async": training.asynchronous,
     "sync": training.synchronous,
     "local": training.local_steps,
@@ -53,9 +53,9 @@ WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
 
 
 def main() -> None:
-    """Measure one figure after the other; after one that fails with a reason the next ones come."""
+    """Measure one comparison after the other, those after a failed one as well."""
     words = _words()
-    found: list[figures.Figure] = []
+    found: list[comparisons.Comparison] = []
     failed: list[str] = []
     _write(found)
     try:
@@ -76,9 +76,9 @@ def main() -> None:
         sys.exit("\n".join(f"bench: {each}" for each in failed))
 
 
-def _write(found: list[figures.Figure]) -> None:
+def _write(found: list[comparisons.Comparison]) -> None:
     try:
-        figures.write(found, OUTPUT)
+        comparisons.write(found, OUTPUT)
     except OSError as error:
         sys.exit(f"bench: cannot write {OUTPUT}: {error.strerror}; make room for it")
 
@@ -87,7 +87,9 @@ def _words() -> list[str]:
     words = sys.argv[1:] or [each for each in MEASURES if not each.startswith(OF_ACCURACY)]
     for word in words:
         if word not in MEASURES:
-            sys.exit(f"bench: there is no figure {word!r}; it has to be {' or '.join(MEASURES)}")
+            sys.exit(
+                f"bench: there is no comparison {word!r}; it has to be {' or '.join(MEASURES)}"
+            )
     if words == ["gpu"] and not on_gpu.present():
         sys.exit("bench: this machine has no GPU")
     if "gpu" in words and not on_gpu.present():

@@ -20,7 +20,7 @@ import tensorflow as tf
 from benchmarks import launched
 from benchmarks.baselines import cluster
 from benchmarks.baselines.mnist import Floats, held_out_examples
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.index import index_of
 from trainer.events import Progress
@@ -46,7 +46,7 @@ OURS: Mapping[str, Any] = {
 Course = Iterable[tuple[float, float]]
 
 
-def time_to_accuracy() -> Figure:
+def time_to_accuracy() -> Comparison:
     """Seconds to the goal: the program's over Flotilla's."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
@@ -70,8 +70,8 @@ def time_to_accuracy() -> Figure:
             return seconds
 
         pairs = alternating(ROUNDS, ours, theirs)
-    return Figure(
-        figure=f"seconds to {GOAL:.0%} of MNIST: the asynchronous TensorFlow 1 program's, over "
+    return Comparison(
+        name=f"seconds to {GOAL:.0%} of MNIST: the asynchronous TensorFlow 1 program's, over "
         f"async with pull_every={OURS['training__pull_every']}",
         rounds=tuple(other / own for own, other in pairs),
         at_least=5,

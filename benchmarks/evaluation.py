@@ -14,7 +14,7 @@ import tensorflow as tf
 from sklearn import metrics as scores
 from sklearn.calibration import calibration_curve
 
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.config.load import parse_config
@@ -28,7 +28,7 @@ from trainer.models.spec import InputSpec
 EXAMPLES, CLASSES, SHAPE = 20_000, 10, (28, 28, 1)
 ROUNDS = 5
 RESAMPLES = 1000
-# Of the labels; figures of chance alone would be quick to have.
+# Of the labels; metrics at the level of chance would be quick to get.
 KNOWN = 0.5
 FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
@@ -48,7 +48,7 @@ class Subject:
     labels: Any
 
 
-def evaluation() -> Figure:
+def evaluation() -> Comparison:
     """Evaluate a published checkpoint, and predict and measure arrays in memory."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -65,21 +65,21 @@ def evaluation() -> Figure:
 
         def bare() -> float:
             began = time.perf_counter()
-            figures_of(subject)
+            metrics_of(subject)
             return EXAMPLES / (time.perf_counter() - began)
 
         # Both trace and load what they need once.
         ours(), bare()
         pairs = alternating(ROUNDS, ours, bare)
-    return Figure(
-        figure="examples/s evaluated and published, against predict and scikit-learn in memory",
+    return Comparison(
+        name="examples/s evaluated and published, against predict and scikit-learn in memory",
         rounds=tuple(own / other for own, other in pairs),
         at_least=0.25,
         more={"examples_per_second": [[round(each) for each in pair] for pair in pairs]},
     )
 
 
-def figures_of(subject: Subject) -> dict[str, Any]:
+def metrics_of(subject: Subject) -> dict[str, Any]:
     """Return what a person writes down who has the examples in memory, and nothing to publish."""
     labels = subject.labels
     logits = subject.model.predict(subject.images, batch_size=1000, verbose=0)

@@ -21,7 +21,7 @@ import tensorflow as tf
 from benchmarks import launched
 from benchmarks.baselines import tfds_input
 from benchmarks.baselines.mnist import VALIDATION
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer import storage
 from trainer.data.read import DatasetSpec, stage_shards, training_batches
 
@@ -49,7 +49,7 @@ class Rounds:
     cached: Speeds
 
 
-def first_epoch() -> Figure:
+def first_epoch() -> Comparison:
     """Examples a second of the first epoch: shuffled, and nothing cached in the process.
 
     Flotilla fetches its shards first, which counts; TFDS reads its files where they are.
@@ -58,7 +58,7 @@ def first_epoch() -> Figure:
     return _figure("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
 
 
-def later_epochs() -> Figure:
+def later_epochs() -> Comparison:
     """Examples a second of later epochs, in which TFDS decodes again."""
     rounds = _rounds()
     pairs = [(own.later, other.later) for own, other in rounds.pairs]
@@ -66,9 +66,11 @@ def later_epochs() -> Figure:
     return _figure(figure, 10, pairs, tfds_with_a_cache=round(rounds.cached.later))
 
 
-def _figure(figure: str, at_least: float, pairs: list[tuple[float, float]], **more: Any) -> Figure:
-    return Figure(
-        figure=figure,
+def _compared(
+    name: str, at_least: float, pairs: list[tuple[float, float]], **more: Any
+) -> Comparison:
+    return Comparison(
+        name=name,
         rounds=tuple(own / other for own, other in pairs),
         at_least=at_least,
         more={"examples_per_second": [[round(each) for each in pair] for pair in pairs], **more},
@@ -77,7 +79,7 @@ def _figure(figure: str, at_least: float, pairs: list[tuple[float, float]], **mo
 
 @cache
 def _rounds() -> Rounds:
-    """Measure for both figures at once."""
+    """Measure for both comparisons at once."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
         tfds_input.prepare(folder / "tfds")

@@ -63,7 +63,7 @@ class Trained:
 
 @cache
 def mnist() -> str:
-    """Publish MNIST, once for all figures of this process; return its URI."""
+    """Publish MNIST, once for all comparisons of this process; return its URI."""
     folder = tempfile.mkdtemp(prefix="flotilla-bench-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return prepared(Path(folder))

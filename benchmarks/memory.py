@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.figures import Figure
+from benchmarks.comparisons import Comparison
 from benchmarks.watched import Look, watched
 from trainer.config.load import load_config
 
@@ -28,13 +28,13 @@ JUDGED = ("chief", "worker")
 TASKS = ("chief-0", "ps-0", "worker-0", "worker-1")
 
 
-def memory() -> Figure:
+def memory() -> Comparison:
     """Resident bytes of chief and workers after 50,000 steps, over those after 5,000."""
     config = load_config(None, [f"{key}={value}" for key, value in SETTINGS.items()])
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         runs = [watched(config, Path(name) / f"{each}", [EARLY, LATE]) for each in range(ROUNDS)]
-    return Figure(
-        figure=f"memory of chief and workers after {LATE:,} steps, over that after {EARLY:,}",
+    return Comparison(
+        name=f"memory of chief and workers after {LATE:,} steps, over that after {EARLY:,}",
         rounds=tuple(worst_growth(early, late) for early, late in runs),
         at_most=1.05,
         more={

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 from benchmarks import launched
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 
 ROUNDS = 3
 BATCH = 100
@@ -35,7 +35,7 @@ def present() -> bool:
     return bool(glob("/dev/nvidia[0-9]*"))
 
 
-def on_gpu(steps: int = STEPS) -> Figure:
+def on_gpu(steps: int = STEPS) -> Comparison:
     """Examples a second of `single` and of `model.fit`, with the name of the device."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         folder = Path(name)
@@ -57,8 +57,8 @@ def on_gpu(steps: int = STEPS) -> Figure:
             return BATCH * float(result["steps_per_second"])
 
         pairs = alternating(ROUNDS, own, fit)
-    return Figure(
-        figure=f"CNN on MNIST, bfloat16 and XLA, single on {devices[-1]}: examples/s, against "
+    return Comparison(
+        name=f"CNN on MNIST, bfloat16 and XLA, single on {devices[-1]}: examples/s, against "
         "model.fit",
         rounds=tuple(mine / theirs for mine, theirs in pairs),
         at_least=1.2,

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from benchmarks import launched
 from benchmarks.baselines import tfds_input
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer import storage
 from trainer.data import prepare
 
@@ -23,7 +23,7 @@ ROUNDS = 3
 FLOTILLA, TFDS = "flotilla", "tfds"
 
 
-def preparing() -> Figure:
+def preparing() -> Comparison:
     """Seconds of `prepare_data` on the official MNIST files, and of `download_and_prepare`."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         count = iter(range(1000))
@@ -35,8 +35,8 @@ def preparing() -> Figure:
             return float(done.stdout.splitlines()[-1])
 
         pairs = alternating(ROUNDS, lambda: measured(FLOTILLA), lambda: measured(TFDS))
-    return Figure(
-        figure="prepare_data of MNIST from its files: seconds, over download_and_prepare alone",
+    return Comparison(
+        name="prepare_data of MNIST from its files: seconds, over download_and_prepare alone",
         rounds=tuple(own / other for own, other in pairs),
         at_most=1.5,
         more={"seconds": [[round(each, 2) for each in pair] for pair in pairs]},

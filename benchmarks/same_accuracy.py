@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks import launched
 from benchmarks.accuracy import accuracy_of
 from benchmarks.baselines.plain import Settings
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer.checkpoints.index import index_of
 
 SEEDS = 3
@@ -63,7 +63,7 @@ PATHS = {
 }
 
 
-def same_accuracy(name: str) -> Figure:
+def same_accuracy(name: str) -> Comparison:
     """Return the test accuracy of a fast path over that of `model.fit`, for each seed."""
     path = PATHS[name]
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
@@ -74,8 +74,8 @@ def same_accuracy(name: str) -> Figure:
             lambda: _own(path, next(own), home),
             lambda: _plain(replace(path.plain, seed=next(plain))),
         )
-    return Figure(
-        figure=f"test accuracy on MNIST, {name}: against model.fit",
+    return Comparison(
+        name=f"test accuracy on MNIST, {name}: against model.fit",
         rounds=tuple(fast / slow for fast, slow in pairs),
         at_least=AT_LEAST,
         more={"accuracy": [[round(each, 4) for each in pair] for pair in pairs]},

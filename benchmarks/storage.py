@@ -18,7 +18,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer import events, storage
 from trainer.errors import UserError
 from trainer.events import Event, Progress, Saved
@@ -35,7 +35,7 @@ EVERY = 10.0
 WINDOW = 5.0
 
 
-def many_files() -> Figure:
+def many_files() -> Comparison:
     """Publish 300 files of 20 KB at 30 ms a request: side by side, and one by one."""
     with tempfile.TemporaryDirectory() as name, gcs(LATENCY) as root:
         folder = Path(name)
@@ -51,15 +51,15 @@ def many_files() -> Figure:
 
         storage.is_published(root)
         seconds = alternating(ROUNDS, lambda: published(1), lambda: published(retry.THREADS))
-    return Figure(
-        figure="300 files of 20 KB published at 30 ms a request, against one by one",
+    return Comparison(
+        name="300 files of 20 KB published at 30 ms a request, against one by one",
         rounds=tuple(alone / together for alone, together in seconds),
         at_least=7,
         more={"seconds": [round(together, 2) for _, together in seconds]},
     )
 
 
-def checkpoints() -> Figure:
+def checkpoints() -> Comparison:
     """Train with checkpoints in a bucket, and hold the seconds after each against those around it.
 
     The cost of a checkpoint (training waits, and an upload runs in the background) is far less
@@ -78,8 +78,8 @@ def checkpoints() -> Figure:
             f"{STEPS} steps ended before a checkpoint had windows around it: more steps"
         )
     every = [each for run in found for each in run]
-    return Figure(
-        figure="steps/s with a checkpoint every 10 s in a bucket, against none",
+    return Comparison(
+        name="steps/s with a checkpoint every 10 s in a bucket, against none",
         rounds=tuple(1 - fmean(each.seconds for each in run) / EVERY for run in found),
         at_least=0.97,
         more={

@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import launched
 from benchmarks.baselines import cluster
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 
 ROUNDS = 3
 # Where the noise comes near the margin.
@@ -113,15 +113,15 @@ def _compared(
     own: Callable[[_Bench], float],
     other: Callable[[_Bench], float],
     rounds: int = ROUNDS,
-) -> Figure:
-    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
-        bench = _Bench(Path(name))
+) -> Comparison:
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as folder:
+        bench = _Bench(Path(folder))
         pairs = alternating(rounds, lambda: own(bench), lambda: other(bench))
     more: dict[str, Any] = {"steps_per_second": [[round(each, 1) for each in p] for p in pairs]}
     if bench.local_steps:
         more["local_steps_of_baseline"] = bench.local_steps
-    return Figure(
-        figure=figure,
+    return Comparison(
+        name=name,
         rounds=tuple(mine / theirs for mine, theirs in pairs),
         at_least=at_least,
         more=more,

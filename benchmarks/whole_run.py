@@ -9,21 +9,21 @@ import tempfile
 import time
 from pathlib import Path
 
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 
 ROUNDS = 3
 CONFIG = "configs/digits.yaml"
 
 
-def whole_run() -> Figure:
+def whole_run() -> Comparison:
     """Seconds of `flotilla run` on the digits, and of `import tensorflow` in one process."""
     with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
         workdir = Path(name)
         # The first run prepares the dataset, and files that are read once are in memory then.
         run_seconds(workdir), import_seconds()
         pairs = alternating(ROUNDS, lambda: run_seconds(workdir), import_seconds)
-    return Figure(
-        figure="flotilla run on the digits, warm: seconds, over one import of TensorFlow",
+    return Comparison(
+        name="flotilla run on the digits, warm: seconds, over one import of TensorFlow",
         rounds=tuple(run / one for run, one in pairs),
         at_most=9,
         more={"seconds": [[round(each, 2) for each in pair] for pair in pairs]},

@@ -1,4 +1,4 @@
-"""Run one configuration through the whole pipeline and take its figures."""
+"""Run one configuration through the whole pipeline and take its results."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Measured:
 
 
 def measured(run: Run, folder: Path) -> Measured:
-    """Return the figures of a run, from `folder` where it was measured before.
+    """Return the results of a run, from `folder` where it was measured before.
 
     Raises:
         UserError: the run has failed; its messages are on standard error.
@@ -73,12 +73,12 @@ def measured(run: Run, folder: Path) -> Measured:
     settings = (*run.settings, f"data.manual_dir={mnist.folder()}", KEEP_ALL)
     kept = folder / f"{load_config(Path(run.config), settings).digest()}.json"
     if kept.exists():
-        return Measured(**json.loads(kept.read_text(encoding="utf-8"))["figures"])
+        return Measured(**json.loads(kept.read_text(encoding="utf-8"))["measured"])
     ended = _ended(run, settings, folder / "runs")
-    figures = _figures(run, settings, ended)
-    record = {"command": run.command(), "run": ended["run_id"], "figures": asdict(figures)}
+    results = _measured(run, settings, ended)
+    record = {"command": run.command(), "run": ended["run_id"], "measured": asdict(results)}
     kept.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return figures
+    return results
 
 
 def _ended(run: Run, settings: tuple[str, ...], workdir: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _ended(run: Run, settings: tuple[str, ...], workdir: Path) -> dict[str, Any]
     return dict(outcome)
 
 
-def _figures(run: Run, settings: tuple[str, ...], ended: dict[str, Any]) -> Measured:
+def _measured(run: Run, settings: tuple[str, ...], ended: dict[str, Any]) -> Measured:
     artifacts = ended["artifacts"]
     checkpoints = artifacts["checkpoint"].rpartition("/")[0]
     rows = read_history(checkpoints)

@@ -1,4 +1,4 @@
-"""The figure of evaluations: both sides give the same figures of the same examples."""
+"""The comparison of evaluations: both sides compute the same metrics of the same examples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_both_sides_measure_the_same(tmp_path, monkeypatch):
     output = storage.uri_of(tmp_path / "evaluation")
     evaluate(evaluation.CONFIG, subject.dataset, subject.checkpoint, output, tmp_path / "scratch")
     ours = json.loads(storage.read_file(output, "metrics.json"))
-    bare = evaluation.figures_of(subject)
+    bare = evaluation.metrics_of(subject)
     assert ours["examples"] == 500
     assert ours["metrics"]["accuracy"] == pytest.approx(bare["accuracy"])
     assert 0.4 < bare["accuracy"] < 0.7
@@ -32,7 +32,7 @@ def test_both_sides_measure_the_same(tmp_path, monkeypatch):
     assert ours["intervals"]["accuracy"] == pytest.approx(bare["interval"], abs=0.02)
 
 
-def test_the_figure_has_a_ratio_for_each_round(monkeypatch):
+def test_the_comparison_has_a_ratio_for_each_round(monkeypatch):
     now = [0.0]
 
     def takes(seconds):
@@ -49,7 +49,7 @@ def test_the_figure_has_a_ratio_for_each_round(monkeypatch):
     )
     monkeypatch.setattr(evaluation.time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(evaluation, "evaluate", takes(3.0))
-    monkeypatch.setattr(evaluation, "figures_of", takes(1.0))
+    monkeypatch.setattr(evaluation, "metrics_of", takes(1.0))
     tree = evaluation.evaluation().tree()
     assert tree["rounds"] == [pytest.approx(1 / 3, abs=1e-4)] * evaluation.ROUNDS
     assert tree["examples_per_second"] == [[100, 300]] * evaluation.ROUNDS

@@ -1,4 +1,4 @@
-"""The figures of training input and of preparing: both sides do the whole of the same work."""
+"""The comparisons of training input and of preparing: both sides do the whole of the same work."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_first_and_later_epochs_are_figures_of_the_same_rounds(monkeypatch):
 
 @pytest.fixture(scope="module")
 def mnist(tmp_path_factory, mnist_dir):
-    """Prepare MNIST by both, as the figure of preparing does."""
+    """Prepare MNIST by both, as the comparison of preparing does."""
     folder = tmp_path_factory.mktemp("mnist")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))

@@ -1,4 +1,4 @@
-"""The published experiments: their table is whole, and their figures are those of the runs."""
+"""The published experiments: their table is whole, and their numbers are those of the runs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_the_page_has_a_row_for_each_finding():
 
 @pytest.mark.cluster
 @pytest.mark.long
-def test_figures_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
+def test_results_are_those_of_the_run_and_are_kept(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     settings = ("training.strategy=sync_parameter_server", "training.steps=200", "gate.min={}")
     run = Run(config="configs/digits.yaml", settings=settings)

@@ -48,20 +48,20 @@ def test_local_steps_are_those_of_all_workers():
 
 
 @pytest.mark.parametrize(
-    ("figure", "theirs"),
+    ("measure", "theirs"),
     [
         (training.asynchronous, "baseline"),
         (training.synchronous, "baseline"),
         (training.one_process, "fit"),
     ],
 )
-def test_a_ratio_is_ours_over_theirs(monkeypatch, figure, theirs):
+def test_a_ratio_is_ours_over_theirs(monkeypatch, measure, theirs):
     class Trained:
         steps_per_second = 30.0
 
     monkeypatch.setattr(training._Bench, "train", lambda *_args, **_settings: Trained())
     monkeypatch.setattr(training._Bench, theirs, lambda *_args, **_settings: 10.0)
-    found = figure()
+    found = measure()
     assert found.ratio == pytest.approx(3.0)
     assert len(found.rounds) >= 3
     assert found.more["steps_per_second"] == [[30.0, 10.0]] * len(found.rounds)

@@ -1,4 +1,4 @@
-"""Both sides of the figure of a GPU."""
+"""Both sides of the comparison on a GPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_run_is_in_16_bits_compiled_and_on_one_gpu():
 def test_both_sides_train(mnist_dir, monkeypatch):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
     monkeypatch.setitem(launched.SAME_AS_BASELINE, "data.manual_dir", str(mnist_dir))
-    figure = on_gpu(steps=60)
-    assert len(figure.rounds) == 3
-    assert min(figure.rounds) > 0
-    assert all(each > 0 for pair in figure.more["examples_per_second"] for each in pair)
+    found = on_gpu(steps=60)
+    assert len(found.rounds) == 3
+    assert min(found.rounds) > 0
+    assert all(each > 0 for pair in found.more["examples_per_second"] for each in pair)

@@ -38,9 +38,9 @@ def test_the_asynchronous_path_is_the_fast_one():
 def test_a_round_is_a_seed_and_the_ratio_that_of_both(monkeypatch):
     monkeypatch.setattr(same_accuracy, "_own", lambda _path, seed, _home: 0.9 + seed / 10)
     monkeypatch.setattr(same_accuracy, "_plain", lambda settings: 1 - settings.seed / 10)
-    figure = same_accuracy.same_accuracy("single")
-    assert figure.rounds == pytest.approx((0.9, 1.0 / 0.9, 1.1 / 0.8))
-    assert figure.more["accuracy"] == [[0.9, 1.0], [1.0, 0.9], [1.1, 0.8]]
+    found = same_accuracy.same_accuracy("single")
+    assert found.rounds == pytest.approx((0.9, 1.0 / 0.9, 1.1 / 0.8))
+    assert found.more["accuracy"] == [[0.9, 1.0], [1.0, 0.9], [1.1, 0.8]]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Runs that are watched: what each task holds and has used, and the figure of memory."""
+"""Runs that are watched: what each task holds and has used, and the comparison of memory."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_run_that_fails_is_reported(tmp_path):
         watched.watched(config, tmp_path, [100])
 
 
-def test_a_whole_run_that_is_refused_is_no_figure(tmp_path, monkeypatch):
+def test_a_whole_run_that_is_refused_is_no_comparison(tmp_path, monkeypatch):
     (tmp_path / "flotilla").write_text('#!/bin/sh\necho \'{"status": "refused"}\'\nexit 3\n')
     (tmp_path / "flotilla").chmod(0o755)
     monkeypatch.setattr(whole_run.sys, "executable", str(tmp_path / "python"))

@@ -1,4 +1,4 @@
-"""Figures: ratios of two things that are measured side by side in the same run, alternating."""
+"""Comparisons: ratios of two things that are measured in the same run, alternating."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ VERSIONS = ("tensorflow", "keras", "numpy", "google-cloud-storage", "boto3")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Figure:
+class Comparison:
     """One ratio with its bound; `rounds` are the ratios of the single rounds.
 
     The bound is `at_least` or `at_most`, and never both. `more` holds further values of the report.
     """
 
-    figure: str
+    name: str
     rounds: tuple[float, ...]
     at_least: float | None = None
     at_most: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuse a figure that could not be judged."""
+        """Refuse a comparison that could not be judged."""
         if (self.at_least is None) == (self.at_most is None):
-            raise ValueError(f"{self.figure}: it needs at_least or at_most, one of them")
+            raise ValueError(f"{self.name}: it needs at_least or at_most, one of them")
         if not self.rounds:
-            raise ValueError(f"{self.figure}: it has no rounds")
+            raise ValueError(f"{self.name}: it has no rounds")
 
     @property
     def ratio(self) -> float:
@@ -56,7 +56,7 @@ class Figure:
     def tree(self) -> dict[str, Any]:
         """Return what `bench.json` says of it."""
         return {
-            "figure": self.figure,
+            "name": self.name,
             "ratio": round(self.ratio, 4),
             **self.bound,
             "holds": self.holds,
@@ -82,8 +82,8 @@ def alternating(
     return found
 
 
-def write(figures: list[Figure], path: Path) -> None:
-    """Write all figures, with the machine and its load, as JSON."""
+def write(compared: list[Comparison], path: Path) -> None:
+    """Write all comparisons, with the machine and its load, as JSON."""
     machine = {
         "cores": os.cpu_count(),
         "platform": platform.platform(),
@@ -92,24 +92,23 @@ def write(figures: list[Figure], path: Path) -> None:
     tree = {
         "machine": machine,
         "versions": {name: version(name) for name in VERSIONS},
-        "figures": [figure.tree() for figure in figures],
+        "comparisons": [each.tree() for each in compared],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
 
 
-def table(figures: list[Figure]) -> str:
-    """Return one line a figure."""
-    rows = [("figure", "ratio", "has to be", "holds")]
+def table(compared: list[Comparison]) -> str:
+    """Return one line per comparison."""
+    rows = [("name", "ratio", "has to be", "holds")]
     rows += [
-        (each.figure, f"{each.ratio:.3f}", _words(each), str(each.holds).lower())
-        for each in figures
+        (each.name, f"{each.ratio:.3f}", _words(each), str(each.holds).lower()) for each in compared
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
     return "\n".join(lines)
 
 
-def _words(figure: Figure) -> str:
-    ((name, value),) = figure.bound.items()
+def _words(comparison: Comparison) -> str:
+    ((name, value),) = comparison.bound.items()
     return f"{name.replace('_', ' ')} {value:g}"

@@ -1,4 +1,4 @@
-"""Figures: which bound they have, whether they hold, and what is written of them."""
+"""Comparisons: which bound they have, whether they hold, and what is written of them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import sys
 import pytest
 
 from benchmarks import __main__ as bench
-from benchmarks import figures, on_gpu
+from benchmarks import comparisons, on_gpu
 from benchmarks.baselines import mnist
-from benchmarks.figures import Figure, alternating
+from benchmarks.comparisons import Comparison, alternating
 from trainer.errors import RunInterruptedError, UserError
 
-MOST = Figure(figure="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
-LEAST = Figure(figure="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})
+MOST = Comparison(name="a", rounds=(1.0, 3.0, 2.0), at_most=2.0)
+LEAST = Comparison(name="b", rounds=(1.0, 3.0, 2.0), at_least=2.5, more={"seconds": [1, 2]})
 
 
-def test_a_figure_holds_when_the_median_of_its_rounds_does():
-    good = Figure(figure="x", rounds=(0.5, 2.0, 3.0), at_least=2.0).tree()
+def test_a_comparison_holds_when_the_median_of_its_rounds_does():
+    good = Comparison(name="x", rounds=(0.5, 2.0, 3.0), at_least=2.0).tree()
     assert (good["ratio"], good["holds"]) == (2.0, True)
-    assert not Figure(figure="x", rounds=(1.9, 1.0, 3.0), at_least=2.0).tree()["holds"]
+    assert not Comparison(name="x", rounds=(1.9, 1.0, 3.0), at_least=2.0).tree()["holds"]
 
 
 @pytest.mark.parametrize(
@@ -29,36 +29,36 @@ def test_a_figure_holds_when_the_median_of_its_rounds_does():
     [((1.0, 3.0, 2.0), 2.0, True), ((1.0, 3.0, 2.01), 2.0, False), ((float("nan"),), 2.0, False)],
 )
 def test_a_bound_from_above(rounds, at_most, holds):
-    tree = Figure(figure="x", rounds=rounds, at_most=at_most).tree()
+    tree = Comparison(name="x", rounds=rounds, at_most=at_most).tree()
     assert tree["holds"] is holds
     assert tree["at_most"] == at_most
     assert "at_least" not in tree
 
 
 @pytest.mark.parametrize("bounds", [{}, {"at_least": 1.0, "at_most": 2.0}])
-def test_a_figure_has_one_bound(bounds):
+def test_a_comparison_has_one_bound(bounds):
     with pytest.raises(ValueError, match="at_least or at_most"):
-        Figure(figure="x", rounds=(1.0,), **bounds)
+        Comparison(name="x", rounds=(1.0,), **bounds)
 
 
-def test_a_figure_has_rounds():
+def test_a_comparison_has_rounds():
     with pytest.raises(ValueError, match="no rounds"):
-        Figure(figure="x", rounds=(), at_most=1.0)
+        Comparison(name="x", rounds=(), at_most=1.0)
 
 
 def test_what_is_written_is_what_was_measured(tmp_path):
-    figures.write([MOST, LEAST], tmp_path / "build" / "bench.json")
+    comparisons.write([MOST, LEAST], tmp_path / "build" / "bench.json")
     tree = json.loads((tmp_path / "build" / "bench.json").read_text())
-    assert tree["figures"] == [
-        {"figure": "a", "ratio": 2.0, "at_most": 2.0, "holds": True, "rounds": [1.0, 3.0, 2.0]},
-        {"figure": "b", "ratio": 2.0, "at_least": 2.5, "holds": False, "rounds": [1.0, 3.0, 2.0],
+    assert tree["comparisons"] == [
+        {"name": "a", "ratio": 2.0, "at_most": 2.0, "holds": True, "rounds": [1.0, 3.0, 2.0]},
+        {"name": "b", "ratio": 2.0, "at_least": 2.5, "holds": False, "rounds": [1.0, 3.0, 2.0],
          "seconds": [1, 2]},
     ]  # fmt: skip
     assert tree["machine"]["cores"] >= 1
 
 
 def test_the_table_says_which_way_a_bound_goes():
-    lines = figures.table([MOST, LEAST]).splitlines()
+    lines = comparisons.table([MOST, LEAST]).splitlines()
     assert lines[1].split() == ["a", "2.000", "at", "most", "2", "true"]
     assert lines[2].split() == ["b", "2.000", "at", "least", "2.5", "false"]
 
@@ -75,7 +75,7 @@ def test_both_sides_take_turns_in_being_first():
     assert order == ["own", "other", "other", "own", "own", "other"]
 
 
-def test_single_figures_are_measured_by_their_names(tmp_path, monkeypatch, capsys):
+def test_single_comparisons_are_measured_by_their_names(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path))
     for name in mnist.FILES:
@@ -83,7 +83,7 @@ def test_single_figures_are_measured_by_their_names(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(bench, "MEASURES", {"one": lambda: MOST, "two": lambda: LEAST})
     monkeypatch.setattr(sys, "argv", ["bench", "two"])
     bench.main()
-    assert [each["figure"] for each in json.loads(bench.OUTPUT.read_text())["figures"]] == ["b"]
+    assert [each["name"] for each in json.loads(bench.OUTPUT.read_text())["comparisons"]] == ["b"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("b ")
 
 
@@ -111,8 +111,8 @@ def test_what_can_be_measured_is(tmp_path, monkeypatch, capsys, error, said):
     assert said in str(end.value)
     measured = "a" if said == "interrupted" else "ab"
     assert "\n" not in str(end.value)
-    written = json.loads(bench.OUTPUT.read_text())["figures"]
-    assert "".join(each["figure"] for each in written) == measured
+    written = json.loads(bench.OUTPUT.read_text())["comparisons"]
+    assert "".join(each["name"] for each in written) == measured
     printed = capsys.readouterr().out.splitlines()[1:]
     assert "".join(line[0] for line in printed) == measured
 
@@ -134,8 +134,8 @@ def test_accuracies_are_measured_where_they_are_asked_for(tmp_path, monkeypatch)
     for words, measured in [([], ["a"]), (["same-two"], ["b"]), (["same-two", "one"], ["b", "a"])]:
         monkeypatch.setattr(sys, "argv", ["bench", *words])
         bench.main()
-        written = json.loads(bench.OUTPUT.read_text())["figures"]
-        assert [each["figure"] for each in written] == measured
+        written = json.loads(bench.OUTPUT.read_text())["comparisons"]
+        assert [each["name"] for each in written] == measured
 
 
 def test_a_gpu_that_is_asked_for_and_absent_is_said(monkeypatch):
@@ -145,7 +145,7 @@ def test_a_gpu_that_is_asked_for_and_absent_is_said(monkeypatch):
         bench.main()
 
 
-def test_figures_that_read_no_mnist_need_none(monkeypatch, tmp_path):
+def test_comparisons_that_read_no_mnist_need_none(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
     monkeypatch.setattr(bench, "MEASURES", {"files": lambda: LEAST})
@@ -154,7 +154,7 @@ def test_figures_that_read_no_mnist_need_none(monkeypatch, tmp_path):
     assert bench.OUTPUT.exists()
 
 
-def test_without_a_gpu_its_figure_is_left_out(tmp_path, monkeypatch, capsys):
+def test_without_a_gpu_its_comparison_is_left_out(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(mnist, "require", lambda: None)
     monkeypatch.setattr(on_gpu, "present", lambda: False)
@@ -166,11 +166,11 @@ def test_without_a_gpu_its_figure_is_left_out(tmp_path, monkeypatch, capsys):
     assert said.out.splitlines()[-1].startswith("a ")
 
 
-def test_a_figure_that_is_none_is_named(monkeypatch):
+def test_a_comparison_that_is_none_is_named(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench", "memry"])
     with pytest.raises(SystemExit) as end:
         bench.main()
-    assert "there is no figure 'memry'" in str(end.value)
+    assert "there is no comparison 'memry'" in str(end.value)
     assert "memory" in str(end.value)
 
 
