@@ -71,7 +71,7 @@ def main() -> None:
             _write(found)
     except KeyboardInterrupt:
         failed.append(f"interrupted; what was measured is in {OUTPUT}")
-    sys.stdout.write(figures.table(found) + "\n")
+    sys.stdout.write(comparisons.table(found) + "\n")
     if failed:
         sys.exit("\n".join(f"bench: {each}" for each in failed))
 

@@ -55,15 +55,15 @@ def first_epoch() -> Comparison:
     Flotilla fetches its shards first, which counts; TFDS reads its files where they are.
     """
     pairs = [(own.first, other.first) for own, other in _rounds().pairs]
-    return _figure("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
+    return _compared("first epoch of MNIST, shuffled: examples/s, against TFDS decoding", 4, pairs)
 
 
 def later_epochs() -> Comparison:
     """Examples a second of later epochs, in which TFDS decodes again."""
     rounds = _rounds()
     pairs = [(own.later, other.later) for own, other in rounds.pairs]
-    figure = "later epochs of MNIST, shuffled: examples/s, against TFDS decoding"
-    return _figure(figure, 10, pairs, tfds_with_a_cache=round(rounds.cached.later))
+    name = "later epochs of MNIST, shuffled: examples/s, against TFDS decoding"
+    return _compared(name, 10, pairs, tfds_with_a_cache=round(rounds.cached.later))
 
 
 def _compared(

@@ -23,7 +23,7 @@ UPDATES = 2000
 LOCAL_STEPS = 10
 
 
-def asynchronous() -> Figure:
+def asynchronous() -> Comparison:
     """Global steps a second of asynchronous training, compared with the published program."""
 
     def own(bench: _Bench) -> float:
@@ -38,7 +38,7 @@ def asynchronous() -> Figure:
     )
 
 
-def synchronous() -> Figure:
+def synchronous() -> Comparison:
     """Updates a second of synchronous training, compared with the published program."""
 
     def own(bench: _Bench) -> float:
@@ -52,7 +52,7 @@ def synchronous() -> Figure:
     )
 
 
-def local_steps() -> Figure:
+def local_steps() -> Comparison:
     """Local steps a second with rare pulls, compared with one process without a cluster."""
 
     def own(bench: _Bench) -> float:
@@ -69,7 +69,7 @@ def local_steps() -> Figure:
     )
 
 
-def one_process() -> Figure:
+def one_process() -> Comparison:
     """Examples a second of one process, compared with `model.fit`."""
     return _compared(
         "single: examples/s, against model.fit with 500 steps an execution",
@@ -108,7 +108,7 @@ class _Bench:
 
 
 def _compared(
-    figure: str,
+    name: str,
     at_least: float,
     own: Callable[[_Bench], float],
     other: Callable[[_Bench], float],

@@ -46,7 +46,7 @@ def test_the_first_epoch_has_fetched_its_files():
     assert found.later > 1
 
 
-def test_first_and_later_epochs_are_figures_of_the_same_rounds(monkeypatch):
+def test_first_and_later_epochs_are_metrics_of_the_same_rounds(monkeypatch):
     rounds = Rounds(pairs=PAIRS, cached=Speeds(first=1.0, later=50.0))
     monkeypatch.setattr(examples, "_rounds", lambda: rounds)
     first, later = examples.first_epoch().tree(), examples.later_epochs().tree()
