@@ -21,7 +21,7 @@ from math import log
 
 import numpy as np
 
-from trainer.strategies.async_parameter_server import FEW, MOST, TURN, unit_of
+from trainer.strategies.async_parameter_server import MAX_PORTION, MIN_PORTION, TURN, unit_of
 from trainer.strategies.placement import Sized, assign
 from trainer.training.loop import INNER_LOOP_SECONDS
 
@@ -238,7 +238,7 @@ def _shared(costs: Costs, point: Point, cores: int, *, looped: bool) -> float:
 def _closures(rate: float, workers: int) -> float:
     """Return the closures a second at a rate of updates, as the strategy cuts a stretch up."""
     share = rate * INNER_LOOP_SECONDS / workers
-    size = min(MOST, max(min(FEW, share), share / OF_A_WORKER))
+    size = min(MAX_PORTION, max(min(MIN_PORTION, share), share / OF_A_WORKER))
     return rate / max(1.0, size)
 
 
@@ -250,7 +250,9 @@ def _most_of_chief(costs: Costs, workers: int) -> float:
     """
     closures = (1 - costs.chief_share) / costs.closure
     of_a_worker = closures * INNER_LOOP_SECONDS / workers
-    return closures * (MOST if of_a_worker >= OF_A_WORKER else FEW if of_a_worker >= 1 else 1)
+    return closures * (
+        MAX_PORTION if of_a_worker >= OF_A_WORKER else MIN_PORTION if of_a_worker >= 1 else 1
+    )
 
 
 def _gradient(model: str, points: Sequence[Point]) -> float:

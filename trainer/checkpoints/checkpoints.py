@@ -1,7 +1,7 @@
 """Checkpoints: published directories `step-00001500` that every strategy can read.
 
 A checkpoint holds TensorFlow's own checkpoint files, with each variable under its path in the
-model, so that it does not matter which strategy wrote it or where the variables stood.
+model, so that it does not matter which strategy wrote it or on which device a variable was.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class RestoredCheckpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one run below one URI: saved, kept, and found again.
+    """The checkpoints of one run below one URI: saving, retention and restoring.
 
-    Nothing is written to the URI without `lease`.
+    Nothing is written to the URI unless `lease` is held.
     """
 
     lease = NoLease()
@@ -58,9 +58,13 @@ class Checkpoints:
     ) -> None:
         """Keep the newest `keep` checkpoints below `uri`, and the best.
 
-        Local copies go below `scratch`. `awaited` says that an evaluator comes to see each one.
-        `fingerprint` is that of the dataset: no life may go on with other data than the one before,
-        whose training examples could be test examples by now.
+        Args:
+            uri: where they are published.
+            keep: how many of the newest are kept.
+            scratch: local folder for copies.
+            fingerprint: that of the dataset. No attempt may continue with other data than the one
+                before, whose training examples could be test examples by now.
+            awaited: whether an evaluator measures each checkpoint.
         """
         self.uri = uri
         self._fingerprint = fingerprint
@@ -71,11 +75,11 @@ class Checkpoints:
         self.passed_over: set[str] = set()
 
     def newest(self) -> RestoredCheckpoint | None:
-        """Fetch the newest valid checkpoint and say which newer ones were passed over, and why.
+        """Fetch the newest valid checkpoint, and log which newer ones were passed over, and why.
 
         Raises:
-            UserError: it was trained on other data; or what is wrong lies elsewhere, such as a full
-                disk: beginning anew would then throw away a good checkpoint.
+            UserError: it was trained on other data; or another error, such as a full disk: a fresh
+                start would then throw away a good checkpoint.
         """
         for uri, step in reversed(self._candidates()):
             folder = self.scratch / "restored"
@@ -88,15 +92,15 @@ class Checkpoints:
                 continue
             if fields.get("fingerprint", "") != self._fingerprint:
                 raise UserError(
-                    f"{uri} was trained on other data than this run would go on with: leave the "
-                    "data section and the dataset as they were, or begin a new run"
+                    f"{uri} was trained on other data than this run would continue with: restore "
+                    "the data section and the dataset, or begin a new run"
                 )
             self.last = uri
             return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
         return None
 
     def measured(self) -> list[dict[str, Any]]:
-        """Return what the evaluator has measured so far; see `validations.read`."""
+        """Return the validations of the evaluator so far; see `history.read_validations`."""
         return read_validations(self.uri)
 
     def save(
@@ -106,8 +110,8 @@ class Checkpoints:
 
         Args:
             variables: by path, `global_step` among them.
-            io_device: the device whose file system is written; the one of this process.
-            fields: what the manifest says beside the global step.
+            io_device: the device whose file system is written, which is that of this process.
+            fields: fields of the manifest, next to the global step.
 
         Raises:
             UserError: a variable is not finite, or the checkpoint cannot be written.
@@ -123,15 +127,15 @@ class Checkpoints:
             own = {"global_step": step, "fingerprint": self._fingerprint}
             self._publish(folder, uri, {**own, **fields})
         self.last = uri
-        # Training stood still for so long.
-        stall = round(time.monotonic() - began, 4)
-        events.emit(events.Saved(uri=uri, global_step=step, seconds=stall))
+        # Training was paused for so long.
+        pause = round(time.monotonic() - began, 4)
+        events.emit(events.Saved(uri=uri, global_step=step, seconds=pause))
         return uri
 
     def published(self, uri: str, step: int) -> None:
-        """Tell of a checkpoint that is published now, and drop what is one too many."""
+        """Emit that a checkpoint is published, and delete those that retention does not keep."""
         events.emit(events.CheckpointPublished(uri=uri, global_step=step))
-        # What stands ahead was passed over, and must not push out what can be read.
+        # A later one was passed over, and must not replace one that can be read.
         readable = [each for each in index_of(self.uri) if each.global_step <= step]
         for old in outdated(readable, keep=self._keep, awaited=self._awaited):
             storage.delete(old)
@@ -142,13 +146,13 @@ class Checkpoints:
         return storage.local_path(storage.join(self.uri, "logs"))
 
     def write(self, uri: str, data: bytes) -> None:
-        """Write a small file beside the checkpoints."""
+        """Write a small file next to the checkpoints."""
         self.lease.require()
         storage.write_bytes(uri, data)
 
     @contextmanager
     def flushed(self) -> Iterator[None]:
-        """Leave this block when all that was saved in it is published, as it is at once here."""
+        """Leave this block when all that was saved in it is published; here it is at once."""
         yield
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -160,7 +164,7 @@ class Checkpoints:
         self.published(uri, fields["global_step"])
 
     def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
-        """Return the URI at which `variables` belong, by the global step among them."""
+        """Return the URI of the checkpoint of `variables`, by the global step among them."""
         return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
 
     @contextmanager
@@ -181,12 +185,12 @@ def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
 def restore(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
 ) -> None:
-    """Give every one of `variables` its value in the checkpoint; raises `UserError` on a misfit."""
+    """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit."""
     _read(found.folder, variables, found.uri, io_device)
 
 
 def restore_model(uri: str, model: keras.Model, scratch: Path) -> storage.Manifest:
-    """Give the variables of a model their values in the checkpoint at `uri`.
+    """Assign the values of the checkpoint at `uri` to the variables of a model.
 
     Raises:
         UserError: the checkpoint is missing or damaged, or does not fit the model.
@@ -206,7 +210,7 @@ def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | 
     try:
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)
     except UNWRITABLE as error:
-        # Below the stack of the graph stands "PATH; REASON".
+        # The line after the stack of the graph is "PATH; REASON".
         last = error.message.strip().split("\n\n")[-1].splitlines()[0]
         reason = last.rpartition("; ")[2]
         raise UserError(f"cannot write a checkpoint to {prefix.parent}: {reason}") from None
@@ -218,7 +222,7 @@ def _read(
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
     checkpoint = tf.train.Checkpoint(variables=dict(variables))
     try:
-        # What is left over, such as the optimizer's part, is no news to anybody.
+        # The checkpoint may hold more, such as the optimizer's part.
         status = checkpoint.read(str(folder / PREFIX), options).expect_partial()
         status.assert_existing_objects_matched()
     except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
@@ -240,9 +244,9 @@ def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) 
 
 
 def diverged(what: str, step: int, last: str) -> str:
-    """Return the one line that a user reads when training has diverged."""
-    kept = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
+    """Return the error message of training that has diverged."""
+    last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (
         f"training diverged: {what} at global step {step}; lower training.optimizer.learning_rate "
-        f"or clip the gradient ({kept})"
+        f"or clip the gradient ({last_one})"
     )

@@ -1,9 +1,9 @@
-"""The course of a run, as rows next to its checkpoints.
+"""The history of a run, as rows next to its checkpoints.
 
-`history.jsonl` is the chief's: one row a stretch of training. A new attempt drops the rows after
-its checkpoint: they are about to be made again. `validation.jsonl` is the evaluator's: one row a
-checkpoint, told from another one of the same global step by when it was made. Each file has one
-writer, is written whole and swapped in, so that a reader never meets half a row.
+`history.jsonl` is the chief's: one row for each inner loop. A new attempt drops the rows after its
+checkpoint, as it repeats those steps. `validation.jsonl` is the evaluator's: one row a checkpoint,
+identified by its global step and the time at which it was published. Each file has one writer and
+is replaced by an atomic write, so that a reader never sees half a row.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class History:
         self.rows = [row for row in read_history(uri) if row["global_step"] <= start]
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append one row of finite figures."""
+        """Append one row of finite numbers."""
         self.rows.append(row)
         text = "".join(json.dumps(each) + "\n" for each in self.rows)
         self._write(self._uri, text.encode())
 
     def seconds(self) -> float:
-        """Return the seconds of training so far, over all lives."""
+        """Return the seconds of training so far, over all attempts."""
         return float(self.rows[-1]["seconds"]) if self.rows else 0.0
 
 
@@ -60,19 +60,19 @@ class Validations:
     """The rows of one run, by global step."""
 
     def __init__(self, uri: str) -> None:
-        """Go on with the rows below the checkpoints' `uri`."""
+        """Continue the rows below the checkpoints' `uri`."""
         self._uri = storage.join(uri, VALIDATIONS_FILE)
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
-        """Say whether this very checkpoint was measured."""
+        """Say whether exactly this checkpoint was measured."""
         row = self._rows.get(manifest.fields["global_step"], {})
         return bool(row.get("created") == manifest.created)
 
-    def add(self, manifest: Manifest, figures: Mapping[str, float]) -> dict[str, Any]:
-        """Keep the finite figures of a checkpoint; return its row."""
+    def add(self, manifest: Manifest, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """Record the finite metrics of a checkpoint; return its row."""
         step = int(manifest.fields["global_step"])
-        named = {f"validation_{name}": value for name, value in figures.items()}
+        named = {f"validation_{name}": value for name, value in metrics.items()}
         row = {"global_step": step, "created": manifest.created, **named}
         self._rows[step] = row
         text = "".join(f"{json.dumps(self._rows[each])}\n" for each in sorted(self._rows))
@@ -83,7 +83,7 @@ class Validations:
 def read_validations(uri: str) -> list[dict[str, Any]]:
     """Return the rows below the checkpoints' `uri` by global step; none without an evaluator.
 
-    A line that is no such row is left out: no damage to this file may reach training.
+    A line that is no such row is skipped: a damaged file must not end training.
     """
     try:
         text = storage.read_bytes(storage.join(uri, VALIDATIONS_FILE)).decode(errors="replace")
@@ -101,7 +101,7 @@ def read_validations(uri: str) -> list[dict[str, Any]]:
 def merge_validations(
     history: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]
 ) -> list[Any]:
-    """Return the rows of a history with the evaluator's figures in them, by global step."""
+    """Merge the evaluator's metrics into the rows of a history, by global step."""
     by_step: dict[int, dict[str, Any]] = {}
     for row in (*history, *rows):
         by_step.setdefault(row["global_step"], {}).update(row)

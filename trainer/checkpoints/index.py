@@ -1,6 +1,6 @@
-"""Which checkpoints of a run are published, and which of them are kept: the index of retention.
+"""Which checkpoints of a run are published, and which of them retention keeps.
 
-The newest ones stay, and the best by validation.
+The newest ones are kept, and the best by validation loss.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def newest_checkpoint(uri: str) -> tuple[str, int]:
     return found[-1]
 
 
-# So many that the evaluator has not come to are kept for it; an evaluator that never comes must not
-# fill the disk.
-MOST_AWAITED = 10
+# So many checkpoints are kept for an evaluator that has not measured them; one that never does must
+# not fill the disk.
+MAX_AWAITED = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,22 +55,22 @@ def index_of(uri: str) -> list[IndexEntry]:
 
 
 def best_of(found: Sequence[IndexEntry]) -> IndexEntry | None:
-    """Return the one with the lowest validation loss, the earlier of two; None if none has one."""
+    """Return the entry with the lowest validation loss, the earlier of two; None without a loss."""
     measured = [(each.loss, each) for each in found if each.loss is not None]
     return min(measured, key=lambda pair: pair[0])[1] if measured else None
 
 
 def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[str]:
-    """Return the URIs of those that may go.
+    """Return the URIs of the checkpoints that may be deleted.
 
     Args:
-        found: what there is, oldest first.
-        keep: how many of the newest stay, beside the best.
-        awaited: whether an evaluator has still to see those without a loss.
+        found: the published ones, oldest first.
+        keep: how many of the newest are kept, next to the best.
+        awaited: whether an evaluator has yet to measure those without a loss.
     """
     stay = {each.uri for each in found[-keep:]}
     if lowest := best_of(found):
         stay.add(lowest.uri)
     if awaited:
-        stay |= {each.uri for each in [each for each in found if each.loss is None][-MOST_AWAITED:]}
+        stay |= {each.uri for each in [each for each in found if each.loss is None][-MAX_AWAITED:]}
     return [each.uri for each in found if each.uri not in stay]

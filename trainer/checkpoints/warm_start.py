@@ -1,6 +1,6 @@
 """A warm start: a fresh run that begins with the weights of another checkpoint.
 
-Weights and all other state of the model are taken. The global step and the optimizer are new; see
+All weights and other state of the model are loaded. The global step and the optimizer are new; see
 `docs/decisions/0027-a-warm-start-takes-the-model.md`.
 """
 
@@ -21,7 +21,7 @@ from trainer.errors import ConfigError, UserError
 
 _KEY = "training.warm_start"
 _MODEL = "model/"
-# What TensorFlow makes of a path in the keys of a checkpoint.
+# How TensorFlow escapes a path in the keys of a checkpoint.
 _ESCAPED = {"..": ".", ".S": "/"}
 
 
@@ -35,8 +35,7 @@ def fetched(uri: str, scratch: Path) -> RestoredCheckpoint | None:
         return None
     if uri == CHAMPION:
         raise ConfigError(
-            f"{_KEY}: the champion is looked up by the pipeline; give a task the URI of a "
-            "checkpoint"
+            f"{_KEY}: the pipeline resolves the champion; give a task the URI of a checkpoint"
         )
     folder = scratch / "warm"
     try:
@@ -50,10 +49,10 @@ def fetched(uri: str, scratch: Path) -> RestoredCheckpoint | None:
     return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=manifest.fields)
 
 
-def take(
+def load(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
 ) -> None:
-    """Give the model among `variables` the values of a checkpoint; the rest stays as it is.
+    """Assign the values of a checkpoint to the model among `variables`, and nothing else.
 
     Raises:
         UserError: the checkpoint is of another model; the line names the first difference.

@@ -1,11 +1,10 @@
 """Asynchronous training on parameter servers.
 
 Every worker pulls the variables, computes a gradient and pushes it, without waiting for the others;
-the parameter server applies each as it comes (Dean et al. 2012, "Large Scale Distributed Deep
+the parameter server applies each as it arrives (Dean et al. 2012, "Large Scale Distributed Deep
 Networks", section 4.1). The chief only dispatches: TensorFlow's `ClusterCoordinator` sends closures
-of several steps to whichever worker is free, and sends a closure again when its worker dies.
-
-How a stretch of steps is cut into the portions that the chief hands to free workers.
+to whichever worker is free, and sends a closure again when its worker dies. A closure runs one
+portion of the inner loop's steps; a portion has at most `MAX_PORTION` steps.
 """
 
 from __future__ import annotations
@@ -18,50 +17,50 @@ from trainer.strategies.gradients import local_steps_of
 from trainer.strategies.parameter_server import Call, Served, Tally, worker_number
 from trainer.strategies.strategy import Batch, Problem, Report
 
-# A portion whose worker dies is done again as a whole: as many steps may count twice.
-MOST = 100
-# Handing out a portion takes the chief longer than a small step takes a worker.
-FEW = 5
+# A portion whose worker dies is run again as a whole: as many steps may count twice.
+MAX_PORTION = 100
+# Dispatching a portion takes the chief longer than a small step takes a worker.
+MIN_PORTION = 5
 
 
 def unit_of(steps: int, workers: int, turn: int) -> int:
-    """Return of what portions of a stretch are multiples: `turn`, or 1 where steps are too few."""
-    # With fewer turns than these the last of them would be most of the time.
+    """Return the unit of portions, of which they are multiples: `turn`, or 1 for few steps."""
+    # With fewer turns the wait for the last of them would take most of the time.
     return turn if steps >= 4 * turn * workers else 1
 
 
 def portions(steps: int, workers: int, unit: int) -> list[int]:
     """Return the sizes of the portions, larger ones first.
 
-    A free worker gets half of its share of what is left, so that few portions are handed out and
-    yet all workers end at about the same time, also where one is slower ("guided self-scheduling",
+    A free worker gets half of its share of what is left, so that there are few portions and yet all
+    workers end at about the same time, also where one is slower ("guided self-scheduling",
     Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All are
-    multiples of `unit`; what is left over is a portion of its own.
+    multiples of `unit`; the remainder is a portion of its own.
     """
-    smallest = max(unit, min(FEW, steps // workers), steps // (4 * workers))
+    smallest = max(unit, min(MIN_PORTION, steps // workers), steps // (4 * workers))
     cut: list[int] = []
     left = steps
     while left >= unit:
         share = max(smallest, left // (2 * workers))
-        cut.append(min(left, max(unit, min(MOST, share))) // unit * unit)
+        cut.append(min(left, max(unit, min(MAX_PORTION, share))) // unit * unit)
         left -= cut[-1]
     return [*cut, left] if left else cut
 
 
-# Updates that stand one after the other in a graph. A loop of TensorFlow that spans machines is
-# controlled over the network: a turn of it takes more of the processors than a small update.
+# Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
+# network: one iteration of it costs more than a small update.
 TURN = 20
-# The graph of a turn takes seconds to make, which fewer steps than these do not bring back.
+# The graph of a turn takes seconds to trace, which a shorter run does not win back.
 LONG_RUN = 2000
 
 Update = Callable[[tf.data.Iterator], tf.Tensor]
 
 
 def turn_of(steps: int, *, whole: bool) -> int:
-    """Return how many updates make a turn in a run of so many steps; 1: none is made.
+    """Return how many updates are unrolled in a run of so many steps; 1: none.
 
     Where variables are not pulled as a `whole`, as rows of them are looked up, the gradient would
-    be traced anew for each update in the graph.
+    be traced again for each update in the graph.
     """
     return TURN if whole and steps >= LONG_RUN else 1
 
@@ -72,7 +71,7 @@ class AsyncParameterServer(Served):
     spares_workers = True
 
     def build(self, problem: Problem) -> None:
-        """Connect, place model and optimizer on the parameter servers, input on the workers."""
+        """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
         self.build_model(problem)
         self._tally = Tally(batch_size=self.config.training.batch_size)
@@ -95,7 +94,7 @@ class AsyncParameterServer(Served):
         total = 0.0
         for n, (loss, worker, applied) in zip(sizes, ended, strict=True):
             total += loss
-            # A worker pulls right after it has pushed: between the two stand the others' updates.
+            # A worker pulls right after it has pushed: in between are only updates of others.
             staleness = (applied - n) / n
             self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
         return Report(loss=total / steps, metrics=self._tally.metrics())
@@ -106,7 +105,7 @@ class AsyncParameterServer(Served):
         return self._in_turns, (self._iterator, tf.constant(steps // TURN))
 
     def _closure(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
-        """Return the function that makes so many turns, each of `turn` updates."""
+        """Return the function that runs a number of turns, each of `turn` updates."""
         applied = self.applied
 
         @tf.function
@@ -116,9 +115,9 @@ class AsyncParameterServer(Served):
             for _ in tf.range(turns):
                 for _ in range(turn):
                     total += update(iterator)
-            # In one tensor: the coordinator fetches each by itself before it goes on.
-            told = [total, worker_number(), applied.read_value() - before]
-            return tf.stack([tf.cast(each, tf.float64) for each in told])
+            # In one tensor: the coordinator fetches results one by one.
+            results = [total, worker_number(), applied.read_value() - before]
+            return tf.stack([tf.cast(each, tf.float64) for each in results])
 
         return closure  # type: ignore[no-any-return]
 

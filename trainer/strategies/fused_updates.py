@@ -1,8 +1,8 @@
-"""Updates in one operation a variable, where TensorFlow has one for the optimizer.
+"""Fused updates: one operation a variable, where TensorFlow has a kernel for the optimizer.
 
-Keras writes Adam as thirty small operations a variable, each over all of its values: for a small
-model they take longer than the gradient. TensorFlow's own kernels go over the values once, and hold
-the variable while they do, so that two dense updates at the same time never mix.
+Keras implements Adam as thirty small operations a variable, each over all of its values; for a
+small model they take longer than the gradient. TensorFlow's own kernels pass over the values once,
+and lock the variable meanwhile, so that each dense update is atomic.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import tensorflow as tf
 
 
 def fuse(optimizer: keras.optimizers.Optimizer) -> None:
-    """Let a built optimizer take TensorFlow's kernel; what has none stays as it is.
+    """Make a built optimizer use TensorFlow's kernel; one without a kernel stays unchanged.
 
     The formulas are Keras's own (Kingma and Ba 2015, "Adam", the end of section 2; Sutskever et al.
-    2013 for momentum), so that results are the same but for rounding: the kernel takes 1 - beta_2
-    in single precision, 1.3e-5 of it away for 0.999. The variables have to stand on one device
-    each: not for those of `tf.distribute.MirroredStrategy`.
+    2013 for momentum), so that results are equal up to rounding: the kernel computes 1 - beta_2 in
+    single precision, off by 1.3e-5 of it for 0.999. Each variable has to be on one device, unlike
+    those of `tf.distribute.MirroredStrategy`.
     """
     kernel = _kernel(optimizer)
     if kernel is None:
@@ -35,12 +35,12 @@ def fuse(optimizer: keras.optimizers.Optimizer) -> None:
         rest = []
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices) or variable.value.dtype != tf.float32:
-                # Rows that were looked up move alone, and other precisions by Keras's formula.
+                # Looked up rows, and other precisions, are updated by Keras's formula.
                 rest.append((gradient, variable))
                 continue
             with tf.device(variable.value.device):
                 dense = tf.cast(gradient, tf.float32)
-                kernel.apply(dense, variable, rates.beside(variable.value.device))
+                kernel.apply(dense, variable, rates.on(variable.value.device))
         if rest:
             by_parts(*map(list, zip(*rest, strict=True)), learning_rate)
 
@@ -57,7 +57,7 @@ class _Kernel(ABC):
 
     @abstractmethod
     def apply(self, gradient: tf.Tensor, variable: Any, rates: list[tf.Tensor]) -> None:
-        """Move one variable and its slots."""
+        """Update one variable and its slots."""
 
 
 class _Adam(_Kernel):
@@ -112,7 +112,7 @@ class _Momentum(_Descent):
 
 
 def _kernel(optimizer: keras.optimizers.Optimizer) -> _Kernel | None:
-    # What is derived from them may have a formula of its own.
+    # A subclass may have another formula.
     kind = type(optimizer)
     if kind is keras.optimizers.SGD:
         return (_Momentum if optimizer.momentum else _Descent)(optimizer)
@@ -121,14 +121,14 @@ def _kernel(optimizer: keras.optimizers.Optimizer) -> _Kernel | None:
 
 
 class _Rates:
-    """Scalars that travel to each other server in one message."""
+    """Scalars that are sent to each server in one message."""
 
     def __init__(self, home: str, values: list[tf.Tensor]) -> None:
         self._home = home
         self._by_device = {home: values}
 
-    def beside(self, device: str) -> list[tf.Tensor]:
-        """Return them on a device."""
+    def on(self, device: str) -> list[tf.Tensor]:
+        """Return the scalars on a device."""
         if device not in self._by_device:
             with tf.device(self._home):
                 packed = tf.stack(self._by_device[self._home])

@@ -1,13 +1,11 @@
-"""Gradients over pulled values: variables are read first, once, and the rest is a pure function.
+"""Pull and push: variables of servers are read once, the gradient is a pure function of them.
 
-That is what XLA can compile where the variables stand on other machines, and what several local
-steps between a pull and a push need.
+A pure function is what XLA can compile where the variables are on other machines, and what several
+local steps between a pull and a push need.
 
-Values that travel together: one message for each server and type, in each direction.
-
-A message costs more than the bytes in it: a perceptron of four variables is pulled in one piece and
-its gradient pushed in one piece. The variables themselves stay as they are, so that every
-optimizer, checkpoint and placement works as without.
+`Messages` packs the values that travel between two machines: one message for each server and type,
+in each direction, as a message costs more than the bytes in it. The variables themselves stay
+unchanged, so that optimizers, checkpoints and placement need no special case.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from trainer.strategies.strategy import Batch, sum_of
 
 
 class Messages:
-    """How the values of a list of variables travel; used inside of `tf.function`."""
+    """The packed values of a list of variables; used inside of `tf.function`."""
 
     def __init__(self, variables: Sequence[tf.Variable]) -> None:
-        """Sort the variables by the device on which they stand, and by their type."""
+        """Group the variables by device and type."""
         self._variables = list(variables)
         self._together: dict[tuple[str, tf.DType], list[int]] = {}
         for index, variable in enumerate(self._variables):
@@ -42,7 +40,7 @@ class Messages:
         return values
 
     def pushed(self, values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Return values that were computed here, each on the device of its variable."""
+        """Send values that were computed here, each to the device of its variable."""
         arrived: list[tf.Tensor] = [None] * len(self._variables)
         for (device, dtype), indices in self._together.items():
             packed = _packed([tf.cast(values[i], dtype) for i in indices])
@@ -62,7 +60,7 @@ class Messages:
 
 def _packed(values: list[tf.Tensor]) -> tf.Tensor:
     if len(values) == 1:
-        # As it is; the identity marks the device on which it is wanted.
+        # The identity places it on the device of the scope.
         return tf.identity(values[0])
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
@@ -79,7 +77,7 @@ class Pulled:
 
 
 def pull(model: keras.Model) -> Pulled:
-    """Read every variable of the model, each server's together."""
+    """Read every variable of the model, those of each server together."""
     variables = [*model.trainable_variables, *model.non_trainable_variables]
     values = Messages([variable.value for variable in variables]).pulled()
     weights = len(model.trainable_variables)
@@ -87,16 +85,16 @@ def pull(model: keras.Model) -> Pulled:
 
 
 def push(model: keras.Model, gradient: Tensors) -> Tensors:
-    """Return a gradient as it stands on the servers of its variables, sent there together."""
+    """Send a gradient to the servers of its variables, and return it there."""
     return Messages([variable.value for variable in model.trainable_variables]).pushed(gradient)
 
 
 def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
-    """Bring the state that has moved to the variables.
+    """Send the state that has changed to the variables.
 
-    Whole numbers (seeds, counts) are added, which keeps what other workers have added since the
-    pull. All else is assigned: moving averages go a part of the way to what they see, and the parts
-    of several workers together would go beyond it, a variance below zero.
+    The change of whole numbers (seeds, counts) is added, which keeps what other workers have added
+    since the pull. All else is assigned: moving averages go a part of the way to what they see, and
+    the parts of several workers together would overshoot, a variance below zero.
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
@@ -113,7 +111,7 @@ class PureGradient:
     """The function from weights, state and batch to loss, gradient and new state.
 
     Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
-    The function is traced once, however often it stands in a graph.
+    The function is traced once, however often a graph uses it.
     """
 
     def __init__(
@@ -135,9 +133,9 @@ class PureGradient:
         return value, found, after
 
     def moved(self, before: Tensors, after: Tensors) -> Tensors:
-        """Return the state as it is after some batches: as it went in where no layer moves it.
+        """Return the state after some batches; the objects of `before` where no layer changes it.
 
-        A loop gives all that it carries out as something new.
+        A TensorFlow loop returns new objects for all that it carries.
         """
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
@@ -146,8 +144,8 @@ class PureGradient:
         model = self._model
         with tf.GradientTape() as tape:
             tape.watch(weights)
-            # Unlike `stateless_call` this goes through `__call__`, which hands `training` on to
-            # the layers of a model that is a class of its own.
+            # Unlike `stateless_call` this goes through `__call__`, which passes `training` on to
+            # the layers of a subclassed model.
             with keras.StatelessScope(
                 state_mapping=[
                     *zip(model.trainable_variables, weights, strict=True),
@@ -168,9 +166,9 @@ class PureGradient:
 def pulled_gradient_of(
     model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
 ) -> Callable[[Batch], tuple[tf.Tensor, Tensors]]:
-    """Return the function from a batch to loss and gradient; like `interface.gradient_of`.
+    """Return the function from a batch to loss and gradient; like `strategy.gradient_of`.
 
-    The gradient stands on the servers already.
+    The gradient is already on the servers.
     """
     pure = PureGradient(model, loss, jit=jit)
 
@@ -202,7 +200,7 @@ def local_steps_of(
 
     def update(iterator: Any) -> tf.Tensor:
         values = pull(model)
-        # A schedule's rate stands on a server, and a loop that takes it from there spans machines.
+        # The rate of a schedule is on a server, and a loop that reads it there spans machines.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
         weights, state = values.weights, values.state
         total = [tf.zeros_like(each) for each in weights]

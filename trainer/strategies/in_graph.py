@@ -1,8 +1,8 @@
 """In-graph replication: one client builds a tower for every worker in one function.
 
-All towers pull the same variables, each computes the gradient of its own batch on its worker, the
-client averages them and applies one update. Synchronous without queues; the plainest way to many
-workers, and the slowest worker sets the pace.
+All towers pull the same variables, each computes the gradient of its own batch on its worker, and
+the client averages them and applies one update. It is synchronous without queues: the plainest way
+to use many workers, and as slow as the slowest of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InGraph(Served):
     """One chief whose graph spans all workers, with the variables on parameter servers."""
 
     def build(self, problem: Problem) -> None:
-        """Connect, place the variables, and open the batches of each worker on that worker."""
+        """Connect, place the variables, and create the input of each worker on that worker."""
         self.connect()
         self.build_model(problem)
         self._workers = range(self.cluster.count("worker"))
@@ -67,7 +67,7 @@ def _device(worker: int) -> str:
 
 
 def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
-    """Return the mean of one variable's gradients, beside it; looked up rows stay sparse."""
+    """Return the mean of one variable's gradients, on its server; looked up rows stay sparse."""
     with tf.device(of.device):
         if isinstance(gradients[0], tf.IndexedSlices):
             values = tf.concat([each.values for each in gradients], 0) / len(gradients)

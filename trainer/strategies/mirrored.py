@@ -1,22 +1,20 @@
-"""Copies of one model that move together: on the GPUs of a process, or in processes side by side.
+"""Synchronous training on replicas: copies of one model with equal variables.
 
-Every replica computes the gradient of a batch of its own; the mean over all replicas is applied to
-each copy, so that the copies stay equal. What is not moved by gradients is kept together here:
+Every replica computes the gradient of its own batch; the mean over all replicas is applied to each
+copy, so that the copies stay equal. State that gradients do not change is kept equal here:
 
-- moving averages (BatchNorm) are averaged over the replicas after each stretch of steps, which
-  gives what averaging them at every step would give, since they are linear in what they take in;
-- seeds (Dropout) are set apart before the first step, so that no two replicas drop the same units.
+- Moving averages (BatchNorm) are averaged over the replicas after each inner loop. That gives the
+  same as averaging them at every step, since they are linear in their inputs.
+- Seeds (Dropout) are made different before the first step, so that no two replicas drop the same
+  units.
 
-One process without a cluster; mirrored over its GPUs when there are several.
+`Single` has its replicas on the GPUs of one process, or just one. It is the plainest strategy: all
+others are measured and checked against it.
 
-The plainest strategy: what every other one is measured and checked against.
-
-Synchronous training without servers: every worker has the model, gradients are all-reduced.
-
-Every worker runs the outer loop; worker 0 keeps the journal. The workers take the mean of their
-gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters
-of workstations") or by NCCL, and each applies it to its own copy. One worker that is gone stops all
-of them: each begins again from the newest checkpoint.
+`MultiWorkerMirrored` has a replica in each worker (or on each of its GPUs). The workers all-reduce
+their gradients in a ring (Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce algorithms for
+clusters of workstations") or by NCCL. Every worker runs the outer loop; worker 0 writes the
+journal. When one worker is lost, all of them begin again from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -50,35 +48,35 @@ _SEED = "seed_generator_state"
 
 
 class Replicated(Strategy):
-    """Model and optimizer in the scope of a `tf.distribute` strategy of replicas in step."""
+    """Model and optimizer in the scope of a synchronous `tf.distribute` strategy."""
 
     @abstractmethod
     def replicate(self) -> tf.distribute.Strategy:
-        """Return TensorFlow's strategy; nothing of TensorFlow has run in this process before."""
+        """Return TensorFlow's strategy; called before anything else of TensorFlow has run."""
 
     def build(self, problem: Problem) -> None:
-        """Make a copy of model and optimizer on each replica, and the input of this process."""
+        """Build model and optimizer on each replica, and the input of this process."""
         self.replicas = self.replicate()
         with self.replicas.scope():
             self.model = problem.build_model()
             self.optimizer = problem.build_optimizer()
             self.optimizer.build(self.model.trainable_variables)
-        # Copies on several devices are no variables that a kernel could move.
+        # A kernel cannot update a variable that has copies on several devices.
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
         self._applied = exact_counter(self.optimizer)
-        # It would sum gradients that are a mean already, and clip them before.
+        # Keras would clip the gradients, which are a mean already, and then sum them.
         self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
         self._steps_of = self._steps(problem)
-        self._apart = False
+        self._has_own_seeds = False
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates."""
-        if not self._apart:
-            # Not in `build`: a checkpoint that is restored after it has the seeds of one replica.
-            self._set_seeds_apart()
-            self._apart = True
+        if not self._has_own_seeds:
+            # Not in `build`: a checkpoint restored after it has the seeds of one replica.
+            self._separate_seeds()
+            self._has_own_seeds = True
         return Report(loss=float(self._steps_of(self._iterator, tf.constant(steps))) / steps)
 
     def global_step(self) -> int:
@@ -86,16 +84,16 @@ class Replicated(Strategy):
         return int(self._applied.numpy())
 
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables; what is read of one is the first copy in this process."""
+        """Return the variables; a read of one reads the first copy in this process."""
         return checkpoint_variables(self.model, self.optimizer)
 
     def learning_rate(self) -> float:
-        """Return what the optimizer would use now."""
+        """Return the learning rate of the next update."""
         return float(tf.convert_to_tensor(self.optimizer.learning_rate))
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
-            # TensorFlow asks all replicas before each step who still has a batch, unless it knows.
+            # Otherwise TensorFlow asks all replicas before each step whether they have a batch.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
             return problem.batches().apply(without_end)
 
@@ -133,7 +131,7 @@ class Replicated(Strategy):
 
         return steps_of  # type: ignore[no-any-return]
 
-    def _set_seeds_apart(self) -> None:
+    def _separate_seeds(self) -> None:
         seeds = [v.value for v in self.model.variables if v.path.endswith(_SEED)]
 
         @tf.function
@@ -146,14 +144,14 @@ class Replicated(Strategy):
 
 
 def _of_one_replica(loss: Loss, replicas: int) -> Loss:
-    """Take back that Keras divides a mean by the number of replicas, for a sum over them."""
+    """Undo that Keras divides a mean loss by the number of replicas, for a sum over them."""
     if not isinstance(loss, keras.losses.Loss) or loss.reduction in ("sum", "none", None):
         return loss
     return lambda labels, logits: loss(labels, logits) * replicas
 
 
 def _mean(values: list[Any]) -> list[Any]:
-    """Return the mean of each value over all replicas; rows that were looked up stay sparse."""
+    """Return the mean of each value over all replicas; gradients of looked up rows stay sparse."""
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
         return values
@@ -171,7 +169,7 @@ class Single(Replicated):
 
 
 class MultiWorkerMirrored(Replicated):
-    """Workers side by side, each with a copy of the model."""
+    """Workers that each have a copy of the model."""
 
     @property
     def publishes(self) -> bool:
@@ -179,7 +177,7 @@ class MultiWorkerMirrored(Replicated):
         return self.task.index == 0
 
     def replicate(self) -> tf.distribute.Strategy:
-        """Join the other workers, and wait for them."""
+        """Connect to the other workers, and wait for them."""
         communication = self.config.cluster.communication
         gpus = len(tf.config.list_physical_devices("GPU"))
         if communication == "nccl" and not gpus:
@@ -201,25 +199,25 @@ class MultiWorkerMirrored(Replicated):
         )
         on_sigterm = signal.getsignal(signal.SIGTERM)
         strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
-        # TensorFlow has put a handler of its own in its place.
+        # TensorFlow has replaced the handler.
         signal.signal(signal.SIGTERM, on_sigterm)
         return strategy
 
     def build(self, problem: Problem) -> None:
-        """Join the others, and make the copies of this worker."""
+        """Connect to the other workers, and build the copies of this one."""
         super().build(problem)
         local_replicas = self.replicas.num_replicas_in_sync // self.cluster.count("worker")
         self._tally = Tally(batch_size=self.config.training.batch_size * local_replicas)
 
     def run(self, steps: int) -> Report:
-        """Apply `steps` updates, each with a part of every worker."""
+        """Apply `steps` updates, each with a gradient of every worker."""
         report = super().run(steps)
         for index in range(self.cluster.count("worker")):
             self._tally.add(str(Task(role="worker", index=index)), steps)
         return replace(report, metrics=self._tally.metrics())
 
     def totals(self, problem: Problem) -> list[float]:
-        """Return the sums over all workers, each of which measures a part on its own copy."""
+        """Return the sums over all workers, each of which measures one part on its copy."""
         workers = self.cluster.count("worker")
         mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
         every = self._gathered(tf.constant(mine, tf.float64))

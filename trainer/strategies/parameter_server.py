@@ -1,6 +1,8 @@
-"""What all strategies with parameter servers share: the connection and the variables on them.
+"""What all strategies with parameter servers share: connection, variables, dispatch and metrics.
 
-Who did how much: local steps and examples of each worker, and how stale its updates were.
+`Served` is their base class: a chief that leads workers, with model, optimizer and counter on the
+parameter servers. `Tally` counts the local steps and examples of each worker, and how stale its
+updates were.
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ from trainer.strategies.strategy import (
     gradient_of,
 )
 
-# Stands in the working folder of every worker.
+# In the working folder of every worker.
 NUMBER_FILE = "number.txt"
-# So many of the last closures tell the staleness: enough for a 95th percentile.
-WATCHED = 400
+# Staleness is that of so many of the last closures: enough for a 95th percentile.
+STALENESS_WINDOW = 400
+# A closure and its arguments.
+Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 def worker_number() -> tf.Tensor:
@@ -35,17 +39,115 @@ def worker_number() -> tf.Tensor:
     return tf.strings.to_number(tf.io.read_file(NUMBER_FILE), tf.int64)
 
 
+def looks_up(model: keras.Model) -> bool:
+    """Say whether a layer has to use its variables on the servers, and not pulled copies.
+
+    That is one that looks up rows of a table (Keras's embedding, or a layer with `looks_up`), and
+    one that changes trainable variables in its forward pass.
+    """
+    kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
+    return any(
+        isinstance(layer, kinds) or getattr(layer, "looks_up", False)
+        for layer in model._flatten_layers()
+    )
+
+
+class Served(Strategy):
+    """A chief that leads workers, with the variables on parameter servers."""
+
+    io_device = "/job:chief/task:0"
+    _part: Callable[[tf.Tensor], list[tf.Tensor]] | None = None
+
+    def connect(self) -> None:
+        """Connect to all tasks and wait until they answer.
+
+        TensorFlow's strategy only gives the cluster to the coordinator. Its round-robin placement
+        of variables is not used: they are placed by size.
+        """
+        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.cluster.spec()),
+            task_type="chief",
+            task_id=0,
+            rpc_layer="grpc",
+        )
+        self.connected = tf.distribute.ParameterServerStrategy(resolver)
+        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.connected)
+
+    def build_model(self, problem: Problem) -> None:
+        """Build model, optimizer and the exact counter of updates on the parameter servers."""
+        servers = self.cluster.count("ps")
+        self.model = place(problem.build_model, servers, self.config.cluster.placement)
+        with tf.device(server_device(0)):
+            self.optimizer = problem.build_optimizer()
+        build_slots(self.optimizer, self.model)
+        self.applied = exact_counter(self.optimizer)
+
+    def gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
+        """Return the function from a batch to loss and gradient, compiled if so configured.
+
+        All variables are pulled before, those of each server in one message, unless a layer looks
+        up rows: then only the rows of a batch are transferred.
+        """
+        if self.pulls_whole():
+            jit = self.config.training.jit_compile
+            return pulled_gradient_of(self.model, problem.loss, jit=jit)
+        return gradient_of(self.model, problem.loss)
+
+    def pulls_whole(self) -> bool:
+        """Say whether a worker pulls all variables before it computes."""
+        return self.config.training.jit_compile or not looks_up(self.model)
+
+    def worker_batches(self, problem: Problem) -> Any:
+        """Return an iterator over the batches of whichever worker uses it."""
+        return iter(self.coordinator.create_per_worker_dataset(lambda _=None: problem.batches()))
+
+    def dispatch(self, calls: Sequence[Call]) -> list[Any]:
+        """Run each call once, on whichever worker is free; return the results."""
+        ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
+        self.coordinator.join()
+        return [value.fetch() for value in ended]
+
+    def totals(self, problem: Problem) -> list[float]:
+        """Return the sums over all parts, one for each worker; that of a dead worker moves."""
+        workers = self.cluster.count("worker")
+        if self._part is None:
+
+            @tf.function
+            def part(number: tf.Tensor) -> list[tf.Tensor]:
+                # The coordinator traces in the scope of its strategy; see the callers of
+                # `gradient`.
+                return self.connected.run(  # type: ignore[no-any-return]
+                    lambda index: problem.totals(self.model, index, workers), args=(number,)
+                )
+
+            self._part = part
+        parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
+        return [float(sum(values)) for values in zip(*parts, strict=True)]
+
+    def global_step(self) -> int:
+        """Return the exact counter; read from the parameter server that holds it."""
+        return int(self.applied.numpy())
+
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return the variables on the parameter servers."""
+        return checkpoint_variables(self.model, self.optimizer)
+
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next update."""
+        return float(self.optimizer.learning_rate)
+
+
 class Tally:
-    """Sums over the life of a chief."""
+    """Sums over one attempt of a chief."""
 
     def __init__(self, *, batch_size: int) -> None:
-        """Begin at zero; a local step takes `batch_size` examples."""
+        """Begin at zero; a local step is `batch_size` examples."""
         self._batch_size = batch_size
         self._steps: dict[str, int] = {}
-        self._staleness: deque[float] = deque(maxlen=WATCHED)
+        self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
 
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
-        """Add local steps of a worker and, where it was watched, their mean staleness.
+        """Add local steps of a worker and, where it was measured, their mean staleness.
 
         The staleness of an update is the number of other updates that were applied between its
         pull and its push.
@@ -67,104 +169,3 @@ class Tally:
             "staleness_mean": float(np.mean(self._staleness)),
             "staleness_p95": float(np.percentile(self._staleness, 95)),
         }
-
-
-# A closure, and what it is called with.
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
-
-
-def looks_up(model: keras.Model) -> bool:
-    """Say whether a layer needs its variables where they stand.
-
-    That is one that takes rows of a table (Keras's embedding, or a layer with `looks_up`), and one
-    that changes what is trained in its forward pass.
-    """
-    kinds = (keras.layers.Embedding, keras.layers.SpectralNormalization)
-    return any(
-        isinstance(layer, kinds) or getattr(layer, "looks_up", False)
-        for layer in model._flatten_layers()
-    )
-
-
-class Served(Strategy):
-    """A chief that leads workers, with the variables on parameter servers."""
-
-    io_device = "/job:chief/task:0"
-    _part: Callable[[tf.Tensor], list[tf.Tensor]] | None = None
-
-    def connect(self) -> None:
-        """Connect to all tasks and wait until they answer.
-
-        The strategy object of TensorFlow only gives the coordinator its cluster: variables are
-        placed here, by size, and not round about.
-        """
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(self.cluster.spec()),
-            task_type="chief",
-            task_id=0,
-            rpc_layer="grpc",
-        )
-        self.connected = tf.distribute.ParameterServerStrategy(resolver)
-        self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.connected)
-
-    def build_model(self, problem: Problem) -> None:
-        """Make model, optimizer and the exact counter of updates on the parameter servers."""
-        servers = self.cluster.count("ps")
-        self.model = place(problem.build_model, servers, self.config.cluster.placement)
-        with tf.device(server_device(0)):
-            self.optimizer = problem.build_optimizer()
-        build_slots(self.optimizer, self.model)
-        self.applied = exact_counter(self.optimizer)
-
-    def gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
-        """Return the function from a batch to loss and gradient, compiled where that is asked for.
-
-        All variables are pulled before, each server's in one message, but those of which only the
-        rows that a batch asks for should move.
-        """
-        if self.pulls_whole():
-            jit = self.config.training.jit_compile
-            return pulled_gradient_of(self.model, problem.loss, jit=jit)
-        return gradient_of(self.model, problem.loss)
-
-    def pulls_whole(self) -> bool:
-        """Say whether a worker pulls all variables before it computes."""
-        return self.config.training.jit_compile or not looks_up(self.model)
-
-    def worker_batches(self, problem: Problem) -> Any:
-        """Return an iterator that stands for the batches of whichever worker uses it."""
-        return iter(self.coordinator.create_per_worker_dataset(lambda _=None: problem.batches()))
-
-    def dispatch(self, calls: Sequence[Call]) -> list[Any]:
-        """Make each call once, on whichever worker is free; return what they gave."""
-        ended = [self.coordinator.schedule(closure, args=args) for closure, args in calls]
-        self.coordinator.join()
-        return [value.fetch() for value in ended]
-
-    def totals(self, problem: Problem) -> list[float]:
-        """Return the sums over all parts, one for each worker; a part whose worker dies moves."""
-        workers = self.cluster.count("worker")
-        if self._part is None:
-
-            @tf.function
-            def part(number: tf.Tensor) -> list[tf.Tensor]:
-                # The coordinator traces in the scope of its strategy, see `gradient`'s callers.
-                return self.connected.run(  # type: ignore[no-any-return]
-                    lambda index: problem.totals(self.model, index, workers), args=(number,)
-                )
-
-            self._part = part
-        parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
-        return [float(sum(values)) for values in zip(*parts, strict=True)]
-
-    def global_step(self) -> int:
-        """Return the exact counter; read from the parameter server that holds it."""
-        return int(self.applied.numpy())
-
-    def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables as they stand on the parameter servers."""
-        return checkpoint_variables(self.model, self.optimizer)
-
-    def learning_rate(self) -> float:
-        """Return what the optimizer would use now."""
-        return float(self.optimizer.learning_rate)

@@ -1,8 +1,9 @@
-"""Which variable stands on which parameter server.
+"""The placement of variables on parameter servers.
 
-Bytes are spread greedily: the largest variable first, each to the server that holds least so far
-(Graham 1969, "Bounds on Multiprocessing Timing Anomalies": within 4/3 of the best). Servers named
-by `cluster.placement` come before that. The slots of an optimizer stand beside their variable.
+Bytes are balanced greedily: the largest variable first, each on the server that holds least so far
+(Graham 1969, "Bounds on Multiprocessing Timing Anomalies": within 4/3 of the best). Variables that
+`cluster.placement` names are placed before. Slots of the optimizer are on the server of their
+variable.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from trainer.strategies.fused_updates import fuse
 
 @dataclass(frozen=True, kw_only=True)
 class Sized:
-    """A variable that is to be placed: its path in the model and its size."""
+    """A variable to place: its path in the model and its size."""
 
     path: str
     bytes: int
@@ -59,8 +60,8 @@ def place(
 ) -> keras.Model:
     """Build a model with its variables on the parameter servers; raises `ConfigError`.
 
-    The model is built twice: once here, to learn paths and sizes in the order in which variables
-    are made, and once with each of them made where it belongs.
+    The model is built twice: once here, to learn paths and sizes in the order of creation, and once
+    with each variable on its server.
     """
     made: list[tf.Variable] = []
     with tf.variable_creator_scope(_recording(made)):
@@ -70,7 +71,7 @@ def place(
     if escaped := sorted(path for key, path in paths.items() if key not in seen):
         raise ConfigError(
             f"model: {escaped[0]} cannot be placed on a parameter server; the function of the "
-            "model has to make its layers anew at each call, without clear_session"
+            "model has to create its layers at each call, without clear_session"
         )
     sizes = [Sized(path=paths.get(id(v), ""), bytes=_bytes(v)) for v in made]
     devices = iter([server_device(index) for index in assign(sizes, servers, named)])
@@ -84,29 +85,29 @@ def place(
 
 
 def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> None:
-    """Make the optimizer's variables, each beside the variable that it belongs to.
+    """Create the optimizer's slots, each on the server of its variable.
 
-    Updates run there too: elsewhere, variable and slots would come over the network to meet a
-    gradient, whole tables for a few rows.
+    Updates run there too: elsewhere, variable and slots would be sent over the network, whole
+    tables for a few rows.
     """
     add = optimizer.add_variable_from_reference
 
-    def beside(reference: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
+    def on_its_server(reference: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
         with tf.device(reference.value.device):
             return add(reference, *args, **kwargs)
 
-    with _replaced(optimizer, "add_variable_from_reference", beside):
+    with _replaced(optimizer, "add_variable_from_reference", on_its_server):
         optimizer.build(model.trainable_variables)
     fuse(optimizer)
-    _update_beside(optimizer)
+    _update_on_servers(optimizer)
 
 
-def _update_beside(optimizer: keras.optimizers.Optimizer) -> None:
+def _update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     update, decay = optimizer.update_step, optimizer._apply_weight_decay
     rate = optimizer._get_current_learning_rate
 
     def current_learning_rate() -> Any:
-        # A schedule reads the counter of updates: elsewhere that is a message each way.
+        # A schedule reads the counter of updates: from another machine by a message each way.
         with tf.device(optimizer.iterations.value.device):
             return rate()
 
@@ -125,7 +126,7 @@ def _update_beside(optimizer: keras.optimizers.Optimizer) -> None:
 
 
 def server_device(index: int) -> str:
-    """Return TensorFlow's name of a parameter server's processor."""
+    """Return TensorFlow's name of a parameter server's CPU."""
     return f"/job:ps/task:{index}/device:CPU:0"
 
 
@@ -153,7 +154,7 @@ def _bytes(variable: tf.Variable) -> int:
 
 def _server(name: str) -> int:
     role, _, index = name.partition(":")
-    # Other scripts have digits too, and some of them are no number for Python.
+    # `isdigit` accepts digits of other scripts, of which `int` refuses some.
     return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
 
 

@@ -1,9 +1,11 @@
-"""What the outer loop asks of a strategy, and what it gives to one.
+"""The interface of a strategy, and what all strategies are built from.
 
-A strategy builds the model on its devices, applies updates, and sums up what is to be measured of
-it. It never saves and never logs: `trainer.training.loop` does.
+A strategy builds the model on its devices, applies updates (the inner loop), and sums up a
+validation. It never saves, logs or decides: `trainer.training.loop` does.
 
-A copy of a model in this process, to be measured at the variables of a strategy.
+The functions of this module make gradients, the exact counter of steps, and the variables of a
+checkpoint by path, which is the same under every strategy. `MeasuredCopy` is a copy of the model in
+this process, which is measured with the variables of a strategy.
 """
 
 from __future__ import annotations
@@ -20,18 +22,22 @@ import tensorflow as tf
 from trainer.config.schema import Config
 from trainer.topology import Cluster, Task
 
+Batch = tuple[Any, tf.Tensor]
+# The model, the number of a part and the number of all parts, to sums over the part's examples.
+Totals = Callable[[keras.Model, tf.Tensor, int], list[tf.Tensor]]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is to be trained.
+    """A model with its data.
 
     Attributes:
-        build_model: makes the model; called once on each place that needs a copy.
+        build_model: builds the model; called once on each device that needs a copy.
         build_optimizer: makes the optimizer, not yet built.
         loss: labels [batch] and logits [batch, classes] to the mean loss, a scalar.
-        chance_loss: the loss of a blind guess; what lies far above it has diverged.
-        batches: the endless training examples of the task that calls it, as (inputs, labels). It
-            is traced into a graph and run by a worker, in that worker's working folder.
+        chance_loss: the loss of a blind guess; a loss far above it has diverged.
+        batches: the endless training examples of one task, as (inputs, labels). It is traced into
+            a graph and run by a worker, in that worker's working folder.
         totals: sums over a part of the validation examples, of which every worker has all; traced
             and run like `batches`. By default nothing is measured.
     """
@@ -46,7 +52,7 @@ class Problem:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a stretch of steps has brought.
+    """The result of one inner loop.
 
     Attributes:
         loss: the mean loss over the updates.
@@ -63,13 +69,13 @@ class Strategy(ABC):
 
     #: Where checkpoints are written and read: always on the task that leads.
     io_device: str | None = None
-    #: Whether training goes on when a worker is lost, without a new life of the chief.
+    #: Whether training continues when a worker is lost, without a new attempt of the chief.
     spares_workers: bool = False
-    #: Whether a graph is being used for the first time: traced, compiled and placed.
+    #: Whether a graph runs for the first time, in which it is traced, compiled and placed.
     warming: bool = False
 
     def __init__(self, config: Config, cluster: Cluster, task: Task) -> None:
-        """Remember what there is; nothing is connected before `build`."""
+        """Describe the strategy; nothing is connected before `build`."""
         self.config = config
         self.cluster = cluster
         self.task = task
@@ -77,7 +83,7 @@ class Strategy(ABC):
 
     @property
     def publishes(self) -> bool:
-        """Whether this task keeps the journal; where several run the loop, one of them does."""
+        """Whether this task writes the journal: one of those that run the outer loop does."""
         return True
 
     def barrier(self, *values: int) -> tuple[int, ...]:
@@ -91,25 +97,25 @@ class Strategy(ABC):
 
     @abstractmethod
     def build(self, problem: Problem) -> None:
-        """Connect to the cluster and make model, optimizer and input on it."""
+        """Connect to the cluster, and build model, optimizer and input on it."""
 
     @abstractmethod
     def run(self, steps: int) -> Report:
         """Apply `steps` updates.
 
         Raises:
-            ClusterLostError: a task is gone that the strategy cannot do without; begin a new life.
+            ClusterLostError: a task is gone that the strategy cannot do without.
         """
 
     def totals(self, problem: Problem) -> list[float]:
-        """Return the sums of `problem.totals` over all parts, at the variables as they are.
+        """Return the sums of `problem.totals` over all parts, with the current variables.
 
-        Here it is one part, in this process; a strategy with workers spreads the parts over them.
+        Here it is one part, in this process; a strategy with workers distributes the parts.
         """
         return self.measured_copy(problem).totals(self.variables(), 0, 1)
 
     def measured_copy(self, problem: Problem) -> MeasuredCopy:
-        """Return a copy of the model in this process, the same one each time."""
+        """Return the copy of the model in this process, which is built once."""
         if self._copy is None:
             self._copy = MeasuredCopy(problem.build_model, problem.totals)
         return self._copy
@@ -120,20 +126,17 @@ class Strategy(ABC):
 
     @abstractmethod
     def variables(self) -> Mapping[str, tf.Variable]:
-        """Return what a checkpoint holds by path: `model/...`, `optimizer/...`, `global_step`."""
+        """Return the variables of a checkpoint: `model/...`, `optimizer/...`, `global_step`."""
 
     @abstractmethod
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
 
     def leave(self) -> None:  # noqa: B027
-        """Part from the other tasks that run the outer loop, when all is done and published."""
+        """Leave the other tasks that run the outer loop, after the last checkpoint is published."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of the cluster."""
-
-
-Batch = tuple[Any, tf.Tensor]
+        """Disconnect from the cluster."""
 
 
 def sum_of(losses: Sequence[Any]) -> tf.Tensor:
@@ -146,8 +149,8 @@ def gradient_of(
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
     """Return the function from a batch to its loss and the gradient of each trainable variable.
 
-    The loss has the losses of the layers (such as L2) in it; a gradient of rows that were looked
-    up is `IndexedSlices`. With `jit` XLA compiles it, which needs the variables in this process.
+    The loss includes the losses of the layers (such as L2). A gradient of looked up rows is
+    `IndexedSlices`. With `jit` XLA compiles it, which needs the variables in this process.
     """
 
     def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
@@ -156,7 +159,7 @@ def gradient_of(
             value = tf.cast(loss(labels, model(inputs, training=True)), tf.float32)
             value += sum_of(model.losses)
         weights = [variable.value for variable in model.trainable_variables]
-        # A variable that the loss does not know stays where it is; the others are still averaged.
+        # A variable that the loss does not use gets zeros, so that all replicas average the same.
         unknown = tf.UnconnectedGradients.ZERO
         return value, tape.gradient(value, weights, unconnected_gradients=unknown)
 
@@ -185,7 +188,7 @@ def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:
     """Make the optimizer count every update once, and return its counter: the global step.
 
     Keras reads, adds and assigns, which loses updates when workers race: 1,000 steps of two workers
-    count 650 to 700. TensorFlow's own `assign_add` runs on the parameter server in one piece.
+    count 650 to 700. TensorFlow's own `assign_add` is atomic on the parameter server.
     Schedules and Adam's bias correction read the same counter.
     """
     counter: tf.Variable = optimizer.iterations.value
@@ -209,20 +212,16 @@ def checkpoint_variables(
 
 
 def _free(path: str, taken: Mapping[str, object]) -> str:
-    """Return the path, numbered where it is taken: Adafactor calls all its row factors `kernel`."""
+    """Return the path, with a number if it is taken: Adafactor names all row factors `kernel`."""
     names = (f"{path}-{number}" if number else path for number in count())
     return next(name for name in names if name not in taken)
 
 
-# The model, the number of a part and the number of all parts, to sums over the part's examples.
-Totals = Callable[[keras.Model, tf.Tensor, int], list[tf.Tensor]]
-
-
 class MeasuredCopy:
-    """Stands on one device, whatever strategy trains the original."""
+    """A copy of the model on one device, whatever strategy trains the original."""
 
     def __init__(self, build_model: Callable[[], keras.Model], totals: Totals) -> None:
-        """Build the copy; what is built before a cluster is connected is lost with its devices."""
+        """Build the copy, after the cluster is connected: its devices are lost otherwise."""
         self._model = build_model()
         model = self._model
 

@@ -1,25 +1,14 @@
 """Synchronous training on parameter servers, with backup workers.
 
-One update is the mean of the first N gradients of M workers; what comes later is stale and dropped,
-so that M - N slow or lost workers hold nobody up (Chen et al. 2016, "Revisiting Distributed
+One update is the mean of the first N gradients of M workers; later ones are stale and dropped, so
+that M - N slow or lost workers delay nothing (Chen et al. 2016, "Revisiting Distributed
 Synchronous SGD", section 3).
 
-After each update the chief opens the next step: it gives every worker a token. A worker takes it,
-computes one gradient of that step, lays it down on the servers (`Staging`), and only then announces
-it. The first N announcements of the open step are the update; what stands behind an announcement is
-taken as a whole or dropped as a whole. Workers loop by themselves through a stretch of steps, and
-the chief's part is one function for all of the stretch, which runs on the servers.
-
-A queue on a server, by a name of its own.
-
-`tf.queue.FIFOQueue` passes over the name that it is given and takes a number, which a later process
-on the same servers takes again: it would share the queue with loops of the one before.
-
-Gradients that wait on the parameter servers until it is decided whether they count.
-
-Each variable's gradient waits on the server of that variable, all of one gradient's parts under one
-number, in TensorFlow's keyed staging area. Nothing is added to anything before, so a gradient of
-which only a part has come, because its worker was killed, never counts in part.
+After each update the chief opens the next step: it puts a token into the queue of every worker. A
+worker takes it, computes one gradient of that step, stages it on the servers (`Staging`), and only
+then announces it. The first N announcements of the open step are the update; a gradient is taken as
+a whole or dropped as a whole. In one inner loop each worker runs one function over all steps, and
+so does the chief, whose function runs on the servers.
 """
 
 from __future__ import annotations
@@ -36,9 +25,223 @@ from trainer.strategies.parameter_server import Served, Tally, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
 
+# The device of tokens and announcements. Loops are controlled there too: a loop that is controlled
+# on another machine asks over the network at each iteration whether there is another one.
+HUB = server_device(0)
+# The fields of an announcement, next to the loss.
+STEP, NUMBER, WORKER = range(3)
+# A dense tensor, `IndexedSlices` of looked up rows, or None of an unused variable.
+Gradient = Any
 
-class Line:
-    """First in, first out; whoever takes from it waits until there is something."""
+
+class SyncParameterServer(Served):
+    """One chief, parameter servers, and workers of which the first N give an update."""
+
+    spares_workers = True
+
+    def build(self, problem: Problem) -> None:
+        """Connect, build model and optimizer, and create the queues."""
+        self.connect()
+        self.build_model(problem)
+        self._workers = self.cluster.count("worker")
+        self._needed = self.config.training.replicas_to_aggregate or self._workers
+        self._tally = Tally(batch_size=self.config.training.batch_size)
+        self._dropped = 0
+        # Servers outlive a chief, and functions of a dead one still wait there: names are unique.
+        attempt = uuid.uuid4().hex
+        with tf.device(HUB):
+            self._open = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._numbers = tf.Variable(0, dtype=tf.int64, trainable=False)
+            self._announced = NamedQueue(
+                [tf.int64, tf.float32], [[3], []], name=f"announced-{attempt}"
+            )
+            self._tokens = [
+                NamedQueue([tf.int64], [[]], name=f"tokens-{index}-{attempt}")
+                for index in range(self._workers)
+            ]
+        variables = [each.value for each in self.model.trainable_variables]
+        self._staging = Staging(variables, name=f"gradients-{attempt}")
+        self._iterator = self.worker_batches(problem)
+        self._loop = self._loop_of_worker(problem)
+        self._updates = self._updates_of_chief()
+        self._watch = _Watch(self.coordinator, self._announced)
+
+    def run(self, steps: int) -> Report:
+        """Apply `steps` updates, each the mean of the first gradients of its step."""
+        begin = tf.constant(self.global_step(), tf.int64)
+        self._open.assign(begin)
+        for tokens in self._tokens:
+            # Nothing waits for them: a slow or dead worker finds its loop ended later.
+            self.coordinator.schedule(
+                self._loop, args=(self._iterator, tokens.handle, begin + steps)
+            )
+        self._watch.begin()
+        try:
+            loss, accepted, dropped = self._updates(tf.constant(steps))
+        except tf.errors.OpError as error:
+            raise self._watch.error or error from error
+        for worker, (taken, refused) in enumerate(
+            zip(accepted.numpy(), dropped.numpy(), strict=True)
+        ):
+            self._tally.add(f"worker-{worker}", int(taken + refused))
+            self._dropped += int(refused)
+        metrics = {**self._tally.metrics(), "dropped_gradients": self._dropped}
+        return Report(loss=float(loss) / steps, metrics=metrics)
+
+    def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
+        gradient = self.gradient(problem)
+
+        @tf.function
+        def loop(iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+            worker, tokens = worker_number(), self._tokens[0].like(handle)
+            with tf.device(HUB):
+                worker, end = tf.identity(worker), tf.identity(end)
+                # A loop that is restarted after its worker died finds a step open and its token
+                # taken; and the dead one may still wait for a token, which it gets here.
+                step = self._open.read_value()
+                tokens.put(step)
+                while step < end:
+                    with tf.device(None):
+                        # The coordinator traces in the scope of its strategy, where Keras updates
+                        # state (moving averages, seeds) in a replica's context only.
+                        loss, found = self.connected.run(gradient, args=(next(iterator),))
+                    with tf.control_dependencies([self._announce(step, worker, loss, found)]):
+                        step = self._later(tokens, step)
+                # A slow worker's loop may have taken it from the next loop on the same tokens.
+                tokens.put(step)
+            return step
+
+        return loop  # type: ignore[no-any-return]
+
+    def _announce(
+        self, step: tf.Tensor, worker: tf.Tensor, loss: tf.Tensor, found: list[Gradient]
+    ) -> tf.Operation:
+        with tf.device(HUB):
+            # Atomic on the server, unlike an addition and a read.
+            number = tf.raw_ops.ResourceCountUpTo(
+                resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
+            )
+        with (
+            tf.control_dependencies(self._staging.put(number, found)),
+            tf.device(HUB),
+        ):
+            return self._announced.put(tf.stack([step, number, worker]), loss)
+
+    def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
+        """Wait for the token of a later step, and skip those of steps that are not open."""
+        (token,) = tokens.take()
+        while token < tf.maximum(step + 1, self._opened(token)):
+            (token,) = tokens.take()
+        return token
+
+    def _opened(self, after: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([after]):
+            return self._open.read_value()
+
+    def _updates_of_chief(self) -> Callable[[tf.Tensor], tuple[tf.Tensor, ...]]:
+        variables = self.model.trainable_variables
+
+        @tf.function
+        def updates(steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            with tf.device(HUB):
+                steps = tf.identity(steps)
+                total = tf.constant(0.0)
+                accepted = dropped = tf.zeros([self._workers], tf.int64)
+                for _ in tf.range(steps):
+                    step = self._next_step()
+                    loss, means, taken, refused = self._first(step)
+                    # The counter moves only when there is something to apply.
+                    with tf.control_dependencies([loss]):
+                        self.optimizer.apply(means, variables)
+                    total, accepted, dropped = total + loss, accepted + taken, dropped + refused
+                self._next_step()
+            return total, accepted, dropped
+
+        return updates  # type: ignore[no-any-return]
+
+    def _next_step(self) -> tf.Tensor:
+        """Open the step after all updates so far, and return it.
+
+        An iteration of a TensorFlow loop begins when the one before is done: no worker reads
+        variables of which only some are updated.
+        """
+        step = self.applied.read_value()
+        self._open.assign(step)
+        for tokens in self._tokens:
+            tokens.put(step)
+        return step
+
+    def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
+        """Return the means of loss and gradient over the first announcements of an open step.
+
+        Next to them the number of gradients that were taken and dropped, by worker.
+        """
+        taken = refused = tf.zeros([self._workers], tf.int64)
+        losses, total = tf.constant(0.0), None
+        for _ in range(self._needed):
+            what, loss, stale = self._next(step)
+            gradient = self._staging.take(what[NUMBER])
+            total = gradient if total is None else added(total, gradient)
+            losses += loss
+            taken += self._one_of(what[WORKER])
+            refused += stale
+        return losses / self._needed, divided(total or [], self._needed), taken, refused
+
+    def _next(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Return the next announcement of an open step, its loss, and the drops before it."""
+        refused = tf.zeros([self._workers], tf.int64)
+        what, loss = self._announced.take()
+        while what[STEP] < step:
+            self._staging.take(what[NUMBER])
+            refused += self._one_of(what[WORKER])
+            what, loss = self._announced.take()
+        return what, loss, refused
+
+    def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
+        return tf.one_hot(worker, self._workers, dtype=tf.int64)
+
+
+class _Watch:
+    """Waits for an error in the workers' loops, on a thread.
+
+    The chief itself waits for announcements. When a loop has failed for good, their queue is
+    closed, so that this wait ends too.
+    """
+
+    def __init__(
+        self,
+        coordinator: tf.distribute.coordinator.ClusterCoordinator,
+        announced: NamedQueue,
+    ) -> None:
+        self.error: Exception | None = None
+        self._coordinator = coordinator
+        self._announced = announced
+        self._begun = threading.Event()
+        threading.Thread(target=self._wait, name="workers", daemon=True).start()
+
+    def begin(self) -> None:
+        """Loops have been scheduled."""
+        self._begun.set()
+
+    def _wait(self) -> None:
+        while self.error is None:
+            self._begun.wait()
+            self._begun.clear()
+            try:
+                self._coordinator.join()
+            # A loop runs the user's model, and may fail in any way.
+            except Exception as error:
+                self.error = error
+        with suppress(tf.errors.OpError):
+            self._announced.close()
+
+
+class NamedQueue:
+    """A first in, first out queue on a server, by a unique name.
+
+    `tf.queue.FIFOQueue` ignores its name and takes a number. A later process on the same servers
+    takes the same number, and would share the queue with functions of the one before.
+    """
 
     def __init__(
         self,
@@ -48,7 +251,7 @@ class Line:
         name: str = "",
         handle: tf.Tensor | None = None,
     ) -> None:
-        """Open a queue on the device of the scope, or use the one of `handle`."""
+        """Create a queue on the device of the scope, or use that of `handle`."""
         self._dtypes = list(dtypes)
         self._shapes = [list(shape) for shape in shapes]
         self.handle = handle
@@ -57,41 +260,42 @@ class Line:
                 component_types=self._dtypes, shapes=self._shapes, shared_name=name
             )
 
-    def like(self, handle: tf.Tensor) -> Line:
+    def like(self, handle: tf.Tensor) -> NamedQueue:
         """Return another queue of this kind."""
-        return Line(self._dtypes, self._shapes, handle=handle)
+        return NamedQueue(self._dtypes, self._shapes, handle=handle)
 
     def put(self, *values: tf.Tensor) -> tf.Operation:
-        """Put one element at the end."""
+        """Enqueue one element."""
         return tf.raw_ops.QueueEnqueueV2(handle=self.handle, components=values)
 
     def take(self) -> list[tf.Tensor]:
-        """Wait for an element and take it."""
+        """Wait for an element, and dequeue it."""
         values = tf.raw_ops.QueueDequeueV2(handle=self.handle, component_types=self._dtypes)
         return [
             tf.ensure_shape(value, shape) for value, shape in zip(values, self._shapes, strict=True)
         ]
 
     def close(self) -> None:
-        """Let everyone who waits fail."""
+        """Close the queue, so that all waits on it fail."""
         tf.raw_ops.QueueCloseV2(handle=self.handle, cancel_pending_enqueues=True)
 
 
-# A dense tensor, `IndexedSlices` of the rows that were looked up, or None of an unused variable.
-Gradient = Any
-
-
 class Staging:
-    """A place for whole gradients of one list of variables, used inside of `tf.function`."""
+    """Gradients that wait on the servers until an update takes or drops them; for `tf.function`.
+
+    The gradient of each variable waits on the server of that variable, in TensorFlow's keyed
+    staging area; all parts of one gradient have one number. Nothing is added up before, so that a
+    gradient of which only a part has arrived, as its worker was killed, never counts in part.
+    """
 
     def __init__(self, variables: Sequence[tf.Variable], name: str) -> None:
-        """Make a place; the name is its own, also among those of other lives of the chief."""
+        """Use a name that is unique, also among those of other attempts of the chief."""
         self._variables = variables
         self._name = name
         self._sparse: list[bool | None] = []
 
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
-        """Send a gradient to the servers; it is there when all operations returned are done."""
+        """Send a gradient to the servers; it is staged when all returned operations are done."""
         self._sparse = [
             None if each is None else isinstance(each, tf.IndexedSlices) for each in gradients
         ]
@@ -111,9 +315,9 @@ class Staging:
         return sent
 
     def take(self, number: tf.Tensor) -> list[Gradient]:
-        """Return a gradient that is there, and keep it no longer.
+        """Remove a staged gradient, and return it.
 
-        Whether rows or whole tensors come is known once `put` has been traced.
+        Whether its parts are rows or dense is known once `put` has been traced.
         """
         gradients: list[Gradient] = [None] * len(self._variables)
         for device, indices in self._by_device().items():
@@ -131,7 +335,7 @@ class Staging:
         return gradients
 
     def _by_device(self) -> dict[str, list[int]]:
-        """Return the variables that have a gradient, by the server on which they stand."""
+        """Return the variables that have a gradient, by their server."""
         found: dict[str, list[int]] = {}
         for index, (variable, sparse) in enumerate(zip(self._variables, self._sparse, strict=True)):
             if sparse is not None:
@@ -152,7 +356,7 @@ class Staging:
 
 
 def added(one: list[Gradient], other: list[Gradient]) -> list[Gradient]:
-    """Return the sum of two gradients; rows stay rows."""
+    """Return the sum of two gradients; sparse ones stay sparse."""
     return [_plus(a, b) for a, b in zip(one, other, strict=True)]
 
 
@@ -181,207 +385,3 @@ def _over(gradient: Gradient, count: int) -> Gradient:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / count, gradient.indices, gradient.dense_shape)
     return None if gradient is None else gradient / count
-
-
-# Where tokens are given and announcements taken. Loops are controlled there too: a loop that is
-# controlled elsewhere asks the network at each turn whether there is another one.
-DESK = server_device(0)
-# What an announcement says beside the loss.
-STEP, NUMBER, WORKER = range(3)
-
-
-class SyncParameterServer(Served):
-    """One chief, parameter servers, and workers of which the first N make an update."""
-
-    spares_workers = True
-
-    def build(self, problem: Problem) -> None:
-        """Connect, place model and optimizer, lay out tokens and announcements."""
-        self.connect()
-        self.build_model(problem)
-        self._workers = self.cluster.count("worker")
-        self._needed = self.config.training.replicas_to_aggregate or self._workers
-        self._tally = Tally(batch_size=self.config.training.batch_size)
-        self._dropped = 0
-        # Servers outlive a chief, and loops of a dead one still wait there: names of its own.
-        life = uuid.uuid4().hex
-        with tf.device(DESK):
-            self._open = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._numbers = tf.Variable(0, dtype=tf.int64, trainable=False)
-            self._announced = Line([tf.int64, tf.float32], [[3], []], name=f"announced-{life}")
-            self._tokens = [
-                Line([tf.int64], [[]], name=f"tokens-{index}-{life}")
-                for index in range(self._workers)
-            ]
-        variables = [each.value for each in self.model.trainable_variables]
-        self._staging = Staging(variables, name=f"gradients-{life}")
-        self._iterator = self.worker_batches(problem)
-        self._loop = self._loop_of_worker(problem)
-        self._updates = self._updates_of_chief()
-        self._watch = _Watch(self.coordinator, self._announced)
-
-    def run(self, steps: int) -> Report:
-        """Apply `steps` updates, each the mean of the first gradients of its step."""
-        begin = tf.constant(self.global_step(), tf.int64)
-        self._open.assign(begin)
-        for tokens in self._tokens:
-            # Nobody waits for them: a worker that is slow or dead finds its loop ended later.
-            self.coordinator.schedule(
-                self._loop, args=(self._iterator, tokens.handle, begin + steps)
-            )
-        self._watch.begin()
-        try:
-            loss, accepted, dropped = self._updates(tf.constant(steps))
-        except tf.errors.OpError as error:
-            raise self._watch.error or error from error
-        for worker, (taken, refused) in enumerate(
-            zip(accepted.numpy(), dropped.numpy(), strict=True)
-        ):
-            self._tally.add(f"worker-{worker}", int(taken + refused))
-            self._dropped += int(refused)
-        metrics = {**self._tally.metrics(), "dropped_gradients": self._dropped}
-        return Report(loss=float(loss) / steps, metrics=metrics)
-
-    def _loop_of_worker(self, problem: Problem) -> Callable[..., tf.Tensor]:
-        gradient = self.gradient(problem)
-
-        @tf.function
-        def loop(iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
-            worker, tokens = worker_number(), self._tokens[0].like(handle)
-            with tf.device(DESK):
-                worker, end = tf.identity(worker), tf.identity(end)
-                # A loop that is begun again after its worker died finds a step open and its token
-                # taken; and the dead one may still stand in line for a token, which it gets here.
-                step = self._open.read_value()
-                tokens.put(step)
-                while step < end:
-                    with tf.device(None):
-                        # The coordinator traces in the scope of its strategy, where Keras updates
-                        # state (moving averages, seeds) in a replica's context only.
-                        loss, found = self.connected.run(gradient, args=(next(iterator),))
-                    with tf.control_dependencies([self._announce(step, worker, loss, found)]):
-                        step = self._later(tokens, step)
-                # A slow worker's loop may have taken it from the next loop on the same tokens.
-                tokens.put(step)
-            return step
-
-        return loop  # type: ignore[no-any-return]
-
-    def _announce(
-        self, step: tf.Tensor, worker: tf.Tensor, loss: tf.Tensor, found: list[Gradient]
-    ) -> tf.Operation:
-        with tf.device(DESK):
-            # In one piece on the server, unlike to add and then to read.
-            number = tf.raw_ops.ResourceCountUpTo(
-                resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
-            )
-        with tf.control_dependencies(self._staging.put(number, found)), tf.device(DESK):
-            return self._announced.put(tf.stack([step, number, worker]), loss)
-
-    def _later(self, tokens: Line, step: tf.Tensor) -> tf.Tensor:
-        """Wait for the token of a later step, and pass over those of steps that are not open."""
-        (token,) = tokens.take()
-        while token < tf.maximum(step + 1, self._opened(token)):
-            (token,) = tokens.take()
-        return token
-
-    def _opened(self, after: tf.Tensor) -> tf.Tensor:
-        with tf.control_dependencies([after]):
-            return self._open.read_value()
-
-    def _updates_of_chief(self) -> Callable[[tf.Tensor], tuple[tf.Tensor, ...]]:
-        variables = self.model.trainable_variables
-
-        @tf.function
-        def updates(steps: tf.Tensor) -> tuple[tf.Tensor, ...]:
-            with tf.device(DESK):
-                steps = tf.identity(steps)
-                total = tf.constant(0.0)
-                accepted = dropped = tf.zeros([self._workers], tf.int64)
-                for _ in tf.range(steps):
-                    step = self._next_step()
-                    loss, means, taken, refused = self._first(step)
-                    # Counted when there is something to apply, and not before.
-                    with tf.control_dependencies([loss]):
-                        self.optimizer.apply(means, variables)
-                    total, accepted, dropped = total + loss, accepted + taken, dropped + refused
-                self._next_step()
-            return total, accepted, dropped
-
-        return updates  # type: ignore[no-any-return]
-
-    def _next_step(self) -> tf.Tensor:
-        """Open the step after all updates so far, and return it.
-
-        Each turn of a TensorFlow loop begins when all of the one before is done: nobody reads
-        variables of which only some are updated.
-        """
-        step = self.applied.read_value()
-        self._open.assign(step)
-        for tokens in self._tokens:
-            tokens.put(step)
-        return step
-
-    def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
-        """Return the means of loss and gradient over the first that are announced of an open step.
-
-        Beside them the number of gradients that were taken and refused, by worker.
-        """
-        taken = refused = tf.zeros([self._workers], tf.int64)
-        losses, total = tf.constant(0.0), None
-        for _ in range(self._needed):
-            what, loss, stale = self._next(step)
-            gradient = self._staging.take(what[NUMBER])
-            total = gradient if total is None else added(total, gradient)
-            losses += loss
-            taken += self._one_of(what[WORKER])
-            refused += stale
-        return losses / self._needed, divided(total or [], self._needed), taken, refused
-
-    def _next(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
-        """Return the next announcement of an open step, its loss, and who was refused before it."""
-        refused = tf.zeros([self._workers], tf.int64)
-        what, loss = self._announced.take()
-        while what[STEP] < step:
-            self._staging.take(what[NUMBER])
-            refused += self._one_of(what[WORKER])
-            what, loss = self._announced.take()
-        return what, loss, refused
-
-    def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
-        return tf.one_hot(worker, self._workers, dtype=tf.int64)
-
-
-class _Watch:
-    """Waits for an error in the workers' loops, which nobody else would wait for.
-
-    The chief waits for announcements: when a loop has failed for good, their queue is closed, so
-    that this wait ends too.
-    """
-
-    def __init__(
-        self,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        announced: Line,
-    ) -> None:
-        self.error: Exception | None = None
-        self._coordinator = coordinator
-        self._announced = announced
-        self._begun = threading.Event()
-        threading.Thread(target=self._wait, name="workers", daemon=True).start()
-
-    def begin(self) -> None:
-        """Loops have been scheduled."""
-        self._begun.set()
-
-    def _wait(self) -> None:
-        while self.error is None:
-            self._begun.wait()
-            self._begun.clear()
-            try:
-                self._coordinator.join()
-            # A loop may fail in any way: it is the user's model that runs in it.
-            except Exception as error:
-                self.error = error
-        with suppress(tf.errors.OpError):
-            self._announced.close()

@@ -116,7 +116,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
     elif warm:
-        warm_start.take(warm, strategy.variables(), io_device=strategy.io_device)
+        warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
     journal.begin(strategy.global_step(), _origin(found, warm))

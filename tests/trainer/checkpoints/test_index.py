@@ -13,7 +13,7 @@ from trainer.checkpoints.history import (
     merge_validations,
     read_validations,
 )
-from trainer.checkpoints.index import MOST_AWAITED, IndexEntry, best_of, index_of, outdated
+from trainer.checkpoints.index import MAX_AWAITED, IndexEntry, best_of, index_of, outdated
 
 
 def row(step, loss=None):
@@ -42,7 +42,7 @@ def test_the_newest_and_the_best_stay(losses, keep, expected):
 
 def test_what_an_evaluator_has_still_to_see_stays_up_to_a_limit():
     found = [row(0, 0.5), row(1, 0.6), *(row(step) for step in range(2, 20))]
-    newest = MOST_AWAITED
+    newest = MAX_AWAITED
     assert left(found, awaited=True) == [0, *range(20 - newest, 20)]
     assert left(found) == [0, 19]
 

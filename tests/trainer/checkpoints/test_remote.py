@@ -78,7 +78,7 @@ def steps(uri):
     return [step for _, step in list_checkpoints(uri)]
 
 
-def test_a_file_system_needs_no_outbox(tmp_path):
+def test_a_file_system_needs_no_upload_queue(tmp_path):
     root = storage.uri_of(tmp_path)
     kept = checkpoints_of(root, keep=3, scratch=tmp_path, fingerprint="", alone=True)
     assert type(kept) is Checkpoints
@@ -106,14 +106,14 @@ def test_saving_does_not_wait_for_the_store(of, uri, blocked):
             assert came.wait(60)
         assert steps(uri) == []
         free.set()
-    # The first was on its way, and of those that waited the newest was enough.
+    # The first was being uploaded, and the newest replaced the others that waited.
     assert steps(uri) == [1, 5]
 
 
 def test_what_was_not_published_is_found_on_this_machine_and_published(of, uri, monkeypatch):
     first = of()
-    # Its life ends without a word before anything was sent.
-    monkeypatch.setattr(first, "_hand_over", lambda _name: None)
+    # The attempt is killed before anything is uploaded.
+    monkeypatch.setattr(first, "_queue", lambda _name: None)
     save(first, 10)
     second = of()
     with second.flushed():
@@ -182,9 +182,9 @@ def test_a_store_that_is_away_for_a_while_does_not_end_training(
     with kept.flushed():
         server.plan.add(Fault(503, times=10_000))
         save(kept, 1)
-        kept._outbox._change.acquire()
-        kept._outbox._wait()
-        kept._outbox._change.release()
+        kept._uploads._change.acquire()
+        kept._uploads._wait()
+        kept._uploads._change.release()
         save(kept, 2)
         server.plan.clear()
     assert steps(uri) == [2]

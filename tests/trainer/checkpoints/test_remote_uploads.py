@@ -1,4 +1,4 @@
-"""Errands in the background: one at a time, the newest of each slot, and errors that are heard."""
+"""Uploads in the background: one at a time, the newest of each slot, and errors are reported."""
 
 from __future__ import annotations
 
@@ -13,108 +13,108 @@ from trainer.errors import UserError
 
 
 class Gate:
-    """An errand that is on its way until it is let through."""
+    """An upload that blocks until it is opened."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()
-        self.let = threading.Event()
+        self.opened = threading.Event()
 
     def __call__(self) -> None:
         self.begun.set()
-        assert self.let.wait(60)
+        assert self.opened.wait(60)
 
 
-def test_nobody_waits_for_an_errand_and_settle_waits_for_all() -> None:
-    outbox, gate, done = UploadQueue(), Gate(), []
-    outbox.put("a", gate)
-    outbox.put("b", lambda: done.append("b"))
+def test_put_does_not_wait_and_flush_waits_for_all() -> None:
+    uploads, gate, done = UploadQueue(), Gate(), []
+    uploads.put("a", gate)
+    uploads.put("b", lambda: done.append("b"))
     assert gate.begun.wait(60)
     assert done == []
-    gate.let.set()
-    outbox.flush()
+    gate.opened.set()
+    uploads.flush()
     assert done == ["b"]
 
 
-def test_of_what_waits_the_newest_is_enough() -> None:
-    outbox, gate, done = UploadQueue(), Gate(), []
-    outbox.put("a", gate)
+def test_of_uploads_that_wait_the_newest_replaces_the_others() -> None:
+    uploads, gate, done = UploadQueue(), Gate(), []
+    uploads.put("a", gate)
     assert gate.begun.wait(60)
     for number in range(5):
-        outbox.put("a", lambda number=number: done.append(number))
-        outbox.put("b", lambda number=number: done.append(-number))
-    gate.let.set()
-    outbox.flush()
+        uploads.put("a", lambda number=number: done.append(number))
+        uploads.put("b", lambda number=number: done.append(-number))
+    gate.opened.set()
+    uploads.flush()
     assert done == [4, -4]
 
 
-def test_never_more_than_one_is_on_its_way() -> None:
-    outbox, at_once, most = UploadQueue(), [], []
+def test_there_is_one_upload_at_a_time() -> None:
+    uploads, at_once, most = UploadQueue(), [], []
 
-    def errand() -> None:
+    def upload() -> None:
         at_once.append(1)
         most.append(len(at_once))
         at_once.pop()
 
     for number in range(50):
-        outbox.put(str(number), errand)
-    outbox.flush()
+        uploads.put(str(number), upload)
+    uploads.flush()
     assert most == [1] * 50
 
 
-def test_what_will_not_pass_by_itself_is_raised_at_the_next_errand() -> None:
-    outbox = UploadQueue()
-    outbox.put("a", failing(UserError("no permission")))
+def test_a_lasting_error_is_raised_at_the_next_upload() -> None:
+    uploads = UploadQueue()
+    uploads.put("a", failing(UserError("no permission")))
     with pytest.raises(UserError, match="no permission"):
-        outbox.flush()
+        uploads.flush()
     with pytest.raises(UserError, match="no permission"):
-        outbox.put("a", lambda: None)
+        uploads.put("a", lambda: None)
 
 
-def test_a_store_that_is_away_ends_nothing_and_is_tried_again_at_the_end() -> None:
-    outbox, tries = UploadQueue(), []
+def test_an_unavailable_store_is_tried_again_at_the_end() -> None:
+    uploads, tries = UploadQueue(), []
 
-    def errand() -> None:
+    def upload() -> None:
         tries.append(1)
         if len(tries) == 1:
             raise storage.Unavailable("away")
         done.set()
 
     done = threading.Event()
-    outbox.put("a", errand)
-    outbox.put("b", lambda: None)
-    outbox.flush()
+    uploads.put("a", upload)
+    uploads.put("b", lambda: None)
+    uploads.flush()
     assert done.is_set()
     assert len(tries) == 2
 
 
-def test_a_store_that_stays_away_is_one_line_at_the_end() -> None:
-    outbox = UploadQueue()
-    outbox.put("a", failing(storage.Unavailable("away for 300 s")))
-    outbox.put("b", lambda: None)
+def test_a_store_that_stays_unavailable_is_one_line_at_the_end() -> None:
+    uploads = UploadQueue()
+    uploads.put("a", failing(storage.Unavailable("away for 300 s")))
+    uploads.put("b", lambda: None)
     with pytest.raises(storage.Unavailable, match="away for 300 s"):
-        outbox.flush()
+        uploads.flush()
 
 
-def test_a_newer_errand_makes_good_what_failed() -> None:
-    outbox = UploadQueue()
+def test_a_newer_upload_replaces_a_failed_one() -> None:
+    uploads = UploadQueue()
     gate = Gate()
-    outbox.put("a", failing(storage.Unavailable("away")))
-    outbox.put("b", gate)
+    uploads.put("a", failing(storage.Unavailable("away")))
+    uploads.put("b", gate)
     assert gate.begun.wait(60)
-    outbox.put("a", lambda: None)
-    gate.let.set()
-    outbox.flush()
+    uploads.put("a", lambda: None)
+    gate.opened.set()
+    uploads.flush()
 
 
-def test_a_bug_is_not_kept_quiet() -> None:
-    outbox = UploadQueue()
-    outbox.put("a", failing(ZeroDivisionError("a bug")))
+def test_a_bug_is_raised() -> None:
+    uploads = UploadQueue()
+    uploads.put("a", failing(ZeroDivisionError("a bug")))
     with pytest.raises(ZeroDivisionError):
-        outbox.flush()
+        uploads.flush()
 
 
 def failing(error: Exception) -> Callable[[], None]:
-    def errand() -> None:
+    def upload() -> None:
         raise error
 
-    return errand
+    return upload

@@ -73,7 +73,7 @@ def test_a_run_without_one_says_so(run):
     assert run.events(WarmStart) == []
 
 
-def test_a_run_that_goes_on_ignores_it_and_remembers_how_it_began(run, before):
+def test_a_resumed_run_ignores_it_and_keeps_its_origin(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
     # By now the checkpoint may be gone.
@@ -115,7 +115,7 @@ def test_something_else_than_a_checkpoint(run, tmp_path):
 
 
 def test_the_word_champion_is_for_the_pipeline(run):
-    with pytest.raises(ConfigError, match="the champion is looked up by the pipeline"):
+    with pytest.raises(ConfigError, match="the pipeline resolves the champion"):
         run.train(steps=20, warm_start="champion")
 
 
@@ -151,7 +151,7 @@ def test_the_first_of_many_that_differ_is_the_first_of_the_model(tmp_path):
     found = warm_start.fetched(uri, tmp_path / "scratch")
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
     with pytest.raises(UserError, match=r"hidden/kernel is \[3, 5\] there and \[3, 4\] in this"):
-        warm_start.take(found, named, io_device=None)
+        warm_start.load(found, named, io_device=None)
 
 
 def net(units=4):
@@ -172,7 +172,7 @@ def test_all_state_of_the_model_is_taken_and_none_of_the_optimizer(tmp_path):
     begun.build(fresh.trainable_variables)
     untouched = [variable.numpy().tolist() for variable in begun.variables]
     found = warm_start.fetched(uri, tmp_path / "scratch")
-    warm_start.take(found, checkpoint_variables(fresh, begun), io_device=None)
+    warm_start.load(found, checkpoint_variables(fresh, begun), io_device=None)
     for mine, theirs in zip(fresh.variables, earlier.variables, strict=True):
         assert mine.numpy().tolist() == theirs.numpy().tolist()
     assert [variable.numpy().tolist() for variable in begun.variables] == untouched

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.strategies.async_parameter_server import MOST, portions, unit_of
+from trainer.strategies.async_parameter_server import MAX_PORTION, portions, unit_of
 
 steps, workers, turns = st.integers(1, 5000), st.integers(1, 200), st.sampled_from([1, 20])
 
@@ -19,7 +19,7 @@ def cut_up(steps, workers, turn):
 def test_all_steps_are_handed_out_once(steps, workers, turn):
     cut = cut_up(steps, workers, turn)
     assert sum(cut) == steps
-    assert all(0 < size <= MOST for size in cut)
+    assert all(0 < size <= MAX_PORTION for size in cut)
 
 
 @given(steps, workers, turns)

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from trainer.strategies.parameter_server import NUMBER_FILE, WATCHED, Tally, worker_number
+from trainer.strategies.parameter_server import NUMBER_FILE, STALENESS_WINDOW, Tally, worker_number
 
 
 def test_nothing_was_done_yet():
@@ -44,11 +44,11 @@ def test_nothing_is_as_good_a_staleness_as_any():
 
 def test_only_the_last_updates_tell_the_staleness_but_all_of_them_count():
     tally = Tally(batch_size=1)
-    for value in [1e6] * 50 + [2.0] * WATCHED:
+    for value in [1e6] * 50 + [2.0] * STALENESS_WINDOW:
         tally.add("worker-0", 1, staleness=value)
     metrics = tally.metrics()
     assert (metrics["staleness_mean"], metrics["staleness_p95"]) == (2, 2)
-    assert metrics["workers"]["worker-0"]["local_steps"] == WATCHED + 50
+    assert metrics["workers"]["worker-0"]["local_steps"] == STALENESS_WINDOW + 50
 
 
 def test_the_metrics_are_json():
