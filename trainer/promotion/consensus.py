@@ -1,14 +1,14 @@
-"""One answer to a question that several processes ask at once, in any store, whoever dies.
+"""Consensus: one value for all processes that propose one, in any store, whichever of them die.
 
-Stores differ in what they promise of conditional writes; older ones overwrite what they should not,
-or look first and write then. All keep this: what was written is read and listed from then on. With
-no more than that, consensus is shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one
-disk): each asker writes notes of its own, never over another's, and reads those of all.
+Stores differ in their guarantees for conditional writes; older ones overwrite, or check first and
+write then. All of them guarantee that a written object is read and listed from then on. That is
+enough for shared-memory Paxos (Gafni and Lamport, "Disk Paxos", 2003, with one disk): each process
+writes notes of its own, never over those of another, and reads the notes of all.
 
-A note is `<uri>/<round>-<token>-promised`, which is empty (its writer heeds no lower number), or
+A note is `<uri>/<round>-<token>-promised`, which is empty (its writer accepts no lower number), or
 `<uri>/<round>-<token>-accepted`, which holds a proposal as JSON. Notes are never changed and never
-removed: a write that was delayed changes nothing, and who was paused for a year still learns what
-was decided. Free of TensorFlow.
+removed: a delayed write changes nothing, and a process that was paused for a year still learns the
+decision.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 
 from trainer import storage
 
-# Two that outbid each other wait for different times: nobody else tells them who goes first.
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 2.0
+# Two processes that outbid each other wait for random times, so that one of them gets through.
+_FIRST_PAUSE, _MAX_PAUSE = 0.02, 2.0
 _NOTE = re.compile(r"(\d+)-([0-9a-f]+)-(promised|accepted)")
 
 Number = tuple[int, str]
 Notes = list[tuple[Number, str]]
 
 
-def reach(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the one proposal that all who ever ask at `uri` get: this one, or another's.
+def decide(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the one proposal that every caller for `uri` gets: this one, or another's.
 
     Args:
-        uri: names the question; nothing but notes stands below it.
-        proposal: the answer that is proposed, as JSON values.
+        uri: identifies the decision; there is nothing but notes below it.
+        proposal: the proposed value, as JSON values.
 
     Raises:
         UserError: the store fails, or a note is damaged.
@@ -53,7 +53,7 @@ def reach(uri: str, proposal: Mapping[str, Any]) -> dict[str, Any]:
             if not _outbid(number, _notes(uri)):
                 return chosen
         time.sleep(random.uniform(0, pause))
-        pause = min(2 * pause, _LONGEST_PAUSE)
+        pause = min(2 * pause, _MAX_PAUSE)
 
 
 def _outbid(number: Number, notes: Notes) -> bool:
@@ -69,7 +69,7 @@ def _accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
     try:
         return dict(json.loads(storage.read_bytes(place)))
     except (ValueError, TypeError):
-        # It may have been decided: without it two could win.
+        # It may be the decision: without it two proposals could win.
         raise storage.Corrupt(f"{place} is damaged: it holds no proposal; restore it") from None
 
 

@@ -1,4 +1,4 @@
-"""The gate: is a model good enough to leave?
+"""The gate: whether a model is good enough to be exported.
 
 The decision is a published directory with `decision.json`:
 
@@ -6,8 +6,8 @@ The decision is a published directory with `decision.json`:
      "rules": [{"metric", "key", "bound": "min" | "max", "threshold", "value", "passed", "note"}],
      "champion": URI or "", "evaluation": URI, "global_step"}
 
-`key` is what sets the threshold in the configuration, `note` what else there is to know. A value
-that is not a finite number stands there as null, and never passes.
+`key` is the key of the configuration that sets the threshold, `note` a remark. A value that is not
+a finite number is null, and never passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFUSED = "refused"
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """One threshold and how the model stands to it."""
+    """One threshold, and the value of the model."""
 
     metric: str
     bound: Literal["min", "max"]
@@ -42,7 +42,7 @@ class Rule:
 
     @property
     def passed(self) -> bool:
-        """Whether the value keeps to the bound."""
+        """Whether the value is within the bound."""
         if not math.isfinite(self.value):
             return False
         if self.bound == "min":
@@ -50,21 +50,21 @@ class Rule:
         return self.value <= self.threshold
 
     def __str__(self) -> str:
-        """Say in one line how the value stands to the threshold."""
+        """Compare the value with the threshold, in one line."""
         above = self.value > self.threshold
         if not math.isfinite(self.value):
-            stands = "is not a finite number: it cannot be held against"
+            result = "is not a finite number: it cannot be compared with"
         elif self.passed:
-            stands = "keeps to"
+            result = "keeps to"
         else:
-            stands = "is above" if above else "is below"
+            result = "is above" if above else "is below"
         note = f" ({self.note})" if self.note else ""
-        return f"{self.metric} {self.value!r} {stands} {self.key} {self.threshold!r}{note}"
+        return f"{self.metric} {self.value!r} {result} {self.key} {self.threshold!r}{note}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What the gate decided, and where it is published."""
+    """The decision of the gate, and where it is published."""
 
     uri: str
     blessed: bool
@@ -77,10 +77,10 @@ class Decision:
 
 
 def check(config: Config, evaluation: str, output: str) -> Decision:
-    """Hold the evaluated metrics against the thresholds of the configuration.
+    """Compare the evaluated metrics with the thresholds of the configuration.
 
     Args:
-        config: the run's configuration; its `gate` says the rules.
+        config: the run's configuration, with the rules in `gate`.
         evaluation: URI of a published evaluation.
         output: URI at which the decision is published; the same decision again is a no-op.
 
@@ -89,7 +89,7 @@ def check(config: Config, evaluation: str, output: str) -> Decision:
     """
     measured = _measured(evaluation)
     champion = measured.get("champion") or {}
-    rules = (*_bounds(config.gate, measured), *_beside(config.gate, measured, champion))
+    rules = (*_bounds(config.gate, measured), *_against_champion(config.gate, measured, champion))
     decision = Decision(uri=output, blessed=all(rule.passed for rule in rules), rules=rules)
     origin = {"evaluation": evaluation, "global_step": measured.get("global_step")}
     _publish(decision, {"champion": champion.get("uri", ""), **origin})
@@ -150,10 +150,10 @@ def _parts(
         yield f"@{feature}={each}", rows[each]
 
 
-def _beside(
+def _against_champion(
     config: GateConfig, measured: Mapping[str, Any], champion: Mapping[str, Any]
 ) -> Iterator[Rule]:
-    """Yield the rules about a champion, where there is one."""
+    """Yield the rules that compare with the champion, if there is one."""
     if not champion:
         return
     if champion["incomparable"]:
@@ -202,7 +202,7 @@ def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UserError(f"{key}: {metric!r} is {value!r}, which no threshold can be held against")
+        raise UserError(f"{key}: {metric!r} is {value!r}, which no threshold can be compared with")
     return float(value)
 
 
@@ -212,9 +212,9 @@ def _reasons(rules: tuple[Rule, ...]) -> tuple[str, ...]:
 
 
 def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
-    word = BLESSED if decision.blessed else REFUSED
+    outcome = BLESSED if decision.blessed else REFUSED
     tree = {
-        "decision": word,
+        "decision": outcome,
         "reasons": decision.reasons,
         "rules": [row(rule) for rule in decision.rules],
         **origin,
@@ -222,7 +222,9 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="decision-") as folder:
         text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
         Path(folder, "decision.json").write_text(text + "\n", encoding="utf-8")
-        storage.publish(Path(folder), decision.uri, kind=KIND, fields={"decision": word, **origin})
+        storage.publish(
+            Path(folder), decision.uri, kind=KIND, fields={"decision": outcome, **origin}
+        )
 
 
 def row(rule: Rule) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A KServe InferenceService for an exported model. Free of TensorFlow."""
+"""A KServe InferenceService for an exported model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def service(name: str, uri: str) -> str:
             "predictor": {
                 "model": {
                     "modelFormat": {"name": "tensorflow"},
-                    # What follows a question mark is how Flotilla reaches the store.
+                    # Without the options of the URI, which are for Flotilla's own client.
                     "storageUri": storage.join(uri, "serving", name).partition("?")[0],
                 }
             }
@@ -32,6 +32,6 @@ def service(name: str, uri: str) -> str:
 
 
 def service_name(name: str) -> str:
-    """Return a name that Kubernetes takes for a service: letters, digits and `-`."""
+    """Return a name that Kubernetes accepts for a service: letters, digits and `-`."""
     plain = re.sub(r"[^a-z0-9]+", "-", name)
     return plain if plain[0].isalpha() else f"model-{plain}"

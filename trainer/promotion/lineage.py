@@ -1,4 +1,4 @@
-"""Where a model comes from: the code. Free of TensorFlow."""
+"""The commit of the code that made a model."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ _SECONDS = 10
 
 
 def commit() -> str:
-    """Return the commit of the running code, `-dirty` behind it where files were changed.
+    """Return the commit of the running code, with `-dirty` where files were changed.
 
-    An image says it in `FLOTILLA_COMMIT`; a checkout is asked itself. Empty where neither knows.
+    An image has it in `FLOTILLA_COMMIT`, a checkout in its repository. Empty without either.
     """
-    if told := os.environ.get(COMMIT):
-        return told
+    if commit_of_image := os.environ.get(COMMIT):
+        return commit_of_image
     home = Path(__file__).resolve().parents[2]
     try:
-        # Of an installed package, the repository around it is somebody else's.
+        # An installed package may be inside of another repository.
         if Path(_git(home, "rev-parse", "--show-toplevel")).resolve() != home:
             return ""
         dirty = "-dirty" if _git(home, "status", "--porcelain", "--untracked-files=no") else ""

@@ -1,11 +1,11 @@
-"""Judge an exported model as it was published, register it, and make it the champion.
+"""Registration: checks an exported model as it was published, registers and promotes it.
 
-What was decided is a published directory with `registration.json`:
+The decision is a published directory with `registration.json`:
 
     {"decision": "promoted" | "refused", "reasons": [one line each], "rules": [as of the gate],
      "version", "promotion", "model": URI, "predecessor": URI of the champion before or ""}
 
-Nothing is registered unless every rule is kept. Free of TensorFlow.
+Nothing is registered unless every rule passes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MEGABYTE = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """What came of a model. Without a promotion `version` and `promotion` are 0."""
+    """The result of a registration. Without a promotion `version` and `promotion` are 0."""
 
     uri: str
     promoted: bool
@@ -42,15 +42,15 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be registered.
+    """A model to register.
 
     Attributes:
-        config: says the name, and the limits of the registry.
-        root: URI below which the registry stands.
+        config: has the name, and the limits of the registry.
+        root: URI below which the registry is.
         model: URI of the exported model.
         output: URI of the registration.
-        lineage: what the version says of where it comes from.
-        by: who asks.
+        lineage: the origin of the version.
+        by: the run or the person that asks for it.
     """
 
     config: Config
@@ -62,7 +62,7 @@ class Request:
 
 
 def register(request: Request, scratch: Path) -> Registration:
-    """Judge, register and promote; the same model again gives what was decided before.
+    """Check, register and promote; the same model again returns the decision made before.
 
     Raises:
         UserError: the model, or what it was made from, is missing or damaged.
@@ -79,10 +79,10 @@ def register(request: Request, scratch: Path) -> Registration:
     made = registry.register(root, name, request.model, lineage=request.lineage, scratch=scratch)
     try:
         if not ours:
-            # An earlier try may have come so far.
+            # An earlier try may have promoted it already.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
     except registry.PromotionLostError as lost:
-        # An earlier try may have died when the promotion was its own and was not published yet.
+        # An earlier try may have won the promotion and died before it was published.
         last = registry.promotions(root, name)[-1]
         if (last.version, last.by) != (made.number, request.by):
             return _publish(request, rules, reasons=[str(lost)], champion=champion)
@@ -98,7 +98,7 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
         if "accuracy" in found:
-            # Of few examples one alone is more than the tolerance.
+            # With few examples a single one is more than the tolerance.
             value = found["original_accuracy"] - found["accuracy"]
             limit = max(limit, 1 / found["accuracy_examples"])
         yield _at_most(f"difference of {form}", value, limit, "its tolerance")
@@ -110,10 +110,10 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     if limits.max_milliseconds:
         taken = parity["smoke"]["milliseconds"]
         yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
-    judged_beside = storage.read_manifest(manifest.fields["decision"]).fields.get("champion", "")
+    compared_with = storage.read_manifest(manifest.fields["decision"]).fields.get("champion", "")
     now = champion.uri if champion else ""
-    note = "" if judged_beside == now else f"the champion is {now}, the gate saw {judged_beside}"
-    yield _yes("same_champion", judged_beside == now, "the gate's", note and f"{note}; run again")
+    note = "" if compared_with == now else f"the champion is {now}, the gate saw {compared_with}"
+    yield _yes("same_champion", compared_with == now, "the gate's", note and f"{note}; run again")
     if champion:
         changed = _changes(champion, request.model, manifest.fields)
         note = f"{changed} changed since {champion.uri}; give this model another name"

@@ -1,17 +1,19 @@
-"""The registry: which models there are by name, and which of them is the champion.
+"""The registry: models by name with their versions, and which version is the champion.
 
-Below `<root>/registry` stand published directories, written once and never changed:
+Below `<root>/registry` are published directories, written once and never changed:
 
-    names/NAME                       says that there is a model of this name
+    names/NAME                       marks that there is a model of this name
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
     models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
                                      promotion before
-    models/NAME/claims/...           notes by which a number gets one owner: `promotion.consensus`
+    models/NAME/claims/...           notes that give each number one owner: `promotion.consensus`
 
-The champion is what the newest promotion says. A promotion names its predecessor by its own number,
-and a number is given once: of two at the same time one finds it taken, whatever the store promises.
+The champion is the version of the newest promotion. A promotion names its predecessor by its own
+number, and a number is given once: of two promotions at the same time one fails, whatever the store
+guarantees.
 
-Whom a run meets in the registry: the champion that it is held against, or begins from.
+A run uses the registry in two more ways: `opponent` is the champion that its model is compared
+with, and `champion_checkpoint` is the one that a warm start begins from.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from typing import Any
 from trainer import storage
 from trainer.errors import UserError, nearest
 from trainer.promotion import kserve
-from trainer.promotion.consensus import reach
+from trainer.promotion.consensus import decide
 from trainer.storage import Manifest
 
 MODEL = "model"
@@ -50,9 +52,9 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Promotion:
-    """One promotion: `version` became champion; `restores` is the promotion it went back to, or 0.
+    """One promotion: `version` became champion; `restores` is the promotion that it restores, or 0.
 
-    `by` says who asked: a run, or a person.
+    `by` is the run or the person that asked for it.
     """
 
     number: int
@@ -64,7 +66,7 @@ class Promotion:
 
 
 def home(root: str, name: str) -> str:
-    """Return the URI below which all of a model stands."""
+    """Return the URI below which all of a model is."""
     return storage.join(root, "registry", "models", name)
 
 
@@ -115,17 +117,17 @@ def champion(root: str, name: str) -> Version | None:
         UserError: its version is gone, or cannot be read.
     """
     number = champion_number(root, name)
-    return crowned(root, name, number) if number else None
+    return promoted_version(root, name, number) if number else None
 
 
 def champion_number(root: str, name: str) -> int:
-    """Return the version that is champion, there or not; 0 before the first promotion."""
+    """Return the number of the champion, even if its version is gone; 0 before a promotion."""
     made = promotions(root, name)
     return made[-1].version if made else 0
 
 
-def crowned(root: str, name: str, number: int) -> Version:
-    """Return a version that became champion; raises `UserError`, with the remedy, if it is gone."""
+def promoted_version(root: str, name: str, number: int) -> Version:
+    """Return a version that became champion; raises `UserError` if it is gone."""
     try:
         return version(root, name, number)
     except UserError as error:
@@ -138,8 +140,8 @@ def register(
 ) -> Version:
     """Copy the exported model at URI `model` into the registry, as its next version.
 
-    The registry owns its files, so that a run can be deleted. The same model again is the version
-    that it became before.
+    The registry has a copy of the files, so that a run can be deleted. The same model again is the
+    same version.
 
     Raises:
         UserError: the model is damaged, or cannot be copied.
@@ -175,7 +177,7 @@ def register(
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
-                # What stands there may be this very model, by another process of this run.
+                # It may be this model, published by another process of this run.
                 manifest = storage.read_manifest(uri)
                 if manifest.fields.get("source") != source:
                     number += 1
@@ -195,7 +197,7 @@ def promote(  # noqa: PLR0913
     """Make a version the champion, if `after` is still the newest promotion (0: there is none).
 
     Raises:
-        LostError: another promotion was made after `after`.
+        PromotionLostError: another promotion was made after `after`.
         UserError: there is no such version, or it is damaged.
     """
     storage.verify(version(root, name, number).uri)
@@ -204,21 +206,21 @@ def promote(  # noqa: PLR0913
         "predecessor": after,
         "restores": restores,
         "by": by,
-        # Two promotions that say the same are still two.
+        # Two promotions with equal fields are still two.
         "token": secrets.token_hex(8),
     }
     uri = storage.join(home(root, name), "promotions", f"{after + 1:06d}")
     if _is_made(uri):
         raise PromotionLostError(_lost(root, name, after))
-    # Whose it is is published by all: who was agreed on may be dead.
-    agreed = _claim(root, name, "promotions", after + 1, fields)
+    # Every caller publishes the decided promotion: its owner may be dead.
+    decided = _claim(root, name, "promotions", after + 1, fields)
     with tempfile.TemporaryDirectory(prefix="promotion-") as folder:
-        Path(folder, "promotion.json").write_text(json.dumps(agreed) + "\n", encoding="utf-8")
+        Path(folder, "promotion.json").write_text(json.dumps(decided) + "\n", encoding="utf-8")
         try:
-            made = storage.publish(Path(folder), uri, kind=PROMOTION, fields=agreed)
+            made = storage.publish(Path(folder), uri, kind=PROMOTION, fields=decided)
         except storage.Conflict:
             raise PromotionLostError(_lost(root, name, after)) from None
-    if agreed != fields:
+    if decided != fields:
         raise PromotionLostError(_lost(root, name, after))
     return Promotion(
         number=after + 1, uri=uri, version=number, restores=restores, by=by, created=made.created
@@ -226,7 +228,7 @@ def promote(  # noqa: PLR0913
 
 
 def _is_made(uri: str) -> bool:
-    """Say whether a promotion was published; one that cannot be read any more is damage."""
+    """Say whether a promotion is published; raises `Corrupt` where it cannot be read."""
     try:
         storage.read_manifest(uri)
     except storage.NotPublished:
@@ -237,16 +239,16 @@ def _is_made(uri: str) -> bool:
 def _claim(
     root: str, name: str, what: str, number: int, owner: Mapping[str, Any]
 ) -> dict[str, Any]:
-    return reach(storage.join(home(root, name), "claims", what, f"{number:06d}"), owner)
+    return decide(storage.join(home(root, name), "claims", what, f"{number:06d}"), owner)
 
 
 def rollback(root: str, name: str, *, by: str) -> Promotion:
-    """Make the version champion that was it before the one that is now.
+    """Make the previous champion the champion again.
 
-    Once more goes one further back, and not forth again.
+    Another rollback goes back one further, and not forward.
 
     Raises:
-        LostError: another promotion was made meanwhile.
+        PromotionLostError: another promotion was made meanwhile.
         UserError: there is none before.
     """
     made = {each.number: each for each in promotions(root, name)}
@@ -299,21 +301,21 @@ def champion_checkpoint(root: str, name: str) -> str:
 
 
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
-    """Return the champion that the model of a checkpoint has to stand up to.
+    """Return the champion that the model of a checkpoint is compared with.
 
-    A run that is resumed while its own model is champion is not held against itself, but against
-    the champion before, so that it ends as it did. One that was followed meets who followed it:
-    nothing is promoted again over a better one.
+    A resumed run whose own model is the champion is compared with the champion before, so that it
+    ends with the same decision. Where another model was promoted since, it is compared with that
+    one, and never promoted over a better one.
 
     Args:
-        root: URI below which the registry stands.
+        root: URI below which the registry is.
         name: of the model.
         checkpoint: URI of a published checkpoint.
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}
     for made in reversed(promotions(root, name)):
-        found = known.get(made.version) or crowned(root, name, made.version)
+        found = known.get(made.version) or promoted_version(root, name, made.version)
         origin = found.manifest.fields.get("made_from", {})
         if (origin.get("checkpoint"), origin.get("checkpoint_created")) != (checkpoint, created):
             return found

@@ -1,4 +1,4 @@
-"""What a client of an object store has to offer: single requests on the objects of one bucket."""
+"""The interface of a client of an object store: single requests on the objects of one bucket."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from typing import Protocol, TypeVar
 from trainer.storage.manifest import Checksum
 
 Result = TypeVar("Result")
-# What is larger is sent in parts of this size, so that it never stands in memory as a whole.
+# A larger object is sent in parts of this size, so that it is never in memory as a whole.
 PART_BYTES = 8 << 20
 # Seconds to connect, and seconds until the next bytes come.
 TIMEOUTS = (5.0, 60.0)
-# The name of the metadata that says who wrote an object of a published directory.
+# The metadata key of the process that wrote an object of a published directory.
 WRITER = "flotilla-writer"
 
 
 class Trouble(enum.Enum):
-    """What an error of a client means."""
+    """The class of a client's error."""
 
-    PASSING = "ask again"
+    TRANSIENT = "try again"
     ABSENT = "no such object, or no such bucket"
     NO_BUCKET = "no such bucket"
     EXISTS = "there is an object already"
     DENIED = "no permission"
     NO_CREDENTIALS = "no credentials, or wrong ones"
-    OTHER = "anything else that the store says"
-    FOREIGN = "nothing that the store says"
+    OTHER = "another error of the store"
+    FOREIGN = "no error of the store"
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Stored:
     Attributes:
         key: its name in the bucket.
         bytes: its size.
-        digest: what the store says of its content, in the store's own way; empty when nothing.
+        digest: the store's own checksum of its content; empty without one.
         created: when, in seconds since 1970.
-        writer: its metadata `WRITER`; None where the store did not say.
+        writer: its metadata `WRITER`; None where the request does not return metadata.
     """
 
     key: str
@@ -52,27 +52,27 @@ class Stored:
 
 
 class Sink(Protocol):
-    """What an object is written to; `tell` says how much has come."""
+    """What an object is written to; `tell` returns how many bytes have come."""
 
     def write(self, data: bytes, /) -> int:
-        """Take the next bytes."""
+        """Write the next bytes."""
 
     def tell(self) -> int:
-        """Return how many bytes were taken."""
+        """Return how many bytes were written."""
 
     def flush(self) -> None:
-        """Let go of what is held back."""
+        """Write what is buffered."""
 
 
-class Ask(Protocol):
-    """Asks a request until it is answered, or the deadline is over."""
+class Retrying(Protocol):
+    """Repeats a request until it succeeds, or the deadline has passed."""
 
     def __call__(self, request: Callable[[], Result], /) -> Result:
         """Return the result of `request`."""
 
 
 class Bucket(Protocol):
-    """One bucket. Requests go through an `Ask`; errors are the client's own, for `judge`."""
+    """One bucket. Requests go through a `Retrying`; errors are the client's own, see `judge`."""
 
     remedies: Mapping[Trouble, str]
 
@@ -92,13 +92,13 @@ class Bucket(Protocol):
         """Create an object from a file of any size; raises `ChangedError` if that has changed."""
 
     def stat(self, key: str) -> Stored:
-        """Return what the store says of one object, its writer too."""
+        """Return the description of one object, with its writer."""
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
         """Say whether an object has the content of a file."""
 
     def vouched(self, key: str) -> Checksum | None:
-        """Return the checksum that the store itself has made of an object, if it makes one."""
+        """Return the checksum that the store itself computed for an object, if it computes one."""
 
     def walk(self, prefix: str) -> list[Stored]:
         """Return all objects whose key begins with `prefix`, by key."""
@@ -110,15 +110,15 @@ class Bucket(Protocol):
         """Remove an object."""
 
     def abort_uploads(self, prefix: str, before: float) -> list[str]:
-        """Give up the uploads in parts that began before a time; return their keys."""
+        """Abort the multipart uploads that began before a time; return their keys."""
 
     def judge(self, error: BaseException) -> Trouble:
-        """Say what an error means."""
+        """Classify an error."""
 
 
 class ChangedError(Exception):
-    """A file is not what it was when its checksum was taken."""
+    """A file has changed since its checksum was computed."""
 
 
-class MangledError(Exception):
-    """What the store has got, or what came from it, is not what was sent."""
+class DamagedInTransitError(Exception):
+    """Content was damaged between this process and the store."""

@@ -1,4 +1,4 @@
-"""What storage says when something is missing, wrong, or cannot be written."""
+"""Errors of storage, as one line with a remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _REMEDIES = {
     errno.EACCES: "make it accessible to this user, or choose another place",
     errno.EPERM: "make it accessible to this user, or choose another place",
     errno.EROFS: "choose a place that can be written",
-    errno.ENOTDIR: "a file stands where a folder is needed; move it away",
-    errno.EEXIST: "a file stands where a folder is needed; move it away",
-    errno.EISDIR: "a folder stands where a file is needed; move it away",
+    errno.ENOTDIR: "there is a file where a folder is needed; move it away",
+    errno.EEXIST: "there is a file where a folder is needed; move it away",
+    errno.EISDIR: "there is a folder where a file is needed; move it away",
     errno.ENAMETOOLONG: "use shorter names",
 }
 
 
-# Used with the package's name before them, where `storage.Corrupt` reads as a sentence does.
+# Used with the name of the package, as `storage.Corrupt`.
 
 
 class Missing(UserError):  # noqa: N818
@@ -35,7 +35,7 @@ class NotPublished(Missing):
 
 
 class Corrupt(UserError):  # noqa: N818
-    """What is stored is not what was published; the message names the file."""
+    """A file differs from the manifest; the message names the file."""
 
 
 class UnknownSchema(UserError):  # noqa: N818
@@ -43,25 +43,25 @@ class UnknownSchema(UserError):  # noqa: N818
 
 
 class Conflict(UserError):  # noqa: N818
-    """Something else is published at the URI already."""
+    """Other content is published at the URI already."""
 
 
 class Unavailable(UserError):  # noqa: N818
-    """The store did not answer, or not as it should, until the deadline of the operation."""
+    """The store was not available until the deadline of the operation."""
 
 
-class Refusal(OSError):  # noqa: N818
-    """A store that is not a file system has refused; the message names reason and remedy.
+class StoreError(OSError):
+    """An object store refused a request; the message names reason and remedy.
 
     Attributes:
-        trouble: a name of `bucket.Trouble`; empty where nobody asked the store what it means.
+        trouble: a name of `bucket.Trouble`; empty where the error was not classified.
     """
 
     trouble = ""
 
 
-class Silence(Refusal):
-    """A store was not available until the deadline."""
+class StoreUnavailable(StoreError):  # noqa: N818
+    """An object store was not available until the deadline."""
 
 
 @contextmanager
@@ -69,16 +69,16 @@ def reported(action: str) -> Iterator[None]:
     """Turn an `OSError` into a `UserError`: "cannot ACTION: PATH: reason; remedy"."""
     try:
         yield
-    except Silence as error:
+    except StoreUnavailable as error:
         raise Unavailable(f"cannot {action}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot {action}: {_reason(error)}") from error
 
 
 def _reason(error: OSError) -> str:
-    if isinstance(error, Refusal):
+    if isinstance(error, StoreError):
         return str(error)
-    # Of a rename, the second name is the place that was asked for; the first is hidden and gone.
+    # Of a rename, the second name is the destination; the first is a staging folder that is gone.
     name = error.filename2 or error.filename
     where = f"{os.fsdecode(name)}: " if isinstance(name, str | bytes) else ""
     what = error.strerror or str(error) or type(error).__name__

@@ -22,9 +22,9 @@ from trainer.storage.bucket import (
     PART_BYTES,
     TIMEOUTS,
     WRITER,
-    Ask,
     ChangedError,
-    MangledError,
+    DamagedInTransitError,
+    Retrying,
     Sink,
     Stored,
     Trouble,
@@ -32,7 +32,7 @@ from trainer.storage.bucket import (
 from trainer.storage.manifest import Checksum
 from trainer.storage.retry import THREADS
 
-_PASSING = (
+_TRANSIENT = (
     ConnectionError,
     TimeoutError,
     requests.ConnectionError,
@@ -41,9 +41,9 @@ _PASSING = (
     requests.exceptions.ContentDecodingError,
     urllib3.exceptions.HTTPError,
     media.DataCorruption,
-    MangledError,
+    DamagedInTransitError,
 )
-_PASSING_CODES = (408, 429, 500, 502, 503, 504)
+_TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
     401: Trouble.NO_CREDENTIALS,
     403: Trouble.DENIED,
@@ -66,19 +66,19 @@ class GcsBucket:
         }
     )
 
-    def __init__(self, name: str, ask: Ask) -> None:
+    def __init__(self, name: str, retry: Retrying) -> None:
         """Use the application default credentials, or none with STORAGE_EMULATOR_HOST."""
         self._name = name
-        self._ask = ask
+        self._retry = retry
 
     def get(self, key: str) -> bytes:
-        """Return the content of an object; the client holds it against the store's checksum."""
-        return self._ask(
+        """Return the content of an object; the client checks it against the store's checksum."""
+        return self._retry(
             lambda: bytes(self._blob(key).download_as_bytes(timeout=TIMEOUTS, retry=None))
         )
 
     def read_into(self, key: str, file: Sink) -> None:
-        """Write the content of an object to a file, going on where a connection dropped."""
+        """Write the content of an object to a file, resumed where a connection dropped."""
 
         def rest() -> None:
             file.flush()
@@ -96,7 +96,7 @@ class GcsBucket:
                 if not start:
                     raise
 
-        self._ask(rest)
+        self._retry(rest)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""
@@ -109,7 +109,7 @@ class GcsBucket:
         self._upload(blob, data, 0)
 
     def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
-        """Send a file in parts; each is asked for again by itself."""
+        """Upload a file in parts; each is retried by itself."""
         blob = self._blob(key)
         blob.metadata = {WRITER: writer}
         blob.chunk_size = PART_BYTES
@@ -119,31 +119,31 @@ class GcsBucket:
             if_generation_match=0,
             timeout=TIMEOUTS,
             checksum="crc32c",
-            # The client takes whatever wraps a request.
-            retry=lambda request: lambda: self._ask(request),
+            # The client accepts any function that wraps a request.
+            retry=lambda request: lambda: self._retry(request),
         )
         if _checksum(blob) != expected:
             raise ChangedError
 
     def stat(self, key: str) -> Stored:
-        """Return what the store says of one object."""
+        """Return the description of one object."""
         blob = self._blob(key)
-        self._ask(lambda: blob.reload(timeout=TIMEOUTS, retry=None))
+        self._retry(lambda: blob.reload(timeout=TIMEOUTS, retry=None))
         return _stored(blob)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:  # noqa: ARG002
-        """Compare with the checksum that the store made."""
+        """Compare with the checksum that the store computed."""
         return Checksum(stored.bytes, stored.digest) == expected
 
     def vouched(self, key: str) -> Checksum | None:
-        """Return the checksum that the store made."""
+        """Return the checksum that the store computed."""
         stored = self.stat(key)
         return Checksum(stored.bytes, stored.digest) if stored.digest else None
 
     def walk(self, prefix: str) -> list[Stored]:
         """Return all objects whose key begins with `prefix`."""
         fields = f"nextPageToken,items({_FIELDS})"
-        return self._ask(lambda: [_stored(blob) for blob in self._list(prefix, fields=fields)])
+        return self._retry(lambda: [_stored(blob) for blob in self._list(prefix, fields=fields)])
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""
@@ -154,27 +154,27 @@ class GcsBucket:
             keys = [blob.name for blob in found]
             return sorted({key[len(prefix) :].strip("/") for key in [*keys, *found.prefixes]})
 
-        return self._ask(listed)
+        return self._retry(listed)
 
     def remove(self, key: str) -> None:
         """Remove an object."""
-        self._ask(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
+        self._retry(lambda: self._blob(key).delete(timeout=TIMEOUTS, retry=None))
 
     def abort_uploads(self, prefix: str, before: float) -> list[str]:  # noqa: ARG002
-        """Do nothing: the store itself forgets an upload in parts, and bills none."""
+        """Do nothing: the store itself deletes unfinished uploads, and does not bill them."""
         return []
 
     def judge(self, error: BaseException) -> Trouble:
-        """Say what an error means."""
+        """Classify an error."""
         if isinstance(error, auth.TransportError | auth.RefreshError) and error.retryable:
-            return Trouble.PASSING
+            return Trouble.TRANSIENT
         if isinstance(error, auth.GoogleAuthError):
             return Trouble.NO_CREDENTIALS
-        if isinstance(error, _PASSING) or _is_mangled(error):
-            return Trouble.PASSING
+        if isinstance(error, _TRANSIENT) or _is_damaged_in_transit(error):
+            return Trouble.TRANSIENT
         code = _code(error)
-        if code in _PASSING_CODES:
-            return Trouble.PASSING
+        if code in _TRANSIENT_CODES:
+            return Trouble.TRANSIENT
         if code or isinstance(error, requests.RequestException):
             return _TROUBLES.get(code, Trouble.OTHER)
         return Trouble.FOREIGN
@@ -183,7 +183,7 @@ class GcsBucket:
         return self._client.bucket(self._name).blob(key)
 
     def _upload(self, blob: Any, data: bytes, generation: int | None) -> None:
-        self._ask(
+        self._retry(
             lambda: blob.upload_from_string(
                 data,
                 content_type="application/octet-stream",
@@ -206,8 +206,8 @@ class GcsBucket:
 
 @cache
 def _client(_process: int, _emulator: str) -> storage.Client:
-    # One for all threads, but not for a forked child.
-    # For traces that nobody takes it would ask for the bucket itself, and need a permission for it.
+    # All threads can share it, a forked child cannot. For tracing, which is not used, the client
+    # would read the metadata of the bucket, which needs a permission.
     os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
     client = storage.Client()
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)
@@ -235,6 +235,6 @@ def _code(error: BaseException) -> int:
     return 0
 
 
-def _is_mangled(error: BaseException) -> bool:
-    # The store refuses what did not arrive as it was sent.
+def _is_damaged_in_transit(error: BaseException) -> bool:
+    # The store refuses content with another checksum.
     return isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)

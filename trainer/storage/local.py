@@ -1,11 +1,11 @@
-"""Storage in the file system: a directory is published by one rename.
+"""Storage in the file system: a directory is published by one atomic rename.
 
-Who writes: what a dead process left is told from what a living one is about to finish.
-
-Hidden folders in which something is made before one rename shows it.
-
-A folder is locked while its maker lives, so that the next one can tell a dead maker's folder from
-one in use, and clear it away.
+- `FileStore` is the store itself.
+- A staging folder is a hidden folder in which a file or directory is written before the rename. Its
+  writer holds a lock on it while it lives, so that the next writer can tell the orphan of a dead
+  one from one in use, and delete it.
+- `writer` identifies a process on all machines, for stores that cannot lock: `is_gone` and
+  `is_living` say whether it is known to have ended or to be alive.
 """
 
 from __future__ import annotations
@@ -25,190 +25,18 @@ from trainer.errors import UserError
 from trainer.storage.manifest import MANIFEST, Checksum, Manifest, checksum
 from trainer.storage.uri import local_path, uri_of
 
-
-def writer() -> str:
-    """Return a text that no other process has, on any machine, in any container."""
-    return f"{_machine()}/{os.getpid()}/{_begun(os.getpid())}"
-
-
-def is_gone(text: str) -> bool:
-    """Say whether the process of a `writer` is known to have ended.
-
-    Nothing is known of the processes of another machine.
-    """
-    number, begun = _here(text)
-    return bool(number) and _begun(int(number)) != begun
-
-
-def is_living(text: str) -> bool:
-    """Say whether the process of a `writer` is known to live, likewise."""
-    number, begun = _here(text)
-    return bool(number) and _begun(int(number)) == begun
-
-
-def _here(text: str) -> tuple[str, str]:
-    """Return the number and the beginning of a process of this machine, nothing of another."""
-    machine, _, process = text.partition("/")
-    number, _, begun = process.partition("/")
-    return (number, begun) if machine == _machine() and number.isdigit() else ("", "")
-
-
-@cache
-def _machine() -> str:
-    # Two containers of one machine have processes of the same number.
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
-
-
-def _begun(process: int) -> str:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-    # After the name, which may hold anything: state is the first field, the start the 20th.
-    state, *fields = stat.rpartition(")")[2].split()
-    return "" if state == "Z" else fields[18]
-
-
-_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
-
-
-@contextmanager
-def staging(parent: Path, name: str) -> Iterator[Path]:
-    """Make a hidden folder in `parent`, named after `name`; what is left of it at the end goes."""
-    parent.mkdir(parents=True, exist_ok=True)
-    _clear_dead(parent)
-    with _until_done(*_claim(parent, name)) as stage:
-        yield stage
-
-
-@contextmanager
-def taken_up(parent: Path, name: str) -> Iterator[Path]:
-    """Do as `staging`, but go on in the folder that a dead maker of the same name left."""
-    parent.mkdir(parents=True, exist_ok=True)
-    claimed = _inherited(parent, name)
-    # After that, so that the one that was inherited is not among the dead.
-    _clear_dead(parent)
-    with _until_done(*(claimed or _claim(parent, name))) as stage:
-        yield stage
-
-
-@contextmanager
-def _until_done(stage: Path, descriptor: int) -> Iterator[Path]:
-    try:
-        yield stage
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
-        _unlock(descriptor)
-
-
-@contextmanager
-def locked(directory: Path) -> Iterator[None]:
-    """Keep other writers that lock the same directory out."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    _lock(descriptor, wait=True)
-    try:
-        yield
-    finally:
-        _unlock(descriptor)
-
-
-def clear_below(root: Path) -> list[Path]:
-    """Remove what dead makers left in `root` and below; return what was removed."""
-    found = []
-    for folder, folders, _ in os.walk(root):
-        stages = [Path(folder) / name for name in folders if is_staging(name)]
-        folders[:] = [name for name in folders if not is_staging(name)]
-        for stage in stages:
-            with suppress(OSError):
-                _clear_if_dead(stage)
-        found += [stage for stage in stages if not stage.exists()]
-    return found
-
-
-def is_staging(name: str) -> bool:
-    """Say whether a folder of this name is one of ours."""
-    return _NAME.fullmatch(name) is not None
-
-
-def sync(path: Path) -> None:
-    """Have a file or folder written through to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _claim(parent: Path, name: str) -> tuple[Path, int]:
-    while True:
-        stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
-        stage.mkdir()
-        # Between mkdir and lock the folder looks like a dead maker's; who finds it gone tries anew.
-        with suppress(FileNotFoundError):
-            descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
-            _lock(descriptor, wait=True)
-            if stage.exists():
-                return stage, descriptor
-            _unlock(descriptor)
-
-
-def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
-    for other in sorted(os.listdir(parent)):
-        if is_staging(other) and other[1:].rpartition(".part")[0][:-13] == name:
-            stage = parent / other
-            with suppress(OSError):
-                descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-                if _lock(descriptor, wait=False) and stage.exists():
-                    return stage, descriptor
-                _unlock(descriptor)
-    return None
-
-
-def _clear_dead(parent: Path) -> None:
-    for name in os.listdir(parent):
-        if is_staging(name):
-            with suppress(OSError):
-                _clear_if_dead(parent / name)
-
-
-def _clear_if_dead(stage: Path) -> None:
-    descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        if _lock(descriptor, wait=False):
-            shutil.rmtree(stage, ignore_errors=True)
-    finally:
-        _unlock(descriptor)
-
-
-def _lock(descriptor: int, *, wait: bool) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
-        # Some network file systems cannot lock a folder. A rename is still all or nothing there;
-        # only the tidying up, and the replacing of what is half-made, are then less guarded.
-        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EAGAIN):
-            return False
-        raise
-    return True
-
-
-def _unlock(descriptor: int) -> None:
-    # Closing alone would leave the lock with a child that was forked meanwhile.
-    with suppress(OSError):
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-    os.close(descriptor)
+_STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
 class FileStore:
-    """Local disks and whatever is mounted like one."""
+    """Local disks, and what is mounted like one."""
 
     def read(self, uri: str) -> bytes:
         """Return the content of one file."""
         return _path(uri).read_bytes()
 
     def write(self, uri: str, data: bytes) -> None:
-        """Create or replace one file by a rename."""
+        """Create or replace one file by an atomic rename."""
         path = _path(uri)
         with staging(path.parent, path.name) as stage:
             _write(stage / "content", data)
@@ -216,7 +44,7 @@ class FileStore:
             sync(path.parent)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one file by a link, which never replaces another."""
+        """Create one file by an atomic link, which never replaces another file."""
         path = _path(uri)
         with staging(path.parent, path.name) as stage:
             _write(stage / "content", data)
@@ -240,7 +68,7 @@ class FileStore:
         shutil.copyfile(_path(uri), target)
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Copy beside the destination, verify, write through to the disk, and rename."""
+        """Copy next to the destination, verify, flush to the disk, and rename."""
         target = _path(uri)
         with staging(target.parent, target.name) as stage:
             for entry in manifest.files:
@@ -256,18 +84,19 @@ class FileStore:
             _write(stage / MANIFEST, manifest.to_json())
             for folder, _, _ in os.walk(stage):
                 sync(Path(folder))
-            return manifest if _show(stage, target) else None
+            return manifest if _commit(stage, target) else None
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order; hidden ones left out."""
         return sorted(name for name in os.listdir(_path(uri)) if not name.startswith("."))
 
     def remove(self, uri: str) -> None:
-        """Take a file or directory out of sight by one rename, then remove it."""
+        """Rename a file or directory away in one step, then delete it."""
         path = _path(uri)
         if not os.path.lexists(path):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        _take_away(path)
+        with locked(path.parent):
+            _rename_away(path)
 
     def discard(self, uri: str) -> None:
         """Remove one file."""
@@ -275,10 +104,10 @@ class FileStore:
             _path(uri).unlink(missing_ok=True)
 
     def sweep(self, uri: str) -> list[str]:
-        """Remove the hidden folders of dead writers."""
+        """Delete the staging folders of dead writers."""
         if not _path(uri).is_dir():
             return []
-        return [uri_of(path) for path in clear_below(_path(uri))]
+        return [uri_of(path) for path in delete_orphans(_path(uri))]
 
 
 def _path(uri: str) -> Path:
@@ -295,9 +124,9 @@ def _write(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _show(stage: Path, target: Path) -> bool:
-    # The lock is for the directory without a manifest: between the look at it and its removal,
-    # another writer could publish there.
+def _commit(stage: Path, target: Path) -> bool:
+    # Without the lock another writer could publish at the target between the check that it has no
+    # manifest and its removal.
     with locked(target.parent):
         try:
             os.rename(stage, target)
@@ -314,18 +143,184 @@ def _show(stage: Path, target: Path) -> bool:
 
 
 def _refuse_parent(target: Path) -> None:
-    # Only a dead writer's remains may be replaced. A parent of published directories is a mistake
+    # Only an unpublished directory may be replaced. A parent of published directories is a mistake
     # in the URI, and replacing it would lose them all.
     inside = next(target.rglob(MANIFEST), None)
     if inside is not None:
         raise UserError(f"cannot publish at {target}: {inside.parent} is published below it")
 
 
-def _take_away(path: Path) -> None:
-    with locked(path.parent):
-        _rename_away(path)
-
-
 def _rename_away(path: Path) -> None:
     with staging(path.parent, path.name) as bin_:
         os.rename(path, bin_ / path.name)
+
+
+@contextmanager
+def staging(parent: Path, name: str) -> Iterator[Path]:
+    """Create a staging folder in `parent`, named after `name`; it is deleted at the end."""
+    parent.mkdir(parents=True, exist_ok=True)
+    _delete_orphans(parent)
+    with _until_done(*_claim(parent, name)) as stage:
+        yield stage
+
+
+@contextmanager
+def resumed_staging(parent: Path, name: str) -> Iterator[Path]:
+    """Like `staging`, but continue in the folder of a dead writer of the same name, if any."""
+    parent.mkdir(parents=True, exist_ok=True)
+    claimed = _inherited(parent, name)
+    # After that, so that the inherited one is not deleted.
+    _delete_orphans(parent)
+    with _until_done(*(claimed or _claim(parent, name))) as stage:
+        yield stage
+
+
+@contextmanager
+def _until_done(stage: Path, descriptor: int) -> Iterator[Path]:
+    try:
+        yield stage
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+        _unlock(descriptor)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Exclude other writers that lock the same directory."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    _lock(descriptor, wait=True)
+    try:
+        yield
+    finally:
+        _unlock(descriptor)
+
+
+def delete_orphans(root: Path) -> list[Path]:
+    """Delete the orphans of dead writers in `root` and below; return their paths."""
+    found = []
+    for folder, folders, _ in os.walk(root):
+        stages = [Path(folder) / name for name in folders if is_staging(name)]
+        folders[:] = [name for name in folders if not is_staging(name)]
+        for stage in stages:
+            with suppress(OSError):
+                _delete_if_orphan(stage)
+        found += [stage for stage in stages if not stage.exists()]
+    return found
+
+
+def is_staging(name: str) -> bool:
+    """Say whether this is the name of a staging folder."""
+    return _STAGING_NAME.fullmatch(name) is not None
+
+
+def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _claim(parent: Path, name: str) -> tuple[Path, int]:
+    while True:
+        stage = parent / f".{name}.{uuid.uuid4().hex[:12]}.part"
+        stage.mkdir()
+        # Between mkdir and lock the folder looks like an orphan, and another writer may delete it.
+        with suppress(FileNotFoundError):
+            descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY)
+            _lock(descriptor, wait=True)
+            if stage.exists():
+                return stage, descriptor
+            _unlock(descriptor)
+
+
+def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
+    for other in sorted(os.listdir(parent)):
+        if is_staging(other) and other[1:].rpartition(".part")[0][:-13] == name:
+            stage = parent / other
+            with suppress(OSError):
+                descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                if _lock(descriptor, wait=False) and stage.exists():
+                    return stage, descriptor
+                _unlock(descriptor)
+    return None
+
+
+def _delete_orphans(parent: Path) -> None:
+    for name in os.listdir(parent):
+        if is_staging(name):
+            with suppress(OSError):
+                _delete_if_orphan(parent / name)
+
+
+def _delete_if_orphan(stage: Path) -> None:
+    descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        if _lock(descriptor, wait=False):
+            shutil.rmtree(stage, ignore_errors=True)
+    finally:
+        _unlock(descriptor)
+
+
+def _lock(descriptor: int, *, wait: bool) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        # Some network file systems cannot lock a folder. A rename is still atomic there; only the
+        # deletion of orphans, and the replacing of an unpublished directory, are less guarded.
+        if error.errno in (errno.ENOLCK, errno.EBADF, errno.EINVAL, errno.ENOTSUP, errno.EAGAIN):
+            return False
+        raise
+    return True
+
+
+def _unlock(descriptor: int) -> None:
+    # A child that was forked meanwhile would keep the lock of a descriptor that is only closed.
+    with suppress(OSError):
+        fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)
+
+
+def writer() -> str:
+    """Return a text that identifies this process, on any machine and in any container."""
+    return f"{_machine()}/{os.getpid()}/{_started(os.getpid())}"
+
+
+def is_gone(text: str) -> bool:
+    """Say whether the process of a `writer` is known to have ended.
+
+    Of processes of another machine nothing is known.
+    """
+    number, started = _here(text)
+    return bool(number) and _started(int(number)) != started
+
+
+def is_living(text: str) -> bool:
+    """Say whether the process of a `writer` is known to be alive."""
+    number, started = _here(text)
+    return bool(number) and _started(int(number)) == started
+
+
+def _here(text: str) -> tuple[str, str]:
+    """Return process id and start time of a process of this machine; empty for another one."""
+    machine, _, process = text.partition("/")
+    number, _, started = process.partition("/")
+    return (number, started) if machine == _machine() and number.isdigit() else ("", "")
+
+
+@cache
+def _machine() -> str:
+    # Two containers of one machine have the same process ids.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def _started(process: int) -> str:
+    try:
+        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+    # After the name, which may hold any character: the state is the 1st field, the start the 20th.
+    state, *fields = stat.rpartition(")")[2].split()
+    return "" if state == "Z" else fields[18]

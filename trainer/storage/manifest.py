@@ -2,10 +2,8 @@
 
     {"schema": 1, "kind": ..., "created": ..., "files": [{"path", "bytes", "crc32c"}], ...fields}
 
-Paths are relative, with forward slashes. `fields` are the kind's own and stand beside the others.
-A file may have `"at"` too: the path at which it is stored, where something else had its place.
-
-Size and crc32c of a file.
+Paths are relative, with forward slashes. `fields` are those of the kind, next to the others. A file
+may have `"at"` too: the path at which it is stored, where another file had its path already.
 """
 
 from __future__ import annotations
@@ -22,6 +20,9 @@ import google_crc32c
 
 from trainer.storage.errors import Corrupt, UnknownSchema
 
+MANIFEST = "MANIFEST.json"
+SCHEMA = 1
+RESERVED = ("schema", "kind", "created", "files")
 _CHUNK = 1 << 20
 
 
@@ -48,17 +49,12 @@ def checksum_of(data: bytes) -> Checksum:
     return Checksum(len(data), f"{google_crc32c.value(data):08x}")
 
 
-MANIFEST = "MANIFEST.json"
-SCHEMA = 1
-RESERVED = ("schema", "kind", "created", "files")
-
-
 @dataclass(frozen=True)
 class FileEntry:
     """One file of a published directory; refuses a path that leads out of it.
 
     Raises:
-        ValueError: a part is not what a manifest may say.
+        ValueError: a value is not allowed in a manifest.
     """
 
     path: str
@@ -67,7 +63,7 @@ class FileEntry:
     at: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        """Refuse what no manifest may say."""
+        """Refuse values that no manifest may hold."""
         for path in (self.path, self.stored_at):
             if not _is_inside(path):
                 raise ValueError(f"{path!r} is not a path below the directory")
@@ -87,7 +83,7 @@ class FileEntry:
         return self.at or self.path
 
     def to_tree(self) -> dict[str, Any]:
-        """Return what the manifest says of the file."""
+        """Return the entry of the file in the manifest."""
         tree = {"path": self.path, "bytes": self.bytes, "crc32c": self.crc32c}
         return {**tree, "at": self.at} if self.at else tree
 
@@ -101,7 +97,7 @@ class Manifest:
     """The files of a published directory, by path, and the fields of its kind.
 
     Raises:
-        ValueError: a part is not what a manifest may say, or `fields` are not JSON.
+        ValueError: a value is not allowed in a manifest, or `fields` are not JSON.
     """
 
     kind: str
@@ -110,18 +106,18 @@ class Manifest:
     created: str = field(default_factory=_now)
 
     def __post_init__(self) -> None:
-        """Put files in order, make fields plain JSON, and refuse the rest."""
+        """Sort the files, convert fields to plain JSON, and refuse wrong values."""
         for name in ("kind", "created"):
             value = getattr(self, name)
             if not isinstance(value, str) or not value:
                 raise ValueError(f"{name}: {value!r} is not a text")
         if taken := [name for name in self.fields if name in RESERVED]:
-            raise ValueError(f"the field names {', '.join(taken)} are the manifest's own")
+            raise ValueError(f"the field names {', '.join(taken)} are reserved by the manifest")
         ordered = tuple(sorted(self.files, key=lambda entry: entry.path))
         if len({entry.path for entry in ordered}) < len(ordered):
             raise ValueError("a file is named twice")
         object.__setattr__(self, "files", ordered)
-        # What is compared before publishing has to equal what is read back: tuples become lists.
+        # A manifest has to equal the one that is read back: tuples become lists.
         object.__setattr__(self, "fields", json.loads(json.dumps(self.fields, allow_nan=False)))
 
     @property
@@ -130,7 +126,7 @@ class Manifest:
         return sum(entry.bytes for entry in self.files)
 
     def same_content(self, other: Manifest) -> bool:
-        """Say whether both describe the same thing, whenever it was published."""
+        """Say whether both have the same content, whenever it was published."""
         mine, theirs = ((m.kind, m.files, m.fields) for m in (self, other))
         return mine == theirs
 
@@ -143,7 +139,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: bytes | str, where: str = MANIFEST) -> Manifest:
-        """Read what `to_json` wrote; `where` names it in errors.
+        """Parse the text of a manifest; `where` names it in errors.
 
         Raises:
             UnknownSchema: it was written by a version with another layout.
@@ -153,7 +149,7 @@ class Manifest:
             tree = json.loads(data)
             if not isinstance(tree, dict):
                 raise ValueError("not an object")
-            # First of all: another schema may have other names.
+            # Before anything else: another schema may have other names.
             _refuse_other_schema(tree.get("schema"), where)
             missing = [name for name in RESERVED if name not in tree]
             if missing:

@@ -1,14 +1,14 @@
 """Storage in object stores: a directory is published when its manifest is created.
 
-Nothing that a manifest may name is ever overwritten. A file goes to its own path where nothing is,
-and beside it where something else is: what a dead writer left, or what another one is writing just
-now. So every manifest stays right whoever writes at the same time, and the first manifest wins.
+The create of the manifest is the atomic commit. No object that a manifest may name is ever
+overwritten: a file is stored at its own path where that is free, and next to it where another
+object is, be it the orphan of a dead writer or the object of a concurrent one. So every manifest
+stays valid, whatever is written at the same time, and the first manifest wins.
 
-What writers left in a bucket that died, or lost: found, and removed.
-
-Garbage is what was uploaded for a published directory (its writer is in its metadata), is named by
-no manifest, and will be named by none: its directory is published already, its writer has ended, or
-it is older than any publication takes. All else in the bucket is somebody's own.
+`collect` removes orphans. An orphan is an object that was uploaded for a published directory (its
+writer is in its metadata), is named by no manifest, and will be named by none: its directory is
+published already, its writer has ended, or it is older than any publication lasts. No other object
+of the bucket is touched.
 """
 
 from __future__ import annotations
@@ -27,20 +27,25 @@ from typing import TypeVar
 import google_crc32c
 
 from trainer.errors import UserError
-from trainer.storage.bucket import PART_BYTES, Ask, Bucket, ChangedError, Stored, Trouble
-from trainer.storage.errors import Refusal
+from trainer.storage.bucket import PART_BYTES, Bucket, ChangedError, Retrying, Stored, Trouble
+from trainer.storage.errors import StoreError
 from trainer.storage.local import is_gone, writer
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum_of
 from trainer.storage.retry import Retry, in_parallel, words
 from trainer.storage.uri import join, locate
 
-# Seconds after which a writer on another machine is taken for dead.
-OLD = 24 * 3600.0
+# Seconds after which a writer on another machine counts as dead.
+ORPHAN_SECONDS = 24 * 3600.0
+# A file whose path others have taken so often is no accident.
+_ATTEMPTS = 3
+
+Result = TypeVar("Result")
+_log = logging.getLogger(__name__)
 
 
 def collect(bucket: Bucket, prefix: str) -> list[str]:
-    """Remove the garbage below `prefix` and return its keys."""
-    before = time.time() - OLD
+    """Remove the orphans below `prefix` and return their keys."""
+    before = time.time() - ORPHAN_SECONDS
     aborted = bucket.abort_uploads(prefix, before)
     found = bucket.walk(prefix)
     directories, named = _published(bucket, found)
@@ -52,7 +57,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
         return bool(writer) and (inside or stored.created < before or is_gone(writer or ""))
 
     over = in_parallel(is_over, unnamed)
-    # Who has ended meanwhile may have published first.
+    # A writer that has ended meanwhile may have published first.
     _, named = _published(bucket, bucket.walk(prefix))
     dead = [
         each.key for each, so in zip(unnamed, over, strict=True) if so and each.key not in named
@@ -71,7 +76,7 @@ def _published(bucket: Bucket, found: Iterable[Stored]) -> tuple[list[str], set[
         try:
             files = Manifest.from_json(data, where=key).files
         except UserError:
-            # Nobody can say what belongs to it.
+            # It is unknown which objects belong to it.
             named.update(each.key for each in found if each.key.startswith(directory))
             continue
         directories.append(directory)
@@ -83,40 +88,34 @@ def _is_manifest(stored: Stored) -> bool:
     return stored.key.rpartition("/")[2] == MANIFEST
 
 
-Result = TypeVar("Result")
-# A file that another one has put in the way of ours so often is no accident.
-_ATTEMPTS = 3
-_log = logging.getLogger(__name__)
-
-
 class ObjectStore:
     """One bucket, for one operation."""
 
-    def __init__(self, home: str, opened: Callable[[Ask], Bucket]) -> None:
-        """Serve the bucket with the URI `home`; nothing is asked of it yet."""
+    def __init__(self, home: str, opened: Callable[[Retrying], Bucket]) -> None:
+        """Use the bucket with the URI `home`; this sends no request."""
         self._home = home
-        self._patience = Retry()
-        self._bucket = opened(self._ask)
+        self._retry = Retry()
+        self._bucket = opened(self._call)
         self._answered = False
 
     def read(self, uri: str) -> bytes:
         """Return the content of one object."""
-        with self._told(uri):
+        with self._translated(uri):
             return self._bucket.get(_key(uri))
 
     def write(self, uri: str, data: bytes) -> None:
         """Create or replace one object."""
-        with self._told(uri):
+        with self._translated(uri):
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one object; stores that do not know of conditions are asked before."""
+        """Create one object, checked before for stores without conditional writes."""
         return not self.exists(uri) and self._create(uri, data)
 
     def exists(self, uri: str) -> bool:
         """Say whether there is an object."""
         try:
-            with self._told(uri):
+            with self._translated(uri):
                 self._bucket.stat(_key(uri))
         except FileNotFoundError:
             return False
@@ -124,7 +123,7 @@ class ObjectStore:
 
     def checksum(self, uri: str) -> Checksum:
         """Return what the store vouches for, or read the object."""
-        with self._told(uri):
+        with self._translated(uri):
             vouched = self._bucket.vouched(_key(uri))
             if vouched:
                 return vouched
@@ -134,7 +133,7 @@ class ObjectStore:
 
     def download(self, uri: str, target: Path) -> None:
         """Copy one object to a local path."""
-        with self._told(uri), target.open("wb") as file:
+        with self._translated(uri), target.open("wb") as file:
             self._bucket.read_into(_key(uri), file)
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
@@ -148,26 +147,26 @@ class ObjectStore:
             raise UserError(f"cannot publish at {uri}: {below} is published below it")
         created: list[str] = []
 
-        def bring(entry: FileEntry) -> FileEntry:
-            return self._bring(uri, source, entry, there.get(entry.path), created)
+        def place_file(entry: FileEntry) -> FileEntry:
+            return self._place_file(uri, source, entry, there.get(entry.path), created)
 
-        files = tuple(in_parallel(bring, manifest.files))
+        files = tuple(in_parallel(place_file, manifest.files))
         placed = replace(manifest, files=files)
         last = join(uri, MANIFEST)
         won = self.create(last, placed.to_json())
         winner = placed if won else Manifest.from_json(self.read(last), where=last)
         named = {entry.stored_at for entry in winner.files}
-        self._tidy(uri, {*there, *created} - named)
+        self._remove_unnamed(uri, {*there, *created} - named)
         return placed if won else None
 
     def children(self, uri: str) -> list[str]:
         """Return the names up to the next slash."""
-        with self._told(uri):
+        with self._translated(uri):
             names = self._bucket.names(_prefix(uri))
         return [name for name in names if name and not name.startswith(".")]
 
     def remove(self, uri: str) -> None:
-        """Remove manifests first, and the rest side by side."""
+        """Remove manifests first, then the rest in parallel."""
         below = self._below(uri)
         manifests = [path for path in below if path.rpartition("/")[2] == MANIFEST]
         itself = self.exists(uri)
@@ -179,16 +178,16 @@ class ObjectStore:
             in_parallel(lambda path: self._remove(join(uri, path)), paths)
 
     def discard(self, uri: str) -> None:
-        """Remove one object, which needs no permission to list."""
+        """Remove one object; needs no permission to list."""
         self._remove(uri)
 
     def sweep(self, uri: str) -> list[str]:
-        """Remove what no manifest names and nobody is about to name."""
-        with self._told(uri):
+        """Remove orphans; see `collect`."""
+        with self._translated(uri):
             keys = collect(self._bucket, _prefix(uri))
         return [join(uri, key.removeprefix(_prefix(uri))) for key in keys]
 
-    def _bring(
+    def _place_file(
         self,
         uri: str,
         source: Path,
@@ -196,25 +195,27 @@ class ObjectStore:
         there: Stored | None,
         created: list[str],
     ) -> FileEntry:
-        """Return the entry with the place where the file stands now."""
+        """Store one file; return its entry, with the path at which it is stored."""
         path = source / entry.path
-        beside = (f"{entry.path}.{uuid.uuid4().hex[:12]}" for _ in range(_ATTEMPTS))
-        for at in (entry.path, *beside):
+        others = (f"{entry.path}.{uuid.uuid4().hex[:12]}" for _ in range(_ATTEMPTS))
+        for at in (entry.path, *others):
             where = join(uri, at)
             if there is None and self._upload(where, path, entry):
                 created.append(at)
                 return replace(entry, at="" if at == entry.path else at)
-            with self._told(where):
+            with self._translated(where):
                 found = there or self._bucket.stat(_key(where))
                 if self._bucket.holds(found, path, entry.checksum):
                     return replace(entry, at="" if at == entry.path else at)
             there = None
-        raise Refusal(f"{join(uri, entry.path)} is stored otherwise than it was sent; try again")
+        raise StoreError(
+            f"{join(uri, entry.path)} is stored with other content than was sent; try again"
+        )
 
     def _upload(self, uri: str, path: Path, entry: FileEntry) -> bool:
         try:
             if entry.bytes > PART_BYTES:
-                with self._told(uri):
+                with self._translated(uri):
                     self._bucket.create_from(_key(uri), path, entry.checksum, writer())
                 return True
             data = path.read_bytes()
@@ -231,60 +232,60 @@ class ObjectStore:
 
     def _create(self, uri: str, data: bytes) -> bool:
         try:
-            with self._told(uri):
+            with self._translated(uri):
                 self._bucket.create(_key(uri), data, writer())
         except FileExistsError:
             return False
         return True
 
-    def _tidy(self, uri: str, paths: Iterable[str]) -> None:
+    def _remove_unnamed(self, uri: str, paths: Iterable[str]) -> None:
         try:
             in_parallel(lambda path: self._remove(join(uri, path)), sorted(paths))
         except OSError as error:
-            # What is published is whole all the same.
+            # The published directory is whole without this.
             _log.warning("left for `flotilla gc` below %s: %s", uri, error)
 
     def _remove(self, uri: str) -> None:
-        with suppress(FileNotFoundError), self._told(uri):
+        with suppress(FileNotFoundError), self._translated(uri):
             self._bucket.remove(_key(uri))
 
     def _below(self, uri: str) -> dict[str, Stored]:
         """Return all objects below a URI by their relative path."""
         prefix = _prefix(uri)
-        with self._told(uri):
+        with self._translated(uri):
             return {each.key.removeprefix(prefix): each for each in self._bucket.walk(prefix)}
 
-    def _ask(self, request: Callable[[], Result]) -> Result:
-        result = self._patience.ask(
-            self._home, request, lambda error: self._bucket.judge(error) is Trouble.PASSING
+    def _call(self, request: Callable[[], Result]) -> Result:
+        result = self._retry.call(
+            self._home, request, lambda error: self._bucket.judge(error) is Trouble.TRANSIENT
         )
         self._answered = True
         return result
 
     @contextmanager
-    def _told(self, uri: str) -> Iterator[None]:
-        """Give errors of the client the words, and the class, that all stores have."""
+    def _translated(self, uri: str) -> Iterator[None]:
+        """Translate errors of the client into those that all stores raise."""
         try:
             yield
         except Exception as error:
             trouble = self._bucket.judge(error)
             if trouble is Trouble.FOREIGN:
                 raise
-            raise self._explained(uri, trouble, error) from error
+            raise self._store_error(uri, trouble, error) from error
 
-    def _explained(self, uri: str, trouble: Trouble, error: Exception) -> OSError:
+    def _store_error(self, uri: str, trouble: Trouble, error: Exception) -> OSError:
         if trouble is Trouble.ABSENT:
-            # Google says the same of an object and of a bucket.
-            trouble = self._look_again()
+            # Google returns the same for a missing object and a missing bucket.
+            trouble = self._missing_what()
         if trouble is Trouble.ABSENT:
             return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
         if trouble is Trouble.EXISTS:
             return FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), uri)
-        refusal = Refusal(self._words(uri, trouble, error))
+        refusal = StoreError(self._message(uri, trouble, error))
         refusal.trouble = trouble.name
         return refusal
 
-    def _words(self, uri: str, trouble: Trouble, error: Exception) -> str:
+    def _message(self, uri: str, trouble: Trouble, error: Exception) -> str:
         if trouble is Trouble.NO_BUCKET:
             remedy = "create it, or set storage.root to one that exists"
             return f"there is no bucket {self._home}; {remedy}"
@@ -293,7 +294,7 @@ class ObjectStore:
         reason = f"{where}: {trouble.value} ({words(error)})"
         return f"{reason}; {remedy}" if remedy else reason
 
-    def _look_again(self) -> Trouble:
+    def _missing_what(self) -> Trouble:
         if self._answered:
             return Trouble.ABSENT
         try:
@@ -305,7 +306,7 @@ class ObjectStore:
 
 
 class _Meter:
-    """A file that keeps nothing but its checksum."""
+    """A file that keeps only its checksum."""
 
     def __init__(self) -> None:
         self._bytes = self._crc = 0
@@ -316,7 +317,7 @@ class _Meter:
         return len(data)
 
     def flush(self) -> None:
-        """Hold nothing back."""
+        """Nothing is buffered."""
 
     def tell(self) -> int:
         return self._bytes

@@ -1,4 +1,4 @@
-"""A look whether a place can be used: one small file is written, read, found, and removed."""
+"""A probe of a storage root: one small file is written, read, listed and deleted."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainer.errors import UserError
-from trainer.storage.errors import Refusal, Silence
+from trainer.storage.errors import StoreError, StoreUnavailable
 from trainer.storage.retry import shorter_retry, words
 from trainer.storage.schemes import store_for
 from trainer.storage.uri import join, local_path, name_of
 
 SILENT, FILES, ALTERED = "SILENT", "FILES", "ALTERED"
-# The requests of one action may fail for so long.
+# How long the requests of one action may fail.
 SECONDS = 5.0
 
 Result = TypeVar("Result")
 
 
 class Unfit(UserError):  # noqa: N818
-    """A place cannot be used.
+    """A storage root cannot be used.
 
     Attributes:
-        trouble: a name of `bucket.Trouble`, or `SILENT` (no answer in time), `FILES` (the file
-            system says what) or `ALTERED` (it does not give back what it was given).
-        actions: what failed: write, read, list, delete.
-        words: what the store said.
+        trouble: a name of `bucket.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
+            the file system) or `ALTERED` (it returns other content than was written).
+        actions: the actions that failed: write, read, list, delete.
+        words: the message of the store.
     """
 
     def __init__(self, trouble: str, actions: tuple[str, ...], words: str) -> None:
-        """Keep what is known."""
+        """Build the message from the failed actions and the message of the store."""
         super().__init__(f"cannot {', '.join(actions)}: {words}")
         self.trouble = trouble
         self.actions = actions
@@ -41,10 +41,10 @@ class Unfit(UserError):  # noqa: N818
 
 
 class Probe:
-    """One file of its own name directly below a URI; `remove` may be called at any time."""
+    """One file with a unique name directly below a URI; `remove` may be called at any time."""
 
     def __init__(self, root: str) -> None:
-        """Think of a name; raises `UserError` for what is no URI."""
+        """Choose the name; raises `UserError` for what is no URI."""
         self.uri = join(root, f"doctor-{uuid.uuid4().hex[:12]}")
         self._root = root
         self._missing = _missing(local_path(root))
@@ -56,7 +56,7 @@ class Probe:
     def examine(self) -> None:
         """Write, read, list and delete; raises `Unfit` with all that failed.
 
-        What was written, and every folder that was made for it, is gone at the end.
+        The file, and every folder that was created for it, is removed at the end.
         """
         self._failed.clear()
         data = f"flotilla doctor {self.uri}\n".encode()
@@ -67,7 +67,7 @@ class Probe:
                 self._do("write", lambda: store.write(self.uri, data))
                 self._writing = False
                 if self._failed:
-                    # It may be there all the same; a file system has folders that were made for it.
+                    # The file may exist, or folders that a file system created for it.
                     self._written = self._failed[0].trouble in (SILENT, FILES)
                     return
                 if self._do("read", lambda: store.read(self.uri)) not in (data, None):
@@ -75,14 +75,14 @@ class Probe:
                     self._failed.append(Unfit(ALTERED, ("read",), said))
                 names = self._do("list", lambda: store.children(self._root))
                 if names is not None and name_of(self.uri) not in names:
-                    said = f"{self._root} does not list what stands there"
+                    said = f"{self._root} does not list what it holds"
                     self._failed.append(Unfit(ALTERED, ("list",), said))
             finally:
                 self._do("delete", self.remove)
                 self._report()
 
     def remove(self) -> None:
-        """Remove what was written; raises an `OSError` where that is not possible."""
+        """Remove what was written; raises an `OSError` if that fails."""
         if not self._written:
             return
         with shorter_retry(SECONDS):
@@ -90,16 +90,16 @@ class Probe:
         for folder in self._missing:
             with suppress(OSError):
                 folder.rmdir()
-        # What is on its way may still arrive.
+        # A write that is under way may still succeed.
         self._written = self._writing
 
     def stop(self) -> None:
-        """Let `examine` go on to its end."""
+        """Skip the rest of `examine`, but for the removal."""
         self._stopped.set()
 
     @property
     def is_left(self) -> bool:
-        """Whether something was written, or may have been, and is not removed yet."""
+        """Whether something was, or may have been, written and is not removed yet."""
         return self._written
 
     def _do(self, action: str, act: Callable[[], Result]) -> Result | None:
@@ -108,9 +108,9 @@ class Probe:
             return None
         try:
             return act()
-        except Silence as error:
+        except StoreUnavailable as error:
             self._failed.append(Unfit(SILENT, (action,), words(error.__cause__ or error)))
-        except Refusal as error:
+        except StoreError as error:
             self._failed.append(Unfit(error.trouble, (action,), words(error.__cause__ or error)))
         except OSError as error:
             self._failed.append(Unfit(FILES, (action,), error.strerror or words(error)))
@@ -125,7 +125,7 @@ class Probe:
 
 
 def _missing(folder: Path | None) -> list[Path]:
-    """Return the folders that a write would make, the innermost first."""
+    """Return the folders that a write would create, the innermost first."""
     if folder is None:
         return []
     return [each for each in (folder, *folder.parents) if not each.exists()]

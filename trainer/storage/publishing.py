@@ -1,7 +1,4 @@
-"""Publish, read, list, verify and delete published directories, in any store.
-
-Fetch a published directory, or some of its files, into a local folder.
-"""
+"""The operations on published directories and single files, in any store."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Any
 
 from trainer.errors import UserError, nearest
 from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
-from trainer.storage.local import is_staging, taken_up
+from trainer.storage.local import is_staging, resumed_staging
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
 from trainer.storage.retry import in_parallel
 from trainer.storage.schemes import store_for
@@ -24,91 +21,10 @@ from trainer.storage.uri import join
 _log = logging.getLogger(__name__)
 
 
-def fetch(uri: str, directory: Path, *, only: Callable[[str], bool] | None = None) -> Manifest:
-    """Copy the published files at `uri` into `directory`, verified.
-
-    Nothing shows in `directory` before all files are there and right; a directory that did not
-    exist appears as a whole. Files that are there and right already are kept, also those that one
-    which died has brought so far, and other files in it are left alone.
-
-    Args:
-        uri: a published directory.
-        directory: local folder; made where it is missing.
-        only: picks files by their path in the manifest; all when left out.
-
-    Returns:
-        The whole manifest, whatever `only` picked.
-
-    Raises:
-        NotPublished: there is no manifest at `uri`.
-        Corrupt: a file is missing or differs from the manifest.
-        UserError: `directory` cannot be written.
-    """
-    manifest = read_manifest(uri)
-    directory = Path(os.path.abspath(directory))
-    wanted = [entry for entry in manifest.files if only is None or only(entry.path)]
-    with reported(f"fetch {uri} into {directory}"):
-        lacking = [entry for entry in wanted if not _is_there(directory, entry)]
-        if lacking or not directory.is_dir():
-            _bring(uri, lacking, directory)
-    return manifest
-
-
-def _is_there(directory: Path, entry: FileEntry) -> bool:
-    path = directory / entry.path
-    return path.is_file() and checksum(path) == entry.checksum
-
-
-def _bring(uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
-    # Inside a folder that exists: it may be a mount, and a rename cannot leave its file system.
-    home = directory if directory.is_dir() else directory.parent
-    store = store_for(uri)
-    with taken_up(home, directory.name) as stage:
-        in_parallel(lambda entry: _download(store, uri, entry, stage), entries)
-        _leave_only(entries, stage)
-        try:
-            if home != directory:
-                os.rename(stage, directory)
-                return
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-        for entry in entries:
-            (directory / entry.path).parent.mkdir(parents=True, exist_ok=True)
-            os.replace(stage / entry.path, directory / entry.path)
-
-
-def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
-    target = stage / entry.path
-    if _is_there(stage, entry):
-        return
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        store.download(join(uri, entry.stored_at), target)
-        if checksum(target) != entry.checksum:
-            # It may have gone wrong on the way.
-            _log.warning("%s: %s did not come as it was published; fetching again", uri, entry.path)
-            store.download(join(uri, entry.stored_at), target)
-    except (FileNotFoundError, NotADirectoryError):
-        refuse_difference(uri, entry, None)
-    refuse_difference(uri, entry, checksum(target))
-
-
-def _leave_only(entries: Sequence[FileEntry], stage: Path) -> None:
-    """Remove what one that died had fetched here, and this one did not ask for."""
-    wanted = {stage / entry.path for entry in entries}
-    for folder, _, names in os.walk(stage, topdown=False):
-        for path in (Path(folder) / name for name in names):
-            if path not in wanted:
-                path.unlink()
-        if Path(folder) != stage and not os.listdir(folder):
-            os.rmdir(folder)
-
-
 def publish(
     directory: Path, uri: str, *, kind: str, fields: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Publish all files below `directory` at `uri`: whole and verified, or not at all.
+    """Publish all files below `directory` at `uri`, atomically and verified.
 
     The same kind, files and fields again is a no-op, which trusts the manifest and does not read
     the published files again (`verify` does). A `MANIFEST.json` of `directory` itself is left out,
@@ -116,15 +32,15 @@ def publish(
 
     Args:
         directory: local folder; only files and folders, links to files are followed.
-        uri: where to; what stands there without a manifest is replaced.
+        uri: the destination; an unpublished directory there is replaced.
         kind: "dataset", "checkpoint", "model", ...
-        fields: the kind's own, as JSON values.
+        fields: those of the kind, as JSON values.
 
     Returns:
         The manifest at `uri`: the new one, or the equal one that was there before.
 
     Raises:
-        Conflict: something else is published at `uri`.
+        Conflict: other content is published at `uri`.
         UserError: `directory` or `uri` cannot be used: missing, no space, no permission.
     """
     store = store_for(uri)
@@ -213,7 +129,7 @@ def read_file(uri: str, path: str) -> bytes:
 
 
 def refuse_difference(uri: str, entry: FileEntry, found: Checksum | None) -> None:
-    """Raise `Corrupt` unless `found` is what the manifest at `uri` says of `entry`."""
+    """Raise `Corrupt` unless `found` is the checksum of `entry` in the manifest at `uri`."""
     if found == entry.checksum:
         return
     if found is None:
@@ -225,10 +141,91 @@ def refuse_difference(uri: str, entry: FileEntry, found: Checksum | None) -> Non
     raise Corrupt(f"{uri} is damaged: {entry.path} {what}; delete it and make it again")
 
 
+def fetch(uri: str, directory: Path, *, only: Callable[[str], bool] | None = None) -> Manifest:
+    """Copy the published files at `uri` into `directory`, verified.
+
+    Files appear in `directory` when all of them are verified; a directory that did not exist
+    appears as a whole, atomically. Valid files that are there already are kept, those of a fetch
+    that died included. Other files of the directory stay.
+
+    Args:
+        uri: a published directory.
+        directory: local folder; created if it is missing.
+        only: picks files by their path in the manifest; all when left out.
+
+    Returns:
+        The whole manifest, whatever `only` picked.
+
+    Raises:
+        NotPublished: there is no manifest at `uri`.
+        Corrupt: a file is missing or differs from the manifest.
+        UserError: `directory` cannot be written.
+    """
+    manifest = read_manifest(uri)
+    directory = Path(os.path.abspath(directory))
+    wanted = [entry for entry in manifest.files if only is None or only(entry.path)]
+    with reported(f"fetch {uri} into {directory}"):
+        lacking = [entry for entry in wanted if not _is_valid(directory, entry)]
+        if lacking or not directory.is_dir():
+            _fetch_files(uri, lacking, directory)
+    return manifest
+
+
+def _is_valid(directory: Path, entry: FileEntry) -> bool:
+    path = directory / entry.path
+    return path.is_file() and checksum(path) == entry.checksum
+
+
+def _fetch_files(uri: str, entries: Sequence[FileEntry], directory: Path) -> None:
+    # Inside an existing folder, which may be a mount: a rename cannot leave its file system.
+    home = directory if directory.is_dir() else directory.parent
+    store = store_for(uri)
+    with resumed_staging(home, directory.name) as stage:
+        in_parallel(lambda entry: _download(store, uri, entry, stage), entries)
+        _leave_only(entries, stage)
+        try:
+            if home != directory:
+                os.rename(stage, directory)
+                return
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        for entry in entries:
+            (directory / entry.path).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(stage / entry.path, directory / entry.path)
+
+
+def _download(store: Store, uri: str, entry: FileEntry, stage: Path) -> None:
+    target = stage / entry.path
+    if _is_valid(stage, entry):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        store.download(join(uri, entry.stored_at), target)
+        if checksum(target) != entry.checksum:
+            # It may have been damaged in transit.
+            _log.warning("%s: %s arrived damaged; fetching it again", uri, entry.path)
+            store.download(join(uri, entry.stored_at), target)
+    except (FileNotFoundError, NotADirectoryError):
+        refuse_difference(uri, entry, None)
+    refuse_difference(uri, entry, checksum(target))
+
+
+def _leave_only(entries: Sequence[FileEntry], stage: Path) -> None:
+    """Remove the files of a fetch that died which this one does not want."""
+    wanted = {stage / entry.path for entry in entries}
+    for folder, _, names in os.walk(stage, topdown=False):
+        for path in (Path(folder) / name for name in names):
+            if path not in wanted:
+                path.unlink()
+        if Path(folder) != stage and not os.listdir(folder):
+            os.rmdir(folder)
+
+
 def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
     """Return the published directories directly below `uri`, of one kind or all, by name.
 
-    One whose manifest cannot be read is passed over, with a warning in the log.
+    A directory whose manifest cannot be read is passed over, with a warning in the log.
     """
     found = [join(uri, name) for name in children(uri)]
     manifests = zip(found, in_parallel(_readable, found), strict=True)
@@ -249,7 +246,7 @@ def children(uri: str) -> list[str]:
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
     """Return the directory below `uri` that was published last, of one kind or all, if any.
 
-    Manifests say so, and no pointer does: not every store can swap one safely.
+    It is found by the manifests, without a pointer: not every store can swap one atomically.
     """
     return max(published(uri, kind), key=lambda found: found[1].created, default=None)
 
@@ -271,17 +268,17 @@ def exists(uri: str) -> bool:
 
 
 def collect_garbage(uri: str) -> list[str]:
-    """Remove what dead or beaten writers left at `uri` and below, and return its URIs.
+    """Remove the orphans of dead or beaten writers at `uri` and below; return their URIs.
 
-    What is published, what living processes of this machine are writing, and files that were not
-    written to be published are left alone.
+    Published files, those that living processes of this machine are writing, and files that were
+    not written to be published stay.
     """
     with reported(f"collect garbage below {uri}"):
         return store_for(uri).sweep(uri)
 
 
 def delete(uri: str) -> None:
-    """Remove all that stands at `uri`, the manifest first; nothing there is no error."""
+    """Remove all files at `uri`, the manifest first; nothing there is no error."""
     with reported(f"delete {uri}"):
         try:
             store_for(uri).remove(uri)
@@ -299,22 +296,22 @@ def read_bytes(uri: str) -> bytes:
 
 
 def write_bytes(uri: str, data: bytes) -> None:
-    """Create or replace the file at `uri`: a reader sees the old content or the new."""
+    """Create or replace the file at `uri`, atomically."""
     with reported(f"write {uri}"):
         store_for(uri).write(uri, data)
 
 
 def create_bytes(uri: str, data: bytes) -> bool:
-    """Create the file at `uri` and say whether there was none; what is there stays as it is.
+    """Create the file at `uri` if there is none; return whether it was created.
 
-    Not every store keeps this promise for two at the same time: who relies on it reads again.
+    Not every store guarantees this for concurrent writers: read the file again to know who won.
     """
     with reported(f"create {uri}"):
         return store_for(uri).create(uri, data)
 
 
 def names(uri: str) -> list[str]:
-    """Return the plain names directly below `uri`, in order; none where there is nothing."""
+    """Return the plain names directly below `uri`, in order; empty where there is nothing."""
     with reported(f"list {uri}"):
         try:
             return store_for(uri).children(uri)
@@ -331,7 +328,7 @@ def _scan(directory: Path) -> tuple[FileEntry, ...]:
         for name in folders:
             if (Path(folder) / name).is_symlink():
                 raise UserError(f"cannot publish {Path(folder) / name}: a link to a folder")
-        # What a dead `fetch` left here is not part of the content.
+        # The staging folder of a `fetch` that died is not part of the content.
         folders[:] = [name for name in folders if not is_staging(name)]
         found += [_entry(directory, Path(folder) / name) for name in names]
     return tuple(entry for entry in found if entry is not None)

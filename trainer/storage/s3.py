@@ -1,7 +1,4 @@
-"""Amazon S3, `s3://`, and stores with the same protocol, `minio://`, by boto3.
-
-The client of boto3, and what its errors mean.
-"""
+"""Amazon S3, `s3://`, and stores with the same protocol, `minio://`, by boto3."""
 
 from __future__ import annotations
 
@@ -27,9 +24,9 @@ from trainer.storage.bucket import (
     PART_BYTES,
     TIMEOUTS,
     WRITER,
-    Ask,
     ChangedError,
-    MangledError,
+    DamagedInTransitError,
+    Retrying,
     Sink,
     Stored,
     Trouble,
@@ -38,20 +35,25 @@ from trainer.storage.manifest import Checksum
 from trainer.storage.retry import THREADS
 from trainer.storage.s3_endpoint import Endpoint, kfp_credentials
 
-_PASSING = (
+# The limit of S3.
+_MAX_PARTS = 10_000
+_CHUNK = 1 << 20
+# The codes of a store without conditional PUT.
+_UNKNOWN_CONDITION = ("NotImplemented", "501")
+_TRANSIENT = (
     boto.HTTPClientError,
     boto.IncompleteReadError,
     urllib3.exceptions.HTTPError,
     ConnectionError,
     TimeoutError,
-    MangledError,
+    DamagedInTransitError,
 )
-_PASSING_WORDS = {
+_TRANSIENT_ERRORS = {
     "BadDigest", "ConditionalRequestConflict", "InternalError", "OperationAborted",
     "RequestTimeout", "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException",
     "TooManyRequests",
 }  # fmt: skip
-_PASSING_CODES = (408, 429, 500, 502, 503, 504)
+_TRANSIENT_CODES = (408, 429, 500, 502, 503, 504)
 _TROUBLES = {
     "NoSuchBucket": Trouble.NO_BUCKET,
     "NoSuchKey": Trouble.ABSENT,
@@ -69,60 +71,8 @@ _TROUBLES = {
 }
 
 
-@cache
-def client(_process: int, endpoint: Endpoint) -> Any:
-    """Return the client of an endpoint, one for each process."""
-    # One for all threads, but not for a forked child.
-    return boto3.session.Session().client(
-        "s3",
-        endpoint_url=endpoint.url or None,
-        region_name=endpoint.region or None,
-        config=Config(
-            connect_timeout=TIMEOUTS[0],
-            read_timeout=TIMEOUTS[1],
-            # Asking again is ours, for all stores alike.
-            retries={"mode": "standard", "total_max_attempts": 1},
-            # Not every store knows the newer checksums; the MD5 goes with each request.
-            request_checksum_calculation="when_required",
-            response_checksum_validation="when_required",
-            max_pool_connections=2 * THREADS,
-            s3={"addressing_style": "path" if endpoint.path_style else "auto"},
-        ),
-        **(kfp_credentials() if endpoint.kfp_secret else {}),
-    )
-
-
-def judge(error: BaseException) -> Trouble:
-    """Say what an error means."""
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return Trouble.NO_CREDENTIALS
-    if isinstance(error, _PASSING):
-        return Trouble.PASSING
-    if isinstance(error, boto.BotoCoreError):
-        return Trouble.OTHER
-    if not isinstance(error, boto.ClientError):
-        return Trouble.FOREIGN
-    said = word(error)
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    if said in _PASSING_WORDS or status in _PASSING_CODES:
-        return Trouble.PASSING
-    return _TROUBLES.get(said, Trouble.OTHER)
-
-
-def word(error: boto.ClientError) -> str:
-    """Return the code that S3 gives an error."""
-    return str(error.response.get("Error", {}).get("Code", ""))
-
-
-# S3's own limit.
-_MOST_PARTS = 10_000
-_CHUNK = 1 << 20
-# What a store says that does not know of conditions on a PUT.
-_UNKNOWN_CONDITION = ("NotImplemented", "501")
-
-
 class S3Bucket:
-    """One bucket of S3, or of a store that speaks as S3 does."""
+    """One bucket of S3, or of a store with its protocol."""
 
     remedies: Mapping[Trouble, str] = MappingProxyType(
         {
@@ -137,26 +87,26 @@ class S3Bucket:
         }
     )
 
-    def __init__(self, name: str, endpoint: Endpoint, ask: Ask) -> None:
-        """Use boto3's own chain of credentials at an endpoint."""
+    def __init__(self, name: str, endpoint: Endpoint, retry: Retrying) -> None:
+        """Use boto3's chain of credentials at an endpoint."""
         self._name = name
         self._endpoint = endpoint
-        self._ask = ask
+        self._retry = retry
 
     def get(self, key: str) -> bytes:
-        """Return the content of an object, held against its MD5 where the store gives that."""
+        """Return the content of an object, checked against its MD5 where the store has it."""
 
         def whole() -> bytes:
             answer = self._client.get_object(**self._at(key))
             data: bytes = answer["Body"].read()
             if _is_md5(answer) and _tag(answer) != hashlib.md5(data).hexdigest():
-                raise MangledError(f"{key} did not come as it is stored")
+                raise DamagedInTransitError(f"{key} arrived with other content than is stored")
             return data
 
-        return self._ask(whole)
+        return self._retry(whole)
 
     def read_into(self, key: str, file: Sink) -> None:
-        """Write the content of an object to a file, going on where a connection dropped."""
+        """Write the content of an object to a file, resumed where a connection dropped."""
 
         def rest() -> None:
             file.flush()
@@ -165,13 +115,13 @@ class S3Bucket:
             try:
                 body: StreamingBody = self._client.get_object(**self._at(key), **span)["Body"]
             except boto.ClientError as error:
-                if start and word(error) in ("InvalidRange", "416"):
+                if start and error_code(error) in ("InvalidRange", "416"):
                     return
                 raise
             for chunk in body.iter_chunks(_CHUNK):
                 file.write(chunk)
 
-        self._ask(rest)
+        self._retry(rest)
 
     def put(self, key: str, data: bytes) -> None:
         """Create or replace an object."""
@@ -182,9 +132,9 @@ class S3Bucket:
         self._unless_there(partial(self._send, key, data, Metadata={WRITER: writer}))
 
     def create_from(self, key: str, path: Path, expected: Checksum, writer: str) -> None:
-        """Send a file in parts; each is verified, and asked for again by itself."""
+        """Upload a file in parts; each is verified, and retried by itself."""
         where = self._at(key)
-        begun = self._ask(
+        begun = self._retry(
             lambda: self._client.create_multipart_upload(**where, Metadata={WRITER: writer})
         )
         upload = {**where, "UploadId": begun["UploadId"]}
@@ -192,20 +142,20 @@ class S3Bucket:
             parts = self._parts(upload, path, expected)
             self._unless_there(partial(self._complete, upload, parts))
         except BaseException:
-            # What is not given up here is found by `abort_uploads` some day.
+            # An upload that is not aborted here is found by `abort_uploads` later.
             with suppress(boto.ClientError, boto.BotoCoreError):
                 self._client.abort_multipart_upload(**upload)
             raise
 
     def stat(self, key: str) -> Stored:
-        """Return what the store says of one object."""
-        answer = self._ask(lambda: self._client.head_object(**self._at(key)))
+        """Return the description of one object."""
+        answer = self._retry(lambda: self._client.head_object(**self._at(key)))
         writer = answer.get("Metadata", {}).get(WRITER, "")
         created = answer["LastModified"].timestamp()
         return Stored(key, answer["ContentLength"], _tag(answer), created, writer)
 
     def holds(self, stored: Stored, path: Path, expected: Checksum) -> bool:
-        """Compare with the MD5 of the file, or of its parts; what is encrypted never holds it."""
+        """Compare with the MD5 of the file, or of its parts; an encrypted object never matches."""
         if stored.bytes != expected.bytes:
             return False
         if stored.bytes <= PART_BYTES:
@@ -215,12 +165,12 @@ class S3Bucket:
         return stored.digest == f"{whole}-{len(digests)}"
 
     def vouched(self, key: str) -> Checksum | None:  # noqa: ARG002
-        """Return nothing: what the store gives is what the writer said."""
+        """Return nothing: the store returns the checksum that the writer sent."""
         return None
 
     def walk(self, prefix: str) -> list[Stored]:
         """Return all objects whose key begins with `prefix`."""
-        return self._ask(
+        return self._retry(
             lambda: [
                 Stored(each["Key"], each["Size"], _tag(each), each["LastModified"].timestamp())
                 for page in self._pages("list_objects_v2", prefix)
@@ -238,27 +188,27 @@ class S3Bucket:
                 found.update(each["Prefix"] for each in page.get("CommonPrefixes", []))
             return sorted({key[len(prefix) :].strip("/") for key in found})
 
-        return self._ask(listed)
+        return self._retry(listed)
 
     def remove(self, key: str) -> None:
         """Remove an object."""
-        self._ask(lambda: self._client.delete_object(**self._at(key)))
+        self._retry(lambda: self._client.delete_object(**self._at(key)))
 
     def abort_uploads(self, prefix: str, before: float) -> list[str]:
-        """Give up the uploads in parts that began before a time."""
+        """Abort the multipart uploads that began before a time."""
 
         def pending() -> list[dict[str, Any]]:
             pages = self._pages("list_multipart_uploads", prefix)
             return [each for page in pages for each in page.get("Uploads", [])]
 
-        old = [each for each in self._ask(pending) if each["Initiated"].timestamp() < before]
+        old = [each for each in self._retry(pending) if each["Initiated"].timestamp() < before]
         for each in old:
             upload = {**self._at(each["Key"]), "UploadId": each["UploadId"]}
-            self._ask(partial(self._client.abort_multipart_upload, **upload))
+            self._retry(partial(self._client.abort_multipart_upload, **upload))
         return [each["Key"] for each in old]
 
     def judge(self, error: BaseException) -> Trouble:
-        """Say what an error means."""
+        """Classify an error."""
         return judge(error)
 
     @property
@@ -269,21 +219,21 @@ class S3Bucket:
         return {"Bucket": self._name, "Key": key}
 
     def _unless_there(self, request: Callable[..., None]) -> None:
-        """Create an object where there is none, as far as the store can make sure of that.
+        """Create an object if there is none, as far as the store can guarantee that.
 
-        What is there is looked up before, for stores that pass over the condition; some refuse it
-        instead, and are asked without.
+        The caller has checked before that there is none, for stores that ignore the condition.
+        Stores that refuse it get the request without it.
         """
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:
-            if word(error) not in _UNKNOWN_CONDITION:
+            if error_code(error) not in _UNKNOWN_CONDITION:
                 raise
             request()
 
     def _complete(self, upload: dict[str, str], parts: list[dict[str, Any]], **how: Any) -> None:
         whole = {**upload, "MultipartUpload": {"Parts": parts}, **how}
-        self._ask(lambda: self._client.complete_multipart_upload(**whole))
+        self._retry(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
         digest = hashlib.md5(data)
@@ -293,9 +243,9 @@ class S3Bucket:
                 **self._at(key), Body=data, ContentMD5=_base64(digest.digest()), **how
             )
             if _is_md5(answer) and _tag(answer) != digest.hexdigest():
-                raise MangledError(f"{key} did not arrive as it was sent")
+                raise DamagedInTransitError(f"{key} was damaged on its way to the store")
 
-        self._ask(send)
+        self._retry(send)
 
     def _parts(
         self, upload: dict[str, str], path: Path, expected: Checksum
@@ -304,7 +254,7 @@ class S3Bucket:
         size = crc = 0
         for number, data in enumerate(_parts_of(path, expected.bytes), start=1):
             size, crc = size + len(data), google_crc32c.extend(crc, data)
-            tag = self._ask(partial(self._send_part, upload, number, data))
+            tag = self._retry(partial(self._send_part, upload, number, data))
             parts.append({"PartNumber": number, "ETag": tag})
         if Checksum(size, f"{crc:08x}") != expected:
             raise ChangedError
@@ -316,7 +266,7 @@ class S3Bucket:
             **upload, PartNumber=number, Body=data, ContentMD5=_base64(digest.digest())
         )
         if _is_md5(answer) and _tag(answer) != digest.hexdigest():
-            raise MangledError(f"part {number} did not arrive as it was sent")
+            raise DamagedInTransitError(f"part {number} was damaged on its way to the store")
         tag: str = answer["ETag"]
         return tag
 
@@ -326,7 +276,7 @@ class S3Bucket:
 
 
 def _parts_of(path: Path, size: int) -> Iterator[bytes]:
-    length = max(PART_BYTES, -(-size // _MOST_PARTS))
+    length = max(PART_BYTES, -(-size // _MAX_PARTS))
     with path.open("rb") as file:
         while data := file.read(length):
             yield data
@@ -344,3 +294,48 @@ def _is_md5(answer: dict[str, Any]) -> bool:
 
 def _base64(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
+
+
+@cache
+def client(_process: int, endpoint: Endpoint) -> Any:
+    """Return the client of an endpoint, one for each process."""
+    # All threads can share it, a forked child cannot.
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=endpoint.url or None,
+        region_name=endpoint.region or None,
+        config=Config(
+            connect_timeout=TIMEOUTS[0],
+            read_timeout=TIMEOUTS[1],
+            # Flotilla retries, in the same way for all stores.
+            retries={"mode": "standard", "total_max_attempts": 1},
+            # Not every store supports the newer checksums; each request has the MD5.
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            max_pool_connections=2 * THREADS,
+            s3={"addressing_style": "path" if endpoint.path_style else "auto"},
+        ),
+        **(kfp_credentials() if endpoint.kfp_secret else {}),
+    )
+
+
+def judge(error: BaseException) -> Trouble:
+    """Classify an error."""
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
+        return Trouble.NO_CREDENTIALS
+    if isinstance(error, _TRANSIENT):
+        return Trouble.TRANSIENT
+    if isinstance(error, boto.BotoCoreError):
+        return Trouble.OTHER
+    if not isinstance(error, boto.ClientError):
+        return Trouble.FOREIGN
+    code = error_code(error)
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if code in _TRANSIENT_ERRORS or status in _TRANSIENT_CODES:
+        return Trouble.TRANSIENT
+    return _TROUBLES.get(code, Trouble.OTHER)
+
+
+def error_code(error: boto.ClientError) -> str:
+    """Return S3's code of an error."""
+    return str(error.response.get("Error", {}).get("Code", ""))

@@ -1,4 +1,4 @@
-"""Where a store with the protocol of S3 answers, and whose credentials it gets."""
+"""The endpoint and the credentials of a store with the protocol of S3."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from trainer.storage.uri import Location
 
 # The object store of a KFP instance, in the namespace where KFP puts it.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
-# The secret with the keys of that store, and what it calls them.
+# The secret with the credentials of that store, and its keys.
 KFP_SECRET = "mlpipeline-minio-artifact"
 KFP_KEYS = ("accesskey", "secretkey")
-# What boto3 itself reads, for a secret of one's own.
+# The variables that boto3 itself reads.
 BOTO_KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """How to reach a store; an empty text is left to boto3."""
+    """How to reach a store; boto3 decides where a text is empty."""
 
     url: str = ""
     region: str = ""
@@ -29,7 +29,7 @@ class Endpoint:
 
 
 def endpoint_of(location: Location) -> Endpoint:
-    """Return the endpoint that a URI names, or else the environment, or else the default."""
+    """Return the endpoint of a URI, or else of the environment, or else the default."""
     minio = location.scheme == "minio"
     given = [_with_scheme(location), *(os.environ.get(name, "") for name in _VARIABLES)]
     url = next(filter(None, given), KFP_ENDPOINT if minio else "")
@@ -44,7 +44,7 @@ def endpoint_of(location: Location) -> Endpoint:
 def kfp_credentials() -> Mapping[str, str]:
     """Return the keys of KFP's secret `mlpipeline-minio-artifact`, or nothing.
 
-    A pod that takes the whole secret into its environment has them; boto3 has its own first.
+    They are in the environment of a pod that takes the whole secret; boto3's own come first.
     """
     keys = [os.environ.get(name, "") for name in KFP_KEYS]
     if not all(keys) or os.environ.get("AWS_ACCESS_KEY_ID"):

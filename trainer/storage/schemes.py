@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from trainer.errors import UserError
-from trainer.storage.bucket import Ask, Bucket
+from trainer.storage.bucket import Bucket, Retrying
 from trainer.storage.local import FileStore
 from trainer.storage.object_store import ObjectStore
 from trainer.storage.s3_endpoint import endpoint_of
@@ -23,20 +23,20 @@ def store_for(uri: str) -> Store:
     return ObjectStore(location.home, partial(_BUCKETS[protocol], location))
 
 
-def _gcs(location: Location, ask: Ask) -> Bucket:
+def _gcs(location: Location, retry: Retrying) -> Bucket:
     from trainer.storage.gcs import GcsBucket
 
-    return GcsBucket(location.bucket, ask)
+    return GcsBucket(location.bucket, retry)
 
 
-def _s3(location: Location, ask: Ask) -> Bucket:
+def _s3(location: Location, retry: Retrying) -> Bucket:
     try:
         from trainer.storage.s3 import S3Bucket
     except ModuleNotFoundError as error:
         raise UserError(
             f"{location.scheme}:// needs {error.name}: pip install 'flotilla[s3]'"
         ) from None
-    return S3Bucket(location.bucket, endpoint_of(location), ask)
+    return S3Bucket(location.bucket, endpoint_of(location), retry)
 
 
-_BUCKETS: Mapping[Protocol, Callable[[Location, Ask], Bucket]] = {"gcs": _gcs, "s3": _s3}
+_BUCKETS: Mapping[Protocol, Callable[[Location, Retrying], Bucket]] = {"gcs": _gcs, "s3": _s3}

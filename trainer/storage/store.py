@@ -1,4 +1,4 @@
-"""What a kind of storage has to offer so that directories can be published in it."""
+"""The interface of a store: what a scheme needs so that directories can be published in it."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from trainer.storage.manifest import Checksum, Manifest
 
 
 class Store(Protocol):
-    """One scheme's storage, for one operation: all that it is asked shares one deadline.
+    """The storage of one scheme, for one operation, whose requests share one deadline.
 
     Every method raises `FileNotFoundError` where there is nothing at the URI, and another
-    `OSError` where the storage fails. All methods may be called from several threads.
+    `OSError` where the storage fails. All methods are thread-safe.
     """
 
     def read(self, uri: str) -> bytes:
         """Return the content of one file."""
 
     def write(self, uri: str, data: bytes) -> None:
-        """Create or replace one file: readers see the old content or the new."""
+        """Create or replace one file, atomically."""
 
     def create(self, uri: str, data: bytes) -> bool:
-        """Create one file, whole, and say whether there was none before; nothing is replaced."""
+        """Create one file atomically if there is none; return whether it was created."""
 
     def exists(self, uri: str) -> bool:
         """Say whether there is a file at a URI."""
@@ -34,11 +34,11 @@ class Store(Protocol):
         """Copy one file to a local path in a folder that exists."""
 
     def place(self, uri: str, source: Path, manifest: Manifest) -> Manifest | None:
-        """Bring the files of `source` that `manifest` names to `uri`, the manifest last.
+        """Copy the files of `source` that `manifest` names to `uri`, the manifest last.
 
-        Each file is verified at its destination. What a dead writer left there is replaced. Returns
-        the manifest as it was written, which may say where the files stand, or None, with nothing
-        changed that a reader sees, where a manifest stands at `uri` already.
+        Each file is verified at its destination. Orphans of a dead writer are replaced. Returns the
+        manifest as it was written, with the paths at which the files are stored, or None where
+        there is a manifest at `uri` already; then nothing changes that a reader sees.
         """
 
     def children(self, uri: str) -> list[str]:
@@ -48,7 +48,7 @@ class Store(Protocol):
         """Remove a file, or a directory with all below it, the manifest first."""
 
     def discard(self, uri: str) -> None:
-        """Remove one file, if it is there, without a look at what else is."""
+        """Remove one file, if it exists, without listing anything."""
 
     def sweep(self, uri: str) -> list[str]:
-        """Remove what dead writers left at `uri` and below; return the URIs of what was removed."""
+        """Remove the orphans of dead writers at `uri` and below; return their URIs."""

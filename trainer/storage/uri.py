@@ -1,6 +1,6 @@
-"""Names of stored things: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
+"""URIs of storage: `file:///path`, percent-encoded, or `gs://`, `s3://`, `minio://`.
 
-Keys in buckets stand as they are, but for `%25` and `%3F`: a question mark begins the endpoint.
+Keys of buckets are not encoded, but for `%25` and `%3F`: a question mark begins the options.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SCHEMES: Mapping[str, Protocol] = {"file": "file", "gs": "gcs", "s3": "s3", "min
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
 #: How a URI is written, for messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"
-# What KFP and the Go CDK write behind the question mark; those without effect here are let through.
+# The options that KFP and the Go CDK write; those without effect here are accepted.
 OPTIONS = (
     "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
     "hostname_immutable", "awssdk",
@@ -54,7 +54,7 @@ class Location:
 
 
 def scheme_of(uri: str) -> str:
-    """Return the scheme of `uri`; raises `UserError` for what is no URI of a known scheme."""
+    """Return the scheme of `uri`; raises `UserError` unless it is a URI of a known scheme."""
     scheme, mark, rest = uri.partition("://")
     if not mark or scheme not in SCHEMES or not rest:
         raise UserError(f"{_without_query(uri)!r} is not a storage URI: write it as {FORMS}")
@@ -73,7 +73,7 @@ def speaks_s3(text: str) -> bool:
 
 
 def locate(uri: str) -> Location:
-    """Return bucket, key and options of a URI; raises `UserError` for what is none."""
+    """Return bucket, key and options of a URI; raises `UserError` if it is none."""
     scheme = scheme_of(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
@@ -105,7 +105,7 @@ def join(uri: str, *parts: str) -> str:
         names = [quote(os.fsencode(name)) for name in names]
     else:
         names = [name.replace("%", "%25").replace("?", "%3F") for name in names]
-        # A KFP root may carry the endpoint of its store behind a question mark.
+        # A KFP root may have the endpoint of its store behind a question mark.
         rest, mark, query = rest.partition("?")
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
@@ -117,7 +117,7 @@ def name_of(uri: str) -> str:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the path that a `file://` URI stands for, and None for every other scheme."""
+    """Return the path of a `file://` URI, and None for every other scheme."""
     if scheme_of(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")
@@ -161,5 +161,5 @@ def _options(scheme: str, shown: str, query: str) -> tuple[tuple[str, str], ...]
 
 
 def _without_query(uri: str) -> str:
-    # Whoever mistypes a URI may have put a secret there.
+    # A mistyped URI may hold a secret there.
     return uri.partition("?")[0]

@@ -79,7 +79,7 @@ def test_an_unreachable_store(doctor, store, monkeypatch):
     report = doctor(f"storage.root={store.root}")
     assert report.failed() == ["storage"]
     assert f"{store.scheme}://{store.bucket} does not answer" in of(report)["message"]
-    assert "asking again" not in report.err
+    assert "retrying" not in report.err
 
 
 def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monkeypatch):

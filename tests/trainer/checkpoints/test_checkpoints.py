@@ -238,7 +238,7 @@ def test_an_error_of_this_machine_is_no_reason_to_begin_anew(folder):
     folder.with_name("scratch").write_text("in the way")
     with refusal() as caught:
         of(folder).newest()
-    assert "a file stands where a folder is needed" in str(caught.value)
+    assert "there is a file where a folder is needed" in str(caught.value)
     assert names(folder) == ["step-00000010"]
 
 

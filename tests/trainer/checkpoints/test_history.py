@@ -80,5 +80,5 @@ def test_figures_keep_their_exact_values(uri):
 
 def test_a_file_in_the_place_of_the_folder_is_said_in_one_line(uri):
     storage.local_path(uri).write_text("in the way")
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
+    with pytest.raises(UserError, match="there is a file where a folder is needed"):
         History(uri, start=0).add(row(10))

@@ -179,5 +179,5 @@ def test_all_tasks_that_a_process_starts_are_of_one_job():
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "checkpoints").write_text("a file")
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
+    with pytest.raises(UserError, match="there is a file where a folder is needed"):
         Lease(storage.uri_of(tmp_path / "checkpoints"), "digits-1").acquire()

@@ -34,7 +34,7 @@ class Asker:
 
     def _ask(self) -> None:
         try:
-            self.answer = consensus.reach(URI, {"by": self.name})
+            self.answer = consensus.decide(URI, {"by": self.name})
         except DiedError:
             pass
         finally:
@@ -94,7 +94,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setattr(storage, "children", children)
     # Whose turn it is decides how long somebody waits.
     monkeypatch.setattr(consensus, "_FIRST_PAUSE", 0.0)
-    monkeypatch.setattr(consensus, "_LONGEST_PAUSE", 0.0)
+    monkeypatch.setattr(consensus, "_MAX_PAUSE", 0.0)
     return found
 
 
@@ -127,14 +127,14 @@ def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dy
 
 def test_who_asks_alone_gets_its_own_proposal_and_all_later_ones_get_it_too(tmp_path: Path) -> None:
     uri = storage.uri_of(tmp_path / "question")
-    assert consensus.reach(uri, {"by": "a"}) == {"by": "a"}
-    assert consensus.reach(uri, {"by": "b"}) == {"by": "a"}
+    assert consensus.decide(uri, {"by": "a"}) == {"by": "a"}
+    assert consensus.decide(uri, {"by": "b"}) == {"by": "a"}
 
 
 def test_many_threads_on_files(tmp_path: Path) -> None:
     uri = storage.uri_of(tmp_path / "question")
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(lambda n: consensus.reach(uri, {"by": n})["by"], range(8)))
+        told = list(pool.map(lambda n: consensus.decide(uri, {"by": n})["by"], range(8)))
     assert len(set(told)) == 1
 
 
@@ -144,7 +144,7 @@ def test_what_a_dead_one_had_accepted_is_taken_over(tmp_path: Path) -> None:
     for word, text in (("promised", ""), ("accepted", json.dumps({"by": "dead"}))):
         (folder / f"000004-aa-{word}").write_text(text)
     (folder / "notes of somebody else").write_text("?")
-    assert consensus.reach(storage.uri_of(folder), {"by": "me"}) == {"by": "dead"}
+    assert consensus.decide(storage.uri_of(folder), {"by": "me"}) == {"by": "dead"}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"3", b"\xff"])
@@ -154,4 +154,4 @@ def test_a_damaged_note_is_named(tmp_path: Path, content: bytes) -> None:
     (folder / "000001-aa-accepted").write_bytes(content)
     proposal: dict[str, Any] = {"by": "me"}
     with pytest.raises(storage.Corrupt, match="000001-aa-accepted is damaged: it holds no propo"):
-        consensus.reach(storage.uri_of(folder), proposal)
+        consensus.decide(storage.uri_of(folder), proposal)

@@ -210,7 +210,7 @@ def test_a_damaged_evaluation_is_not_believed(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     output = storage.uri_of(tmp_path / "file" / "d")
-    with pytest.raises(UserError, match="a file stands where a folder is needed"):
+    with pytest.raises(UserError, match="there is a file where a folder is needed"):
         gate.check(Config(), evaluated(tmp_path, MEASURED), output)
 
 

@@ -226,7 +226,7 @@ def test_text_that_is_not_unicode_is_shown_all_the_same(tmp_path: Path) -> None:
 
 def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(UserError, match=r"cannot write .*a file stands where a folder is needed"):
+    with pytest.raises(UserError, match=r"cannot write .*there is a file where a folder is needed"):
         report.write(FACTS, tmp_path / "file" / "report.html")
 
 

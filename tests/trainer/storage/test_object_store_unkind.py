@@ -77,7 +77,7 @@ def test_each_retry_is_a_line_of_log(
     assert len(lines) == 2
     for line in lines:
         assert line.startswith(bucket.root.partition("/the ")[0])
-        assert "asking again in" in line
+        assert "retrying in" in line
         assert "\n" not in line
 
 

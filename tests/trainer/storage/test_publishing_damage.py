@@ -64,7 +64,7 @@ def test_folders_and_files_in_each_others_place(make: Make, root: str) -> None:
         storage.verify(uri)
     (path_of(uri) / "b.txt").unlink()
     (path_of(uri) / "b.txt").mkdir()
-    with pytest.raises(UserError, match="a folder stands where a file is needed"):
+    with pytest.raises(UserError, match="there is a folder where a file is needed"):
         storage.verify(uri)
 
 

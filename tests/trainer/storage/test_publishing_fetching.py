@@ -144,7 +144,7 @@ def test_a_manifest_that_leads_out_of_the_folder_writes_nothing(
 
 @pytest.mark.parametrize(
     ("in_the_way", "reason"),
-    [("a", "Not a directory"), ("parent", "a file stands where a folder is needed")],
+    [("a", "Not a directory"), ("parent", "there is a file where a folder is needed")],
 )
 def test_a_file_in_the_way(uri: str, tmp_path: Path, in_the_way: str, reason: str) -> None:
     (tmp_path / in_the_way).write_bytes(b"mine")
@@ -157,7 +157,7 @@ def test_a_file_in_the_way(uri: str, tmp_path: Path, in_the_way: str, reason: st
 
 def test_a_folder_in_a_files_place(uri: str, tmp_path: Path) -> None:
     (tmp_path / "a" / "b.txt" / "mine").mkdir(parents=True)
-    with pytest.raises(UserError, match="a folder stands where a file is needed"):
+    with pytest.raises(UserError, match="there is a folder where a file is needed"):
         storage.fetch(uri, tmp_path / "a")
     assert left_over(tmp_path) == []
 

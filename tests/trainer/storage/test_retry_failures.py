@@ -174,7 +174,7 @@ def test_a_source_that_vanishes_is_reported(
 def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ...]) -> None:
     path_of(root).write_bytes(b"mine")
     uri = storage.join(root, *below)
-    remedy = "a file stands where a folder is needed; move it away"
+    remedy = "there is a file where a folder is needed; move it away"
     with pytest.raises(UserError, match=f"cannot publish .*{remedy}"):
         storage.publish(make(), uri, kind="x")
     if below:
@@ -186,7 +186,7 @@ def test_a_file_in_the_folders_place(make: Make, root: str, below: tuple[str, ..
 def test_a_folder_in_the_files_place(make: Make, root: str) -> None:
     uri = storage.join(root, "a")
     storage.publish(make(), uri, kind="x")
-    remedy = "a folder stands where a file is needed; move it away"
+    remedy = "there is a folder where a file is needed; move it away"
     with pytest.raises(UserError, match=f"cannot write .*{remedy}"):
         storage.write_bytes(uri, b"")
     with pytest.raises(UserError, match=f"cannot read .*{remedy}"):
