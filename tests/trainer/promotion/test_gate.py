@@ -111,7 +111,7 @@ def test_what_is_not_a_number_never_passes(tmp_path: Path, value: Any, bound: st
     decision = gate.check(config, evaluated(tmp_path, {"loss": value}), output)
     assert not decision.blessed
     [reason] = decision.reasons
-    assert reason.endswith(f"is not a finite number: it cannot be held against gate.{bound} 0.5")
+    assert reason.endswith(f"is not a finite number: it cannot be compared with gate.{bound} 0.5")
     [rule] = decided(output)["rules"]
     assert rule["value"] is None
     assert rule["passed"] is False
@@ -161,7 +161,7 @@ def test_nothing_was_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["0.9", True, [0.9], {"mean": 0.9}])
 def test_a_metric_that_is_no_number(tmp_path: Path, value: Any) -> None:
     evaluation = evaluated(tmp_path, {"accuracy": value})
-    with pytest.raises(UserError, match="which no threshold can be held against"):
+    with pytest.raises(UserError, match="which no threshold can be compared with"):
         gate.check(config_of({"accuracy": 0.5}), evaluation, "file:///x")
 
 
