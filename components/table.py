@@ -94,6 +94,11 @@ def step_of(name: str) -> StepSpec:
     raise LookupError(f"components/table.py has no row for the step {name!r}: add one")
 
 
+def published_by(name: str) -> Output | None:
+    """Return the kind of what a step publishes; None for nothing, and for a step without a row."""
+    return next((step.output for step in STEPS if step.name == name), None)
+
+
 def maker_of(output: Output) -> StepSpec:
     """Return the step that publishes outputs of this kind."""
     return next(step for step in STEPS if step.output == output)

@@ -50,6 +50,11 @@ class RunBegin(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunEnd(Event):
+    """The pipeline of a run on this machine has run to its end."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Interrupted(Event):
     """A run on this machine was asked to end: it starts no step but the exit step."""
 

@@ -13,16 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from components.step_record import StepRecord, record_of
+from components.table import maker_of, published_by
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_run import RemoteRun, Step, events_in, log_of
-from pipelines.runs.outcome import ARTIFACTS, RunResult
+from pipelines.runs.outcome import RunResult
 from pipelines.runs.upload import page_of
 from trainer.errors import DONE, FAILED, REFUSED
 from trainer.events import StepBegin, StepEnd
 
-GATE, REGISTRY, EXPORT = "check_gate", "register_model", "export_model"
-# Of these steps the log has more than the state.
-_LOGGED = ("prepare_data", "train_model", "evaluate_model", GATE, EXPORT, REGISTRY, "finish")
+GATE, REGISTRY = maker_of("decision"), maker_of("registration")
 _STATUS = {
     "SUCCEEDED": "done",
     "CANCELED": "interrupted",
@@ -76,7 +75,7 @@ def _with_uri(record: StepRecord, seen: Mapping[str, _Seen]) -> StepRecord:
     """Return the record; of a cached step with the URI that a later step took, where known."""
     if record.status != "cached":
         return record
-    artifact = ARTIFACTS.get(record.step, "")
+    artifact = published_by(record.step) or ""
     uris = (each.inputs.get(artifact) for each in seen.values())
     return replace(record, uri=next((uri for uri in uris if uri), ""))
 
@@ -86,19 +85,19 @@ def _ended(run: RemoteRun, seen: Mapping[str, _Seen]) -> tuple[str, int, str]:
         return "canceled", FAILED, "the run was cancelled"
     if run.state != "SUCCEEDED":
         return "failed", FAILED, _failure(run, seen)
-    gate, registry = seen.get(GATE), seen.get(REGISTRY)
+    gate, registry = seen.get(GATE.name), seen.get(REGISTRY.name)
     if gate is None:
         return "done", DONE, ""
     if registry and registry.state == "SUCCEEDED":
         return _judged(registry.record)
-    if gate.record.metrics.get("decision") == "blessed":
-        return "failed", FAILED, f"the model was blessed, but {REGISTRY} was not run"
+    if gate.record.metrics.get("decision") == GATE.accepts:
+        return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} was not run"
     return "refused", REFUSED, _reasons(gate.record) or "the gate refused the model"
 
 
 def _judged(registry: StepRecord) -> tuple[str, int, str]:
     decision = registry.metrics.get("decision")
-    if decision == "promoted":
+    if decision == REGISTRY.accepts:
         return "blessed", DONE, ""
     if decision == "refused":
         return "refused", REFUSED, _reasons(registry) or "the registry refused the model"
@@ -151,9 +150,11 @@ def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
 
 
 def _has_log(step: Step) -> bool:
-    """Return whether the log of a step is worth reading."""
-    worth = step.state == "FAILED" or (step.state == "SUCCEEDED" and step.name in _LOGGED)
-    return worth and not step.cached
+    """Return whether the log of a step has more than its state."""
+    is_worth_reading = step.state == "FAILED" or (
+        step.state == "SUCCEEDED" and published_by(step.name) is not None
+    )
+    return is_worth_reading and not step.cached
 
 
 def _failure(run: RemoteRun, seen: Mapping[str, _Seen]) -> str:

@@ -42,6 +42,7 @@ def main() -> None:
         raise_on_error=True,
     )
     PIPELINES[name](**arguments)
+    events.emit(events.RunEnd())
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:

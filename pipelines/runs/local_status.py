@@ -15,7 +15,7 @@ from pipelines.runs import local
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events
 from trainer.errors import DONE, FAILED, UserError
-from trainer.events import Event
+from trainer.events import Event, Interrupted, RunEnd
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
@@ -98,11 +98,9 @@ def _progress(happened: list[Event]) -> dict[str, Any]:
 def _ended(happened: list[Event]) -> RunResult:
     """Return the result of a run without a process."""
     steps = step_records(happened)
-    has_finished = any(step.step == "finish" and step.ended is not None for step in steps)
-    # `prepare` and `train` have no exit step; a run that was killed has none either.
-    if not has_finished and all(step.status == "done" for step in steps):
-        if steps and steps[-1].step in ("prepare_data", "train_model"):
-            return RunResult(status="done", exit_code=DONE, message="", steps=steps)
+    # A runner that is killed between two steps leaves neither an event nor a failed step.
+    was_killed = not any(isinstance(each, Interrupted | RunEnd) for each in happened)
+    if was_killed and all(step.status == "done" for step in steps):
         message = "the run did not finish: its process was killed, or the machine stopped"
         return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
     return outcome_of(happened, 0, interrupted=False)

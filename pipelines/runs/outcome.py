@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.step_record import StepRecord, last_start, step_records
+from components.table import STEPS, Output, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.events import Event, Interrupted
 
@@ -39,35 +40,26 @@ class RunResult:
     states: Mapping[str, str] = field(default_factory=dict)
     page: str = ""
 
-    def metrics_of(self, step: str) -> dict[str, Any]:
-        """Return the metrics of a step, or none if it was not done."""
-        return next((dict(each.metrics) for each in self.steps if each.step == step), {})
+    def metrics_of(self, output: Output) -> dict[str, Any]:
+        """Return the metrics of the step that makes this output, or none if it was not done."""
+        name = maker_of(output).name
+        return next((dict(each.metrics) for each in self.steps if each.step == name), {})
 
     @property
     def metrics(self) -> dict[str, Any]:
         """The metrics of the model on the test split; none where it was not evaluated."""
-        return self.metrics_of("evaluate_model")
+        return self.metrics_of("evaluation")
 
     @property
     def artifacts(self) -> dict[str, str]:
         """The URI of what each step has published, by the name of the artifact."""
-        return {ARTIFACTS[each.step]: each.uri for each in self.steps if each.uri}
+        uris = {published_by(each.step): each.uri for each in self.steps if each.uri}
+        return {output: uri for output, uri in uris.items() if output}
 
     @property
     def global_step(self) -> int | None:
         """The updates that training applied; None where there was no training."""
-        return self.metrics_of("train_model").get("global_step")
-
-
-ARTIFACTS = {
-    "prepare_data": "dataset",
-    "train_model": "checkpoint",
-    "evaluate_model": "evaluation",
-    "check_gate": "decision",
-    "export_model": "model",
-    "register_model": "registration",
-    "finish": "report",
-}
+        return self.metrics_of("checkpoint").get("global_step")
 
 
 def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -> RunResult:
@@ -91,18 +83,22 @@ def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -
 
 
 def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
+    """Judge a run without a failure by the steps that judge the model.
+
+    After a step that accepted the model, every later step has to have a record.
+    """
     by_name = {step.step: step for step in steps}
-    gate = by_name.get("check_gate")
-    if gate is None:
-        return RunResult(status="done", exit_code=DONE, message="", steps=steps)
-    judge = gate
-    if gate.metrics["decision"] == "blessed":
-        for name in ("export_model", "register_model"):
-            if name not in by_name:
-                message = f"the model was blessed, but {name} was not run; see pipeline.log"
-                return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
-        judge = by_name["register_model"]
-        if judge.metrics["decision"] == "promoted":
-            return RunResult(status="blessed", exit_code=DONE, message="", steps=steps)
-    message = "; ".join(judge.metrics["reasons"])
-    return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
+    accepted = ""
+    for row in STEPS:
+        step = by_name.get(row.name)
+        if step is None and accepted and not row.is_exit_step:
+            message = f"the model was {accepted}, but {row.name} was not run; see pipeline.log"
+            return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
+        if step is None or not row.accepts:
+            continue
+        if step.metrics["decision"] != row.accepts:
+            message = "; ".join(step.metrics["reasons"])
+            return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
+        accepted = row.accepts
+    status = "blessed" if accepted else "done"
+    return RunResult(status=status, exit_code=DONE, message="", steps=steps)

@@ -1,5 +1,6 @@
 """The table of steps: one row for each file, and a new step in three edits."""
 
+import ast
 import os
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from pipelines import step_settings
 from pipelines.training import COMPONENTS, Wiring, component_of, local_pipeline
 
 ROOT = Path(__file__).parents[2]
+SOURCES = [
+    path for name in ("components", "pipelines", "trainer") for path in (ROOT / name).rglob("*.py")
+]
 NEW = StepSpec(name="count_labels", deadline_seconds=60, retries=1, is_light=True)
 
 
@@ -91,6 +95,22 @@ def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path
 def test_a_limit_that_is_none_is_refused(limit, line):
     with pytest.raises(ValueError, match=f"^{line}$"):
         StepSpec(name="count", **limit)
+
+
+def test_no_other_file_names_a_step():
+    names = {name for step in table.STEPS for name in (step.name, step.kfp_name)}
+    offenders = []
+    for path in SOURCES:
+        if path.name == "table.py":
+            continue
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        own = {path.stem, path.stem.replace("_", "-")}
+        offenders += [
+            f"{path.relative_to(ROOT)}:{node.lineno}: {node.value!r}: ask components.table"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and node.value in names - own
+        ]
+    assert not offenders, "\n".join(offenders)
 
 
 def test_every_body_can_be_imported_inside_a_running_step():

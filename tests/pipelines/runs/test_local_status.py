@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.runs import local_status
 from tests.pipelines.called import calling, setting
-from trainer.events import Progress, RunBegin, StepBegin, StepEnd, to_tree
+from trainer.events import Progress, RunBegin, RunEnd, StepBegin, StepEnd, to_tree
 
 # A process that starts another one with the words of a run's child, and says how it was ended.
 STARTER = """
@@ -42,6 +42,10 @@ def ended(step, status="done", **more):
     return line(StepBegin(step=step)) + line(end)
 
 
+# How a run leaves its events that was not killed.
+FINISHED = ended("finish") + line(RunEnd())
+
+
 @pytest.fixture
 def folder(tmp_path):
     """The folder of a run that has trained and was refused."""
@@ -50,7 +54,7 @@ def folder(tmp_path):
     (made / "config.json").write_text("{}")
     (made / "pipeline.log").write_text("one\ntwo\n")
     gate = {"decision": "refused", "reasons": ["too low"]}
-    (made / "events.jsonl").write_text(ended("check_gate", metrics=gate) + ended("finish"))
+    (made / "events.jsonl").write_text(ended("check_gate", metrics=gate) + FINISHED)
     return made
 
 
@@ -117,7 +121,11 @@ def test_a_run_that_was_killed(flotilla, folder):
         ended("prepare_data") + line(StepBegin(step="train_model"))
     )
     assert flotilla("status", "digits-1", "--json").json["status"] == "failed"
-    (folder / "events.jsonl").write_text(ended("prepare_data") + ended("train_model"))
+    both = ended("prepare_data") + ended("train_model")
+    (folder / "events.jsonl").write_text(both)
+    assert flotilla("status", "digits-1", "--json").json["status"] == "failed"
+    # `flotilla train` has no exit step.
+    (folder / "events.jsonl").write_text(both + line(RunEnd()))
     assert flotilla("status", "digits-1", "--json").json["status"] == "done"
     (folder / "events.jsonl").write_text(ended("train_model") + ended("evaluate_model"))
     told = flotilla("status", "digits-1", "--json")
@@ -128,10 +136,10 @@ def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
     first = line(RunBegin(run_id="digits-1", number=1)) + ended("train_model", "interrupted")
     again = line(RunBegin(run_id="digits-1", number=2)) + ended("train_model")
     events = folder / "events.jsonl"
-    events.write_text(first + ended("finish") + again + ended("finish"))
+    events.write_text(first + FINISHED + again + FINISHED)
     assert flotilla("status", "digits-1", "--json").json["status"] == "done"
     # Of a start that was killed before its first step there is nothing but its begin.
-    events.write_text(first + ended("finish") + line(RunBegin(run_id="digits-1", number=2)))
+    events.write_text(first + FINISHED + line(RunBegin(run_id="digits-1", number=2)))
     said = flotilla("status", "digits-1", "--json").json
     assert (said["status"], "did not finish" in said["message"]) == ("failed", True)
 

@@ -149,9 +149,8 @@ def test_metrics_and_artifacts():
         ended("evaluate_model", uri=uris["evaluate_model"], metrics={"accuracy": 0.5}),
     ]
     outcome = outcome_of(events, 0, interrupted=False)
-    assert outcome.metrics_of("evaluate_model") == {"accuracy": 0.5}
-    assert outcome.metrics_of("train_model") == {}
-    assert outcome.metrics_of("no_such_step") == {}
+    assert outcome.metrics_of("evaluation") == {"accuracy": 0.5}
+    assert outcome.metrics_of("checkpoint") == {}
     assert outcome.artifacts == {
         "dataset": "file:///prepare_data",
         "checkpoint": "file:///train_model",
