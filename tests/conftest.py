@@ -35,7 +35,7 @@ PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 SECONDS_TO_END = 10
 
 
-def _settle_environment() -> None:
+def _clear_environment() -> None:
     """Take the machine's own settings away, for this process and for all that it starts."""
     for name in list(os.environ):
         foreign = name.startswith(FOREIGN) and name not in KEPT
@@ -53,7 +53,7 @@ def _settle_environment() -> None:
 # 4 s where TensorFlow is loaded and pytest's frames are below. Names need no source.
 inspect.stack = functools.partial(inspect.stack, context=0)
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
-_settle_environment()
+_clear_environment()
 
 
 @pytest.fixture(scope="session")

@@ -62,7 +62,7 @@ def test_every_source_module_has_tests_that_mirror_it():
     assert not [str(path) for path in sources if not find_tests(path, paths)]
 
 
-def test_what_is_shown_elsewhere_is_there():
+def test_the_tests_elsewhere_exist():
     named = {*ELSEWHERE, *(test for tests in ELSEWHERE.values() for test in tests)}
     assert not [name for name in named if not (ROOT / name).exists()]
 

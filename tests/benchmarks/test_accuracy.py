@@ -86,7 +86,7 @@ def test_kept_weights_answer_as_the_program_would(tmp_path, few_examples):
     bias[3] = 1
     np.savez(tmp_path / "w.npz", kernel, np.zeros(1, np.float32), last, bias)
     assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 3).mean())
-    # A hidden unit below zero is as none, whatever stands behind it.
+    # A hidden unit below zero has no effect, whatever its weights are.
     last[0, 5] = -100
     np.savez(tmp_path / "w.npz", -kernel, np.zeros(1, np.float32), last, bias)
     assert accuracy._share_right(tmp_path / "w.npz") == pytest.approx((labels == 3).mean())

@@ -21,7 +21,7 @@ def progress(step, time, **metrics):
     )
 
 
-def test_the_clock_stands_still_for_checkpoints_alone():
+def test_the_clock_stops_for_checkpoints_only():
     rows = clocked(
         [
             RunBegin(time=90.0, run_id="bench", number=1),

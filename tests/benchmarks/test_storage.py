@@ -11,7 +11,7 @@ from trainer.events import Progress, Saved
 
 
 def saving(saved, *, stall, drift=0.0):
-    """Return the events of a minute of training at 100 steps/s that stands still to save."""
+    """Return the events of a minute of training at 100 steps/s that pauses to save."""
     events, step, time = [], 0.0, 0.0
     for second in range(60):
         step, time = step + 100 + drift * second, time + 1

@@ -34,12 +34,12 @@ def main(arguments: list[str] | None = None) -> int:
     for seed in seeds:
         total += one(seed, folder)
     total["seconds"] = round(time.monotonic() - began)
-    figures = [f"{total[name]} {name}" for name in FIGURES]
-    say(f"seed {options.seed}: {', '.join(figures)}")
+    counts = [f"{total[name]} {name}" for name in COUNTED]
+    say(f"seed {options.seed}: {', '.join(counts)}")
     return int(total["invariants broken"] > 0)
 
 
-FIGURES = (
+COUNTED = (
     "runs", "blessed", "blows", "tries resumed", "attempts", "restarts", "steps repeated",
     "invariants broken", "seconds",
 )  # fmt: skip
@@ -54,10 +54,10 @@ def one(seed: int, folder: Path) -> Counter[str]:
     say("  all invariants held" if not faults else "\n".join(f"  BROKEN: {it}" for it in faults))
     if not faults:
         forget(folder, seed)
-    return Counter(figures(found, blows=len(plan.blows), faults=len(faults)))
+    return Counter(counted(found, blows=len(plan.blows), faults=len(faults)))
 
 
-def figures(found: Lived, *, blows: int, faults: int) -> dict[str, int]:
+def counted(found: Lived, *, blows: int, faults: int) -> dict[str, int]:
     """Return what is counted of a run."""
     return {
         "runs": 1,

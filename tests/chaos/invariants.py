@@ -1,4 +1,4 @@
-"""What holds for every run, whatever was done to it. All of it stands here."""
+"""All invariants: what holds for every run, whatever failed in it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Lived:
         checkpoints: URI below which the run has published.
         steps: how many it had to train.
         every: the steps between checkpoints.
-        losses: how many blows may have cost a life of the chief.
+        losses: how many blows may have cost an attempt of the chief.
         torn: the checkpoints that chaos itself has torn.
         left: processes that were left of the run.
         tracebacks: lines that begin one, on what a person sees.
@@ -55,10 +55,10 @@ def it_ends_blessed(lived: Lived) -> Iterator[str]:
 
 
 def an_end_before_is_one_line_and_can_be_resumed(lived: Lived) -> Iterator[str]:
-    """A try that fails says why in one line, and how to go on, without a traceback."""
+    """A try that fails says in one line why and how to resume, without a traceback."""
     for code, words in lived.ends[:-1]:
         if code != 1 or "resume with: flotilla" not in words:
-            yield f"a try ended with exit code {code} and no way to go on: {words!r}"
+            yield f"a try ended with exit code {code} and no way to resume: {words!r}"
     if lived.tracebacks:
         yield f"{lived.tracebacks} tracebacks were shown"
 
@@ -105,7 +105,7 @@ INVARIANTS = (
 
 
 def repeated(lived: Lived) -> int:
-    """Return the steps that were trained more than once, as far as they were told."""
+    """Return the steps that were trained more than once, as far as events report them."""
     steps, reached = 0, 0
     for event in lived.events:
         if isinstance(event, AttemptBegin):

@@ -94,7 +94,7 @@ class _Run:
         while self._blows and step >= self._blows[0].step:
             blow = self._blows.pop(0)
             self._say(f"  {blow}: {strike(blow, ground)}")
-            self._found.losses += _costs_a_life(self._plan, blow)
+            self._found.losses += _costs_an_attempt(self._plan, blow)
 
 
 def _events(
@@ -125,7 +125,7 @@ def _ground(workdir: Path, store: Path, seed: int) -> Ground:
     return Ground(run / "cluster", published, random.Random(seed))
 
 
-def _costs_a_life(plan: Plan, blow: Blow) -> bool:
+def _costs_an_attempt(plan: Plan, blow: Blow) -> bool:
     if blow.kind == "pause":
         return False
     role = blow.task.partition("-")[0]

@@ -17,6 +17,6 @@ SEEDS = (4, 9, 21)
 )
 def test_the_invariants_hold(tmp_path, capsys, seed):
     code = main(["--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)])
-    told = capsys.readouterr().out
-    assert code == 0, told
-    assert ", 0 invariants broken, " in told.splitlines()[-1]
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert ", 0 invariants broken, " in output.splitlines()[-1]

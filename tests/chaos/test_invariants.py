@@ -49,7 +49,7 @@ def test_a_sound_run_breaks_none(sound):
     ("change", "said"),
     [
         ({"ends": [(1, "x")]}, "it did not end blessed: exit code 1"),
-        ({"ends": [(1, "no more"), (0, "")]}, "a try ended with exit code 1 and no way to go on"),
+        ({"ends": [(1, "no more"), (0, "")]}, "a try ended with exit code 1 and no way to resume"),
         ({"tracebacks": 2}, "2 tracebacks were shown"),
         ({"steps": 3001}, "the last checkpoint is of step 3000, and 3001 were asked for"),
         ({"steps": 2999}, "the last checkpoint is of step 3000, and 2999 were asked for"),

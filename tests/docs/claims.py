@@ -49,7 +49,7 @@ def wrong_settings(params):
     path = params.get("config")
     if path and str(path).startswith("configs/") and not (ROOT / path).is_file():
         return f"there is no {path}"
-    # A file of the reader's own stands on the page, and is checked there.
+    # A file that the reader writes is shown on the page, and is checked there.
     there = ROOT / path if path and (ROOT / path).is_file() else ROOT / "configs/digits.yaml"
     try:
         load_config(there, params.get("assignments") or ())
@@ -98,7 +98,7 @@ def wrong_key(word):
         try:
             load_config(None, [f"{key}={value}"])
         except ConfigError as error:
-            # What it needs beside it does not stand in one line of prose.
+            # One line of prose does not show what else it needs.
             is_wrong = any(words in str(error) for words in ("no such key", " is not allowed"))
             return str(error) if is_wrong else ""
         return ""

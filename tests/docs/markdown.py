@@ -37,7 +37,7 @@ class Page:
         return [block for block in self.blocks if block.language == language]
 
     def commands(self) -> Iterator[tuple[str, list[str]]]:
-        """Yield where it stands, and the words, of every command in a block of a shell."""
+        """Yield the place and the words of every command in a block of a shell."""
         for block in (*self.of(""), *self.of("sh")):
             for number, line in _logical(block):
                 for words in simple_commands(line):
@@ -51,9 +51,9 @@ class Page:
         """Return the targets of all links."""
         return _LINK.findall(self.prose)
 
-    def anchors(self) -> set[str]:
-        """Return the anchors that its headings give."""
-        return {anchor(heading) for heading in _HEADING.findall(self.prose)}
+    def fragments(self) -> set[str]:
+        """Return the fragments that its headings give."""
+        return {fragment(heading) for heading in _HEADING.findall(self.prose)}
 
 
 def read(path: Path, root: Path) -> Page:
@@ -109,8 +109,8 @@ def simple_commands(line: str) -> list[list[str]]:
     return [words for words in commands if words]
 
 
-def anchor(heading: str) -> str:
-    """Return the anchor of a heading."""
+def fragment(heading: str) -> str:
+    """Return the fragment of a heading."""
     kept = re.sub(r"[^\w\- ]", "", heading.strip().lower())
     return kept.replace(" ", "-")
 

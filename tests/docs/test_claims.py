@@ -17,7 +17,7 @@ def test_a_page_is_taken_apart():
     assert [words for _, words in found.commands()] == [["one", "two"], ["three"]]
     assert found.inline() == ["x y"]
     assert found.links() == ["a.md#b"]
-    assert found.anchors() == {"a-b"}
+    assert found.fragments() == {"a-b"}
 
 
 def test_a_line_is_taken_apart():

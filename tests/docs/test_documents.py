@@ -90,11 +90,11 @@ def test_every_link_leads_somewhere(document):
     for link in document.links():
         if re.match(r"[a-z]+:", link):
             continue
-        target, _, anchor = link.partition("#")
+        target, _, fragment = link.partition("#")
         path = (ROOT / document.path.parent / target).resolve() if target else ROOT / document.path
         assert path.exists(), link
         assert path.is_relative_to(ROOT), link
-        assert not anchor or anchor in read(path, ROOT).anchors(), link
+        assert not fragment or fragment in read(path, ROOT).fragments(), link
 
 
 @NAMED

@@ -1,4 +1,4 @@
-"""The how-to guides' own code runs as it stands there."""
+"""The code in the how-to guides runs unchanged."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
     assert ended.told["global_step"] == 400
     assert ended.told["metrics"]["accuracy"] >= 0.9
     published = ended.events(StepEnd)[1].metrics
-    told = re.search(r"(\d+) for training, (\d+) to validate, (\d+) to test", text("own-dataset"))
+    counts = re.search(r"(\d+) for training, (\d+) to validate, (\d+) to test", text("own-dataset"))
     assert [published[split] for split in ("train", "validation", "test")] == [
-        int(number) for number in told.groups()
+        int(number) for number in counts.groups()
     ]
 
 

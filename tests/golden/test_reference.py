@@ -51,7 +51,7 @@ def test_the_pages_are_the_golden_files(golden, declared):
     golden("components.md", components(COMPONENTS), REFERENCE)
 
 
-def test_every_key_of_the_configuration_stands_in_one_row():
+def test_every_key_of_the_configuration_has_one_row():
     found = [row[0].strip("`") for row in rows(configuration())]
     again = {f"cluster.kubernetes.{role}" for role in ("chief", "ps", "worker", "evaluator")}
     wanted = [key for key in leaves(Config) if not key.startswith(tuple(f"{r}." for r in again))]
@@ -88,7 +88,7 @@ def test_pods_are_described_once():
     assert len(rows(page, "`cluster.kubernetes.pod`")) == len(PodConfig.model_fields)
 
 
-def test_every_relation_between_keys_is_told():
+def test_every_relation_between_keys_is_documented():
     rules = configuration().partition("## Rules between keys\n\n")[2]
     checks = set(Config.__pydantic_decorators__.model_validators) - {"_built_parts_only"}
     assert len(rules.splitlines()) == len(checks)
@@ -102,7 +102,7 @@ def test_every_run_parameter_is_named_with_its_key(declared):
     assert found["gate_min"][1] == "STRING, JSON"
 
 
-def test_a_parameter_of_the_pipeline_alone_is_told_as_the_pipeline_tells_it(declared):
+def test_a_parameter_of_the_pipeline_alone_has_the_description_of_the_pipeline(declared):
     more = {"parameterType": "STRING", "defaultValue": "a", "description": "Of all steps."}
     page = parameters({**declared, "extra": more})
     assert "| `extra` | STRING | `a` |  | Of all steps. |\n" in page
@@ -132,7 +132,7 @@ def test_every_command_has_a_part_with_all_of_its_options():
         assert not {option for option in options if option not in str(part)}, name
 
 
-def test_an_option_names_the_variable_that_stands_in_for_it():
+def test_an_option_names_its_environment_variable():
     small = typer.Typer()
 
     @small.command("ask", epilog="More of it.")

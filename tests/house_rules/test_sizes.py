@@ -27,7 +27,7 @@ SAME_ROLE = {
     "local.py": "the implementation on this machine of what its room does",
     "manifest.py": "the document that describes the whole",
     "models.py": "the command, and what it calls",
-    "registry.py": "names to what they stand for",
+    "registry.py": "what each name means",
     "retry.py": "which failures of its API are tried again",
     "schedule.py": "when something happens",
     "spec.py": "the frozen description that its room works from",

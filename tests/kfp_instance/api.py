@@ -22,7 +22,7 @@ NAMESPACE = "kubeflow"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class Request:
     """What came with a request: its query, and what was sent."""
 
     query: dict[str, str]
@@ -30,12 +30,12 @@ class Asked:
 
 
 def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
-    """Return what is served beside the API: versions, and logs."""
+    """Return what is served next to the API: versions and logs."""
     if path in (f"{V2}/healthz", "/apis/v1beta1/healthz"):
-        told = {**HEALTH, "multi_user": instance.multi_user}
+        body = {**HEALTH, "multi_user": instance.multi_user}
         if path.startswith(V2):
-            told["pipeline_store"] = instance.pipeline_store
-        return 200, "application/json", json.dumps(told).encode()
+            body["pipeline_store"] = instance.pipeline_store
+        return 200, "application/json", json.dumps(body).encode()
     if log := re.fullmatch(r"/apis/v1alpha1/runs/([^/]+)/nodes/([^/]+)/log", path):
         if instance.has_logs == "page":
             return 200, "text/html", b"<html>the start page</html>"
@@ -52,15 +52,15 @@ def _log(instance: Instance, run: str, pod: str, served: bool) -> tuple[int, str
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
         if not served or workflow is None or pod not in workflow.logs:
-            told = {"error_message": f"Failed to read logs for run {run}: pods {pod!r} not found"}
-            return 500, "application/json", json.dumps(told).encode()
+            body = {"error_message": f"Failed to read logs for run {run}: pods {pod!r} not found"}
+            return 500, "application/json", json.dumps(body).encode()
         return 200, "text/plain", workflow.logs[pod].encode()
 
 
 def _listed(
     things: Iterable[Tree], name: str, query: dict[str, str], operations: tuple[str, ...] = ()
 ) -> Tree:
-    """Return a page of what the filter lets through, in the order that is asked for."""
+    """Return a page of what the filter lets through, in the requested order."""
     rows = list(things)
     for predicate in json.loads(query.get("filter") or "{}").get("predicates", ()):
         # The SDK sends the number of the operation.
@@ -85,7 +85,7 @@ def _listed(
 
 
 def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:
-    """Return what belongs to the namespace that is asked for, or to the experiment."""
+    """Return what belongs to the requested namespace or experiment."""
     if experiment := query.get("experiment_id"):
         return [row for row in rows if row.get("experiment_id") == experiment]
     if not instance.multi_user:
@@ -108,74 +108,74 @@ def _kept(instance: Instance) -> tuple[str, ...]:
     return known if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
 
 
-def _pipelines(instance: Instance, asked: Asked) -> Tree:
-    place = asked.query.get("namespace", "")
+def _pipelines(instance: Instance, request: Request) -> Tree:
+    place = request.query.get("namespace", "")
     rows = [p for p in instance.store.pipelines.values() if p.get("namespace", "") == place]
-    return _listed(rows, "pipelines", asked.query, _kept(instance))
+    return _listed(rows, "pipelines", request.query, _kept(instance))
 
 
-def _versions(instance: Instance, pipeline: str, asked: Asked) -> Tree:
+def _versions(instance: Instance, pipeline: str, request: Request) -> Tree:
     rows = [v for v in instance.store.versions.values() if v["pipeline_id"] == pipeline]
-    return _listed(rows, "pipeline_versions", asked.query, _kept(instance))
+    return _listed(rows, "pipeline_versions", request.query, _kept(instance))
 
 
-def _upload_version(instance: Instance, asked: Asked) -> Tree:
-    query = asked.query
+def _upload_version(instance: Instance, request: Request) -> Tree:
+    query = request.query
     name, description = query.get("name", ""), query.get("description", "")
-    return instance.store.upload_version(query["pipelineid"], name, description, asked.sent)
+    return instance.store.upload_version(query["pipelineid"], name, description, request.sent)
 
 
-def _upload(instance: Instance, asked: Asked) -> Tree:
-    name = asked.query["name"]
-    body = {"display_name": name, "namespace": asked.query.get("namespace", "")}
+def _upload(instance: Instance, request: Request) -> Tree:
+    name = request.query["name"]
+    body = {"display_name": name, "namespace": request.query.get("namespace", "")}
     made = instance.store.create_pipeline({key: value for key, value in body.items() if value})
     # Its first version has the name of the pipeline.
-    instance.store.upload_version(made["pipeline_id"], name, "", asked.sent)
+    instance.store.upload_version(made["pipeline_id"], name, "", request.sent)
     return made
 
 
-def _version(instance: Instance, _pipeline: str, key: str, _asked: Asked) -> Tree:
+def _version(instance: Instance, _pipeline: str, key: str, _request: Request) -> Tree:
     # The id of the pipeline is not looked at.
     return found(instance.store.versions, key, "pipeline version")
 
 
 def _one_of(attribute: str) -> Handle:
-    def one(instance: Instance, key: str, _asked: Asked) -> Tree:
+    def one(instance: Instance, key: str, _request: Request) -> Tree:
         return found(getattr(instance.store, attribute), key, attribute)
 
     return one
 
 
-def _create_experiment(instance: Instance, asked: Asked) -> Tree:
-    if instance.multi_user and not asked.sent.get("namespace"):
+def _create_experiment(instance: Instance, request: Request) -> Tree:
+    if instance.multi_user and not request.sent.get("namespace"):
         raise RefusedError(400, "Invalid input error: Experiment namespace cannot be empty")
-    return instance.store.create_experiment(asked.sent)
+    return instance.store.create_experiment(request.sent)
 
 
-def _delete(instance: Instance, key: str, _asked: Asked) -> Tree:
+def _delete(instance: Instance, key: str, _request: Request) -> Tree:
     found(instance.store.recurring, key, "recurring run")
     del instance.store.recurring[key]
     return {}
 
 
 def _list_of(name: str, attribute: str) -> Handle:
-    def listed(instance: Instance, asked: Asked) -> Tree:
-        rows = _owned(instance, getattr(instance.store, attribute).values(), asked.query)
-        return _listed(rows, name, asked.query)
+    def listed(instance: Instance, request: Request) -> Tree:
+        rows = _owned(instance, getattr(instance.store, attribute).values(), request.query)
+        return _listed(rows, name, request.query)
 
     return listed
 
 
 def _creates(method: str) -> Handle:
-    def create(instance: Instance, asked: Asked) -> Tree:
-        made: Tree = getattr(instance.store, method)(asked.sent)
+    def create(instance: Instance, request: Request) -> Tree:
+        made: Tree = getattr(instance.store, method)(request.sent)
         return made
 
     return create
 
 
 def _by_id(method: str, *more: Any) -> Handle:
-    def act(instance: Instance, key: str, _asked: Asked) -> Tree:
+    def act(instance: Instance, key: str, _request: Request) -> Tree:
         tree: Tree = getattr(instance.store, method)(key, *more)
         return tree
 

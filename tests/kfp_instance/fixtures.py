@@ -22,7 +22,7 @@ from tests.kfp_instance.server import Instance
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class CommandResult:
     """How a call ended."""
 
     code: int
@@ -36,7 +36,7 @@ class Told:
         return tree
 
 
-Flotilla = Callable[..., Told]
+Flotilla = Callable[..., CommandResult]
 
 
 @pytest.fixture
@@ -59,11 +59,11 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     # Compiling takes seconds, and always gives the same.
     monkeypatch.setattr(compile, "compile_all", _compiled_before)
 
-    def call(*words: object) -> Told:
+    def call(*words: object) -> CommandResult:
         capsys.readouterr()
         code = app.called([str(word) for word in words])
         out, err = capsys.readouterr()
-        return Told(code=code, out=out, err=err)
+        return CommandResult(code=code, out=out, err=err)
 
     return call
 

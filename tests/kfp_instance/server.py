@@ -25,7 +25,7 @@ class Instance(ThreadingHTTPServer):
     """The API on a port of loopback; as a context manager it serves until the block ends.
 
     Attributes:
-        token: what has to stand behind `Bearer`, or empty for no need.
+        token: what has to follow `Bearer`; empty where none is needed.
         cookies: what the Cookie header has to be, or empty.
         multi_user: whether what belongs to a namespace has to name it.
         pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
@@ -139,8 +139,8 @@ class Handler(BaseHTTPRequestHandler):
             except ShapeError as error:
                 return self._refusal(400, str(error))
         with self.server.store.lock:
-            tree = route.handle(self.server, *words, api.Asked(query=query, sent=sent))
-        # A stand-in that is wrong has to fail the test, and the client would not notice.
+            tree = route.handle(self.server, *words, api.Request(query=query, sent=sent))
+        # A bug of the stand-in has to fail the test; the client would not report it.
         check(tree, route.gives)
         return 200, "application/json", json.dumps(tree).encode()
 

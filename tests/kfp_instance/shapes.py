@@ -14,7 +14,7 @@ from kfp_server_api import models
 SCALARS = {"str": str, "bool": bool, "int": int, "float": (int, float), "datetime": str}
 
 
-# Numbers of 64 bits are told as text; what is sent may be a number.
+# The answers hold numbers of 64 bits as text; a request may send a number.
 INT64 = ("max_concurrency", "interval_second")
 
 

@@ -109,7 +109,7 @@ class Store:
         run = found(self.runs, run_id, "run")
         if self.play:
             self.play.pop(0)(self.workflows[run_id], run)
-        return {**run, "run_details": {"task_details": self.workflows[run_id].told()}}
+        return {**run, "run_details": {"task_details": self.workflows[run_id].task_details()}}
 
     def end_run(self, run_id: str, state: str, error: str = "") -> None:
         run = self.runs[run_id]

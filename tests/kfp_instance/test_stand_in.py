@@ -131,15 +131,18 @@ def test_a_right_shape_passes():
     workflow = Workflow("some-run")
     workflow.begin("train_model")
     workflow.skip()
-    details = {"task_details": workflow.told()}
+    details = {"task_details": workflow.task_details()}
     check({"run_id": "some-run", "state": "RUNNING", "run_details": details}, "V2beta1Run")
 
 
 def test_a_step_from_the_cache_has_a_pod_that_never_was():
     workflow = Workflow("some-run")
     workflow.take_from_cache("prepare_data")
-    driver, group, executor = workflow.told()[-3:]
-    check({"run_id": "some-run", "run_details": {"task_details": workflow.told()}}, "V2beta1Run")
+    driver, group, executor = workflow.task_details()[-3:]
+    check(
+        {"run_id": "some-run", "run_details": {"task_details": workflow.task_details()}},
+        "V2beta1Run",
+    )
     assert [each["state"] for each in (driver, group, executor)] == [
         "SUCCEEDED", "SUCCEEDED", "SKIPPED",
     ]  # fmt: skip

@@ -3,7 +3,7 @@
 A step is a driver, a group of its own name and a pod named executor in it; what was not begun has
 no node, and what a condition leaves out is skipped. Of what comes from the cache the driver and the
 group succeed: the template of the group has its pod skipped (`when: cached-decision != true`), and
-Argo names the pod that never was all the same. Inputs and outputs are told of no node.
+Argo names the pod that never was all the same. It reports inputs and outputs of no node.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Workflow:
     def pod(self, step: str) -> str:
         return str(self._executor(step)["_pod"])
 
-    def told(self) -> list[dict[str, Any]]:
+    def task_details(self) -> list[dict[str, Any]]:
         """Return the nodes in the API's words."""
         hidden = {"_pod", "_hash"} | (set() if self.names_pods else {"pod_name"})
         return [

@@ -1,7 +1,7 @@
 """A server of Google Cloud Storage: gcp-storage-emulator, and what it lacks.
 
 It lacks threads, connections that stay open, `ifGenerationMatch`, pages of a list, parts that are
-sent twice, and speed: it writes all metadata anew for each object.
+sent twice, and speed: it rewrites all metadata for each object.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _read_data = emulator._read_data
 
 
 class PreconditionError(Exception):
-    """The generation is not the one that was asked for."""
+    """The generation is not the requested one."""
 
 
 def _read_fast(handler: Any, query: Any) -> Any:
