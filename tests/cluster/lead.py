@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer.cluster import signals
 from trainer.config.load import parse_config
-from trainer.strategies import registry
+from trainer.strategies.strategy import create
 from trainer.topology import Cluster, Task, from_tf_config
 
 
@@ -33,7 +33,7 @@ def main() -> None:
         cluster, task = from_tf_config(os.environ["TF_CONFIG"])
     else:
         cluster, task = Cluster(addresses={}), Task(role="chief", index=0)
-    strategy = registry.create(parse_config(spec["config"]), cluster, task)
+    strategy = create(parse_config(spec["config"]), cluster, task)
     module, _, name = spec["problem"].partition(":")
     problem = getattr(importlib.import_module(module), name)(**spec["arguments"])
     strategy.build(problem)

@@ -21,8 +21,7 @@ from trainer.cluster import signals
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.models.sharded_embedding import ShardedEmbedding
-from trainer.strategies import registry
-from trainer.strategies.strategy import Problem
+from trainer.strategies.strategy import Problem, create
 from trainer.topology import from_tf_config
 from trainer.training.optimizers import build_optimizer
 
@@ -57,7 +56,7 @@ def main() -> None:
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     config = parse_config(spec["config"])
-    strategy = registry.create(config, *from_tf_config(os.environ["TF_CONFIG"]))
+    strategy = create(config, *from_tf_config(os.environ["TF_CONFIG"]))
     for rows, batch in spec["trials"]:
         strategy.build(problem(config, rows, batch))
         # A process can join one cluster in its life.

@@ -5,7 +5,8 @@ validation. It never saves, logs or decides: `trainer.training.loop` does.
 
 The functions of this module make gradients, the exact counter of steps, and the variables of a
 checkpoint by path, which is the same under every strategy. `MeasuredCopy` is a copy of the model in
-this process, which is measured with the variables of a strategy.
+this process, which is measured with the variables of a strategy. `create` makes the configured
+strategy, a built-in one or the user's own.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer import user_code
 from trainer.config.schema import Config
-from trainer.topology import Cluster, Task
+from trainer.errors import ConfigError
+from trainer.topology import Cluster, Task, topology_of
 
 Batch = tuple[Any, tf.Tensor]
 # The model, the number of a part and the number of all parts, to sums over the part's examples.
@@ -236,3 +239,24 @@ class MeasuredCopy:
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
         return [float(value) for value in self._graph(tf.constant(part), of)]
+
+
+def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
+    """Return `training.strategy` (a built-in one, or `package.module:Class`) for one task.
+
+    Raises:
+        ConfigError: there is no such class, or it is not a `Strategy`.
+    """
+    name = config.training.strategy
+    module_name, _, class_name = topology_of(name).implementation.partition(":")
+    try:
+        strategy = getattr(user_code.import_module(module_name), class_name)
+    # A module of the user's may fail in any way while it is imported.
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"training.strategy: cannot import {name!r}: {reason}") from error
+    if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
+        raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
+    if lacking := sorted(strategy.__abstractmethods__):
+        raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
+    return strategy(config, cluster, task)

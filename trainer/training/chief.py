@@ -32,8 +32,7 @@ from trainer.models import registry as models
 from trainer.models.registry import refused_input
 from trainer.models.spec import InputSpec
 from trainer.storage import Manifest
-from trainer.strategies import registry as strategies
-from trainer.strategies.strategy import Problem, Strategy
+from trainer.strategies.strategy import Problem, Strategy, create
 from trainer.topology import Cluster, Task
 from trainer.training.input import NUMBER_FILE, PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.training.loop import EarlyStopping, Hooks, train
@@ -74,7 +73,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     stage_input(job, cluster, task)
     if job.config.cluster.in_process and task.role == "chief":
         serve_in_process(cluster)
-    strategy = strategies.create(job.config, cluster, task)
+    strategy = create(job.config, cluster, task)
     watch = stall_watch(strategy, cluster, task, job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested)

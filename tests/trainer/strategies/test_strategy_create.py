@@ -7,8 +7,7 @@ import pytest
 from trainer.config.schema import STRATEGIES, Config, TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies.async_parameter_server import AsyncParameterServer
-from trainer.strategies.registry import create
-from trainer.strategies.strategy import Strategy
+from trainer.strategies.strategy import Strategy, create
 from trainer.topology import Cluster, Task
 
 CLUSTER = Cluster(addresses={"chief": ("a:1",), "ps": ("a:2",), "worker": ("a:3",)})
