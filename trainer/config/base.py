@@ -1,4 +1,4 @@
-"""What every part of the configuration is: frozen, strict, and sure of its keys."""
+"""The base of all sections of the configuration: frozen, strict, unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ MOST = 2**53
 
 
 class Section(BaseModel):
-    """A frozen part of the configuration that refuses what it does not know."""
+    """A frozen section of the configuration that refuses unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     def digest(self) -> str:
-        """Return a short hash of everything that this part says."""
+        """Return a short hash of all values of this section."""
         return hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:12]
 
 
 class Whole(Section):
-    """A section that is one run parameter: of many keys, most runs say none."""
+    """A section that is a single run parameter: it has many keys that few runs set."""
 
 
 def _finite(value: Any) -> Any:
-    """Refuse what JSON cannot say: tasks and pipeline steps get the configuration as JSON."""
+    """Refuse numbers that JSON does not have: tasks and steps get the configuration as JSON."""
     for each in value.values() if isinstance(value, dict) else value:
         if isinstance(each, float) and not math.isfinite(each):
             raise ValueError(f"{each} is not a finite number")
@@ -36,5 +36,5 @@ def _finite(value: Any) -> Any:
     return value
 
 
-#: Values that only the code they are for can check: arguments of a model, say.
+#: Values that only the code that takes them can check, such as arguments of a model.
 Free = Annotated[dict[str, Any], AfterValidator(_finite)]

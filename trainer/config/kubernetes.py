@@ -1,9 +1,8 @@
-"""What `cluster.kubernetes` may say of the TFJob and its pods: data, with defaults and limits.
+"""The section `cluster.kubernetes`: settings of the job and its pods, with defaults and limits.
 
-A value of a role is laid over that of `pod`, which holds for all roles: a mapping key by key, a
-list and anything else as a whole where it is not empty.
-
-A word in `Annotated` says in the reference what a type is.
+A value of a role overrides that of `pod`, which holds for all roles: mappings are merged by key,
+any other value replaces the whole where it is not empty. The text in an `Annotated` type is its
+name in the reference.
 """
 
 from __future__ import annotations
@@ -226,7 +225,7 @@ class KubernetesConfig(Whole):
                     raise ValueError(f"{role}: the mount_path {volume.mount_path!r} is taken")
             twice = sorted(set(pod.env) & set(pod.secret_env))
             if twice:
-                raise ValueError(f"{role}: {twice[0]} stands in env and in secret_env")
+                raise ValueError(f"{role}: {twice[0]} is both in env and in secret_env")
         return self
 
     def of(self, role: str) -> PodConfig:

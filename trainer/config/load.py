@@ -1,6 +1,6 @@
-"""Read a configuration: a YAML file, `--set` assignments, or JSON, into a `Config`.
+"""Load a configuration: a YAML file with `--set` assignments, or JSON, into a `Config`.
 
-Every mistake ends as a `ConfigError` of one line that names the key, the value and what is allowed.
+Every mistake is a `ConfigError` of one line that names the key, the value and what is allowed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, nearest
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 takes `1e6` for a text; people who write learning rates mean the number.
+    """YAML 1.1 reads `1e6` as a text; here it is a number, as in learning rates.
 
     A duplicate key is refused: the second one would silently replace the first.
     """
@@ -43,14 +43,14 @@ _Loader.add_implicit_resolver(
 
 
 def load_config(path: str | Path | None, assignments: Iterable[str] = ()) -> Config:
-    """Read a YAML file, lay the `section.key=value` assignments over it, and check all.
+    """Read a YAML file, apply the `section.key=value` assignments, and check all keys.
 
     Args:
         path: the file; None for the defaults of every key.
         assignments: texts such as `training.steps=500`.
 
     Raises:
-        ConfigError: the file cannot be read, is not YAML, or says something that is not allowed.
+        ConfigError: the file cannot be read, is not YAML, or holds a value that is not allowed.
     """
     tree = _read(Path(path)) if path else {}
     for assignment in assignments:
@@ -75,15 +75,15 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
     try:
         return Config.model_validate_json(text)
     except ValidationError as invalid:
-        said = "; ".join(_explain(each) for each in _innermost(invalid)[:3])
-        raise ConfigError(_one_line(said)) from None
+        message = "; ".join(_explain(each) for each in _innermost(invalid)[:3])
+        raise ConfigError(_one_line(message)) from None
 
 
 def parse_value(text: str) -> Any:
-    """Return the value that `text` stands for in YAML; raises `ConfigError`."""
+    """Parse a YAML value; raises `ConfigError`."""
     try:
         return yaml.load(text, Loader=_Loader)
-    # PyYAML lets through whatever its constructors stumble over: `!!bool x` is a KeyError.
+    # PyYAML passes on any error of its constructors: `!!bool x` is a KeyError.
     except Exception:
         raise ConfigError(f"{text!r} is not a YAML value") from None
 
@@ -130,7 +130,7 @@ def _one_line(text: str) -> str:
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:
-    """Return the errors without those of a list that is wrong only because of what is in it."""
+    """Return the errors without those of a list that is wrong only because of an entry."""
     errors = invalid.errors()
     places = [error["loc"] for error in errors]
     return [
@@ -158,7 +158,7 @@ def _nearest_key(path: tuple[str | int, ...]) -> str:
     model: Any = Config
     for part in path[:-1]:
         kind = model.model_fields[str(part)].annotation if isinstance(part, str) else model
-        # Of a list of sections the entry that is wrong is meant.
+        # The key belongs to an entry of a list of sections.
         model = next(iter(get_args(kind)), kind)
     keys = list(model.model_fields)
     hint = nearest(str(path[-1]), keys)

@@ -1,8 +1,8 @@
 """The configuration as flat run parameters: `training.optimizer.name` is `training_optimizer_name`.
 
-Kubeflow Pipelines shows and types scalars; a key that holds a list, a mapping or free values is one
-parameter of JSON text. Both directions are made from the config model, so that a new key of the
-configuration is a run parameter without another line.
+Kubeflow Pipelines has typed scalars; a key that holds a list, a mapping or free values is a
+parameter of JSON text. Both directions are derived from the config model, so that a new key of the
+configuration is a run parameter without further code.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Parameter:
 
 
 def run_parameters() -> tuple[Parameter, ...]:
-    """Return every leaf of the configuration in its order."""
+    """Return a parameter for every leaf of the configuration, in its order."""
     return tuple(_leaves(Config, ()))
 
 
@@ -45,10 +45,10 @@ def to_parameters(config: Config) -> dict[str, Any]:
 
 
 def from_parameters(values: Mapping[str, Any]) -> Config:
-    """Build the configuration from run parameters, as KFP hands them over.
+    """Build the configuration from run parameters, as KFP passes them.
 
     Raises:
-        ConfigError: a value is not what its key takes, or a JSON text is not JSON.
+        ConfigError: a value is not allowed, or a JSON text is not JSON.
     """
     tree: dict[str, Any] = {}
     for parameter in run_parameters():
@@ -79,9 +79,8 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
 
 
 def _described(description: str, kind: Any, *, is_json: bool) -> str:
-    """Return what a person reads beside the value: the meaning, the words it takes, its form."""
+    """Return the description of a parameter: its meaning, allowed words and form."""
     choices = [word for word in _choices(kind) if word not in description]
-    # A list takes several of them.
     take = "one of" if get_origin(kind) is Literal else "some of"
     words = f"{description}; {take}: {', '.join(_choices(kind))}" if choices else description
     return f"{words} (JSON)" if is_json else words
@@ -98,7 +97,7 @@ def _is_of_parameters(kind: Any) -> TypeGuard[type[BaseModel]]:
 
 
 def _text(value: Any) -> str:
-    """Return JSON; of a section what is not the default."""
+    """Return JSON; of a section only the values that are not the default."""
     if isinstance(value, BaseModel):
         return json.dumps(value.model_dump(mode="json", exclude_defaults=True))
     return json.dumps(value)

@@ -1,4 +1,4 @@
-"""How the learning rate moves with the global step, as the configuration says it."""
+"""The schedule section: how the learning rate changes with the global step."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainer.config.base import Free, Section
 
 
 class ConstantArgs(Section):
-    """The learning rate stays as it is."""
+    """The learning rate is constant."""
 
 
 class CosineArgs(Section):
-    """Half a cosine from the learning rate to `alpha` of it, at the end of training."""
+    """Half a cosine from the learning rate to `alpha` times it, at the end of training."""
 
     alpha: float = Field(0.0, ge=0, le=1, description="share of the rate that is left")
 
@@ -71,7 +71,7 @@ class ScheduleConfig(Section):
         return self
 
     def parsed(self) -> Section:
-        """Return the arguments, checked, as the model that belongs to the name."""
+        """Return the checked arguments, as the model of the schedule's name."""
         model = ARGS[self.name]
         try:
             return model.model_validate_json(json.dumps(self.args))
@@ -79,5 +79,5 @@ class ScheduleConfig(Section):
             first = error.errors()[0]
             key = ".".join(["args", *map(str, first["loc"])])
             takes = ", ".join(model.model_fields) or "none"
-            said = first["msg"].removeprefix("Value error, ")
-            raise ValueError(f"{key} of {self.name}: {said} (it takes {takes})") from None
+            message = first["msg"].removeprefix("Value error, ")
+            raise ValueError(f"{key} of {self.name}: {message} (it takes {takes})") from None

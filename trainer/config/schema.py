@@ -1,11 +1,8 @@
-"""The run configuration: what `configs/*.yaml` may say, with defaults and limits.
+"""The run configuration: the keys of `configs/*.yaml`, with defaults and limits.
 
 The model is frozen and strict: an unknown key, a wrong type or a value out of range is refused by
-name. `trainer.config.load` reads files and `--set` assignments into it.
-
-The policy of the gate: bounds by metric, and what a model has to be beside the champion.
-
-The cluster section of the configuration: what runs where.
+name. `trainer.config.load` reads files and `--set` assignments into it. Relations between sections
+are validators of `Config`.
 """
 
 from __future__ import annotations
@@ -22,84 +19,14 @@ from trainer.errors import nearest
 from trainer.storage.uri import FORMS, is_uri
 from trainer.topology import TOPOLOGIES, topology_of
 
-# `tests/trainer/evaluation/test_evaluate.py` compares them with what an evaluation measures.
+# `tests/trainer/evaluation/test_evaluate.py` compares them with the metrics of an evaluation.
 METRICS_OF_SLICES = (
     "loss", "accuracy", "top_3_accuracy", "macro_precision", "macro_recall", "macro_f1",
     "weighted_precision", "weighted_recall", "weighted_f1",
 )  # fmt: skip
 METRICS = (*METRICS_OF_SLICES, "roc_auc", "pr_auc", "calibration_error")
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
-
-
-class GateConfig(Section):
-    """The thresholds that a model has to reach before it is exported.
-
-    A bound is for a metric of all examples (`accuracy`), of each part of a slice
-    (`accuracy@label`), or of one part (`accuracy@label=7`).
-    """
-
-    min: dict[str, float] = Field(
-        {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
-    )
-    max: dict[str, float] = Field({}, description="highest value by metric, as in min")
-    champion: Literal["not_worse", "better"] = Field(
-        "not_worse", description="required result of the comparison with the champion"
-    )
-    min_gain: float = Field(
-        0.0, ge=0, le=1, description="least gain in accuracy, with champion: better"
-    )
-    significance: float = Field(
-        0.05, gt=0, lt=1, description="level of the test against the champion"
-    )
-
-    @field_validator("min", "max")
-    @classmethod
-    def _known_metrics(cls, rules: dict[str, float]) -> dict[str, float]:
-        for rule, value in rules.items():
-            metric, sliced, part = rule.partition("@")
-            allowed = METRICS_OF_SLICES if sliced else METRICS
-            if metric not in allowed:
-                hint = nearest(metric, allowed) or f" (one of {', '.join(allowed)})"
-                raise ValueError(f"no metric {metric!r}{' of a slice' if sliced else ''}{hint}")
-            if sliced and not part.partition("=")[0]:
-                raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
-            if metric.endswith(SHARES) and not 0 <= value <= 1:
-                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
-        return rules
-
-
 Launcher = Literal["local", "tfjob"]
-
-
-class ClusterConfig(Section):
-    """The tasks of the cluster, and where they run."""
-
-    launcher: Launcher = Field(
-        "local", description="what starts the tasks: local processes, or a TFJob on Kubernetes"
-    )
-    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
-    workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")
-    evaluator: bool = Field(False, description="evaluate each checkpoint in a task of its own")
-    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
-    gpu_memory_mb: int = Field(
-        0, ge=0, le=MOST, description="fixed share of each GPU; 0: grow on demand"
-    )
-    communication: Literal["auto", "ring", "nccl"] = Field(
-        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
-    )
-    placement: dict[str, str] = Field(
-        {}, description='parameter server by variable glob, {"hidden_0/*": "ps:0"}'
-    )
-    existing_servers: bool = Field(False, description="join running servers, named by TF_CONFIG")
-    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
-    max_restarts: int = Field(
-        3, ge=0, le=MOST, description="restarts of all tasks together, without the evaluator"
-    )
-    kubernetes: KubernetesConfig = Field(
-        KubernetesConfig(), description="settings of the TFJob and its pods"
-    )
-
-
 #: The function of every model that has a name.
 MODELS = {
     "softmax": "trainer.models.classifiers:softmax",
@@ -108,7 +35,7 @@ MODELS = {
     "two_tower": "trainer.models.two_tower:two_tower",
 }
 STRATEGIES = tuple(TOPOLOGIES)
-# `tests/trainer/training/test_optimizers.py` holds this list against what Keras offers.
+# `tests/trainer/training/test_optimizers.py` compares this list with Keras.
 OPTIMIZERS = (
     "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
     "muon", "nadam", "rmsprop", "sgd",
@@ -233,6 +160,35 @@ class TrainingConfig(Section):
         return _known("strategy", value, STRATEGIES)
 
 
+class ClusterConfig(Section):
+    """The tasks of the cluster, and where they run."""
+
+    launcher: Launcher = Field(
+        "local", description="what starts the tasks: local processes, or a TFJob on Kubernetes"
+    )
+    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
+    workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")
+    evaluator: bool = Field(False, description="evaluate each checkpoint in a task of its own")
+    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
+    gpu_memory_mb: int = Field(
+        0, ge=0, le=MOST, description="fixed share of each GPU; 0: grow on demand"
+    )
+    communication: Literal["auto", "ring", "nccl"] = Field(
+        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
+    )
+    placement: dict[str, str] = Field(
+        {}, description='parameter server by variable glob, {"hidden_0/*": "ps:0"}'
+    )
+    existing_servers: bool = Field(False, description="join running servers, named by TF_CONFIG")
+    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
+    max_restarts: int = Field(
+        3, ge=0, le=MOST, description="restarts of all tasks together, without the evaluator"
+    )
+    kubernetes: KubernetesConfig = Field(
+        KubernetesConfig(), description="settings of the TFJob and its pods"
+    )
+
+
 class EvaluationConfig(Section):
     """The evaluation on the test split."""
 
@@ -240,6 +196,43 @@ class EvaluationConfig(Section):
     slices: tuple[str, ...] = Field(
         (), description="features to slice the metrics by, besides the label"
     )
+
+
+class GateConfig(Section):
+    """The thresholds that a model has to reach before it is exported.
+
+    A bound is for a metric of all examples (`accuracy`), of each part of a slice
+    (`accuracy@label`), or of one part (`accuracy@label=7`).
+    """
+
+    min: dict[str, float] = Field(
+        {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
+    )
+    max: dict[str, float] = Field({}, description="highest value by metric, as in min")
+    champion: Literal["not_worse", "better"] = Field(
+        "not_worse", description="required result of the comparison with the champion"
+    )
+    min_gain: float = Field(
+        0.0, ge=0, le=1, description="least gain in accuracy, with champion: better"
+    )
+    significance: float = Field(
+        0.05, gt=0, lt=1, description="level of the test against the champion"
+    )
+
+    @field_validator("min", "max")
+    @classmethod
+    def _known_metrics(cls, rules: dict[str, float]) -> dict[str, float]:
+        for rule, value in rules.items():
+            metric, sliced, part = rule.partition("@")
+            allowed = METRICS_OF_SLICES if sliced else METRICS
+            if metric not in allowed:
+                hint = nearest(metric, allowed) or f" (one of {', '.join(allowed)})"
+                raise ValueError(f"no metric {metric!r}{' of a slice' if sliced else ''}{hint}")
+            if sliced and not part.partition("=")[0]:
+                raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
+            if metric.endswith(SHARES) and not 0 <= value <= 1:
+                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
+        return rules
 
 
 class ExportConfig(Section):
@@ -303,7 +296,7 @@ class Config(Section):
     def _validation_where_it_is_needed(self) -> Config:
         """`cluster.evaluator` needs `data.validation`.
 
-        So does `training.patience`, and `training.validate_every` or the evaluator beside it.
+        So does `training.patience`, and either `training.validate_every` or the evaluator.
         """
         if self.cluster.evaluator and not self.data.validation:
             raise ValueError("cluster.evaluator: it needs examples; set data.validation")

@@ -16,7 +16,7 @@ from trainer.errors import ConfigError
         ({"job": {"annotations": {"flotilla/heartbeat": "x"}}}, "flotilla/heartbeat is set by"),
         ({"namespace": "A"}, "kubernetes.namespace: 'A' is not allowed"),
         ({"pod": {"secret_env": {"A": "no-key"}}}, "secret_env.A: 'no-key' is not allowed"),
-        ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A stands in env and"),
+        ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A is both in env and"),
         ({"ps": {"resources": {"limits": {"cpu": -1}}}}, "limits.cpu: '-1' is not allowed"),
         ({"ps": {"resources": {"limits": {"cpu": True}}}}, "limits.cpu: True is not allowed"),
         ({"pod": {"imag": "x"}}, "pod.imag: no such key; did you mean 'image'?"),
