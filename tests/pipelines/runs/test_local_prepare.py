@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from pipelines.runs import local_status
 from tests.pipelines.called import call, content, setting
 from trainer import storage
 
@@ -24,6 +25,10 @@ def test_it_is_done(prepared):
     assert prepared.told["metrics"] == {}
     assert "global_step" not in prepared.told
     assert prepared.statuses() == {"resolve_config": "done", "prepare_data": "done"}
+
+
+def test_a_run_without_an_exit_step_is_known_to_have_ended(prepared):
+    assert local_status.status_of(prepared.workdir, prepared.told["run_id"]).status == "done"
 
 
 def test_the_dataset_is_published_and_whole(prepared):
