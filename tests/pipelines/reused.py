@@ -21,7 +21,7 @@ def loaded(folder: Path) -> dict[str, Any]:
 
 
 def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
-    """Return a pipeline of all components, with the run parameters as they are given."""
+    """Return a pipeline of the components, with the run parameters as they are given."""
 
     @dsl.pipeline(name="reused")
     def reused() -> None:

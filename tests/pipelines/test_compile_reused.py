@@ -19,7 +19,7 @@ from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.promotion import registry
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 IMAGE = "their.registry/flotilla:2"
 
 
@@ -71,7 +71,8 @@ def test_they_compile_into_another_pipeline(folder, tmp_path):
     compiler.Compiler().compile(pipeline_of(loaded(folder), given), str(path))
     spec = yaml.safe_load(path.read_text(encoding="utf-8"))
     executors = spec["deploymentSpec"]["executors"]
-    assert {name.removeprefix("exec-") for name in executors} == set(loaded(folder))
+    # A new step of ours is no step of theirs.
+    assert {name.removeprefix("exec-") for name in executors} <= set(loaded(folder))
     assert {each["container"]["image"] for each in executors.values()} == {IMAGE}
 
 
