@@ -344,8 +344,10 @@ def command_line(group: Any) -> str:
     """Return the page for the group of all commands."""
     exits = table(("code", "means"), ((code(n), text) for n, text in EXIT_CODES.items()))
     keys = table(("key", "holds"), ((code(key), text) for key, text in _KEYS.items()))
+    own = table(("option", "default", "meaning"), map(_option_row, group.params))
+    own = f"## `flotilla`\n\n```text\nflotilla [OPTIONS] COMMAND\n```\n\n{own}\n"
     commands = "".join(_command(name, each) for name, each in flat(group.commands))
-    return f"{_COMMANDS_HEAD}\n## Exit codes\n\n{exits}\n{_JSON}{keys}\n{commands}"
+    return f"{_COMMANDS_HEAD}\n## Exit codes\n\n{exits}\n{_JSON}{keys}\n{own}{commands}"
 
 
 def flat(commands: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.completion import (  # type: ignore[attr-defined]
+    completion_init,
+    get_completion_script,
+)
 
 from pipelines.cli.answer import Answer
 from pipelines.cli.doctor import doctor
-from pipelines.cli.exit import answers, discard, fail, note, output
+from pipelines.cli.exit import answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir
@@ -27,10 +32,46 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="flotilla",
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
+    # Typer's own options guess the shell from the process tree; `completion` is told which one.
+    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
 ENDED = "--json adds `steps` while the run goes on, and `global_step` when it has ended."
+COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
+
+
+def _print_version(context: typer.Context, is_wanted: bool) -> None:
+    if not is_wanted:
+        return
+    from importlib.metadata import version
+
+    from trainer.promotion.lineage import commit
+
+    number, at = version("flotilla"), commit()
+    answer = Answer(
+        text=f"flotilla {number}{f' (commit {at})' if at else ''}\n",
+        more={"version": number, "commit": at},
+    )
+    finish(answer, as_json=bool(context.obj))
+    raise typer.Exit
+
+
+@app.callback()
+def _flotilla(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version, and the commit where it is known.",
+        ),
+    ] = False,
+) -> None:
+    pass
+
+
 app.add_typer(models, name="models")
 app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.command(epilog=TRAINED)(run)
@@ -137,11 +178,35 @@ app.command()(logs)
 app.command()(cancel)
 
 
+@app.command(epilog="--json adds `script`.")
+@answers
+def completion(
+    shell: Annotated[
+        Literal["bash", "zsh", "fish"], typer.Argument(metavar="SHELL", help="bash, zsh or fish.")
+    ],
+) -> Answer:
+    """Print the script that lets a shell complete commands and options.
+
+    For bash: `flotilla completion bash > ~/.local/share/bash-completion/completions/flotilla`.
+    """
+    script = get_completion_script(
+        prog_name="flotilla", complete_var=COMPLETION_VARIABLE, shell=shell
+    )
+    return Answer(text=f"{script}\n", more={"script": script})
+
+
 def called(arguments: list[str]) -> int:
     """Run the command line; return the exit code."""
     as_json = "--json" in arguments
+    if arguments[:1] == ["--version"]:
+        # An option of `flotilla` itself, which has no other.
+        arguments = arguments[:1]
+    if COMPLETION_VARIABLE in os.environ:
+        completion_init()
     try:
-        code: Any = app(arguments or ["--help"], prog_name="flotilla", standalone_mode=False)
+        code: Any = app(
+            arguments or ["--help"], prog_name="flotilla", standalone_mode=False, obj=as_json
+        )
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "flotilla")
         words = " ".join(error.format_message().split()).rstrip(".")

@@ -39,10 +39,7 @@ def answers(command: Callable[..., Answer]) -> Callable[..., None]:
         as_json = named.pop("as_json")
         try:
             answer = command(**named)
-            if as_json:
-                print_json(answer)
-            else:
-                write(answer.text)
+            finish(answer, as_json=as_json)
             code = answer.code
         except UserError as error:
             run_id = getattr(error, "run_id", "")
@@ -82,6 +79,14 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
         with suppress(UserError):
             print_json(failure(message, code, run_id))
     return code
+
+
+def finish(answer: Answer, *, as_json: bool) -> None:
+    """Write the last of a command to standard output: its JSON object, or its document."""
+    if as_json:
+        print_json(answer)
+    else:
+        write(answer.text)
 
 
 def print_json(answer: Answer) -> None:

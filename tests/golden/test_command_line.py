@@ -16,11 +16,13 @@ def flat(commands, before=""):
     return found
 
 
-COMMANDS = flat(typer.main.get_command(app).commands)
+GROUP = typer.main.get_command(app)
+COMMANDS = flat(GROUP.commands)
 
 
 def surface():
-    return {name: [described(each) for each in it.params] for name, it in COMMANDS.items()}
+    every = {"": GROUP, **COMMANDS}
+    return {name: [described(each) for each in it.params] for name, it in every.items()}
 
 
 def described(parameter):

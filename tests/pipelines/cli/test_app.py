@@ -1,9 +1,11 @@
 """What the command line says to a person who got something wrong, and to a script."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -218,6 +220,64 @@ def test_the_console_script():
     ended = subprocess.run([FLOTILLA, "--help"], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert "Usage: flotilla" in ended.stdout
+
+
+def test_the_module_is_the_console_script():
+    words = [sys.executable, "-m", "pipelines.cli"]
+    script, module = (
+        subprocess.run(command, capture_output=True, text=True, check=False)
+        for command in ([FLOTILLA], words)
+    )
+    assert (module.returncode, module.stdout) == (script.returncode, script.stdout)
+    assert "Usage: flotilla" in module.stdout
+
+
+def test_the_version_is_one_line(flotilla, monkeypatch):
+    number = version("flotilla")
+    monkeypatch.setenv("FLOTILLA_COMMIT", "0123abc")
+    assert flotilla("--version") == (0, f"flotilla {number} (commit 0123abc)\n", "")
+    code, out, _ = flotilla("--version", "--json")
+    found = json.loads(out)
+    assert (code, found["version"], found["commit"]) == (0, number, "0123abc")
+    assert found.keys() > KEYS
+    monkeypatch.setattr("trainer.promotion.lineage.commit", lambda: "")
+    assert flotilla("--version")[1] == f"flotilla {number}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_completion_script_names_its_variable(flotilla, shell):
+    code, out, err = flotilla("completion", shell)
+    assert (code, err) == (0, "")
+    assert f"_FLOTILLA_COMPLETE=complete_{shell}" in out
+    assert json.loads(flotilla("completion", shell, "--json")[1])["script"] == out.rstrip("\n")
+
+
+def test_bash_completes_commands_and_options(tmp_path):
+    script = tmp_path / "completion"
+    with script.open("w") as file:
+        subprocess.run([FLOTILLA, "completion", "bash"], stdout=file, check=True)
+    program = (
+        f"source {script}; COMP_WORDS=(flotilla {{words}}); COMP_CWORD={{last}}; "
+        "_flotilla_completion flotilla; echo ${{COMPREPLY[@]}}"
+    )
+    found = {}
+    for words in ("tra", "run --work", "models ro"):
+        command = program.format(words=words, last=len(words.split()))
+        found[words] = subprocess.run(
+            ["bash", "-c", command],
+            env={"PATH": f"{FLOTILLA.parent}:{os.environ['PATH']}"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+    expected = {"tra": "train\n", "run --work": "--workdir\n", "models ro": "rollback\n"}
+    assert found == expected
+
+
+def test_an_unknown_shell_is_refused(flotilla):
+    code, _, err = flotilla("completion", "tcsh")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "'bash', 'zsh', 'fish'" in err
 
 
 def test_a_mistake_is_told_without_loading_the_pipelines():
