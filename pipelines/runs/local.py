@@ -165,7 +165,7 @@ class LocalRun:
         folder: all of it that is on this machine.
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.
-        begin: bytes in the file of events before those of this start.
+        begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
     """
 
     run_id: str
@@ -250,10 +250,11 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
 
 
 def _begun(path: Path, run_id: str) -> int:
-    """Append that the run begins to the events of earlier starts; return the file's size."""
+    """Append that the run begins to the events of earlier starts; return where they end."""
     before = [each for each in events.read(path) if isinstance(each, RunBegin)]
+    size = path.stat().st_size if path.exists() else 0
     events.append(path, RunBegin(run_id=run_id, number=len(before) + 1))
-    return path.stat().st_size
+    return size
 
 
 def execute(

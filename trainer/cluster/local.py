@@ -13,15 +13,13 @@ kernel gives it to nobody who asks for a free one.
 from __future__ import annotations
 
 import os
-import queue
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import TaskProcess
-from trainer.cluster.signals import on_interrupt
-from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor, TaskEvents
+from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.topology import Cluster, Task, from_tf_config, leader, topology_of
@@ -59,8 +57,7 @@ def launch(job: Job) -> None:
     SIGINT and SIGTERM to this process stop training with a last checkpoint; a second one ends it
     at once.
     """
-    task_events: TaskEvents = queue.SimpleQueue()
-    with _cluster(job.config) as (cluster, own), on_interrupt(lambda: task_events.put(None)):
+    with _cluster(job.config) as (cluster, own):
         processes = {
             task: TaskProcess(job, cluster, task)
             for role, count in own.items()
@@ -68,14 +65,9 @@ def launch(job: Job) -> None:
         }
         leading = leader(cluster)
         others = [process for task, process in processes.items() if task != leading]
-        if job.config.cluster.evaluator:
-            processes[EVALUATOR] = TaskProcess(job, cluster, EVALUATOR)
-        evaluator = EvaluatorSupervision(processes.get(EVALUATOR))
-        try:
-            Supervisor(job, processes[leading], others, evaluator, task_events).run()
-        finally:
-            for process in processes.values():
-                process.kill()
+        wanted = job.config.cluster.evaluator
+        evaluator = EvaluatorSupervision(TaskProcess(job, cluster, EVALUATOR) if wanted else None)
+        Supervisor(job, processes[leading], others, evaluator).run()
 
 
 @contextmanager

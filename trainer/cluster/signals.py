@@ -1,12 +1,13 @@
 """Signals between the processes of a run: how one is asked to stop, and how orphans are avoided.
 
-A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) travels as SIGTERM or SIGINT
-from each process to the one that it started. Handlers only take note of it:
+A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) is a SIGTERM or SIGINT, of
+which handlers only take note. From the command to the last checkpoint:
 
-1. `pipelines.runs`: the command line signals the run's processes.
-2. `trainer.cluster.local`: the launcher, in the process of the step, puts it into the queue of its
-   supervisor (`on_interrupt`).
-3. `trainer.cluster.supervisor`: sends SIGTERM to the task that leads, and waits for its end.
+1. `pipelines.cli.runs`: the command.
+2. `pipelines.runs.control`: signals the process group of the run, which includes the step that is
+   running. After Ctrl-C `pipelines.runs.local` does the same.
+3. `trainer.cluster.supervisor`: in the process of the step, sends SIGTERM to the task that leads,
+   and waits for its end.
 4. `trainer.training.chief`: the task notes it (`catch_stop_signals`), which is `Hooks.should_stop`.
 5. `trainer.training.loop`: stops at the next barrier, with a last checkpoint.
 

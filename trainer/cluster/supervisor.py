@@ -27,6 +27,7 @@ from trainer import events
 from trainer.cluster import liveness
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER, End, TaskProcess, report_failure
+from trainer.cluster.signals import on_interrupt
 from trainer.errors import (
     BEGIN_AGAIN,
     DONE,
@@ -100,6 +101,11 @@ class EvaluatorSupervision:
             self.running = True
         return self._process
 
+    def kill(self) -> None:
+        """End its process, where there is one."""
+        if self._process:
+            self._process.kill()
+
     def ended(self, end: End) -> TaskProcess | None:
         """Note its end; return the process to restart, or None."""
         process = self._process
@@ -138,27 +144,37 @@ class Supervisor:
         leader: TaskProcess,
         others: list[TaskProcess],
         evaluator: EvaluatorSupervision,
-        task_events: TaskEvents,
     ) -> None:
-        """Supervise `leader` and the `others`; requests to stop come from `task_events` too."""
+        """Supervise `leader` and the `others`."""
         self._limit = job.config.cluster.max_restarts
         self._stall_timeout = job.config.training.stall_timeout
         self._leader = leader
         self._others = others
         self._evaluator = evaluator
-        self._events = task_events
+        self._events: TaskEvents = queue.SimpleQueue()
         self._memory = ServerMemory()
         self._restarts = 0
         # The number of restarts at the time when each task was last started.
         self._restarts_at_start = dict.fromkeys((p.task for p in (leader, *others)), 0)
 
     def run(self) -> None:
-        """Start all tasks, and return when the leader is done.
+        """Start all tasks, and return when the leader is done; no task is left.
+
+        SIGINT and SIGTERM to this process are requests to stop.
 
         Raises:
             UserError: a task failed for good, or once too often.
             RunInterruptedError: a request to stop came.
         """
+        with on_interrupt(lambda: self._events.put(None)):
+            try:
+                self._supervise()
+            finally:
+                for process in (self._leader, *self._others):
+                    process.kill()
+                self._evaluator.kill()
+
+    def _supervise(self) -> None:
         for process in (*self._others, self._leader):
             self._start(process)
         self._start_evaluator(self._evaluator.begin())

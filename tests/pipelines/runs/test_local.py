@@ -89,7 +89,9 @@ class TestLayingOut:
             FromScratch(reason="first"),
             RunBegin(run_id=run.run_id, number=2),
         ]
-        assert again.begin == (run.folder / local.EVENTS).stat().st_size
+        with (run.folder / local.EVENTS).open("rb") as lines:
+            lines.seek(again.begin)
+            assert list(local._since(lines)) == [RunBegin(run_id=run.run_id, number=2)]
         assert load_config(local.saved_config(workdir, run.run_id)).training.steps == 9
 
     @pytest.mark.parametrize("take", [local.saved_config, local.check_run_id])
@@ -112,7 +114,7 @@ class TestExecuting:
         outcome = local.execute(run, "no_such_pipeline", {"more": "x"}, seen.append)
         assert (outcome.status, outcome.exit_code) == ("failed", 1)
         assert outcome.message == "the local runner ended with exit code 1; see pipeline.log"
-        assert (outcome.steps, seen) == ((), [])
+        assert (outcome.steps, seen) == ((), [RunBegin(run_id=run.run_id, number=1)])
         log = (run.folder / "pipeline.log").read_text(encoding="utf-8")
         assert "KeyError: 'no_such_pipeline'" in log
         assert not (run.folder / "tmp").exists()

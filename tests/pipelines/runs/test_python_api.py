@@ -1,0 +1,188 @@
+"""The Python API as a notebook uses it: cheap to import, in any thread, in a running event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from pipelines import runs
+from pipelines.runs import Instance, follow, logs, prepare, run, status, submit, train
+from pipelines.runs.local import RunOptions, configuration
+from pipelines.runs.submission import Submission
+from tests.conftest import ROOT
+from tests.docs.markdown import read
+from trainer import events
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+from trainer.events import RunBegin
+
+HEAVY = ("kfp", "numpy", "tensorflow", "rich", "typer", "pipelines.cli")
+BLOCKS = read(ROOT / "docs" / "how-to" / "python-api.md", ROOT).of("python")
+WHOLE_RUN, STAGES, EVENTS, THREAD, REMOTE = (block.text for block in BLOCKS)
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A folder of its own, with the default configuration."""
+    (tmp_path / "configs").mkdir()
+    default = ROOT / "configs" / "digits.yaml"
+    (tmp_path / "configs" / "digits.yaml").write_bytes(default.read_bytes())
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def broken(here, monkeypatch):
+    """Runs of this machine fail within a second: their runner cannot start."""
+    (here / "kfp.py").write_text("raise ImportError('no KFP here')")
+    monkeypatch.setenv("PYTHONPATH", str(here))
+    return here
+
+
+def test_the_names_are_those_of_the_page():
+    for name in runs.__all__:
+        assert getattr(runs, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'runn'"):
+        runs.runn  # noqa: B018
+
+
+def test_runs_on_this_machine_load_nothing_heavy():
+    program = (
+        "import sys; import pipelines.runs; from pipelines.runs import run, train, prepare; "
+        f"print([name for name in {HEAVY} if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout == "[]\n"
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: run("no/such.yaml"), "cannot read the configuration no/such.yaml"),
+        (lambda: run(settings="training.steps=5"), "settings 'training.steps=5' is a text"),
+        (lambda: train(settings=["training.step=5"]), "training.step: no such key"),
+        (lambda: prepare(workdir="configs/digits.yaml"), "choose another --workdir"),
+        (lambda: run(resume="digits-1"), "no run 'digits-1' below runs"),
+        (lambda: RunOptions(pipeline="tune"), "pipeline 'tune' is none of run, prepare, train"),
+        (lambda: RunOptions(dataset="file:///d"), "dataset 'file:///d': only `train`"),
+        (lambda: Submission(config=Config(), parameters="a=b"), "parameters 'a=b' is a text"),
+        (lambda: submit(file="p.yaml", version="v"), "leave one out"),
+        (lambda: follow("x", instance=Instance(endpoint="ftp://x")), "endpoint 'ftp://x' is not"),
+    ],
+)
+def test_a_bad_value_is_named_before_anything_starts(here, call, message):
+    with pytest.raises(ConfigError, match=message):
+        call()
+    assert not (here / "runs").exists()
+
+
+def test_settings_are_laid_over_a_configuration(here):
+    given = Config(name="mine")
+    found = configuration(given, ["training.steps=7"])
+    assert (found.name, found.training.steps) == ("mine", 7)
+    assert configuration(given, []) == given
+    assert configuration(here / "configs" / "digits.yaml", []) == configuration(None, [])
+
+
+def test_a_run_works_in_a_thread(broken):
+    found, seen = [], []
+    thread = threading.Thread(
+        target=lambda: found.append(train(workdir=broken / "work", on_event=seen.append))
+    )
+    thread.start()
+    thread.join()
+    [result] = found
+    assert (result.status, result.exit_code, result.steps) == ("failed", 1, ())
+    assert "no KFP here" in (result.folder / "pipeline.log").read_text()
+    assert seen == [RunBegin(run_id=result.run_id, number=1)]
+    assert status(result.run_id, workdir=broken / "work").status == "failed"
+    assert (result.metrics, result.artifacts, result.global_step) == ({}, {}, None)
+
+
+def test_a_run_works_in_a_running_event_loop(broken, capsys):
+    async def cell():
+        return run(workdir=broken / "work")
+
+    result = asyncio.run(cell())
+    assert result.status == "failed"
+    assert result.folder == broken / "work" / result.run_id
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+def test_a_failed_run_is_resumed(broken):
+    first = run(workdir=broken / "work", settings=["training.steps=7"])
+    again = run(workdir=broken / "work", resume=first.run_id)
+    assert again.run_id == first.run_id
+    begun = list(events.read(first.folder / "events.jsonl"))
+    assert begun == [RunBegin(run_id=first.run_id, number=number) for number in (1, 2)]
+    saved = configuration(first.folder / "config.json", [])
+    assert saved.training.steps == 7
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_the_code_for_an_instance_runs(instance, here, monkeypatch, capsys):
+    assert here.is_dir()
+    done = {"metrics": {"global_step": 200}}
+
+    def begin(workflow, run):
+        run["state"] = "RUNNING"
+        workflow.begin("train_model")
+        workflow.write("train_model", "a line of training\n")
+
+    def end(workflow, run):
+        workflow.end("train_model", **done)
+        run["state"] = "SUCCEEDED"
+
+    # The first look finds the run by its id.
+    instance.store.play = [lambda _workflow, _run: None, begin, end]
+    names = {}
+    exec(compile(REMOTE.replace("http://localhost:8888", instance.url), "guide", "exec"), names)
+    assert names["result"].run_id == names["submitted"].run_id
+    assert names["result"].global_step == 200
+    assert names["submitted"].page in names["result"].page
+    out, err = capsys.readouterr()
+    assert "{'train_model': 'RUNNING'}" in out
+    assert "a line of training" in out
+    assert err == ""
+    found = status(names["submitted"].run_id, instance=Instance(endpoint=instance.url))
+    assert found.status == names["result"].status
+    monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
+    texts = []
+    logs(found.run_id, on_text=lambda *given: texts.append(given), wait=False)
+    [(step, text)] = texts
+    assert (step, text.splitlines()[0]) == ("train_model", "a line of training")
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_code_that_cancels_a_run_in_a_thread_runs(here, capsys):
+    names = {}
+    exec(compile(THREAD, "guide", "exec"), names)
+    found = status(names["run_ids"][0], workdir=here / "runs")
+    assert (found.status, found.exit_code) == ("interrupted", 130)
+    assert "interrupted at global step" in found.message
+    assert tuple(capsys.readouterr()) == ("", "")
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+@pytest.mark.timeout(400)
+@pytest.mark.usefixtures("here")
+def test_the_code_that_runs_and_trains_runs(capsys):
+    names = {}
+    exec(compile(WHOLE_RUN, "guide", "exec"), names)
+    assert (names["result"].status, names["result"].exit_code) == ("blessed", 0)
+    assert names["result"].metrics["accuracy"] > 0.9
+    assert names["result"].artifacts["model"].startswith("file://")
+    exec(compile(STAGES, "guide", "exec"), names)
+    assert names["result"].global_step == 200
+    exec(compile(EVENTS, "guide", "exec"), names)
+    out, err = capsys.readouterr()
+    assert "step 200 of 200, loss " in out
+    assert err == ""
