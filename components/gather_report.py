@@ -10,13 +10,14 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from components import published_record
-from components.step_record import StepRecord, all_step_records, tries_of
+from components.step_record import StepRecord, all_step_records, last_start, tries_of
 from components.table import EXIT_STEP, STEPS, Output, maker_of
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
@@ -30,6 +31,7 @@ from trainer.events import (
     Restart,
     Stalled,
     TaskFailed,
+    UserCodeFailed,
     to_tree,
 )
 from trainer.report import report
@@ -102,7 +104,11 @@ def write(
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
     """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
     happened = _events(folder)
-    shared = [each for each in all_step_records(happened) if each.step != EXIT_STEP.name]
+    shared = [
+        _with_traceback(each, happened)
+        for each in all_step_records(happened)
+        if each.step != EXIT_STEP.name
+    ]
     steps = shared or _published(state, root, run_id)
     tries = [each for each in tries_of(happened) if each.step != EXIT_STEP.name] or steps
     made = _Made(steps, root, run_id, every=bool(shared))
@@ -133,6 +139,14 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "lineage": _lineage(registered),
         "cost": cost(config, steps),
     }
+
+
+def _with_traceback(step: StepRecord, happened: Sequence[Event]) -> StepRecord:
+    """Return the record; of training that failed with what its tasks said of the user's code."""
+    if step.step != maker_of("checkpoint").name or step.status != "failed" or step.traceback:
+        return step
+    failures = [each for each in last_start(happened) if isinstance(each, UserCodeFailed)]
+    return replace(step, traceback=failures[-1].traceback) if failures else step
 
 
 def _is_incident(event: Event) -> bool:

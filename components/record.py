@@ -18,12 +18,14 @@ from components.published_record import PublishedRecord
 from components.table import EXIT_STEP
 from trainer import events
 from trainer.cluster import signals
-from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
+from trainer.errors import DONE, FAILED, INTERRUPTED, RunInterruptedError, UserError
 from trainer.events import StepBegin, StepEnd
+from trainer.user_code import line_of, traceback_of
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
+log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
@@ -59,41 +61,58 @@ def recorded(
     """
     signals.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    began = time.monotonic()
-    output, published = StepOutput(), PublishedRecord(name, at)
-
-    def end(status: str, code: int, error: str, line: str = "") -> None:
-        ended = StepEnd(
-            step=name,
-            status=status,
-            exit_code=code,
-            error=error,
-            seconds=round(time.monotonic() - began, 2),
-            metrics=dict(output.metrics),
-            uri=output.uri,
-        )
-        events.emit(ended)
-        # Before the store is asked, which may say nothing for longer than a step has to end.
-        sys.stderr.write(line)
-        published.end(ended, output.held)
-
+    course = _Course(name, at)
     events.emit(StepBegin(step=name, inputs=dict(inputs or {})))
     try:
         with _interruptible():
             # The exit step works even when the run was asked to end.
             if os.environ.get(STOPPING) and name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
-            published.begin()
-            yield output
+            course.published.begin()
+            yield course.output
     except UserError as error:
-        status = "interrupted" if error.exit_code == INTERRUPTED else "failed"
-        end(status, error.exit_code, str(error), f"flotilla: {name}: {error}\n")
+        course.fail(str(error), error.exit_code, traceback_of(error))
         raise SystemExit(error.exit_code) from None
     except Exception as error:
+        if trace := traceback_of(error):
+            course.fail(f"the code that it was given raised {line_of(error)}", FAILED, trace)
+            raise SystemExit(FAILED) from None
         words = " ".join(f"{type(error).__name__}: {error}".split())
-        end("failed", FAILED, f"bug in {name}: {words}")
+        course.end("failed", FAILED, f"bug in {name}: {words}")
         raise
-    end("done", 0, "")
+    course.end("done", DONE)
+
+
+class _Course:
+    """What is known of a step while it runs, and how its end is reported."""
+
+    def __init__(self, name: str, at: str) -> None:
+        self._name, self._began = name, time.monotonic()
+        self.output, self.published = StepOutput(), PublishedRecord(name, at)
+
+    def fail(self, error: str, code: int, trace: str) -> None:
+        """Report an error that the user can fix: one line, and the traceback of the user's code."""
+        if trace:
+            log.error("%s", trace)
+        status = "interrupted" if code == INTERRUPTED else "failed"
+        self.end(status, code, error, trace, f"flotilla: {self._name}: {error}\n")
+
+    def end(self, status: str, code: int, error: str = "", trace: str = "", line: str = "") -> None:
+        """Emit and publish the end of the step; `line` goes to standard error."""
+        ended = StepEnd(
+            step=self._name,
+            status=status,
+            exit_code=code,
+            error=error,
+            traceback=trace,
+            seconds=round(time.monotonic() - self._began, 2),
+            metrics=dict(self.output.metrics),
+            uri=self.output.uri,
+        )
+        events.emit(ended)
+        # Before the store is asked, which may not answer for longer than a step has to end.
+        sys.stderr.write(line)
+        self.published.end(ended, self.output.held)
 
 
 @contextmanager

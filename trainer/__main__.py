@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
+from trainer import events, user_code
 from trainer.cluster import signals, termination
 from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.training import task
@@ -28,21 +29,29 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         options.stage(options)
     except UserError as error:
-        _report(options.workdir, str(error))
+        _report(options.workdir, str(error), user_code.traceback_of(error))
         return error.exit_code
     except SystemExit as end:
         # Flotilla itself never does this, and a restart would not help.
         _report(options.workdir, f"the code that it was given called sys.exit({end.code!r})")
         return FAILED
     except Exception as error:
+        if trace := user_code.traceback_of(error):
+            line = user_code.line_of(error)
+            _report(options.workdir, f"the code that it was given raised {line}", trace)
+            return FAILED
         termination.write(options.workdir, f"{type(error).__name__}: {str(error).strip()}")
         logging.exception("a bug of Flotilla, or of the code that it was given")
         return FAILED
     return DONE
 
 
-def _report(workdir: Path, message: str) -> None:
+def _report(workdir: Path, message: str, trace: str = "") -> None:
+    """Write the message where the launcher and the user look; the traceback only into the log."""
     termination.write(workdir, message)
+    if trace:
+        logging.error("%s", trace)
+        events.emit(events.UserCodeFailed(error=message, traceback=trace))
     # The disk of the log may be full.
     with suppress(OSError):
         sys.stderr.write(f"flotilla: {message}\n")

@@ -25,9 +25,15 @@ EXIT_CODES = {
 
 
 class UserError(Exception):
-    """Something that the user can fix; the message is the whole report."""
+    """Something that the user can fix; the message is the whole report.
+
+    Attributes:
+        exit_code: of the process that ends with it.
+        traceback: of the user's own code in another process, or empty.
+    """
 
     exit_code = FAILED
+    traceback = ""
 
 
 class ConfigError(UserError):

@@ -250,7 +250,6 @@ class FromScratch(Event):
 class UserCodeFailed(Event):
     """The user's own code raised an error in a training task."""
 
-    task: str
     error: str
     traceback: str
 

@@ -1,4 +1,4 @@
-"""The user's own modules: where Python finds them, and how one is imported by name.
+"""The user's own modules: where Python finds them, and where in them an error was raised.
 
 The folder in which the command was given comes last on Python's path, in every process: a folder
 `components` or a file `json.py` there hides neither Flotilla's modules nor the standard library.
@@ -8,14 +8,34 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+import sysconfig
+import traceback
+from collections.abc import Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
+
+from trainer.errors import UserError
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
 _OWN = {"components", "pipelines", "trainer"}
+_LIBRARIES = (
+    *(f"{Path(__file__).parents[1] / name}{os.sep}" for name in sorted(_OWN)),
+    *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
+)
+_INSTALLED = {"site-packages", "dist-packages"}
+# Where TensorFlow writes what it makes of the user's functions.
+_GENERATED = "__autograph_generated_file"
+_FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+# Keras and TensorFlow put their own words before those of the error, and some after them.
+_WRAPPED = re.compile(r"Exception encountered when calling [^\n]*\n\s*(\S[^\n]*)")
+_GRAPH = re.compile(r"Graph execution error:.*\n\n([^\n]+)(?:\n\t| \[Op:|$)", re.DOTALL)
+_MAX_TRACEBACK = 12_000
+_imported: set[str] = set()
 
 
 def folder() -> str:
@@ -35,6 +55,9 @@ def import_module(name: str) -> ModuleType:
     """Import a module that the configuration names; raises whatever its code raises."""
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+    top = name.partition(".")[0]
+    if top not in _OWN:
+        _imported.add(top)
     return importlib.import_module(name)
 
 
@@ -44,6 +67,92 @@ def remedy(name: str) -> str:
     if top in _OWN or top in sys.stdlib_module_names:
         return f"{top} is a name of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
     return f"it has to be in {folder()} or on PYTHONPATH"
+
+
+def line_of(error: BaseException) -> str:
+    """Return an error in one line: its type, what it says, and where in the user's code it arose.
+
+    Such as `ValueError: bad shape (blocks.py:14)`.
+    """
+    name, text, place = type(error).__name__, message_of(error), place_of(error)
+    return f"{name}{f': {text}' if text != name else ''}{f' ({place})' if place else ''}"
+
+
+def message_of(error: BaseException) -> str:
+    """Return what an error says, in one line and without what Keras and TensorFlow add."""
+    text = str(error.msg if isinstance(error, SyntaxError) else error)
+    text = _COLOURS.sub("", text)
+    if wrapped := _WRAPPED.search(text) or _GRAPH.search(text):
+        return wrapped[1].strip()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if not lines:
+        return type(error).__name__
+    # TensorFlow gives the stack first, and the error with its type last.
+    return lines[-1].removeprefix(f"{type(error).__name__}: ") if _FRAME.search(text) else lines[0]
+
+
+def place_of(error: BaseException) -> str:
+    """Return `file:line` of the innermost frame of the user's code, empty where there is none.
+
+    An error of a graph has no such frame: TensorFlow writes the stack of the node into its text.
+    """
+    frames = next(filter(None, map(_frames, _chain(error))), [])
+    return _shown(*frames[-1]) if frames else ""
+
+
+def traceback_of(error: BaseException) -> str:
+    """Return the traceback of an error that arose in the user's code, or an empty text.
+
+    That of a `UserError` is the one of its cause: the error itself is raised by Flotilla.
+    """
+    if isinstance(error, UserError):
+        cause = error.__cause__
+        return error.traceback or (traceback_of(cause) if cause else "")
+    if not place_of(error):
+        return ""
+    # What an error was raised from says the same again where the error itself names the place.
+    lines = traceback.format_exception(error, chain=not _frames(error))
+    text = _COLOURS.sub("", "".join(lines))
+    if len(text) > _MAX_TRACEBACK:
+        text = f"{lines[0]}  ...\n{text[-_MAX_TRACEBACK:]}"
+    return text
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what it was raised from or next to."""
+    seen: set[int] = set()
+    following: BaseException | None = error
+    while following and id(following) not in seen:
+        seen.add(id(following))
+        yield following
+        following = following.__cause__ or following.__context__
+
+
+def _frames(error: BaseException) -> list[tuple[str, int]]:
+    """Return file and line of the frames of an error that are in the user's code."""
+    if isinstance(error, SyntaxError) and error.filename and _is_users(error.filename):
+        return [(error.filename, error.lineno or 0)]
+    frames = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+    ]
+    in_text = ((file, int(line)) for file, line in _FRAME.findall(str(error)))
+    return frames or [(file, line) for file, line in in_text if _is_users(file)]
+
+
+def _is_users(file: str, module: str = "") -> bool:
+    if file.startswith("<") or _GENERATED in file:
+        return False
+    if module.partition(".")[0] in _imported:
+        return True
+    return not (file.startswith(_LIBRARIES) or _INSTALLED.intersection(Path(file).parts))
+
+
+def _shown(file: str, line: int) -> str:
+    path = Path(file)
+    here = Path(folder())
+    return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
 
 
 class _Finder(MetaPathFinder):

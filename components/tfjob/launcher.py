@@ -170,7 +170,8 @@ class _Launch:
         config = self._job.config
         pods = sum(replicas(config).values())
         deadlines = Deadlines(config.cluster.kubernetes.deadlines, pods)
-        logs = Logs(self._api, _log_sink(leading(config), EventRelay(deadlines.progressed)))
+        relay = EventRelay(deadlines.progressed)
+        logs = Logs(self._api, _log_sink(leading(config), relay))
         watches = [
             self._watch("TFJob", names.PLURAL, {"fieldSelector": f"metadata.name={self._name}"}),
             self._watch("Pod", "pods", {"labelSelector": f"{names.JOB_NAME}={self._name}"}),
@@ -185,9 +186,10 @@ class _Launch:
             if not supervisor.wait_until_deleted(self._deletion_seconds):
                 log.warning("pods of the job %s are still on their nodes", self._name)
             logs.drain(DRAIN_SECONDS)
-        except UserError:
+        except UserError as error:
             # A job that is being deleted also fails, which is not an error of the run.
             if not self._is_interrupted:
+                error.traceback = relay.traceback
                 raise
             raise self._interrupted(supervisor, logs) from None
         finally:

@@ -178,11 +178,16 @@ class Logs:
 
 
 class EventRelay:
-    """Emits the events in the log of the leading task again, in this process."""
+    """Emits the events in the log of the leading task again, in this process.
+
+    Attributes:
+        traceback: of an error in the user's code that ended the task; empty where there is none.
+    """
 
     def __init__(self, on_progress: Callable[[], None]) -> None:
         """Take what is called whenever the global step has changed."""
         self._on_progress = on_progress
+        self.traceback = ""
         self._step = -1
         self._logged_at = -LINE_SECONDS
 
@@ -191,6 +196,8 @@ class EventRelay:
         event = events.parse(text)
         if not isinstance(event, _TRAINING_EVENTS):
             return
+        if isinstance(event, events.UserCodeFailed):
+            self.traceback = event.traceback
         step = getattr(event, "global_step", self._step)
         if step != self._step:
             self._step = step

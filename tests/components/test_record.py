@@ -1,6 +1,7 @@
 """What a step leaves behind: its events, one line of an error, and its exit code."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,13 +115,31 @@ def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, sta
 
 
 def test_a_bug_is_told_and_goes_on(emitted, capsys):
-    with pytest.raises(ZeroDivisionError, match="by\nzero"), recorded("check_gate"):
-        raise ZeroDivisionError("by\nzero")
+    step, bug = recorded("check_gate"), ZeroDivisionError("by\nzero")
+    step.__enter__()
+    # No frame of the error is in a file of the user.
+    assert not step.__exit__(ZeroDivisionError, bug, None)
     end = emitted()[-1]
-    assert (end.status, end.exit_code) == ("failed", 1)
+    assert (end.status, end.exit_code, end.traceback) == ("failed", 1, "")
     # One line, whatever a library has to say.
     assert end.error == "bug in check_gate: ZeroDivisionError: by zero"
     assert not "".join(capsys.readouterr())
+
+
+def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
+    emitted, capsys, caplog
+):
+    with pytest.raises(SystemExit) as ended, recorded("evaluate_model"):
+        raise ZeroDivisionError("by\nzero")
+    assert ended.value.code == 1
+    end = emitted()[-1]
+    assert re.fullmatch(
+        r"the code that it was given raised ZeroDivisionError: by \(.*test_record\.py:\d+\)",
+        end.error,
+    )
+    assert capsys.readouterr().err == f"flotilla: evaluate_model: {end.error}\n"
+    assert end.traceback.startswith("Traceback (most recent call last):\n")
+    assert end.traceback in caplog.text
 
 
 def test_signals_are_as_they_were_afterwards():

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from trainer import __main__ as module
-from trainer import errors, topology
+from trainer import errors, events, topology
 from trainer.__main__ import main
 from trainer.cluster import termination
 from trainer.config.schema import Config
@@ -170,13 +172,48 @@ def fails_with(error):
 
 def test_a_bug_is_a_traceback_for_us_and_one_line_for_the_launcher(caplog, monkeypatch, options):
     monkeypatch.setenv("TF_CONFIG", tf_config())
-    monkeypatch.setattr(topology, "check_port", fails_with(KeyError("two\nlines")))
+    # No frame of the error is in a file of the user.
+    monkeypatch.setattr(topology, "check_port", Mock(side_effect=KeyError("two\nlines")))
     assert main(flat(options)) == errors.FAILED
     assert "Traceback" in caplog.text
     assert one_line(words(options)) == r"KeyError: 'two\nlines'"
-    monkeypatch.setattr(topology, "check_port", fails_with(RuntimeError(" two\n lines ")))
+    monkeypatch.setattr(topology, "check_port", Mock(side_effect=RuntimeError(" two\n lines ")))
     assert main(flat(options)) == errors.FAILED
     assert one_line(words(options)) == "RuntimeError: two lines"
+
+
+def test_an_error_in_the_users_code_is_a_line_with_its_place(
+    capsys, caplog, monkeypatch, options, tmp_path
+):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    monkeypatch.setattr(topology, "check_port", fails_with(KeyError("two\nlines")))
+    assert main(flat(options)) == errors.FAILED
+    line = one_line(capsys.readouterr().err)
+    assert line.startswith("flotilla: the code that it was given raised KeyError: 'two")
+    assert re.search(r"\(.*test_main\.py:\d+\)$", line)
+    assert f"flotilla: {one_line(words(options))}" == line
+    assert "Traceback" in caplog.text
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert isinstance(event, events.UserCodeFailed)
+    assert "in fail" in event.traceback
+
+
+def test_the_traceback_of_a_wrapped_error_is_that_of_its_cause(monkeypatch, options, tmp_path):
+    def fail(*_):
+        try:
+            fails_with(ValueError("bad shape"))()
+        except ValueError as error:
+            raise errors.ConfigError("model blocks:residual: bad shape") from error
+
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    monkeypatch.setattr(topology, "check_port", fail)
+    assert main(flat(options)) == errors.USAGE
+    assert words(options) == "model blocks:residual: bad shape\n"
+    (event,) = events.read(tmp_path / "events.jsonl")
+    assert event.traceback.endswith("ValueError: bad shape\n")
+    assert "ConfigError" not in event.traceback
 
 
 @pytest.mark.parametrize("code", [None, 0, 5, "a text"])

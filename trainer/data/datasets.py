@@ -64,7 +64,7 @@ def _own_class(name: str) -> type[Any]:
     # A module of the user's may fail in any way while it is imported.
     except Exception as error:
         raise ConfigError(
-            f"data.dataset: cannot import {module}: {type(error).__name__}: {first_line(error)}; "
+            f"data.dataset: cannot import {module}: {user_code.line_of(error)}; "
             f"{user_code.remedy(module)}"
         ) from error
     found = getattr(loaded, attribute, None)
@@ -79,7 +79,7 @@ def _own_class(name: str) -> type[Any]:
 
 def _refusal(config: DataConfig, error: Exception) -> str:
     # TFDS puts its own call before the reason.
-    reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", first_line(error))
+    reason = re.sub(r"^Failed to construct dataset .*?}\": ", "", user_code.message_of(error))
     base, _, chosen = config.dataset.partition("/")
     if "BuilderConfig" in reason and chosen:
         known = list(tfds.builder_cls(base).builder_configs)
@@ -87,10 +87,5 @@ def _refusal(config: DataConfig, error: Exception) -> str:
         return f"data.dataset: {base} has no config {chosen!r}{hint}"
     key = "data.version" if config.version and "ersion" in reason else "data.dataset"
     value = config.version if key == "data.version" else config.dataset
-    return f"{key}: {value}: {type(error).__name__}: {reason}"
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that says something."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    place = user_code.place_of(error)
+    return f"{key}: {value}: {type(error).__name__}: {reason}{f' ({place})' if place else ''}"

@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 import requests
 import tensorflow_datasets as tfds
 
-from trainer.data.datasets import first_line
 from trainer.errors import ConfigError, UserError
+from trainer.user_code import line_of, message_of, place_of
 
 SECONDS = 8.0
 # TFDS takes these as a reason to try again, ten times.
@@ -114,7 +114,7 @@ def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> N
         raise
     except tfds.download.DownloadError as error:
         raise UserError(
-            f"data.dataset: {name} cannot be downloaded: {first_line(error)}"
+            f"data.dataset: {name} cannot be downloaded: {message_of(error)}"
         ) from error
     # Beneath is the builder's code, which may fail in any way, and may be the user's own.
     except Exception as error:
@@ -210,9 +210,10 @@ def _failure(name: str, error: Exception) -> str:
         )
     if isinstance(error, OSError) and error.filename:
         return f"data.dataset: {name}: {error.filename}: {error.strerror}"
+    where = "" if place_of(error) else f" ({_innermost(error)})"
+    return f"data.dataset: {name} could not be prepared: {line_of(error)}{where}"
+
+
+def _innermost(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-    return (
-        f"data.dataset: {name} could not be prepared: {type(error).__name__}: "
-        f"{first_line(error)} ({where})"
-    )
+    return f"{os.path.basename(frame.filename)}:{frame.lineno}"

@@ -16,13 +16,12 @@ import numpy as np
 import tensorflow as tf
 from scipy.stats import binomtest
 
-from trainer import storage
+from trainer import storage, user_code
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.metrics import Floats, Labels, headline
 from trainer.evaluation.predictions import Answer, Predictions
 from trainer.evaluation.signature import LABELS, SERVING, class_names, described
-from trainer.models.registry import first_line
 
 KIND = "model"
 
@@ -73,7 +72,7 @@ def _told(uri: str) -> Iterator[None]:
     # What a foreign SavedModel does, nobody knows.
     except Exception as error:
         raise UserError(
-            f"the champion {uri} cannot be asked: {first_line(error)}; make another version "
+            f"the champion {uri} cannot be asked: {user_code.line_of(error)}; make another version "
             "champion with `flotilla models promote`"
         ) from error
 

@@ -29,7 +29,7 @@ from trainer.errors import UserError
 from trainer.evaluation.metrics import Labels
 from trainer.evaluation.signature import SERVING, serving_name
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, answers_of, called
-from trainer.models.registry import first_line
+from trainer.user_code import line_of
 
 # Batches of which a form that is rounded shows its accuracy.
 MOST_BATCHES = 20
@@ -119,7 +119,7 @@ def _written(name: str, form: Format, subject: Subject, path: Path) -> tuple[Pre
         form.write(subject.model, subject.spec, path, subject.calibration)
         return form.read(subject.spec, path)
     except (OSError, tf.errors.OpError) as error:
-        raise UserError(f"the model cannot be written as {name}: {first_line(error)}") from error
+        raise UserError(f"the model cannot be written as {name}: {line_of(error)}") from error
     # The user's own classes run here, and may fail in any way.
     except Exception as error:
         raise _not_alike(name, error) from error
@@ -135,7 +135,7 @@ def _asked(name: str, ask: Predictor, inputs: Inputs) -> Answers:
 def _not_alike(name: str, error: Exception) -> UserError:
     remedy = "give its own classes a get_config, or " if name == "keras" else ""
     return UserError(
-        f"the model cannot be written as {name} and read back: {first_line(error)}; {remedy}leave "
+        f"the model cannot be written as {name} and read back: {line_of(error)}; {remedy}leave "
         f"{name} out of export.formats"
     )
 

@@ -36,7 +36,9 @@ def refused_input() -> Iterator[None]:
         if not found:
             raise
         words = " ".join([found[1], *re.findall(r"\[([^]]*)\]", found[2])])
-        raise UserError(f"the model refused its input: {words}") from error
+        place = user_code.place_of(error)
+        where = f" ({place})" if place else ""
+        raise UserError(f"the model refused its input: {words}{where}") from error
 
 
 ModelFunction = Callable[..., keras.Model]
@@ -63,7 +65,7 @@ def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
         raise ConfigError(f"model {config.name}: {error}") from None
     # Whatever a user's function raises is for the user to put right.
     except Exception as error:
-        raise ConfigError(f"model {config.name}: {first_line(error)}") from error
+        raise ConfigError(f"model {config.name}: {user_code.line_of(error)}") from error
     _check_output(config.name, model, spec)
     _check_paths(config.name, model)
     return model
@@ -84,7 +86,8 @@ def _function(name: str) -> ModelFunction:
     # A module of the user's may fail in any way while it is imported.
     except Exception as error:
         raise ConfigError(
-            f"model {name}: cannot import {place}: {first_line(error)}; {user_code.remedy(place)}"
+            f"model {name}: cannot import {place}: {user_code.line_of(error)}; "
+            f"{user_code.remedy(place)}"
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
@@ -114,7 +117,7 @@ def _check_output(name: str, model: object, spec: InputSpec) -> None:
     except Exception as error:
         raise ConfigError(
             f"model {name}: it does not take the dataset's input of shape {spec.shape} and type "
-            f"{spec.dtype}: {first_line(error)}"
+            f"{spec.dtype}: {user_code.line_of(error)}"
         ) from error
     if not isinstance(logits, keras.KerasTensor):
         raise ConfigError(f"model {name}: its output is a {type(logits).__name__}, not one tensor")
@@ -143,9 +146,3 @@ def _check_paths(name: str, model: keras.Model) -> None:
             f"model {name}: two variables are called {twice[0]}; give its layers different names, "
             "since a checkpoint finds variables by name"
         )
-
-
-def first_line(error: Exception) -> str:
-    """Return the type of an error and the first line of what it says."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -6,7 +6,8 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     verdict     "blessed", "refused", "done", "failed" or "interrupted"
     config      the configuration, nested
     steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error"}], of one
-                that was tried again also "tries" and "earlier_seconds"
+                that was tried again also "tries" and "earlier_seconds", of one that failed in the
+                user's code also "traceback"
     tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate

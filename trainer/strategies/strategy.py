@@ -253,8 +253,8 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
         strategy = getattr(user_code.import_module(module_name), class_name)
     # A module of the user's may fail in any way while it is imported.
     except Exception as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"training.strategy: cannot import {name!r}: {reason}") from error
+        line = user_code.line_of(error)
+        raise ConfigError(f"training.strategy: cannot import {name!r}: {line}") from error
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if lacking := sorted(strategy.__abstractmethods__):

@@ -130,7 +130,8 @@ def test_a_module_that_fails(find, tmp_path, monkeypatch):
     (tmp_path / "failing_module.py").write_text("raise RuntimeError('broken\\nand more')")
     monkeypatch.syspath_prepend(tmp_path)
     message = refusal(find, "failing_module:Builder")
-    assert "cannot import failing_module: RuntimeError: broken; " in message
+    place = tmp_path / "failing_module.py"
+    assert f"cannot import failing_module: RuntimeError: broken ({place}:1); " in message
 
 
 @pytest.mark.parametrize(
