@@ -10,7 +10,16 @@ from tests.trainer.page import Page
 from trainer import storage
 from trainer.checkpoints.history import VALIDATIONS_FILE
 from trainer.config.schema import Config
-from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPublished,
+    Progress,
+    Restart,
+    RunBegin,
+    TaskFailed,
+    UserCodeFailed,
+)
+from trainer.report.views import time_line
 
 RUN = "digits-1"
 METRICS = {"loss": 0.125, "accuracy": 0.9625}
@@ -109,6 +118,100 @@ def test_a_task_that_was_given_up_is_named_with_its_end_and_its_last_lines(run):
     page = run.report("FAILED")
     assert "task ps-0, cause signal SIGSEGV" in page.text
     assert "first <b>\nlast" in page.text
+
+
+def test_the_traceback_of_the_users_code_is_folded(run):
+    run.events(
+        begun("train_model"),
+        UserCodeFailed(error="bad shape (blocks.py:14)", traceback="Traceback <b>\n  line"),
+        ended("train_model", "failed", 1, error="bad shape (blocks.py:14) (chief-0)"),
+    )
+    page = run.report("FAILED")
+    assert "Traceback of train_model" in page.text
+    assert "Traceback <b>\n  line" in page.text
+    html = run.page_path.read_text(encoding="utf-8")
+    assert html.index("<details><summary>Traceback of") < html.index("Traceback &lt;b&gt;")
+
+
+def test_the_record_of_a_step_may_have_the_traceback_itself(run):
+    failed = ended("evaluate_model", "failed", 1, error="bad", traceback="Traceback of it")
+    run.events(begun("evaluate_model"), failed)
+    assert "Traceback of it" in run.report("FAILED").text
+
+
+class TestResumed:
+    """A run that was interrupted after 60 s and resumed an hour later, for 30 s more."""
+
+    @pytest.fixture
+    def resumed(self, run):
+        run.config(Config().model_dump_json())
+        run.events(
+            RunBegin(time=100.0, run_id=RUN, number=1),
+            *done("prepare_data", time=110.0, seconds=10.0),
+            begun("train_model", time=110.0),
+            AttemptBegin(time=111.0, global_step=0, steps=60, resumed=False),
+            CheckpointPublished(time=150.0, uri="file:///c", global_step=20),
+            ended("train_model", "interrupted", 130, time=170.0, seconds=60.0, error="at step 20"),
+            *done("finish", time=171.0),
+            RunBegin(time=3700.0, run_id=RUN, number=2),
+            *done("prepare_data", time=3701.0, seconds=1.0),
+            begun("train_model", time=3701.0),
+            AttemptBegin(time=3702.0, global_step=20, steps=60, resumed=True),
+            CheckpointPublished(time=3730.0, uri="file:///d", global_step=60),
+            ended("train_model", time=3731.0, seconds=30.0, uri="file:///d"),
+            begun("finish", time=3731.0),
+        )
+        return gather_report.gathered("SUCCEEDED", run.root, RUN, run.folder)
+
+    def test_the_verdict_is_that_of_the_newest_start(self, resumed):
+        assert resumed["verdict"] == "done"
+
+    def test_a_step_has_its_earlier_tries(self, resumed):
+        prepared, trained = resumed["steps"]
+        assert (prepared["tries"], prepared["earlier_seconds"]) == (2, 10.0)
+        assert (trained["status"], trained["seconds"], trained["uri"]) == (
+            "done",
+            30.0,
+            "file:///d",
+        )
+        assert (trained["tries"], trained["earlier_seconds"]) == (2, 60.0)
+
+    def test_the_cost_is_that_of_both(self, resumed):
+        assert resumed["cost"]["task_hours"] == pytest.approx(4 * 90 / 3600)
+        assert resumed["cost"]["seconds_of_all_steps"] == 101.0
+
+    def test_the_time_line_has_both_with_their_checkpoints(self, resumed):
+        bars = [bar for bar in time_line(resumed["tries"], resumed["checkpoints"]) if bar.marks]
+        assert [(bar.step, bar.status, len(bar.marks)) for bar in bars] == [
+            ("train_model", "interrupted", 1), ("train_model", "done", 1),
+        ]  # fmt: skip
+        assert [incident["event"] for incident in resumed["incidents"]] == ["attempt_begin"]
+
+    def test_the_page_says_so(self, run, resumed):
+        assert resumed["steps"]
+        assert "30 s + 60 s in 1 earlier try" in run.report("SUCCEEDED").text
+
+
+def test_what_only_an_earlier_start_reached_is_skipped_and_costs_what_it_took(run):
+    run.config(Config().model_dump_json())
+    run.events(
+        RunBegin(time=0.0, run_id=RUN, number=1),
+        begun("train_model", time=10.0),
+        # It was killed: nothing came after this.
+        AttemptBegin(time=46.0, global_step=0, steps=60, resumed=False),
+        RunBegin(time=900.0, run_id=RUN, number=2),
+        begun("prepare_data", time=901.0),
+        ended("prepare_data", "failed", 1, time=902.0, seconds=1.0, error="no space"),
+    )
+    facts = gather_report.gathered("FAILED", run.root, RUN, run.folder)
+    assert facts["verdict"] == "failed"
+    prepared, trained = facts["steps"]
+    assert (prepared["status"], prepared["error"]) == ("failed", "no space")
+    assert (trained["status"], trained["error"], trained["seconds"]) == ("skipped", "", 0.0)
+    assert facts["cost"]["task_hours"] == pytest.approx(4 * 36 / 3600)
+    page = run.report("FAILED")
+    assert "prepare_data: no space" in page.text
+    assert "train_model:" not in page.text
 
 
 def test_the_evaluator_s_figures_are_drawn_with_those_of_training(run):

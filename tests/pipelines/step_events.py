@@ -25,9 +25,10 @@ def ended(
     return StepEnd(time=time, step=step, status=status, exit_code=code, **whole)
 
 
-def done(step: str, **fields: Any) -> list[Event]:
+def done(step: str, time: float = 2.0, **fields: Any) -> list[Event]:
     """Return the events of a step that was done."""
-    return [begun(step), ended(step, **fields)]
+    end = ended(step, time=time, **fields)
+    return [begun(step, time=time - end.seconds), end]
 
 
 def judged(word: str, *reasons: str) -> list[Event]:

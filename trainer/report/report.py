@@ -176,7 +176,7 @@ def _reasons(
         stand = [_stand(rule) for rule in rules if not rule.get("passed")]
         # A race that was lost broke no rule.
         return stand or [str(reason) for reason in registered.get("reasons") or ()]
-    failed = [step for step in steps if step.get("status", "done") != "done"]
+    failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
     return [f"{figure(step.get('step'))}: {figure(step.get('error'))}" for step in failed]
 
 

@@ -12,7 +12,7 @@ from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.operator import condition
 from trainer import events
-from trainer.events import Progress, Restart, StepEnd
+from trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +145,17 @@ def test_the_termination_message_is_the_report(kube):
     name = kube.pod("chief-0")["metadata"]["name"]
     kube.finish("chief-0", 1, "the loss is nan")
     assert attempt.failure() == f"the loss is nan (chief-0, pod {name})"
+    kube.wait_until_deleted()
+
+
+def test_the_traceback_of_the_users_code_comes_with_the_error(kube):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    failed = UserCodeFailed(error="bad shape (blocks.py:14)", traceback="Traceback ...")
+    kube.write_log("chief-0", f"2026-01-01 00:00:00,000 INFO {json.dumps(to_tree(failed))}")
+    kube.finish("chief-0", 1, "bad shape (blocks.py:14)")
+    assert attempt.failure().startswith("bad shape (blocks.py:14) (chief-0, pod ")
+    assert attempt.error.traceback == "Traceback ..."
     kube.wait_until_deleted()
 
 
