@@ -1,7 +1,7 @@
 """Random failures on real runs: `python -m tests.chaos --runs N --seed S`.
 
-Each run is the whole pipeline on this machine, struck while it trains. What is done to it follows
-from its seed alone; when exactly it falls depends on the machine.
+Each run is the whole pipeline on this machine, with faults injected while it trains. The faults
+follow from its seed alone; when exactly they happen depends on the machine.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.chaos.invariants import Lived, attempts, broken, repeated, restarts
-from tests.chaos.plan import drawn
-from tests.chaos.run import forget, lived
+from tests.chaos.invariants import Outcome, attempts, repeated, restarts, violations_of
+from tests.chaos.plan import draw_plan
+from tests.chaos.run import forget, run_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do the runs; return 1 when an invariant is broken."""
+    """Run all; return 1 when an invariant is violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--runs", type=int, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), metavar="S")
@@ -40,39 +40,43 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 COUNTED = (
-    "runs", "blessed", "blows", "tries resumed", "attempts", "restarts", "steps repeated",
+    "runs", "blessed", "faults", "tries resumed", "attempts", "restarts", "steps repeated",
     "invariants broken", "seconds",
 )  # fmt: skip
 
 
 def one(seed: int, folder: Path) -> Counter[str]:
-    """Do one run; say what was done to it and whether the invariants held."""
-    plan = drawn(seed)
+    """Run one plan; print its faults, and whether the invariants held."""
+    plan = draw_plan(seed)
     say(f"run {seed}: {plan}")
-    found = lived(plan, folder.absolute(), say)
-    faults = broken(found)
-    say("  all invariants held" if not faults else "\n".join(f"  BROKEN: {it}" for it in faults))
-    if not faults:
+    found = run_plan(plan, folder.absolute(), say)
+    violations = violations_of(found)
+    say(
+        "  all invariants held"
+        if not violations
+        else "\n".join(f"  BROKEN: {it}" for it in violations)
+    )
+    if not violations:
         forget(folder, seed)
-    return Counter(counted(found, blows=len(plan.blows), faults=len(faults)))
+    return Counter(counted(found, faults=len(plan.faults), violations=len(violations)))
 
 
-def counted(found: Lived, *, blows: int, faults: int) -> dict[str, int]:
-    """Return what is counted of a run."""
+def counted(found: Outcome, *, faults: int, violations: int) -> dict[str, int]:
+    """Return the counts of a run."""
     return {
         "runs": 1,
         "blessed": int(found.ends[-1][0] == 0),
-        "blows": blows,
+        "faults": faults,
         "tries resumed": len(found.ends) - 1,
         "attempts": attempts(found),
         "restarts": restarts(found),
         "steps repeated": repeated(found),
-        "invariants broken": faults,
+        "invariants broken": violations,
     }
 
 
 def say(text: str) -> None:
-    """Write a line at once."""
+    """Print a line, and flush it."""
     sys.stdout.write(f"{text}\n")
     sys.stdout.flush()
 

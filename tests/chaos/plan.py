@@ -1,4 +1,4 @@
-"""What a run of chaos will be: drawn from a seed, so that anyone can have the same again."""
+"""The plan of a run: drawn from a seed, so that it can be repeated."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ STRATEGIES = (*CLUSTERED, "multi_worker_mirrored", "single")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Blow:
-    """One thing that is done to a run.
+class Fault:
+    """One fault of a run.
 
     Attributes:
-        kind: a name of `tests.chaos.blows.BLOWS`.
-        task: whom it hits; empty for the disk's blows.
-        step: the global step from which on it comes.
-        seconds: how long it lasts, of a pause.
+        kind: a name of `tests.chaos.faults.FAULTS`.
+        task: the task that it hits; empty for faults of the disk.
+        step: the global step from which on it is injected.
+        seconds: the length of a pause.
     """
 
     kind: str
@@ -29,24 +29,24 @@ class Blow:
     seconds: float = 0.0
 
     def __str__(self) -> str:
-        """Say it in a line of the log."""
+        """Describe it in a line of the log."""
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
         return f"{self.kind}{f' {self.task}' if self.task else ''}{lasts} at step {self.step}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A run and its blows."""
+    """A run and its faults."""
 
     seed: int
     strategy: str
     servers: int
     workers: int
     evaluator: bool
-    blows: tuple[Blow, ...]
+    faults: tuple[Fault, ...]
 
     def __str__(self) -> str:
-        """Say what is trained, and on what."""
+        """Describe strategy and cluster."""
         shape = f"{self.servers} ps, {self.workers} workers" if self.strategy != "single" else ""
         if self.strategy == "multi_worker_mirrored":
             shape = f"{self.workers} workers"
@@ -65,7 +65,7 @@ class Plan:
         return [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
 
     def settings(self) -> dict[str, object]:
-        """Return what the configuration says, by `section.key`."""
+        """Return the configuration, by `section.key`."""
         return {
             "training.strategy": self.strategy,
             "training.steps": STEPS,
@@ -76,13 +76,13 @@ class Plan:
             "cluster.workers": self.workers,
             "cluster.evaluator": str(self.evaluator).lower(),
             "cluster.communication": "ring",
-            # Each blow may cost a restart, and nobody here tests the limit.
-            "cluster.max_restarts": 2 * len(self.blows) + 2,
+            # Each fault may cost a restart, and the limit is not what is tested.
+            "cluster.max_restarts": 2 * len(self.faults) + 2,
             "gate.min.accuracy": 0.8,
         }
 
 
-def drawn(seed: int) -> Plan:
+def draw_plan(seed: int) -> Plan:
     """Return the plan of a seed."""
     draw = random.Random(seed)
     shape = Plan(
@@ -91,16 +91,16 @@ def drawn(seed: int) -> Plan:
         servers=draw.randint(1, 2),
         workers=draw.randint(2, 3),
         evaluator=draw.random() < 0.25,
-        blows=(),
+        faults=(),
     )
-    blows = [_blow(draw, shape) for _ in range(draw.randint(1, 3))]
-    ordered = tuple(sorted(blows, key=lambda blow: blow.step))
-    return Plan(**{**vars(shape), "blows": ordered})
+    faults = [_fault(draw, shape) for _ in range(draw.randint(1, 3))]
+    ordered = tuple(sorted(faults, key=lambda fault: fault.step))
+    return Plan(**{**vars(shape), "faults": ordered})
 
 
-def _blow(draw: random.Random, plan: Plan) -> Blow:
+def _fault(draw: random.Random, plan: Plan) -> Fault:
     kind = draw.choices(("kill", "stop", "pause", "full disk", "torn file"), (4, 2, 2, 1, 2))[0]
     task = "" if kind in ("full disk", "torn file") else draw.choice(plan.tasks())
     step = draw.randrange(1, STEPS - EVERY)
     seconds = draw.uniform(0.2, 5) if kind == "pause" else 0.0
-    return Blow(kind=kind, task=task, step=step, seconds=seconds)
+    return Fault(kind=kind, task=task, step=step, seconds=seconds)

@@ -1,4 +1,4 @@
-"""One run of chaos: the whole pipeline, struck while it trains, resumed until it is blessed."""
+"""One run with faults: the whole pipeline, resumed until it is blessed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tests.chaos.blows import Ground, strike
-from tests.chaos.invariants import Lived
-from tests.chaos.plan import EVERY, STEPS, Blow, Plan
+from tests.chaos.faults import Target, inject
+from tests.chaos.invariants import Outcome
+from tests.chaos.plan import EVERY, STEPS, Fault, Plan
 from tests.pipelines.called import processes_of
 from trainer import storage
 from trainer.events import Event, Progress, parse
@@ -20,7 +20,7 @@ from trainer.events import Event, Progress, parse
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
 FLOTILLA = [sys.executable, "-c", "from pipelines.cli.__main__ import main; main()"]
-# Whose loss costs no steps under which strategy.
+# The roles whose loss costs no steps, by strategy.
 SPARED = {
     "async_parameter_server": ("worker", "evaluator"),
     "sync_parameter_server": ("worker", "evaluator"),
@@ -28,7 +28,7 @@ SPARED = {
 Say = Callable[[str], None]
 
 
-def lived(plan: Plan, folder: Path, say: Say) -> Lived:
+def run_plan(plan: Plan, folder: Path, say: Say) -> Outcome:
     """Run a plan below `folder`, where the dataset of other runs is reused."""
     return _Run(plan, folder, say).to_its_end()
 
@@ -40,13 +40,13 @@ class _Run:
         self._read: dict[Path, int] = {}
         self._store = folder / "store"
         self._say = say
-        self._blows = list(plan.blows)
-        self._found = Lived(checkpoints="", steps=STEPS, every=EVERY)
+        self._faults = list(plan.faults)
+        self._found = Outcome(checkpoints="", steps=STEPS, every=EVERY)
 
-    def to_its_end(self) -> Lived:
-        """Start the run, and resume it as long as it fails and blows may be the reason."""
+    def to_its_end(self) -> Outcome:
+        """Start the run, and resume it as long as it fails and faults may be the reason."""
         root = storage.uri_of(self._store)
-        # Of one name they would be held against each other.
+        # Models of one name would be compared with each other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
         settings = {**self._plan.settings(), **own}
         options = [f"--set={name}={value}" for name, value in settings.items()]
@@ -55,46 +55,46 @@ class _Run:
         (config,) = self._workdir.glob("*/config.json")
         run_id = config.parent.name
         self._found.checkpoints = storage.join(root, run_id, "checkpoints")
-        for _ in self._plan.blows:
+        for _ in self._plan.faults:
             if self._found.ends[-1][0] != 1:
                 break
             self._tried([*arguments, "--resume", run_id])
         return self._found
 
     def _tried(self, arguments: list[str]) -> None:
-        """Start or resume the run, strike what is due, and take in how it ended."""
+        """Start or resume the run, inject the faults that are due, and record how it ended."""
         self._workdir.mkdir(parents=True, exist_ok=True)
         errors = self._workdir / "errors.txt"
-        with errors.open("w") as said:
+        with errors.open("w") as stderr:
             process = subprocess.Popen(
-                [*FLOTILLA, *arguments], stdout=subprocess.DEVNULL, stderr=said
+                [*FLOTILLA, *arguments], stdout=subprocess.DEVNULL, stderr=stderr
             )
         self._follow(process)
         process.wait()
-        words = errors.read_text(encoding="utf-8", errors="replace")
-        last = [line for line in words.splitlines() if line.startswith("flotilla: ")]
+        text = errors.read_text(encoding="utf-8", errors="replace")
+        last = [line for line in text.splitlines() if line.startswith("flotilla: ")]
         self._say(f"  exit code {process.returncode}{f': {last[0]}' if last else ''}")
         found = self._found
-        found.tracebacks += words.count("Traceback")
+        found.tracebacks += text.count("Traceback")
         found.ends.append((process.returncode, " | ".join(last)))
         found.left += [" ".join(each.cmdline()) for each in processes_of(self._workdir)]
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
-        ground = None
+        target = None
         for event in _events(process, self._workdir, self._read):
             self._found.events.append(event)
             if isinstance(event, Progress):
-                ground = ground or _ground(self._workdir, self._store, self._plan.seed)
-                self._strike(ground, event.global_step)
-        if ground:
-            ground.leave()
-            self._found.torn |= ground.torn
+                target = target or _target(self._workdir, self._store, self._plan.seed)
+                self._inject(target, event.global_step)
+        if target:
+            target.cancel()
+            self._found.torn |= target.torn
 
-    def _strike(self, ground: Ground, step: int) -> None:
-        while self._blows and step >= self._blows[0].step:
-            blow = self._blows.pop(0)
-            self._say(f"  {blow}: {strike(blow, ground)}")
-            self._found.losses += _costs_an_attempt(self._plan, blow)
+    def _inject(self, target: Target, step: int) -> None:
+        while self._faults and step >= self._faults[0].step:
+            fault = self._faults.pop(0)
+            self._say(f"  {fault}: {inject(fault, target)}")
+            self._found.losses += _costs_an_attempt(self._plan, fault)
 
 
 def _events(
@@ -118,17 +118,17 @@ def _events(
         time.sleep(0.1)
 
 
-def _ground(workdir: Path, store: Path, seed: int) -> Ground:
+def _target(workdir: Path, store: Path, seed: int) -> Target:
     (config,) = workdir.glob("*/config.json")
     run = config.parent
     published = store / run.name / "checkpoints"
-    return Ground(run / "cluster", published, random.Random(seed))
+    return Target(run / "cluster", published, random.Random(seed))
 
 
-def _costs_an_attempt(plan: Plan, blow: Blow) -> bool:
-    if blow.kind == "pause":
+def _costs_an_attempt(plan: Plan, fault: Fault) -> bool:
+    if fault.kind == "pause":
         return False
-    role = blow.task.partition("-")[0]
+    role = fault.task.partition("-")[0]
     return role not in SPARED.get(plan.strategy, ("evaluator",))
 
 

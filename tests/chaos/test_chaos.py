@@ -1,4 +1,4 @@
-"""Three runs of chaos: a stopped worker, a lost server, a torn checkpoint, a full disk, a kill."""
+"""Three runs with faults: a stopped worker, a lost server, a torn checkpoint, a full disk, a kill."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Each invariant finds what breaks it; a plan is the same for the same seed."""
+"""Each invariant finds its violation; a plan is the same for the same seed."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.chaos.invariants import INVARIANTS, Lived, broken, repeated
-from tests.chaos.plan import STEPS, STRATEGIES, drawn
+from tests.chaos.invariants import INVARIANTS, Outcome, repeated, violations_of
+from tests.chaos.plan import STEPS, STRATEGIES, draw_plan
 from trainer import storage
 from trainer.events import AttemptBegin, Progress
 
@@ -22,7 +22,7 @@ def publish(folder, step):
 @pytest.fixture
 def sound(tmp_path):
     publish(tmp_path, 3000)
-    return Lived(
+    return Outcome(
         checkpoints=storage.uri_of(tmp_path / "checkpoints"),
         steps=3000,
         every=250,
@@ -40,13 +40,13 @@ def progress(step):
     return Progress(global_step=step, steps=3000, loss=1.0, steps_per_second=1.0, seconds_left=0.0)
 
 
-def test_a_sound_run_breaks_none(sound):
-    assert broken(sound) == []
+def test_a_sound_run_violates_none(sound):
+    assert violations_of(sound) == []
     assert repeated(sound) == 200
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "expected"),
     [
         ({"ends": [(1, "x")]}, "it did not end blessed: exit code 1"),
         ({"ends": [(1, "no more"), (0, "")]}, "a try ended with exit code 1 and no way to resume"),
@@ -57,35 +57,41 @@ def test_a_sound_run_breaks_none(sound):
         ({"left": ["python -m trainer task"]}, "a process is left: python -m trainer task"),
     ],
 )
-def test_what_is_broken_is_said(sound, change, said):
+def test_a_violation_is_described(sound, change, expected):
     for name, value in change.items():
         setattr(sound, name, value)
-    (words,) = broken(sound)
-    assert words.startswith(said)
+    (violation,) = violations_of(sound)
+    assert violation.startswith(expected)
 
 
-def test_a_torn_checkpoint_is_found_unless_chaos_has_torn_it(sound, tmp_path):
+def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
     path = publish(tmp_path, 2750)
     (path / "data").write_bytes(b"0123456780")
-    (words,) = broken(sound)
-    assert words.startswith(f"a checkpoint is torn: {storage.uri_of(path)} is damaged")
+    (violation,) = violations_of(sound)
+    assert violation.startswith(f"a checkpoint is torn: {storage.uri_of(path)} is damaged")
     sound.torn.add(path)
-    assert broken(sound) == []
+    assert violations_of(sound) == []
 
 
-def test_every_invariant_says_what_it_is():
+def test_every_invariant_is_documented():
     assert all(each.__doc__ for each in INVARIANTS)
 
 
 def test_a_seed_is_a_plan():
-    plans = [drawn(seed) for seed in range(200)]
-    assert plans == [drawn(seed) for seed in range(200)]
+    plans = [draw_plan(seed) for seed in range(200)]
+    assert plans == [draw_plan(seed) for seed in range(200)]
     assert {plan.strategy for plan in plans} == set(STRATEGIES)
-    blows = [(plan, blow) for plan in plans for blow in plan.blows]
-    assert {blow.kind for _, blow in blows} == {"kill", "stop", "pause", "full disk", "torn file"}
-    assert {blow.task.partition("-")[0] for _, blow in blows} == {
+    faults = [(plan, fault) for plan in plans for fault in plan.faults]
+    assert {fault.kind for _, fault in faults} == {
+        "kill",
+        "stop",
+        "pause",
+        "full disk",
+        "torn file",
+    }
+    assert {fault.task.partition("-")[0] for _, fault in faults} == {
         "", "chief", "ps", "worker", "evaluator",
     }  # fmt: skip
-    for plan, blow in blows:
-        assert not blow.task or blow.task in plan.tasks()
-        assert 0 < blow.step < STEPS
+    for plan, fault in faults:
+        assert not fault.task or fault.task in plan.tasks()
+        assert 0 < fault.step < STEPS

@@ -1,4 +1,4 @@
-"""What the local cluster survives, and what it leaves when it does not: real kills."""
+"""Which kills the local cluster survives, and what is left where it does not."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from tests.cluster.launched import Launched, launched
 from trainer.events import AttemptBegin, Progress, Restart, TaskFailed
+from trainer.strategies.async_parameter_server import MAX_PORTION
 
 pytestmark = pytest.mark.cluster
 
@@ -21,7 +22,7 @@ SETTINGS = {
 
 
 def applied(run: Launched) -> int:
-    """Return the updates that were applied over all lives, repeated ones counted each time."""
+    """Return the updates that were applied over all attempts, repeated ones counted each time."""
     total, reached = 0, 0
     for event in run.seen:
         if isinstance(event, AttemptBegin):
@@ -46,8 +47,8 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(running):
     assert [e.task for e in running.events(Restart)] == ["worker-1"]
     assert running.events(Restart)[0].cause == "signal SIGKILL"
     assert len(running.events(AttemptBegin)) == 1
-    # A closure that was under way is done again as a whole: at most its 50 steps too many.
-    assert STEPS <= running.newest() <= STEPS + 50
+    # A portion that was under way is run again as a whole.
+    assert STEPS <= running.newest() <= STEPS + MAX_PORTION
 
 
 def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(running):

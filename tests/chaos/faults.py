@@ -1,4 +1,4 @@
-"""What can be done to a run, and is really done: signals, files, limits of the kernel."""
+"""The injection of faults into a run: signals, files, limits of the kernel."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from pathlib import Path
 
 import psutil
 
-from tests.chaos.plan import Blow
+from tests.chaos.plan import Fault
 
-# Less than any checkpoint: what the disk has left.
+# The free space of a full disk, less than any checkpoint.
 ROOM = 4096
 
 
-class Ground:
-    """Where blows fall: the processes and files of one run."""
+class Target:
+    """The processes and files of one run."""
 
     def __init__(self, cluster: Path, published: Path, draw: random.Random) -> None:
-        """Know the folders of the tasks and of the checkpoints; `draw` where there is a choice."""
+        """Use the folders of the tasks and of the published checkpoints, and a random generator."""
         self._cluster = cluster
         self._published = published
         self.draw = draw
@@ -44,36 +44,36 @@ class Ground:
         return sorted(self._published.glob("step-*/variables.data-*"))
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something after a while, unless the run has ended before."""
+        """Call `action` after some seconds, unless the run has ended before."""
         timer = threading.Timer(seconds, action)
         timer.daemon = True
         timer.start()
         self._timers.append(timer)
 
-    def leave(self) -> None:
-        """Do nothing of it any more."""
+    def cancel(self) -> None:
+        """Cancel all calls that are still to come."""
         for timer in self._timers:
             timer.cancel()
 
 
-def strike(blow: Blow, ground: Ground) -> str:
-    """Do it; return what came of it, in a few words."""
+def inject(fault: Fault, target: Target) -> str:
+    """Inject a fault; return what came of it, in a few words."""
     try:
-        return BLOWS[blow.kind](blow, ground)
+        return FAULTS[fault.kind](fault, target)
     except psutil.NoSuchProcess:
         return "it was gone before"
 
 
-def _kill(blow: Blow, ground: Ground) -> str:
-    return _signal(blow, ground, signal.SIGKILL)
+def _kill(fault: Fault, target: Target) -> str:
+    return _signal(fault, target, signal.SIGKILL)
 
 
-def _stop(blow: Blow, ground: Ground) -> str:
-    return _signal(blow, ground, signal.SIGSTOP)
+def _stop(fault: Fault, target: Target) -> str:
+    return _signal(fault, target, signal.SIGSTOP)
 
 
-def _pause(blow: Blow, ground: Ground) -> str:
-    process = ground.task(blow.task)
+def _pause(fault: Fault, target: Target) -> str:
+    process = target.task(fault.task)
     if process is None:
         return "it was not there"
     process.send_signal(signal.SIGSTOP)
@@ -82,21 +82,21 @@ def _pause(blow: Blow, ground: Ground) -> str:
         if process.is_running():
             process.send_signal(signal.SIGCONT)
 
-    ground.later(blow.seconds, go_on)
+    target.later(fault.seconds, go_on)
     return "done"
 
 
-def _signal(blow: Blow, ground: Ground, number: signal.Signals) -> str:
-    process = ground.task(blow.task)
+def _signal(fault: Fault, target: Target, number: signal.Signals) -> str:
+    process = target.task(fault.task)
     if process is None:
         return "it was not there"
     process.send_signal(number)
     return "done"
 
 
-def _full_disk(_blow: Blow, ground: Ground) -> str:
-    """Let no file of the leader grow any more; a later process has room again."""
-    process = ground.task("chief-0") or ground.task("worker-0")
+def _full_disk(_fault: Fault, target: Target) -> str:
+    """Limit the size of the leader's files; a later process has no such limit."""
+    process = target.task("chief-0") or target.task("worker-0")
     if process is None:
         return "nobody was there to write"
     _, hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)
@@ -104,26 +104,26 @@ def _full_disk(_blow: Blow, ground: Ground) -> str:
     return "done"
 
 
-def _torn_file(_blow: Blow, ground: Ground) -> str:
-    """Tear the newest checkpoint, and kill the leader, which has to find another one."""
-    published = ground.checkpoints()
+def _torn_file(_fault: Fault, target: Target) -> str:
+    """Damage the newest checkpoint, and kill the leader, which has to find another one."""
+    published = target.checkpoints()
     if not published:
         return "there was no checkpoint"
     path = published[-1]
     data = bytearray(path.read_bytes())
-    if ground.draw.random() < 0.5:
+    if target.draw.random() < 0.5:
         del data[len(data) // 2 :]
     else:
-        data[ground.draw.randrange(len(data))] ^= 1 << ground.draw.randrange(8)
+        data[target.draw.randrange(len(data))] ^= 1 << target.draw.randrange(8)
     path.write_bytes(data)
-    ground.torn.add(path.parent)
-    leader = ground.task("chief-0") or ground.task("worker-0")
+    target.torn.add(path.parent)
+    leader = target.task("chief-0") or target.task("worker-0")
     if leader:
         leader.kill()
     return path.parent.name
 
 
-BLOWS: dict[str, Callable[[Blow, Ground], str]] = {
+FAULTS: dict[str, Callable[[Fault, Target], str]] = {
     "kill": _kill,
     "stop": _stop,
     "pause": _pause,
