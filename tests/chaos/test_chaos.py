@@ -1,4 +1,4 @@
-"""Three runs with faults: a stopped worker, a lost server, a torn checkpoint, a full disk, a kill."""
+"""Three runs with faults: kills, a stopped worker, a torn checkpoint, a full disk."""
 
 from __future__ import annotations
 

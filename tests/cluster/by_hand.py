@@ -41,7 +41,7 @@ class ByHand:
         return (self.folder / f"{task}.log").read_text(encoding="utf-8")
 
     def start(self, task: Task, flags: tuple[str, ...] = ()) -> None:
-        """Start a task, told by TF_CONFIG or else by flags."""
+        """Start a task, with TF_CONFIG or else with flags."""
         config = self.folder / "config.json"
         config.write_text(parse_config(self.config).model_dump_json(), encoding="utf-8")
         settings = {**os.environ, **signals.parent_environment(), "GRPC_FAIL_FAST": "use_caller"}

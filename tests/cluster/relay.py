@@ -61,8 +61,8 @@ class Relay:
 def count(counter: str) -> int:
     """Return the bytes that were passed on so far; `counter` is the relay's address for that."""
     host, _, port = counter.rpartition(":")
-    with socket.create_connection((host, int(port))) as told:
-        return int(told.makefile().read())
+    with socket.create_connection((host, int(port))) as peer:
+        return int(peer.makefile().read())
 
 
 def _in_background(function: Callable[..., None], *args: object) -> None:

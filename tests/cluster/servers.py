@@ -4,7 +4,7 @@
         outcome = servers.lead(Trial(config, "tests.cluster.problems:equal", runs=[20]))
 
 Every task is a process with a folder of its own. A process can join one TensorFlow cluster in its
-life, so a strategy is led by a process too (`tests.cluster.lead`), which says what came of it. One
+lifetime, so a process leads the strategy too (`tests.cluster.lead`), and prints the results. One
 set of servers may serve any number of leading processes, one after the other.
 """
 
@@ -56,7 +56,7 @@ class Outcome:
     Attributes:
         reports: a dict for each run: `loss`, `figures`, `global_step`.
         variables: the values of all variables in the end, nested lists by path.
-        devices: where each variable stands.
+        devices: the device of each variable.
         global_step: the exact counter in the end.
         learning_rate: of the next update.
         totals: what the problem sums up, over all parts, where it is measured.

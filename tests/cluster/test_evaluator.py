@@ -1,4 +1,4 @@
-"""The evaluator beside training: it measures every checkpoint, and its deaths are its own."""
+"""The evaluator during training: it measures every checkpoint, and may die without harm."""
 
 from __future__ import annotations
 

@@ -92,8 +92,8 @@ def test_it_goes_on_from_the_checkpoint_of_another_strategy(dataset, tmp_path, h
     with launched(settings(second, STEPS, **cluster), dataset, tmp_path) as run:
         code, said = run.end()
     assert code == 0, said
-    (life,) = run.events(AttemptBegin)
-    assert (life.resumed, life.global_step) == (True, STEPS // 2)
+    (attempt,) = run.events(AttemptBegin)
+    assert (attempt.resumed, attempt.global_step) == (True, STEPS // 2)
     assert counted(run) == STEPS
     manifests = [manifest.fields for _, manifest in storage.published(run.checkpoints)]
     strategies = [fields["strategy"] for fields in manifests]

@@ -102,10 +102,10 @@ def test_after_a_kill_the_next_launcher_begins_at_once(dataset, tmp_path):
     reached = run.newest()
     steps = {**SETTINGS, "training": {**SETTINGS["training"], "steps": reached + 100}}
     with launched(steps, dataset, tmp_path / "run") as again:
-        life = again.wait_for(lambda event: isinstance(event, AttemptBegin))
+        attempt = again.wait_for(lambda event: isinstance(event, AttemptBegin))
         code, said = again.end()
     assert code == 0, said
-    assert life.global_step == reached
+    assert attempt.global_step == reached
     (taken,) = again.events(LeaseTakenOver)
     assert taken.reason == "has ended"
     assert [each.released for each in holders(again)] == [True]
@@ -133,10 +133,10 @@ def test_a_retry_on_another_machine_waits_for_the_lease_of_the_attempt_before(da
     with launched(steps, dataset, tmp_path / "run") as again:
         again.wait_for(lambda event: isinstance(event, LeaseAwaited))
         storage.delete(place)
-        life = again.wait_for(lambda event: isinstance(event, AttemptBegin))
+        attempt = again.wait_for(lambda event: isinstance(event, AttemptBegin))
         code, said = again.end()
     assert code == 0, said
-    assert life.global_step == reached
+    assert attempt.global_step == reached
     assert again.events(Restart) == []
 
 

@@ -190,8 +190,8 @@ def test_training_goes_on_where_it_was_left(dataset, tmp_path: Path):
     with launched(settings(steps=350), dataset, tmp_path) as second:
         code, said = second.end()
     assert code == 0, said
-    (life,) = second.events(AttemptBegin)
-    assert (life.resumed, life.global_step) == (True, 200)
+    (attempt,) = second.events(AttemptBegin)
+    assert (attempt.resumed, attempt.global_step) == (True, 200)
     assert second.newest() == 350
     steps = [row["global_step"] for row in second.history()]
     assert steps == sorted(set(steps))

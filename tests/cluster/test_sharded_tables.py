@@ -1,4 +1,4 @@
-"""Tables of a thousand and of a million rows on two parameter servers: what stands and moves where.
+"""Large embedding tables on two parameter servers: what is placed and sent where.
 
 Everything that the tasks send each other goes through a relay that counts it.
 """
@@ -24,7 +24,7 @@ SMALL, LARGE = 1000, 1_000_000
 BATCH = 64
 # A row down and its gradient up, each with its id.
 EXAMPLE = 2 * (DIMENSION * 4 + 8)
-# Of what a step says beside that: announcements, learning rate, counters, the small variables.
+# The other messages of a step: announcements, learning rate, counters, the small variables.
 ROUND_TRIPS = 20_000
 
 
@@ -96,7 +96,7 @@ def test_half_of_the_rows_stand_on_each_server(asynchronous):
         assert [shapes[f"model/table/shard_{n}"] for n in (0, 1)] == [[rows // 2, DIMENSION]] * 2
 
 
-def test_the_slots_of_the_optimizer_stand_beside_their_shard(asynchronous):
+def test_the_slots_of_the_optimizer_are_on_the_server_of_their_shard(asynchronous):
     devices = asynchronous[0]["devices"]
     for shard in ("shard_0", "shard_1"):
         slots = [path for path in devices if path.startswith("optimizer/") and shard in path]

@@ -1,4 +1,4 @@
-"""The rows of `history.jsonl`: whole, in order, and cut back to the checkpoint by a new life."""
+"""The rows of `history.jsonl`: whole, in order, and cut back to the checkpoint by a new attempt."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_came_after_the_checkpoint_is_made_again(uri, start, kept):
     second = History(uri, start=start)
     assert [each["global_step"] for each in second.rows] == kept
     assert second.seconds() == (kept[-1] / 10 if kept else 0.0)
-    # Until the new life has a row of its own the old file stands: whoever draws it loses nothing.
+    # Until the new attempt has a row of its own the old file stays complete.
     assert len(read_history(uri)) == 3
     second.add(row(99))
     assert [each["global_step"] for each in read_history(uri)] == [*kept, 99]

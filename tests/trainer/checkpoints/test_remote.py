@@ -44,7 +44,7 @@ def of(uri, tmp_path):
 
     made = []
     yield _of
-    # What a life that is over for the test still carries ends with the server.
+    # An upload of an attempt that is over for the test ends with the server.
     for kept in made:
         with suppress(UserError, ZeroDivisionError), kept.flushed():
             pass
@@ -247,8 +247,8 @@ def test_a_bug_in_the_background_ends_training(of, monkeypatch):
         kept.save(variables(1), io_device=None, fields={})
 
 
-class Looks(NoLease):
-    """A lock that is found to be lost at a look."""
+class Checked(NoLease):
+    """A lease that is found to be lost at its n-th check."""
 
     def __init__(self, lost_at):
         self._left = lost_at
@@ -260,18 +260,18 @@ class Looks(NoLease):
 
 
 @pytest.mark.parametrize(
-    ("lost_at", "stands"), [(1, "of the other"), (2, "of the other"), (9, "mine")]
+    ("lost_at", "stored"), [(1, "of the other"), (2, "of the other"), (9, "mine")]
 )
-def test_what_stands_in_the_way_goes_by_the_holders_hand_alone(of, uri, lost_at, stands):
+def test_only_the_holder_of_the_lease_replaces_a_checkpoint(of, uri, lost_at, stored):
     """The second look comes after an upload, which may have taken long."""
     other, kept = of("another machine"), of()
     with other.flushed():
         save(other, 10, strategy="of the other")
-    kept.lease = Looks(lost_at)
-    said = pytest.raises(LeaseLostError) if stands != "mine" else nullcontext()
-    with said, kept.flushed():
+    kept.lease = Checked(lost_at)
+    expected = pytest.raises(LeaseLostError) if stored != "mine" else nullcontext()
+    with expected, kept.flushed():
         save(kept, 10, strategy="mine")
-    assert storage.verify(storage.join(uri, "step-00000010")).fields["strategy"] == stands
+    assert storage.verify(storage.join(uri, "step-00000010")).fields["strategy"] == stored
 
 
 def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):

@@ -56,8 +56,8 @@ def test_it_takes_the_weights_and_begins_at_global_step_0(run, before):
     assert run.train(steps=20, keep=100, warm_start=checkpoint_of(before)) == 20
     assert run.steps() == [0, 10, 20]
     assert [run.weight(step) for step in run.steps()] == [15.0, 20.0, 25.0]
-    (life,) = run.events(AttemptBegin)
-    assert (life.global_step, life.resumed) == (0, False)
+    (attempt,) = run.events(AttemptBegin)
+    assert (attempt.global_step, attempt.resumed) == (0, False)
 
 
 def test_it_is_said_and_stands_in_every_manifest(run, before):

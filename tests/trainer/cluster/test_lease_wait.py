@@ -1,4 +1,4 @@
-"""A lock whose holder may be dead: waited for until it shows life, ends, or expires."""
+"""A lease whose holder may be dead: waited for until it is renewed, released, or expires."""
 
 from __future__ import annotations
 

@@ -88,21 +88,21 @@ def test_a_machine_without_gpus(present):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Let TensorFlow see a number of GPUs, and remember what it is told about each."""
-    told = []
+    """Let TensorFlow see a number of GPUs, and record its calls about each."""
+    calls = []
 
     def give(count):
         devices = [f"GPU:{index}" for index in range(count)]
         monkeypatch.setattr(tf.config, "list_physical_devices", lambda _kind: devices)
         monkeypatch.setattr(
-            tf.config.experimental, "set_memory_growth", lambda gpu, on: told.append((gpu, on))
+            tf.config.experimental, "set_memory_growth", lambda gpu, on: calls.append((gpu, on))
         )
         monkeypatch.setattr(
             tf.config,
             "set_logical_device_configuration",
-            lambda gpu, parts: told.append((gpu, [part.memory_limit for part in parts])),
+            lambda gpu, parts: calls.append((gpu, [part.memory_limit for part in parts])),
         )
-        return told
+        return calls
 
     return give
 
@@ -125,12 +125,12 @@ def test_this_machine_without_gpus_is_refused_one():
 
 
 def test_memory_grows_on_demand(seen):
-    told = seen(2)
+    calls = seen(2)
     configure_gpus(config_of(2), task("worker"))
-    assert told == [("GPU:0", True), ("GPU:1", True)]
+    assert calls == [("GPU:0", True), ("GPU:1", True)]
 
 
 def test_memory_is_a_fixed_share_where_one_is_set(seen):
-    told = seen(2)
+    calls = seen(2)
     configure_gpus(config_of(1, gpu_memory_mb=512), task("worker"))
-    assert told == [("GPU:0", [512]), ("GPU:1", [512])]
+    assert calls == [("GPU:0", [512]), ("GPU:1", [512])]

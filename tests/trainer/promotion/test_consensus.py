@@ -1,4 +1,4 @@
-"""All who ask get one answer: whatever the order of their reads and writes, and whoever dies."""
+"""All proposers get one decision, in any order of reads and writes, whichever of them die."""
 
 from __future__ import annotations
 
@@ -118,10 +118,10 @@ def test_in_whatever_order_they_act_all_get_the_same(notes: dict[str, bytes], dy
                     chosen.go()
             if chosen.answer is not None:
                 chosen.thread.join()
-        told = [each.answer for each in askers if each.answer is not None]
-        assert len(told) >= 3 - dying
-        assert all(answer == told[0] for answer in told), f"seed {seed}"
-        answers.add(told[0]["by"])
+        answered = [each.answer for each in askers if each.answer is not None]
+        assert len(answered) >= 3 - dying
+        assert all(answer == answered[0] for answer in answered), f"seed {seed}"
+        answers.add(answered[0]["by"])
     assert answers == {"a", "b", "c"}, "each wins some day"
 
 
@@ -134,8 +134,8 @@ def test_who_asks_alone_gets_its_own_proposal_and_all_later_ones_get_it_too(tmp_
 def test_many_threads_on_files(tmp_path: Path) -> None:
     uri = storage.uri_of(tmp_path / "question")
     with ThreadPoolExecutor(8) as pool:
-        told = list(pool.map(lambda n: consensus.decide(uri, {"by": n})["by"], range(8)))
-    assert len(set(told)) == 1
+        answered = list(pool.map(lambda n: consensus.decide(uri, {"by": n})["by"], range(8)))
+    assert len(set(answered)) == 1
 
 
 def test_what_a_dead_one_had_accepted_is_taken_over(tmp_path: Path) -> None:

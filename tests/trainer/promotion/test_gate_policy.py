@@ -122,7 +122,7 @@ def test_only_a_real_loss_is_worse(tmp_path: Path, gained: int, lost: int, bless
     assert check(tmp_path, {}, champion=champion(gained, lost)).blessed is blessed
 
 
-def test_a_refusal_beside_the_champion_says_both_figures(tmp_path: Path) -> None:
+def test_a_refusal_against_the_champion_names_both_metrics(tmp_path: Path) -> None:
     [reason] = check(tmp_path, {}, champion=champion(0, 40)).reasons
     assert reason.startswith("p_worse ")
     assert reason.endswith(

@@ -1,4 +1,4 @@
-"""Which code a model was made by: told by the image, or by the checkout itself."""
+"""The commit that made a model: that of the image, or of the checkout."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def test_an_image_says_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lineage.commit() == "abc"
 
 
-@pytest.mark.parametrize("told", [None, ""])
+@pytest.mark.parametrize("of_image", [None, ""])
 def test_a_checkout_is_asked(
-    checkout: Path, monkeypatch: pytest.MonkeyPatch, told: str | None
+    checkout: Path, monkeypatch: pytest.MonkeyPatch, of_image: str | None
 ) -> None:
-    if told is not None:
+    if of_image is not None:
         # As an image that was built without git.
-        monkeypatch.setenv(lineage.COMMIT, told)
+        monkeypatch.setenv(lineage.COMMIT, of_image)
     commit = git(checkout, "rev-parse", "HEAD")
     assert len(commit) == 40
     assert lineage.commit() == commit

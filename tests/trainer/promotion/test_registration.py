@@ -1,4 +1,4 @@
-"""What stands between an exported model and the championship."""
+"""The rules that an exported model has to pass before it is promoted."""
 
 from __future__ import annotations
 

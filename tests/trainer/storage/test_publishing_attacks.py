@@ -137,7 +137,7 @@ def test_a_rival_that_uploads_meanwhile_harms_nobody(
     slow, quick = make("slow", {"x": b"slow", "y": b"1"}), make("quick", {"x": b"quick"})
     uploaded, once = threading.Event(), threading.Event()
 
-    def rival(request: str) -> None:
+    def opponent(request: str) -> None:
         if once.is_set():
             return
         if request.startswith(("POST", "PUT")):
@@ -147,7 +147,7 @@ def test_a_rival_that_uploads_meanwhile_harms_nobody(
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(storage.publish, quick, uri, kind="x").result()
 
-    bucket.plan.before = rival
+    bucket.plan.before = opponent
     try:
         with pytest.raises(storage.Conflict):
             storage.publish(slow, uri, kind="x")

@@ -1,4 +1,4 @@
-"""Which variable stands where: balance, servers by name, and what is refused."""
+"""The placement of variables: balance, servers by name, and what is refused."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_glob_is_held_against_the_paths_of_the_model():
 
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
-def test_slots_made_beside_their_variables_update_as_any(name):
+def test_slots_on_the_servers_of_their_variables_update_alike(name):
     def updated(build):
         model = two_layers()
         optimizer = getattr(keras.optimizers, name)(0.1, weight_decay=0.01)
@@ -150,7 +150,7 @@ def test_slots_made_beside_their_variables_update_as_any(name):
         assert mine == pytest.approx(theirs, rel=1e-4)
 
 
-def test_a_schedule_is_computed_beside_the_counter_that_it_reads():
+def test_a_schedule_is_computed_on_the_server_of_its_counter():
     model = two_layers()
     optimizer = keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(0.1, 100))
     build_slots(optimizer, model)

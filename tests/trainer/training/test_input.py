@@ -19,7 +19,7 @@ ALL, SECOND = (0, 1, 2), (1,)
 
 
 def published(folder, shards):
-    """Publish a dataset of these numbers of shards; what stands in them nobody reads here."""
+    """Publish a dataset of these numbers of shards; their content is not read here."""
     fields = {
         "dataset_schema": SCHEMA,
         "splits": {split: {"shards": [1] * count} for split, count in shards.items()},

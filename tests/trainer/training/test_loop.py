@@ -56,7 +56,7 @@ def test_only_the_newest_are_kept(run, keep, left):
     assert run.steps() == left
 
 
-def test_checkpoints_by_the_clock_beside_those_by_steps(run):
+def test_checkpoints_by_the_clock_and_by_steps(run):
     run.train(steps=40, keep=100, checkpoint_every=1000, checkpoint_seconds=1e-9)
     assert run.steps() == [0, 10, 20, 30, 40]
 
@@ -159,7 +159,7 @@ def test_updates_beyond_what_was_asked_are_counted_and_reported(run):
     assert run.weight(33) == 16.5
 
 
-def test_progress_is_told_while_it_goes_on(run):
+def test_progress_is_emitted_during_training(run):
     run.train(steps=20)
     (attempt,) = run.events(AttemptBegin)
     assert (attempt.global_step, attempt.steps, attempt.resumed) == (0, 20, False)

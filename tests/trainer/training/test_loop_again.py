@@ -1,4 +1,4 @@
-"""A new life of a run: from which checkpoint it goes on, and what it makes of what was left."""
+"""A new attempt of a run: from which checkpoint it resumes, and what it keeps of its history."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_lost_cluster_is_not_this_loops_to_mend(run):
 
 
 @pytest.mark.parametrize("until", [15, 25, 35, 45])
-def test_patience_outlives_its_life(run, until):
+def test_early_stopping_counts_over_attempts(run, until):
     values = dict(zip((10, 20, 30, 40, 50), (3, 4, 2, 5, 6), strict=True))
     given = {"patience": 2, "validate": lambda strategy: {"loss": values[strategy.global_step()]}}
     with pytest.raises(ClusterLostError):
@@ -154,7 +154,7 @@ def test_patience_outlives_its_life(run, until):
     assert run.rows("validation_loss") == [3, 4, 2, 5, 6]
 
 
-def test_patience_that_has_ended_stays_at_its_end(run):
+def test_a_run_that_stopped_early_stays_stopped(run):
     given = {"patience": 1, "validate": lambda _strategy: {"loss": 1.0}}
     assert run.train(steps=90, **given) == 20
     assert run.train(steps=90, **given) == 20
