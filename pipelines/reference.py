@@ -121,11 +121,13 @@ def _schedules(path: str) -> Iterator[str]:
 def _key_row(path: str, name: str, field: FieldInfo) -> tuple[str, ...]:
     where = _joined(path, name)
     inner = _inner(field.annotation)
-    said = field.description or paragraph(inner.__doc__ or "") if inner else field.description or ""
+    meaning = (
+        field.description or paragraph(inner.__doc__ or "") if inner else field.description or ""
+    )
     if inner and inner is field.annotation:
-        return (code(where), "section", "", "", said)
+        return (code(where), "section", "", "", meaning)
     kind = _annotated((field.annotation, *field.metadata))
-    return (code(where), kind, _default(field), _allowed(field), said)
+    return (code(where), kind, _default(field), _allowed(field), meaning)
 
 
 def _joined(path: str, name: str) -> str:

@@ -150,7 +150,7 @@ def apply(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
             step.retries,
             backoff_duration="60s",
             backoff_factor=2.0,
-            # KFP counts from the begin of the first attempt to the end of each later one: its
+            # KFP counts from the start of the first attempt to the end of each later one: its
             # default of one hour would allow no second attempt of a longer step.
             backoff_max_duration=f"{RUN_SECONDS}s",
         )

@@ -83,8 +83,8 @@ def checks(options: DoctorOptions) -> list[Check]:
 def _of_config(options: DoctorOptions) -> Iterator[Check]:
     config = options.config
     if isinstance(config, UserError):
-        said = Finding("fail", str(config), "flotilla doctor --help")
-        yield Check(name=CONFIGURATION, look=lambda: said)
+        message = Finding("fail", str(config), "flotilla doctor --help")
+        yield Check(name=CONFIGURATION, look=lambda: message)
         for name in ("packages", "storage", API):
             yield Check(name=name, look=_never, needs=(CONFIGURATION,))
         yield Check(name="disk", look=partial(machine.disk, options.workdir))
@@ -103,8 +103,8 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
     else:
         if options.image:
             yield Check(name="image", look=lambda: named_objects.judge_images([options.image]))
-        said = Finding("skipped", "cluster.launcher is local; --kubernetes looks all the same")
-        yield Check(name=API, look=lambda: said)
+        message = Finding("skipped", "cluster.launcher is local; --kubernetes checks it anyway")
+        yield Check(name=API, look=lambda: message)
 
 
 def _never() -> Finding:
@@ -123,8 +123,10 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
 
 def _storage(config: Config, workdir: Path) -> Check:
     if config.cluster.launcher == "tfjob" and not config.storage.root:
-        said = Finding("skipped", "storage.root is empty: it is the pipeline root of each KFP run")
-        return Check(name="storage", look=lambda: said)
+        message = Finding(
+            "skipped", "storage.root is empty: it is the pipeline root of each KFP run"
+        )
+        return Check(name="storage", look=lambda: message)
     root = root_of(config, workdir)
     try:
         probe, show = Probe(root), storage.remedy_for(root, SILENT)
@@ -204,15 +206,15 @@ def show_instance(instance: Instance) -> str:
 def instance_answers(instance: Instance) -> Finding:
     """Check the instance that options or the environment name; raises `UserError`."""
     if not is_named(instance.endpoint):
-        said = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
-        return Finding("skipped", said)
+        message = f"no instance is named: give --endpoint, or set {ENDPOINT[0]}"
+        return Finding("skipped", message)
     access = instance.access()
     found = health(access)
     if found.is_shared and not access.namespace:
-        said = f"{access.endpoint} has several users: give --namespace, or set {NAMESPACE[0]}"
-        return Finding("fail", said, "flotilla doctor --namespace NAMESPACE")
+        message = f"{access.endpoint} has several users: give --namespace, or set {NAMESPACE[0]}"
+        return Finding("fail", message, "flotilla doctor --namespace NAMESPACE")
     if not found.version:
-        said = f"{access.endpoint} answers, but does not give its version"
-        return Finding("warn", said, show_instance(instance))
+        message = f"{access.endpoint} answers, but does not give its version"
+        return Finding("warn", message, show_instance(instance))
     where = f", in {access.namespace}" if found.is_shared else ""
     return Finding("ok", f"{access.endpoint} is KFP {found.version}{where}")

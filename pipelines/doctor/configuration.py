@@ -30,13 +30,13 @@ def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> F
     folder = config.data.manual_dir
     if folder and not Path(folder).is_dir():
         if not elsewhere:
-            said = f"data.manual_dir: there is no folder {folder}"
-            return Finding("fail", said, _setting("data.manual_dir=FOLDER"))
-        said = (
+            message = f"data.manual_dir: there is no folder {folder}"
+            return Finding("fail", message, _setting("data.manual_dir=FOLDER"))
+        message = (
             f"data.manual_dir: {folder} is not on this machine; for the steps of an instance it "
             "has to be in the image or a volume"
         )
-        return Finding("warn", said, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
+        return Finding("warn", message, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
     return Finding("ok", f"{config.name}: {config.training.strategy} with {tasks}")
 
@@ -51,8 +51,8 @@ def _contradictions(config: Config, path: list[str]) -> Iterator[tuple[str, str]
 def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
     for key in ("in_process", "existing_servers"):
         if getattr(config.cluster, key):
-            said = f"cluster.{key}: not with cluster.launcher tfjob"
-            yield said, _setting(f"cluster.{key}=false")
+            message = f"cluster.{key}: not with cluster.launcher tfjob"
+            yield message, _setting(f"cluster.{key}=false")
     root = config.storage.root
     here = storage.local_path(root) if root else None
     if here:
@@ -66,11 +66,11 @@ def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
             )
         ]
         if without:
-            said = (
+            message = (
                 f"storage.root: {root} is a folder, which the pods of {', '.join(without)} do not "
                 "share; name a bucket, or a volume of cluster.kubernetes.pod.volumes above it"
             )
-            yield said, _setting("storage.root=gs://BUCKET")
+            yield message, _setting("storage.root=gs://BUCKET")
 
 
 def _of_placement(config: Config) -> Iterator[tuple[str, str]]:
@@ -80,10 +80,10 @@ def _of_placement(config: Config) -> Iterator[tuple[str, str]]:
     for glob, name in config.cluster.placement.items():
         found = _SERVER.fullmatch(name)
         if not found or int(found[1]) >= servers:
-            said = (
+            message = (
                 f"cluster.placement: {glob!r} is on {name!r}; it has to be ps:0 to ps:{servers - 1}"
             )
-            yield said, _setting(f"cluster.placement={{{glob}: ps:0}}")
+            yield message, _setting(f"cluster.placement={{{glob}: ps:0}}")
 
 
 def _of_modules(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
@@ -96,8 +96,8 @@ def _of_modules(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
         module, colon, _ = value.partition(":")
         top = module.partition(".")[0]
         if colon and PathFinder.find_spec(top, path) is None:
-            said = f"{key}: {value} names the module {top}, which is nowhere on Python's path"
-            yield said, f"PYTHONPATH=FOLDER flotilla doctor --set {key}={value}"
+            message = f"{key}: {value} names the module {top}, which is nowhere on Python's path"
+            yield message, f"PYTHONPATH=FOLDER flotilla doctor --set {key}={value}"
 
 
 def _setting(assignment: str) -> str:

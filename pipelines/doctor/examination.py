@@ -24,10 +24,10 @@ class Finding:
     """What one check found.
 
     Attributes:
-        state: `ok`; `warn`: a run may go well all the same; `fail`: it will not; `skipped`: nobody
-            looked, and `message` says why.
+        state: `ok`; `warn`: a run may still succeed; `fail`: it will not; `skipped`: not checked,
+            for the reason in `message`.
         message: one line.
-        remedy: the command that mends it, or shows more of it; empty where nothing is wrong.
+        remedy: the command that fixes it, or shows more of it; empty where nothing is wrong.
     """
 
     state: State
@@ -36,10 +36,10 @@ class Finding:
 
 
 class Trace(Protocol):
-    """What a check leaves while it looks, and removes again."""
+    """What a check writes while it runs, and removes again."""
 
     def stop(self) -> None:
-        """Let the check go on to its end."""
+        """Let the check continue to its end."""
 
     def remove(self) -> None:
         """Remove what was left, from another thread too."""
@@ -50,12 +50,12 @@ class Trace(Protocol):
 
     @property
     def uri(self) -> str:
-        """Where it stands."""
+        """Its URI."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One thing to be looked at.
+    """One thing to be checked.
 
     Attributes:
         name: what it is called in the report.
@@ -124,7 +124,7 @@ def _skipped(check: Check, found: dict[str, Finding]) -> Finding:
 
 
 class _Look:
-    """One check in a thread of its own, which nobody waits for when it is late."""
+    """One check in a thread of its own, which is abandoned when it is late."""
 
     def __init__(self, check: Check) -> None:
         self.check = check
@@ -142,8 +142,8 @@ class _Look:
             self._finding = Finding("fail", str(error), self.check.show)
         except Exception as error:
             words = " ".join(str(error).split())
-            said = f"the check itself failed: {type(error).__name__}: {words}"
-            self._finding = Finding("fail", said, self.check.show)
+            message = f"the check itself failed: {type(error).__name__}: {words}"
+            self._finding = Finding("fail", message, self.check.show)
 
     def finding(self) -> Finding:
         self._thread.join(max(0.0, self._until - time.monotonic()))

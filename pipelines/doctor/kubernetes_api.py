@@ -1,4 +1,4 @@
-"""The Kubernetes API, asked with short patience: what it answers is data, silence is an error.
+"""The Kubernetes API with short timeouts: an answer is data, silence is an error.
 
 Whether the cluster knows TFJobs.
 """
@@ -38,7 +38,7 @@ class Answer:
 
     @property
     def is_good(self) -> bool:
-        """Whether it did what was asked."""
+        """Whether the request succeeded."""
         return self.status < HTTPStatus.MULTIPLE_CHOICES
 
     @property
@@ -60,8 +60,8 @@ class Answer:
     @property
     def words(self) -> str:
         """Return what the API says of it, in one line."""
-        said = " ".join(str(self.tree.get("message") or "").split())[:_MOST_WORDS]
-        return f"HTTP {self.status}" + (f", {said}" if said else "")
+        message = " ".join(str(self.tree.get("message") or "").split())[:_MOST_WORDS]
+        return f"HTTP {self.status}" + (f", {message}" if message else "")
 
 
 class Kubernetes:
@@ -106,7 +106,7 @@ class Kubernetes:
         return self.get(f"{path}/{quote(name)}" if name else path)
 
     def post(self, path: str, body: Tree) -> Answer:
-        """Return the answer to a question that is asked by POST; raises `NoAnswerError`."""
+        """Return the answer to a review, which is a POST; raises `NoAnswerError`."""
         return self._ask("POST", path, body)
 
     def _ask(self, method: str, path: str, body: Tree | None) -> Answer:
@@ -131,21 +131,21 @@ class Kubernetes:
         return Answer(status=answer.status, tree=tree if isinstance(tree, dict) else {})
 
 
-def told(answer: Answer, what: str, command: str) -> Finding:
-    """Return the finding for an answer that is neither what was asked for nor its absence.
+def unexpected(answer: Answer, what: str, command: str) -> Finding:
+    """Return the finding for an answer that is neither the object nor its absence.
 
     Args:
         answer: the answer.
-        what: what was asked for.
-        command: shows, or mends, it.
+        what: the object of the request.
+        command: shows, or fixes, it.
     """
     if answer.is_forbidden:
-        return Finding("warn", f"may not look at {what} ({answer.words})", command)
-    return Finding("fail", f"cannot look at {what} ({answer.words})", command)
+        return Finding("warn", f"may not read {what} ({answer.words})", command)
+    return Finding("fail", f"cannot read {what} ({answer.words})", command)
 
 
 def answers(kubernetes: Kubernetes) -> Finding:
-    """Check that the API answers, and knows who asks."""
+    """Check that the API answers, and knows the caller."""
     try:
         kubernetes.open()
     except UserError as error:
@@ -155,14 +155,14 @@ def answers(kubernetes: Kubernetes) -> Finding:
     except NoAnswerError as error:
         return Finding("fail", str(error), SHOW)
     if answer.status == HTTPStatus.UNAUTHORIZED:
-        said = f"{kubernetes.host} does not know who asks, or no longer ({answer.words})"
-        return Finding("fail", f"{said}: renew the login", "kubectl auth whoami")
+        message = f"{kubernetes.host} does not know the caller, or no longer ({answer.words})"
+        return Finding("fail", f"{message}: renew the login", "kubectl auth whoami")
     if answer.is_forbidden:
-        said = f"{kubernetes.host} answers, but does not tell its version ({answer.words})"
-        return Finding("warn", said, "kubectl auth whoami")
+        message = f"{kubernetes.host} answers, but does not return its version ({answer.words})"
+        return Finding("warn", message, "kubectl auth whoami")
     if not answer.is_good or "gitVersion" not in answer.tree:
-        said = f"{kubernetes.host} is no Kubernetes API ({answer.words})"
-        return Finding("fail", said, SHOW)
+        message = f"{kubernetes.host} is no Kubernetes API ({answer.words})"
+        return Finding("fail", message, SHOW)
     return Finding("ok", f"{answer.tree['gitVersion']} at {kubernetes.host}")
 
 
@@ -173,11 +173,11 @@ def namespace(kubernetes: Kubernetes) -> Finding:
     if answer.is_missing:
         return Finding("fail", f"there is no namespace {name}", f"kubectl create namespace {name}")
     if not answer.is_good:
-        return told(answer, f"the namespace {name}", f"kubectl get namespace {name}")
+        return unexpected(answer, f"the namespace {name}", f"kubectl get namespace {name}")
     phase = answer.tree.get("status", {}).get("phase", "Active")
     if phase != "Active":
-        said = f"{name} is {phase}: nothing can be made there"
-        return Finding("fail", said, f"kubectl get namespace {name} --output yaml")
+        message = f"{name} is {phase}: nothing can be created there"
+        return Finding("fail", message, f"kubectl get namespace {name} --output yaml")
     if not kubernetes.is_told:
         return Finding("ok", f"{name}, to which the context leads; --namespace names another")
     return Finding("ok", name)
@@ -197,10 +197,12 @@ def served(kubernetes: Kubernetes) -> Finding:
             return Finding("ok", f"{PLURAL}.{GROUP}/{VERSION} is served")
         return Finding("fail", f"{GROUP}/{VERSION} is served without {PLURAL}", OPERATOR)
     if not answer.is_missing:
-        return told(answer, f"{GROUP}/{VERSION}", f"kubectl api-resources --api-group {GROUP}")
+        return unexpected(
+            answer, f"{GROUP}/{VERSION}", f"kubectl api-resources --api-group {GROUP}"
+        )
     others = kubernetes.get(f"/apis/{GROUP}").tree.get("versions", [])
     versions = ", ".join(each.get("version", "") for each in others)
-    said = f"{PLURAL}.{GROUP}/{VERSION} is not served: the training operator is not installed"
+    message = f"{PLURAL}.{GROUP}/{VERSION} is not served: the training operator is not installed"
     if versions:
-        said = f"{PLURAL}.{GROUP}/{VERSION} is not served, only {GROUP}/{versions}"
-    return Finding("fail", said, OPERATOR)
+        message = f"{PLURAL}.{GROUP}/{VERSION} is not served, only {GROUP}/{versions}"
+    return Finding("fail", message, OPERATOR)

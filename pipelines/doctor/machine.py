@@ -47,11 +47,11 @@ def disk(workdir: Path) -> Finding:
         each for each in (workdir.absolute(), *workdir.absolute().parents) if each.exists()
     )
     free = shutil.disk_usage(folder).free
-    said = f"{free / 2**30:.1f} GiB free at {folder}"
+    message = f"{free / 2**30:.1f} GiB free at {folder}"
     if free < FEW_BYTES:
         state: State = "fail" if free < LEAST_BYTES else "warn"
-        return Finding(state, f"{said}: free some, or choose another --workdir", "flotilla gc")
-    return Finding("ok", said)
+        return Finding(state, f"{message}: free some, or choose another --workdir", "flotilla gc")
+    return Finding("ok", message)
 
 
 def loopback() -> Finding:
@@ -60,8 +60,8 @@ def loopback() -> Finding:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5).close()
     except OSError as error:
-        said = f"tasks cannot reach each other on 127.0.0.1: {error.strerror or error}"
-        return Finding("fail", said, "ip link set lo up")
+        message = f"tasks cannot reach each other on 127.0.0.1: {error.strerror or error}"
+        return Finding("fail", message, "ip link set lo up")
     return Finding("ok", "ports of 127.0.0.1 can be opened and reached")
 
 
@@ -69,11 +69,11 @@ def gpus(config: Config) -> Finding:
     """Check that this machine has the GPUs of which local workers are to be given some."""
     asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
     if not has:
-        said = f"cluster.gpus_per_worker is {asked} and there is no GPU: a run would do without"
-        return Finding("warn", said, "nvidia-smi")
+        message = f"cluster.gpus_per_worker is {asked} and there is no GPU: a run would use the CPU"
+        return Finding("warn", message, "nvidia-smi")
     if asked > has:
-        said = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
-        return Finding("fail", said, f"flotilla doctor --set cluster.gpus_per_worker={has}")
+        message = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
+        return Finding("fail", message, f"flotilla doctor --set cluster.gpus_per_worker={has}")
     return Finding("ok", f"{has} GPUs")
 
 
@@ -82,7 +82,9 @@ def shared_memory(folder: Path = SHARED_MEMORY) -> Finding:
     if not folder.is_dir():
         return Finding("fail", f"there is no {folder}", f"mount -t tmpfs tmpfs {folder}")
     total = shutil.disk_usage(folder).total
-    said = f"{folder} has {total >> 20} MiB"
+    message = f"{folder} has {total >> 20} MiB"
     if total < LEAST_SHARED_BYTES:
-        return Finding("warn", f"{said}, too little for NCCL", f"mount -o remount,size=2G {folder}")
-    return Finding("ok", said)
+        return Finding(
+            "warn", f"{message}, too little for NCCL", f"mount -o remount,size=2G {folder}"
+        )
+    return Finding("ok", message)

@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from components.image import IMAGE, is_image
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, Tree, told
+from pipelines.doctor.kubernetes_api import Kubernetes, Tree, unexpected
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"
@@ -75,9 +75,9 @@ def _of_volume(volume: Tree) -> Iterator[Named]:
         (SECRETS, "secret", "secretName"),
         (MAPS, "configMap", "name"),
     ):
-        said = volume.get(source)
-        if isinstance(said, dict) and isinstance(said.get(name), str):
-            yield Named(kind, said[name])
+        reference = volume.get(source)
+        if isinstance(reference, dict) and isinstance(reference.get(name), str):
+            yield Named(kind, reference[name])
 
 
 def present(kubernetes: Kubernetes, kind: str, objects: frozenset[Named]) -> Finding:
@@ -93,15 +93,15 @@ def present(kubernetes: Kubernetes, kind: str, objects: frozenset[Named]) -> Fin
             missing.append(name)
             remedies.append(remedy)
         elif not answer.is_good:
-            return told(
+            return unexpected(
                 answer, f"{KINDS[kind]} {', '.join(by_name)}", _show(kubernetes, kind, name)
             )
         elif absent := sorted(keys - _keys(answer.tree)):
             missing.append(f"{name} (without {', '.join(absent)})")
             remedies.append(_patch(kubernetes.namespace, name, absent))
     if missing:
-        said = f"not there in {kubernetes.namespace}: {', '.join(missing)}"
-        return Finding("fail", said, " && ".join(remedies))
+        message = f"not there in {kubernetes.namespace}: {', '.join(missing)}"
+        return Finding("fail", message, " && ".join(remedies))
     return Finding("ok", ", ".join(by_name))
 
 
@@ -187,19 +187,19 @@ def judge_images(images: Iterable[str]) -> Finding:
     names = sorted(images)
     for image in names:
         if not is_image(image):
-            said = f"{image!r} is not the name of an image: write it as host/name:tag"
+            message = f"{image!r} is not the name of an image: write it as host/name:tag"
             setting = "flotilla doctor --set cluster.kubernetes.pod.image=HOST/NAME:TAG"
-            return Finding("fail", said, setting)
+            return Finding("fail", message, setting)
     local = [image for image in names if not _has_host(image)]
     if IMAGE in local:
-        said = (
+        message = (
             "none is named, and that of the upload is not known here: give it by --image; without "
             f"an upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
         )
-        return Finding("warn", said, _GIVE)
+        return Finding("warn", message, _GIVE)
     if local:
-        said = f"{', '.join(local)} names no registry: every node has to have it already"
-        return Finding("warn", said, f"{_BUILD} && {_GIVE}")
+        message = f"{', '.join(local)} names no registry: every node has to have it already"
+        return Finding("warn", message, f"{_BUILD} && {_GIVE}")
     return Finding("ok", ", ".join(names))
 
 

@@ -1,9 +1,7 @@
-"""Who may do what the launcher, and the guard beside the leading task, do.
+"""Whether the permissions of the launcher, and of the guard of the leading task, are granted.
 
-The Kubernetes API is asked itself, one permission at a time, for the user who asks and for the
-service accounts as whom steps and tasks speak.
-
-The service account as which runs that are started from the KFP UI speak, and its namespace.
+The Kubernetes API itself reviews one permission at a time: for the caller, for the service accounts
+of steps and tasks, and for that of runs that are started from the KFP UI.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from urllib.parse import quote
 
 from components.tfjob.names import GROUP, PLURAL
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Answer, Kubernetes, Tree, told
+from pipelines.doctor.kubernetes_api import Answer, Kubernetes, Tree, unexpected
 from pipelines.runs.kfp_access import NAMESPACE, found_namespace
 from trainer.errors import ConfigError
 
@@ -28,7 +26,7 @@ LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
 
 @dataclass(frozen=True)
 class Permission:
-    """One verb on one kind of object; without an optional one a run goes on."""
+    """One verb on one kind of object; a run continues without an optional one."""
 
     verb: str
     resource: str
@@ -79,13 +77,13 @@ class Account:
 
 
 def of_this_user(kubernetes: Kubernetes) -> Finding:
-    """Check that whoever asks may launch a job."""
+    """Check that the caller may launch a job."""
     user = _name_of_this_user(kubernetes)
     answers = _reviews(kubernetes, "selfsubjectaccessreviews", {}, NEEDED[LAUNCHER])
     if isinstance(answers, Answer):
-        said = f"the API does not tell what {user or 'this user'} may do ({answers.words})"
+        message = f"the API does not return what {user or 'this user'} may do ({answers.words})"
         return Finding(
-            "fail", said, f"kubectl auth can-i --list --namespace {kubernetes.namespace}"
+            "fail", message, f"kubectl auth can-i --list --namespace {kubernetes.namespace}"
         )
     return _judged(kubernetes, user, LAUNCHER, answers)
 
@@ -96,8 +94,8 @@ def of_account(kubernetes: Kubernetes, account: Account, role: str) -> Finding:
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
     answers = _reviews(kubernetes, "subjectaccessreviews", subject, NEEDED[role])
     if isinstance(answers, Answer):
-        said = f"may not ask what {account.user} may do ({answers.words})"
-        return Finding("warn", f"{said}; ask for each", _can_i(kubernetes, account, role))
+        message = f"may not check what {account.user} may do ({answers.words})"
+        return Finding("warn", f"{message}; check each one", _can_i(kubernetes, account, role))
     return _judged(kubernetes, account.user, role, answers)
 
 
@@ -131,8 +129,8 @@ def _judged(
         return Finding("ok", f"{who} may do in {where} all that {role} of {FILE} grants")
     words = ", ".join(map(str, missing))
     fatal = any(not permission.is_optional for permission in missing)
-    said = f"{who} may not in {where}: {words}"
-    return Finding("fail" if fatal else "warn", said, _granting(where, user, role))
+    message = f"{who} may not in {where}: {words}"
+    return Finding("fail" if fatal else "warn", message, _granting(where, user, role))
 
 
 def _granting(namespace: str, user: str, role: str) -> str:
@@ -195,22 +193,26 @@ def check_namespace(given: str) -> None:
 def of_the_ui(kubernetes: Kubernetes, account: Account, text: str) -> Finding:
     """Check that the account of runs that are started from the KFP UI is there, and name it.
 
-    `text` is what a person said of it.
+    `text` is the option that named it.
     """
     answer = kubernetes.get(_account_path(account))
-    said = f"runs started from the KFP UI speak as {account.user}"
+    message = f"runs started from the KFP UI use {account.user}"
     if answer.is_good:
-        return Finding("ok", said)
+        return Finding("ok", message)
     show = f"kubectl get serviceaccounts --namespace {account.namespace}"
     if not answer.is_missing:
-        seen = told(answer, "it", show)
-        return Finding(seen.state, f"{said}; {seen.message}", show)
+        seen = unexpected(answer, "it", show)
+        return Finding(seen.state, f"{message}; {seen.message}", show)
     profiles = Account(account.namespace, PROFILES)
     if not text and kubernetes.get(_account_path(profiles)).is_good:
         again = f"flotilla doctor --service-account {PROFILES}"
-        return Finding("fail", f"{said}, which is not there; {PROFILES} of a profile is", again)
-    said = f"{said}, which is not there: name the one that is by --service-account NAMESPACE:NAME"
-    return Finding("fail", said, show)
+        return Finding(
+            "fail", f"{message}, which does not exist; {PROFILES} of a profile does", again
+        )
+    message = (
+        f"{message}, which does not exist: name the right one by --service-account NAMESPACE:NAME"
+    )
+    return Finding("fail", message, show)
 
 
 def _account_path(account: Account) -> str:

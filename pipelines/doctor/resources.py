@@ -2,7 +2,7 @@
 
 What the pods of a TFJob ask for, role by role, from its manifest.
 
-Whether the nodes have the GPUs that the job asks for, under the name by which it asks.
+Whether the nodes have the GPUs that the job requests, under the name of its request.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kubernetes.utils.quantity import parse_quantity
 
 from components.tfjob.names import GROUP, PLURAL
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, told
+from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
 Tree = dict[str, Any]
 Amounts = Mapping[str, Decimal]
@@ -61,7 +61,7 @@ def roles(manifest: Tree, defaults: Defaults = NO_DEFAULTS) -> list[Role]:
         pod = replica["template"]["spec"]
         resources = pod["containers"][0].get("resources", {})
         limits = resources.get("limits", {})
-        # Whoever names a limit alone asks for as much.
+        # A limit without a request requests as much.
         requests = {**defaults.requests, **limits, **resources.get("requests", {})}
         found.append(
             Role(
@@ -88,7 +88,7 @@ def defaults_of(limit_ranges: Iterable[Tree]) -> Defaults:
 
 
 def amount(text: object) -> Decimal:
-    """Return what a quantity such as `500m` or `2Gi` stands for."""
+    """Return the number of a quantity such as `500m` or `2Gi`."""
     return Decimal(parse_quantity(str(text)))
 
 
@@ -117,7 +117,7 @@ def room(kubernetes: Kubernetes, manifest: Tree) -> Finding:
     show = f"kubectl describe resourcequotas --namespace {where}"
     answer = kubernetes.find("resourcequotas")
     if not answer.is_good:
-        return told(answer, f"the quotas of {where}", show)
+        return unexpected(answer, f"the quotas of {where}", show)
     if not answer.items:
         return Finding("ok", f"{where} has no quota")
     wanted = roles(manifest, defaults_of(kubernetes.find("limitranges").items))
@@ -127,8 +127,8 @@ def room(kubernetes: Kubernetes, manifest: Tree) -> Finding:
         if finding := _exceeded(where, quota, wanted) or _refused(quota, wanted):
             return finding
     if scoped:
-        said = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
-        return Finding("warn", said, show)
+        message = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
+        return Finding("warn", message, show)
     names = ", ".join(each["metadata"]["name"] for each in plain)
     return Finding("ok", f"room for the job in {names}")
 
@@ -145,14 +145,14 @@ def _exceeded(where: str, quota: Tree, wanted: Sequence[Role]) -> Finding | None
     own = {key: total for key, total in over.items() if _wanted(key, wanted)}
     if not own:
         return None
-    said = "; ".join(
-        f"{key}: the job asks for {written(_wanted(key, wanted))}, {used.get(key, 0)} of "
+    message = "; ".join(
+        f"{key}: the job requests {written(_wanted(key, wanted))}, {used.get(key, 0)} of "
         f"{hard[key]} are used"
         for key in own
     )
     patch = json.dumps({"spec": {"hard": {key: written(total) for key, total in own.items()}}})
     remedy = f"kubectl patch resourcequota {name} --namespace {where} --patch {shlex.quote(patch)}"
-    return Finding("fail", f"the quota {name} is too small: {said}", remedy)
+    return Finding("fail", f"the quota {name} is too small: {message}", remedy)
 
 
 def _refused(quota: Tree, wanted: Sequence[Role]) -> Finding | None:
@@ -165,12 +165,12 @@ def _refused(quota: Tree, wanted: Sequence[Role]) -> Finding | None:
         silent = [role for role in wanted if resource not in getattr(role, side)]
         if silent:
             names = ", ".join(role.name for role in silent)
-            said = (
+            message = (
                 f"the quota {quota['metadata']['name']} counts {key}, of which the job says "
                 f"nothing for {names}: its pods would be refused"
             )
             setting = f"cluster.kubernetes.pod.resources.{side}.{resource}=AMOUNT"
-            return Finding("fail", said, f"flotilla doctor --set {setting}")
+            return Finding("fail", message, f"flotilla doctor --set {setting}")
     return None
 
 
@@ -179,7 +179,7 @@ def _limits(quota: Tree) -> dict[str, str]:
 
 
 def _wanted(key: str, wanted: Sequence[Role]) -> Decimal:
-    """Return how much of what a quota counts as `key` the job asks for."""
+    """Return how much the job requests of what a quota counts as `key`."""
     if key in ("pods", "count/pods", "services", "count/services"):
         # The operator makes a service for every pod.
         return Decimal(sum(role.count for role in wanted))
@@ -208,31 +208,31 @@ def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
     show = f"kubectl get nodes --output '{columns}'"
     answer = kubernetes.get("/api/v1/nodes")
     if not answer.is_good:
-        return told(answer, "the nodes", show)
+        return unexpected(answer, "the nodes", show)
     nodes = [each for each in answer.items if not each.get("spec", {}).get("unschedulable")]
     if not any(_count(node, resource) for node in nodes):
         others = sorted({name for node in nodes for name in _devices_of(node)})
         known = f"they have {', '.join(others)}" if others else "they have no devices at all"
-        said = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
+        message = f"no node has {resource} ({known}; one that an autoscaler adds may have it)"
         if len(others) == 1:
             show = f"flotilla doctor --set cluster.kubernetes.gpu_resource={others[0]}"
-        return Finding("fail", said, show)
+        return Finding("fail", message, show)
     for role in wanted:
         fitting = [node for node in nodes if _takes(node, role)]
         each = int(role.limits[resource])
         places = sum(_count(node, resource) // each for node in fitting)
         if places < role.count:
             most = max((_count(node, resource) for node in fitting), default=0)
-            said = (
+            message = (
                 f"{role.count} {role.name} pods ask for {each} {resource} each; the "
                 f"{len(fitting)} nodes that take them have room for {places} ({most} on one node "
                 "at most)"
             )
-            return Finding("fail", said, show)
+            return Finding("fail", message, show)
     total = sum(int(role.limits[resource]) * role.count for role in wanted)
     has = sum(_count(node, resource) for node in nodes)
     if total > has:
-        return Finding("fail", f"the job asks for {total} {resource}, the nodes have {has}", show)
+        return Finding("fail", f"the job requests {total} {resource}, the nodes have {has}", show)
     return Finding("ok", f"{total} of {has} {resource}; how many of them are free was not counted")
 
 
@@ -251,7 +251,7 @@ def _taints(node: Tree) -> Iterable[Tree]:
 def _tolerated(taint: Tree, pod: Tree) -> bool:
     """Say whether a pod may run where a taint is.
 
-    A taint that is called as the resource itself is tolerated by whoever asks for it
+    A taint with the name of the resource itself is tolerated by pods that request it
     (`ExtendedResourceToleration`).
     """
     container = pod["containers"][0]

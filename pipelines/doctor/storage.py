@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, told
+from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.storage.bucket import Trouble
@@ -59,7 +59,7 @@ def _said(root: str, unfit: Unfit) -> str:
 
 
 def remedy_for(root: str, trouble: str) -> str:
-    """Return the command that mends a trouble (see `probe.Unfit`), or shows more of it."""
+    """Return the command that fixes a problem (see `probe.Unfit`), or shows more of it."""
     folder = storage.local_path(root)
     if folder:
         return f"ls -ld {shlex.quote(str(folder))}; df -h {shlex.quote(str(folder.parent))}"
@@ -110,11 +110,11 @@ def opens(kubernetes: Kubernetes, config: Config) -> Finding:
     if config.storage.root.startswith("minio://"):
         pairs.append(frozenset(KFP_KEYS))
     if not answer.is_good and not answer.is_missing:
-        return told(answer, f"secret {KFP_SECRET}", show)
+        return unexpected(answer, f"secret {KFP_SECRET}", show)
     data = answer.tree.get("data")
     keys = set(data) if isinstance(data, Mapping) else set()
     if any(pair <= keys for pair in pairs):
         return Finding("ok", KFP_SECRET)
     lacking = "is not there" if answer.is_missing else "has no pair of keys for this store"
-    said = f"{KFP_SECRET} {lacking}: a role of the service account has to open the store"
-    return Finding("warn", said, show)
+    message = f"{KFP_SECRET} {lacking}: a role of the service account has to open the store"
+    return Finding("warn", message, show)

@@ -118,7 +118,7 @@ def test_without_a_permission_of_the_user(kube, of_job):
 def test_without_a_permission_of_the_account(kube, of_job):
     kube.server.control.deny(RUNNER, "delete tfjobs")
     report = of_job()
-    # As long as the tasks have no account of their own they speak as the one that launches.
+    # As long as the tasks have no account of their own they use the one that launches.
     assert report.failed() == ["permissions of that account"]
     assert report["permissions of the tasks"]["state"] == "warn"
     found = report["permissions of that account"]
@@ -190,7 +190,7 @@ def test_an_expired_token(kube, of_job):
     kube.faults.add("", 401)
     report = of_job()
     assert report.failed() == ["Kubernetes API"]
-    assert "does not know who asks, or no longer" in report["Kubernetes API"]["message"]
+    assert "does not know the caller, or no longer" in report["Kubernetes API"]["message"]
     assert report["Kubernetes API"]["remedy"] == "kubectl auth whoami"
     assert {report.states()[name] for name in OF_THE_CLUSTER} == {"skipped"}
     assert report["quota"]["message"] == "it needs Kubernetes API"

@@ -51,14 +51,14 @@ def node(kube):
     ("hard", "used", "found"),
     [
         # A parameter server, a chief and two workers.
-        ({"requests.cpu": "10"}, {"requests.cpu": "4"}, ("asks for 8, 4 of 10", '"12"')),
-        ({"cpu": "7"}, {}, ("asks for 8, 0 of 7", '"8"')),
-        ({"limits.memory": "15Gi"}, {}, ("asks for 16Gi, 0 of 15Gi", '"16Gi"')),
-        ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("asks for 16Gi", '"16385Mi"')),
-        ({"pods": "5"}, {"pods": "2"}, ("asks for 4, 2 of 5", '"6"')),
-        ({"count/tfjobs.kubeflow.org": "0"}, {}, ("asks for 1, 0 of 0", '"1"')),
-        ({"requests.nvidia.com/gpu": "3"}, {}, ("asks for 4, 0 of 3", '"4"')),
-        ({"services": "3"}, {}, ("asks for 4, 0 of 3", '"4"')),
+        ({"requests.cpu": "10"}, {"requests.cpu": "4"}, ("requests 8, 4 of 10", '"12"')),
+        ({"cpu": "7"}, {}, ("requests 8, 0 of 7", '"8"')),
+        ({"limits.memory": "15Gi"}, {}, ("requests 16Gi, 0 of 15Gi", '"16Gi"')),
+        ({"requests.memory": "16Gi"}, {"requests.memory": "1Mi"}, ("requests 16Gi", '"16385Mi"')),
+        ({"pods": "5"}, {"pods": "2"}, ("requests 4, 2 of 5", '"6"')),
+        ({"count/tfjobs.kubeflow.org": "0"}, {}, ("requests 1, 0 of 0", '"1"')),
+        ({"requests.nvidia.com/gpu": "3"}, {}, ("requests 4, 0 of 3", '"4"')),
+        ({"services": "3"}, {}, ("requests 4, 0 of 3", '"4"')),
     ],
 )
 def test_a_quota_that_is_too_small(of_job, quota, hard, used, found):
@@ -112,7 +112,7 @@ def test_the_defaults_of_the_namespace_count(of_job, quota, kube):
     ]
     tree = {"metadata": {"name": "usual"}, "spec": {"limits": ranges}}
     kube.store.create("limitranges", NAMESPACE, tree)
-    assert "asks for 4, 0 of 3" in of_job()["quota"]["message"]
+    assert "requests 4, 0 of 3" in of_job()["quota"]["message"]
 
 
 def test_a_quota_for_some_pods_is_left_out(of_job, quota):
