@@ -32,11 +32,11 @@ run: $(SETUP) ## the whole pipeline on this machine
 
 # HOUSE_RULES run where the tests of a change do: in `lint` and in `check`.
 HOUSE_RULES := tests/house_rules
-BASE ?= HEAD
+SINCE ?= HEAD
 
-check: style ## style, types, house rules, and the tests of what changed since BASE (HEAD)
+check: style ## style, types, house rules, and the tests of what changed since SINCE (HEAD)
 	$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) \
-		$$($(PYTHON) -m tests.mirror $(BASE)) $(ARGS)
+		$$($(PYTHON) -m tests.mirror $(SINCE)) $(ARGS)
 
 # Three processes on two cores: some tests wait. Those that start clusters want both cores to
 # themselves: a second pass. 5: nothing was collected.

@@ -68,7 +68,7 @@ def test_without_git_it_is_not_known(checkout: Path, monkeypatch: pytest.MonkeyP
     assert lineage.commit() == ""
 
 
-def test_the_image_is_told_the_commit_of_its_checkout() -> None:
+def test_the_image_gets_the_commit_of_its_checkout() -> None:
     if not shutil.which("make"):
         pytest.skip("no make on this machine")
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").splitlines()
@@ -78,13 +78,17 @@ def test_the_image_is_told_the_commit_of_its_checkout() -> None:
 
     def built(*words: str) -> str:
         command = ["make", "--dry-run", "--no-print-directory", "image", *words]
-        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        made = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+        return " ".join(made.replace("\\\n", " ").split())
 
     assert "--build-arg COMMIT=abc --tag" in built("COMMIT=abc")
+    assert "--build-arg COMMIT=abc --build-arg BASE=python:3 --tag" in built(
+        "COMMIT=abc", "BASE=python:3"
+    )
     try:
         commit = git(ROOT, "rev-parse", "HEAD")
     except subprocess.CalledProcessError:
-        # An archive of the sources says nothing of its commit.
+        # An archive of the sources has no commit.
         assert "--build-arg COMMIT= --tag" in built()
     else:
         assert f"--build-arg COMMIT={commit}" in built()
