@@ -50,12 +50,12 @@ def _said(root: str, unfit: Unfit) -> str:
     if unfit.trouble == Trouble.NO_BUCKET.name:
         return f"there is no bucket {home}"
     if unfit.trouble == Trouble.NO_CREDENTIALS.name:
-        return f"{home} wants credentials, or others: {unfit.words}"
+        return f"{home} wants credentials, or others: {unfit.reason}"
     if unfit.trouble == Trouble.DENIED.name:
-        return f"no permission to {actions} below {root}: {unfit.words}"
+        return f"no permission to {actions} below {root}: {unfit.reason}"
     if unfit.trouble == SILENT:
-        return f"{home} does not answer: {unfit.words}"
-    return f"cannot {actions} below {root}: {unfit.words}"
+        return f"{home} does not answer: {unfit.reason}"
+    return f"cannot {actions} below {root}: {unfit.reason}"
 
 
 def remedy_for(root: str, trouble: str) -> str:

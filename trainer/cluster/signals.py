@@ -1,4 +1,4 @@
-"""Signals between the processes of a run: how one is asked to stop, and how orphans are avoided.
+"""Signals between the processes of a run: requests to stop, and the end of orphans.
 
 A request to stop (`flotilla cancel`, Ctrl-C, a pod that is taken away) is a SIGTERM or SIGINT, of
 which handlers only take note. From the command to the last checkpoint:

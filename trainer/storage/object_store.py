@@ -31,7 +31,7 @@ from trainer.storage.bucket import PART_BYTES, Bucket, ChangedError, Retrying, S
 from trainer.storage.errors import StoreError
 from trainer.storage.local import is_gone, writer
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum_of
-from trainer.storage.retry import Retry, in_parallel, words
+from trainer.storage.retry import Retry, describe, in_parallel
 from trainer.storage.uri import join, locate
 
 # Seconds after which a writer on another machine counts as dead.
@@ -291,7 +291,7 @@ class ObjectStore:
             return f"there is no bucket {self._home}; {remedy}"
         remedy = self._bucket.remedies.get(trouble, "")
         where = self._home if trouble is Trouble.NO_CREDENTIALS else uri
-        reason = f"{where}: {trouble.value} ({words(error)})"
+        reason = f"{where}: {trouble.value} ({describe(error)})"
         return f"{reason}; {remedy}" if remedy else reason
 
     def _missing_what(self) -> Trouble:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from trainer.errors import UserError
 from trainer.storage.errors import StoreError, StoreUnavailable
-from trainer.storage.retry import shorter_retry, words
+from trainer.storage.retry import describe, shorter_retry
 from trainer.storage.schemes import store_for
 from trainer.storage.uri import join, local_path, name_of
 
@@ -29,15 +29,15 @@ class Unfit(UserError):  # noqa: N818
         trouble: a name of `bucket.Trouble`, or `SILENT` (no answer in time), `FILES` (an error of
             the file system) or `ALTERED` (it returns other content than was written).
         actions: the actions that failed: write, read, list, delete.
-        words: the message of the store.
+        reason: the message of the store.
     """
 
-    def __init__(self, trouble: str, actions: tuple[str, ...], words: str) -> None:
+    def __init__(self, trouble: str, actions: tuple[str, ...], reason: str) -> None:
         """Build the message from the failed actions and the message of the store."""
-        super().__init__(f"cannot {', '.join(actions)}: {words}")
+        super().__init__(f"cannot {', '.join(actions)}: {reason}")
         self.trouble = trouble
         self.actions = actions
-        self.words = words
+        self.reason = reason
 
 
 class Probe:
@@ -109,11 +109,11 @@ class Probe:
         try:
             return act()
         except StoreUnavailable as error:
-            self._failed.append(Unfit(SILENT, (action,), words(error.__cause__ or error)))
+            self._failed.append(Unfit(SILENT, (action,), describe(error.__cause__ or error)))
         except StoreError as error:
-            self._failed.append(Unfit(error.trouble, (action,), words(error.__cause__ or error)))
+            self._failed.append(Unfit(error.trouble, (action,), describe(error.__cause__ or error)))
         except OSError as error:
-            self._failed.append(Unfit(FILES, (action,), error.strerror or words(error)))
+            self._failed.append(Unfit(FILES, (action,), error.strerror or describe(error)))
         return None
 
     def _report(self) -> None:
@@ -121,7 +121,7 @@ class Probe:
             first = self._failed[0]
             same = [each for each in self._failed if each.trouble == first.trouble]
             actions = tuple(action for each in same for action in each.actions)
-            raise Unfit(first.trouble, actions, first.words)
+            raise Unfit(first.trouble, actions, first.reason)
 
 
 def _missing(folder: Path | None) -> list[Path]:

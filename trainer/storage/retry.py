@@ -83,7 +83,7 @@ class Retry:
             if not transient(error):
                 raise
             raise StoreUnavailable(
-                f"{where} has not been available for {self._seconds:g} s ({words(error)}); try "
+                f"{where} has not been available for {self._seconds:g} s ({describe(error)}); try "
                 f"again when the store answers, and check its endpoint; {VARIABLE} sets the seconds"
             ) from error
         self._succeeded_at = time.monotonic()
@@ -102,13 +102,13 @@ class Retry:
         _log.warning(
             "%s: %s; retrying in %.1f s, for %.0f s at most",
             where,
-            words(error),
+            describe(error),
             pause,
             self._left(),
         )
 
 
-def words(error: BaseException | None) -> str:
+def describe(error: BaseException | None) -> str:
     """Return the message of a client's error, as one short line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]} ..."

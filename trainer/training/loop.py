@@ -9,7 +9,7 @@ loop does all of that between two inner loops, in this order:
    `validate_every`.
 3. A validation and a row of the history, then a checkpoint, where a boundary was reached.
 
-A checkpoint ends with a barrier of its own: no task goes on, or leaves, before it is written. A
+A checkpoint ends with a barrier of its own: no task continues or leaves before it is written. A
 request to stop is noticed at the next barrier; a last checkpoint is saved before
 `RunInterruptedError` is raised.
 """
@@ -190,7 +190,7 @@ class _OuterLoop:
         uri = self._journal.save(self._strategy.variables(), self._strategy.io_device)
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
-        # A task that goes on, or leaves, could not begin again with one that dies while it writes.
+        # A task that did not wait could not begin again together with a publisher that dies here.
         self._strategy.barrier()
         return uri
 
