@@ -1,4 +1,4 @@
-"""A launched job under a test's eyes: its events as they come, its tasks, and its end."""
+"""A launched job for a test: its events as they come, its tasks, and its end."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Launched:
         raise AssertionError(f"the run ended before; it said {self.process.communicate()}")
 
     def wait_for_step(self, step: int) -> Event:
-        """Read events until training has come to a global step."""
+        """Read events until training has reached a global step."""
         return self.wait_for(lambda e: isinstance(e, Progress) and e.global_step >= step)
 
     def end(self) -> tuple[int, str]:
-        """Wait for the launcher's end; return its exit code and what it said."""
+        """Wait for the launcher's end; return its exit code and output."""
         self.seen += filter(None, map(events.parse, self._pipe))
         said, _ = self.process.communicate(timeout=SECONDS)
         return self.process.returncode, said
@@ -61,7 +61,7 @@ class Launched:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self, name: str) -> None:
-        """Kill a task as the kernel does when memory is gone."""
+        """Kill a task with SIGKILL, as the kernel does when memory is exhausted."""
         self.task(name).send_signal(signal.SIGKILL)
 
     def events(self, kind: type[Kind]) -> list[Kind]:

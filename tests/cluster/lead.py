@@ -26,7 +26,7 @@ def say(**words: Any) -> None:
 
 
 def main() -> None:
-    """Build the strategy, run it, and say what came of it."""
+    """Build the strategy, run it, and print the results."""
     signals.end_with_parent()
     spec = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     if "TF_CONFIG" in os.environ:

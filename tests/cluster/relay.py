@@ -20,7 +20,7 @@ CHUNK = 1 << 18
 
 
 class Relay:
-    """Passes on what comes, both ways, and counts it."""
+    """Forwards the bytes of both directions, and counts them."""
 
     def __init__(self) -> None:
         self.bytes = 0

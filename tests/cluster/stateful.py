@@ -1,4 +1,4 @@
-"""Models and problems that hold what is easily lost on a cluster: state, L2, clipping, sparse rows.
+"""Models and problems with what a cluster easily loses: state, L2, clipping, sparse rows.
 
 `net` is a model for a configuration (`model.name=tests.cluster.stateful:net`); the others are
 problems for `tests.cluster.servers.Trial`.

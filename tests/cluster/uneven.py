@@ -1,4 +1,4 @@
-"""Problems whose workers are not alike: one of them is slow, or one fails."""
+"""Problems with unequal workers: one of them is slow, or one fails."""
 
 from __future__ import annotations
 

@@ -148,7 +148,7 @@ class _Handler(Faulty, emulator.RequestHandler):
 
 
 class GcsServer:
-    """A running server; `plan` is what goes wrong in it."""
+    """A running server; `plan` holds its faults."""
 
     def __init__(self, server: http.server.ThreadingHTTPServer, objects: Objects, plan: Plan):
         self.url = f"http://127.0.0.1:{server.server_address[1]}"
