@@ -5,6 +5,8 @@ import signal
 import psutil
 import pytest
 
+from components import gather_report
+from pipelines.runs import local_status
 from tests.pipelines.called import Called, call, calling, processes_of, setting
 from tests.trainer.page import Page
 from trainer import storage
@@ -121,6 +123,21 @@ def test_it_goes_on_with_the_configuration_of_the_run(resumed):
 def test_on_a_given_dataset_it_prepares_none(resumed):
     assert resumed.statuses() == {"resolve_config": "done", "train_model": "done"}
     assert set(resumed.told["artifacts"]) == {"checkpoint"}
+
+
+def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(resumed):
+    run_id, root = resumed.told["run_id"], storage.uri_of(resumed.workdir)
+    facts = gather_report.gathered("", root, run_id, resumed.folder)
+    tries = [each for each in facts["tries"] if each["step"] == "train_model"]
+    assert [each["status"] for each in tries] == ["interrupted", "done"]
+    assert tries[0]["began"] + tries[0]["seconds"] <= tries[1]["began"]
+    trained = next(each for each in facts["steps"] if each["step"] == "train_model")
+    assert (trained["status"], trained["tries"]) == ("done", 2)
+    assert trained["earlier_seconds"] == tries[0]["seconds"]
+    spent = sum(each["seconds"] for each in facts["tries"])
+    assert facts["cost"]["seconds_of_all_steps"] == pytest.approx(spent, abs=0.1)
+    found = local_status.status_of(resumed.workdir, run_id)
+    assert (found.status, found.exit_code) == ("done", 0)
 
 
 def test_no_process_outlives_a_run_that_is_killed(interrupted, workdir):
