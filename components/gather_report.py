@@ -16,8 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from components import published_record
-from components.step_record import StepRecord, all_step_records, last_start, tries_of
+from components.step_record import (
+    CONFIG,
+    StepRecord,
+    all_step_records,
+    last_start,
+    read,
+    tries_of,
+)
 from components.table import EXIT_STEP, STEPS, Output, maker_of
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
@@ -201,7 +207,7 @@ def _without_record(names: Collection[str]) -> str:
 def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
     with _left_out_if_unreadable():
         if root:
-            return published_record.read(storage.join(root, run_id), well=state in _WELL)
+            return read(storage.join(root, run_id), well=state in _WELL)
     return []
 
 
@@ -265,7 +271,7 @@ def _history(root: str, run_id: str) -> list[dict[str, Any]]:
 
 
 def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
-    path = folder / published_record.CONFIG
+    path = folder / CONFIG
     with _left_out_if_unreadable(), suppress(storage.Missing):
         if path.exists():
             return dict(json.loads(path.read_text(encoding="utf-8")))

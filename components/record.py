@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, NoReturn
 
-from components.published_record import PublishedRecord
+from components.step_record import PublishedRecord
 from components.table import EXIT_STEP
 from trainer import events
 from trainer.cluster import signals

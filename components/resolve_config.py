@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import locations, pinned_inputs, published_record
+from components import locations, pinned_inputs, step_record
 from components.image import component
 from components.record import recorded
 from trainer.config.run_parameters import from_parameters
@@ -68,7 +68,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         config = from_parameters(values)
         root = locations.root_of(config.storage.root, place, kfp_run_id)
         config = pinned_inputs.with_champion(config, root)
-        published_record.publish_config(at, config.model_dump_json(indent=2))
+        step_record.publish_config(at, config.model_dump_json(indent=2))
         # A local run has no KFP cache, and preparing finds the version itself.
         data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
         record.metrics = {"name": config.name, "data_version": data.version}
