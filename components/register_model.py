@@ -41,9 +41,9 @@ def run_step(config: str, root: str, run_id: str, model: str, image: str, artifa
         )
         made = registration.register(request, scratch)
         word = registration.PROMOTED if made.promoted else registration.REFUSED
-        figures = {"version": made.version, "promotion": made.promotion}
-        record.done(made.uri, {"decision": word, **figures, "reasons": list(made.reasons)})
-        artifact.metadata = {"uri": model, "decision": word, **figures}
+        numbers = {"version": made.version, "promotion": made.promotion}
+        record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
+        artifact.metadata = {"uri": model, "decision": word, **numbers}
         return word
 
 

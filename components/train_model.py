@@ -64,11 +64,11 @@ def run_step(
         # What is passed on may have been damaged since it was published.
         fields = storage.verify(uri).fields
         best = best_of(index_of(job.checkpoints))
-        figures = {"global_step": step, **fields["metrics"]}
+        metrics = {"global_step": step, **fields["metrics"]}
         if fields.get("warmed_from"):
-            figures["warmed_from"] = fields["warmed_from"]
+            metrics["warmed_from"] = fields["warmed_from"]
         if best:
-            figures |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
-        record.done(uri, figures)
-        model.metadata = {"uri": uri, "tensorboard": logs, **figures}
+            metrics |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
+        record.done(uri, metrics)
+        model.metadata = {"uri": uri, "tensorboard": logs, **metrics}
         return uri

@@ -122,7 +122,7 @@ def _comparison_table(found: Comparison) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from trainer.report.report import figure
+    from trainer.report.report import formatted
 
     table = Table(box=None, pad_edge=False)
     table.add_column("")
@@ -132,7 +132,7 @@ def _comparison_table(found: Comparison) -> Table:
         # Loss is measured in training and on the test split.
         before = f"{group}: " if group in ("test", "training") else ""
         for name, row in rows.items():
-            table.add_row(escape(f"{before}{name}"), *(escape(figure(each)) for each in row))
+            table.add_row(escape(f"{before}{name}"), *(escape(formatted(each)) for each in row))
         table.add_section()
     return table
 

@@ -35,7 +35,7 @@ def list_models(
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal
-    from trainer.report.report import figure
+    from trainer.report.report import formatted
 
     place = registered.root_of(root, workdir)
     found = registered.versions(place, name)
@@ -47,7 +47,7 @@ def list_models(
             escape(each.name),
             str(each.version),
             "champion" if each.champion else "",
-            figure(each.metrics.get("accuracy")),
+            formatted(each.metrics.get("accuracy")),
             str(each.global_step),
             each.created,
             escape(each.run_id),
@@ -71,13 +71,13 @@ def show_model(
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal, shown_place
-    from trainer.report.report import figure
+    from trainer.report.report import formatted
 
     found = registered.details(registered.root_of(root, workdir), name, version)
     row = asdict(found.version)
     table = Table(box=None, pad_edge=False, show_header=False)
     for key, value in {**row, **found.lineage, "where": shown_place(found.uri)}.items():
-        table.add_row(key.replace("_", " "), escape(figure(value)))
+        table.add_row(key.replace("_", " "), escape(formatted(value)))
     made = [
         {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}
         for each in found.promotions

@@ -102,7 +102,7 @@ def test_the_checkpoint_restores_into_a_model_of_one_process(trained, dataset, t
         assert (variable.numpy() != old).any()
 
 
-def test_tensorboard_finds_the_figures(trained):
+def test_tensorboard_finds_the_metrics(trained):
     run, _ = trained
     (log,) = (run.folder / "checkpoints" / "logs").iterdir()
     tags = {

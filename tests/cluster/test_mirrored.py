@@ -69,7 +69,7 @@ def test_an_interrupt_ends_all_workers_after_one_last_checkpoint(running):
 
 
 @pytest.mark.slow
-def test_a_loss_that_diverges_is_told_once_with_the_checkpoint_before(dataset, tmp_path):
+def test_a_loss_that_diverges_is_reported_once_with_the_checkpoint_before(dataset, tmp_path):
     wild = {**SETTINGS["training"], "optimizer": {"name": "sgd", "learning_rate": 1e6}}
     with launched({**SETTINGS, "training": wild}, dataset, tmp_path) as run:
         code, said = run.end()

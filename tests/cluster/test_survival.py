@@ -60,7 +60,7 @@ def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(ru
     assert applied(running) - STEPS <= EVERY
 
 
-def test_a_killed_chief_begins_a_new_life_on_the_living_servers(running):
+def test_a_killed_chief_begins_a_new_attempt_on_the_same_servers(running):
     servers = {name: running.task(name).pid for name in ("ps-0", "worker-0", "worker-1")}
     running.kill("chief-0")
     running.wait_for(lambda event: isinstance(event, AttemptBegin))

@@ -23,20 +23,20 @@ WORKERS = [Task(role="worker", index=index) for index in range(2)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("told_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
-def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, told_by):
+@pytest.mark.parametrize("given_by", ["TF_CONFIG", pytest.param("flags", marks=pytest.mark.long)])
+def test_a_cluster_without_a_chief_trains_to_the_very_step(dataset, tmp_path, given_by):
     with (
         held_cluster({"ps": 1, "worker": 2}) as cluster,
         by_hand(tmp_path, dataset, cluster, CONFIG) as tasks,
     ):
         for task in (PS, *WORKERS):
-            tasks.start(task, tasks.flags(task) if told_by == "flags" else ())
+            tasks.start(task, tasks.flags(task) if given_by == "flags" else ())
         assert tasks.end_of(WORKERS[0]) == 0, tasks.log(WORKERS[0])
         assert [tasks.processes[task].poll() for task in (PS, WORKERS[1])] == [None, None]
         uri, step = newest_checkpoint(tasks.checkpoints)
     assert step == STEPS
-    figures = storage.verify(uri).fields["metrics"]["workers"]
-    assert sum(each["local_steps"] for each in figures.values()) == STEPS
+    workers = storage.verify(uri).fields["metrics"]["workers"]
+    assert sum(each["local_steps"] for each in workers.values()) == STEPS
 
 
 @pytest.mark.slow

@@ -68,15 +68,15 @@ def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube
             cluster__launcher=launcher,
         )
         ended = call("run", tmp_path / launcher, *options, cwd=tmp_path)
-        assert (ended.code, ended.told["status"]) == (0, "blessed"), ended.err + ended.log[-3000:]
-        assert ended.told["global_step"] == 600
+        assert (ended.code, ended.answer["status"]) == (0, "blessed"), ended.err + ended.log[-3000:]
+        assert ended.answer["global_step"] == 600
         return ended
 
     ours, local = run("tfjob"), run("local")
-    assert set(ours.told["artifacts"]) == set(local.told["artifacts"])
+    assert set(ours.answer["artifacts"]) == set(local.answer["artifacts"])
     for artifact in PUBLISHED:
-        there = storage.verify(ours.told["artifacts"][artifact])
-        here = storage.verify(local.told["artifacts"][artifact])
+        there = storage.verify(ours.answer["artifacts"][artifact])
+        here = storage.verify(local.answer["artifacts"][artifact])
         assert there.fields.keys() == here.fields.keys()
         assert [file.path for file in there.files] == [file.path for file in here.files]
     assert "[chief-0]" in ours.log

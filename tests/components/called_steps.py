@@ -44,9 +44,9 @@ def refused(step, *given, capsys):
 
 def evaluated(run, root):
     """Evaluate a run's checkpoint; return the URI and the three artifacts of the UI."""
-    shown = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
-    uri = evaluate_model.run_step(text_of(run), root, RUN, run.dataset, run.checkpoint, *shown)
-    return uri, *shown
+    displayed = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+    uri = evaluate_model.run_step(text_of(run), root, RUN, run.dataset, run.checkpoint, *displayed)
+    return uri, *displayed
 
 
 def gated(run, root, folder, accuracy):

@@ -76,9 +76,9 @@ def run(tmp_path):
 
 
 def verdict(page):
-    title, shown, *_ = page.words
-    assert title == f"{RUN}: {shown}"
-    return shown
+    title, displayed, *_ = page.words
+    assert title == f"{RUN}: {displayed}"
+    return displayed
 
 
 def test_a_blessed_run(run):
@@ -214,7 +214,7 @@ def test_what_only_an_earlier_start_reached_is_skipped_and_costs_what_it_took(ru
     assert "train_model:" not in page.text
 
 
-def test_the_evaluator_s_figures_are_drawn_with_those_of_training(run):
+def test_the_evaluator_s_metrics_are_drawn_with_those_of_training(run):
     run.trained()
     uri = storage.join(run.root, RUN, "checkpoints")
     row = {"global_step": 40, "created": "now", "validation_loss": 0.4}
@@ -308,7 +308,7 @@ def test_the_decision_of_this_try_counts_and_not_a_later_one_of_another_policy(r
     assert verdict(run.report("SUCCEEDED")) == "refused"
 
 
-def test_a_try_that_failed_shows_no_figures_of_the_one_before(run):
+def test_a_failed_try_shows_no_metrics_of_the_one_before(run):
     run.evaluated()
     run.decided("blessed")
     run.events(begun("train_model"), ended("train_model", "failed", 1, error="no space"))

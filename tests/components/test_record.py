@@ -77,7 +77,7 @@ def test_a_step_that_is_done(emitted, capsys):
     assert not "".join(capsys.readouterr())
 
 
-def test_what_it_takes_is_told_before_it_works(emitted):
+def test_its_inputs_are_recorded_before_it_works(emitted):
     with recorded("train_model", inputs={"dataset": "gs://b/d"}):
         (begin,) = emitted()
     assert begin.inputs == {"dataset": "gs://b/d"}
@@ -114,7 +114,7 @@ def test_an_error_of_the_user_is_one_line_and_a_code(emitted, capsys, error, sta
     assert end.metrics == {"so far": 1}
 
 
-def test_a_bug_is_told_and_goes_on(emitted, capsys):
+def test_a_bug_is_recorded_and_raised(emitted, capsys):
     step, bug = recorded("check_gate"), ZeroDivisionError("by\nzero")
     step.__enter__()
     # No frame of the error is in a file of the user.

@@ -194,11 +194,11 @@ def test_a_run_without_records(at, place):
     assert read(at, well=False) == []
 
 
-def test_a_store_that_cannot_be_written_is_one_line_and_the_error_stands(tmp_path, capsys):
+def test_a_store_that_cannot_be_written_is_one_line_and_the_error_stays(tmp_path, capsys):
     (tmp_path / "root").write_text("a file in the folder's place", encoding="utf-8")
     fail(storage.uri_of(tmp_path / "root" / RUN), UserError("worker-0 died"))
-    record, told = capsys.readouterr().err.splitlines()
-    assert told == "flotilla: train_model: worker-0 died"
+    record, reported = capsys.readouterr().err.splitlines()
+    assert reported == "flotilla: train_model: worker-0 died"
     assert record.startswith("flotilla: the record of train_model could not be published: cannot ")
 
 
@@ -218,13 +218,13 @@ def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(503, path=RUN, times=10**6))
     fail(storage.join(place.root, RUN), UserError("worker-0 died"))
-    told = capsys.readouterr().err
-    assert "flotilla: train_model: worker-0 died\n" in told
-    assert told.count("could not be published") == 1
-    assert "has not been available for 0.3 s" in told
+    reported = capsys.readouterr().err
+    assert "flotilla: train_model: worker-0 died\n" in reported
+    assert reported.count("could not be published") == 1
+    assert "has not been available for 0.3 s" in reported
 
 
-def test_the_error_is_told_before_the_store_is_asked_for_the_last_time(disk, monkeypatch, capsys):
+def test_the_error_is_reported_before_the_last_request_to_the_store(disk, monkeypatch, capsys):
     seen = []
     write = storage.write_bytes
 

@@ -94,8 +94,8 @@ class Pods:
         report = self.output(dsl.HTML, "finish", "report")
         summary = self.output(dsl.Markdown, "finish", "summary")
         finish.python_func(ended(state, words), self.root, "local", "{}", RUN, report, summary)
-        shown = [Path(each.path).read_text(encoding="utf-8") for each in (report, summary)]
-        return Page(shown[0]), shown[1]
+        displayed = [Path(each.path).read_text(encoding="utf-8") for each in (report, summary)]
+        return Page(displayed[0]), displayed[1]
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_a_step_that_was_tried_again_costs_all_its_tries(pods):
     assert "in 2 earlier tries" in cells(summary, "train_model")[2]
 
 
-def test_a_wrong_value_is_told_with_its_line(pods):
+def test_a_wrong_value_is_reported_with_its_line(pods):
     with pytest.raises(SystemExit):
         pods.resolved(training_steps=0)
     page, summary = pods.finished()
@@ -253,9 +253,9 @@ def test_a_store_that_cannot_be_written_masks_nothing(pods, s3, capsys):
     with pytest.raises(SystemExit) as failed:
         pods.trained()
     assert failed.value.code == 1
-    told = capsys.readouterr().err
-    assert f"flotilla: train_model: {REASON}\n" in told
-    assert told.count("could not be published") == 1
+    reported = capsys.readouterr().err
+    assert f"flotilla: train_model: {REASON}\n" in reported
+    assert reported.count("could not be published") == 1
     page, _ = pods.finished(words="exit code 1")
     assert page.words[1] == "failed"
     assert "KFP says: exit code 1" in page.text

@@ -12,7 +12,7 @@ from components import ui
 from components.train_model import train_model
 
 
-def test_figures_are_plain_and_finite():
+def test_metrics_are_plain_and_finite():
     metrics = dsl.Metrics()
     found = {"accuracy": np.float32(0.5), "loss": float("nan"), "worst": math.inf, "examples": 3}
     ui.log_metrics(metrics, found, "gs://bucket/evaluation")
@@ -65,7 +65,7 @@ def test_without_a_curve_there_is_none():
     assert roc.metadata == {}
 
 
-def test_the_ui_is_told_of_tensorboard(tmp_path):
+def test_the_ui_learns_of_tensorboard(tmp_path):
     artifact = dsl.Artifact(uri=str(tmp_path / "deep" / "viewers"))
     ui.write_viewers(artifact, "minio://bucket/run/checkpoints/logs?endpoint=http://a:1")
     written = json.loads(Path(artifact.path).read_text(encoding="utf-8"))

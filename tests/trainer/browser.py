@@ -86,9 +86,9 @@ class Browser:
 
     def evaluate(self, expression: str) -> Any:
         """Return what a JavaScript expression is worth in the page."""
-        told = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
-        assert "exceptionDetails" not in told, told
-        return told["result"].get("value")
+        reply = self.ask("Runtime.evaluate", expression=expression, returnByValue=True)
+        assert "exceptionDetails" not in reply, reply
+        return reply["result"].get("value")
 
     def look(self, page: Path, *, width: int, height: int, scheme: str) -> Seen:
         """Open a page in a window of this size, `light` or `dark`."""
@@ -103,7 +103,7 @@ class Browser:
             self._until(lambda each: each.get("method") == "Page.loadEventFired")
         shot = self.ask("Page.captureScreenshot", captureBeyondViewport=True)
         return Seen(
-            complaints=[*map(_told, filter(_is_complaint, self.happened))],
+            complaints=[*map(_replied, filter(_is_complaint, self.happened))],
             requests=[each for each in self._requested() if each != url],
             outside=self.evaluate(OUTSIDE),
             scrolling=self.evaluate(SCROLLING),
@@ -138,15 +138,15 @@ class Browser:
 
 
 def _is_complaint(message: dict[str, Any]) -> bool:
-    method, told = message.get("method"), message.get("params", {})
+    method, params = message.get("method"), message.get("params", {})
     if method == "Log.entryAdded":
-        return told["entry"]["level"] in ("error", "warning")
+        return params["entry"]["level"] in ("error", "warning")
     if method == "Runtime.consoleAPICalled":
         return True
     return method in ("Runtime.exceptionThrown", "Network.loadingFailed")
 
 
-def _told(message: dict[str, Any]) -> str:
+def _replied(message: dict[str, Any]) -> str:
     return json.dumps(message["params"])[:2000]
 
 

@@ -21,7 +21,7 @@ EXAMPLES = 40_000
 TRAINING = 32_000
 RANK = 2
 # In units of the score whose sigmoid is the chance of a click.
-AGREEMENT = 4.0
+AFFINITY = 4.0
 POPULARITY = 0.5
 # Not the seed of the configuration: the clicks have to be the same in every run.
 SEED = 20
@@ -36,11 +36,11 @@ def draw() -> tuple[Column, Column, Column]:
     of_users = random.normal(size=(USERS, RANK))
     of_items = random.normal(size=(ITEMS, RANK))
     popularity = POPULARITY * random.normal(size=ITEMS)
-    shown = (1 + np.arange(ITEMS)) ** -0.5
+    exposure = (1 + np.arange(ITEMS)) ** -0.5
     users = random.randint(USERS, size=EXAMPLES)
-    items = random.choice(ITEMS, size=EXAMPLES, p=shown / shown.sum())
-    agreement = (of_users[users] * of_items[items]).sum(axis=1) / np.sqrt(RANK)
-    score = AGREEMENT * agreement + popularity[items]
+    items = random.choice(ITEMS, size=EXAMPLES, p=exposure / exposure.sum())
+    affinity = (of_users[users] * of_items[items]).sum(axis=1) / np.sqrt(RANK)
+    score = AFFINITY * affinity + popularity[items]
     clicks = random.random_sample(EXAMPLES) < 1 / (1 + np.exp(-score))
     return users.astype(np.int64), items.astype(np.int64), clicks.astype(np.int64)
 

@@ -52,13 +52,13 @@ def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
     folder = scratch / "champion"
     storage.fetch(uri, folder, only=lambda path: path.startswith(f"{place}/"))
     names = {each["feature"]: each["name"] for each in manifest.fields["inputs"]}
-    with _told(uri):
+    with _with_remedy(uri):
         loaded = tf.saved_model.load(folder / place)
         signature = loaded.signatures[SERVING]
 
     def answer(inputs: Mapping[str, tf.Tensor]) -> Floats:
         given = {names[feature]: values for feature, values in inputs.items()}
-        with _told(uri):
+        with _with_remedy(uri):
             logits: Floats = signature(**given)["logits"].numpy()
         return logits
 
@@ -66,7 +66,7 @@ def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
 
 
 @contextmanager
-def _told(uri: str) -> Iterator[None]:
+def _with_remedy(uri: str) -> Iterator[None]:
     try:
         yield
     # What a foreign SavedModel does, nobody knows.
@@ -78,7 +78,7 @@ def _told(uri: str) -> Iterator[None]:
 
 
 def compared(champion: Champion, found: Predictions) -> dict[str, Any]:
-    """Return what the evaluation says of the champion: figures, and the paired test."""
+    """Return what the evaluation says of the champion: metrics, and the paired test."""
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
     bad = int((~np.isfinite(found.champion).all(axis=1)).sum())

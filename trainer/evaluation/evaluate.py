@@ -43,7 +43,7 @@ Measurer = Callable[[tf.data.Dataset], dict[str, float]]
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Where an evaluation is published, and its figures, as far as they are defined."""
+    """Where an evaluation is published, and its metrics, as far as they are defined."""
 
     uri: str
     metrics: dict[str, float]
@@ -56,7 +56,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
 
     A champion answers the same examples beside it, batch by batch.
 
-    The same checkpoint and dataset again is a no-op that returns the figures published before.
+    The same checkpoint and dataset again is a no-op that returns the metrics published before.
 
     Args:
         config: says how the model is built and how many examples make a batch.
@@ -83,15 +83,15 @@ def evaluate(  # noqa: PLR0913, PLR0917
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
     batches = labelled_columns(spec, files, batch_size=size, columns=features)
-    rival = champion_of(champion, spec, scratch) if champion else None
-    answer = rival.answer if rival else None
+    opponent = champion_of(champion, spec, scratch) if champion else None
+    answer = opponent.answer if opponent else None
     found = predict(model, spec, batches, answer)
     _require_sound(spec, found, dataset, checkpoint)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder = Path(name)
         summary = {**summarized(spec, found), "global_step": step}
-        if rival:
-            summary["champion"] = compared(rival, found)
+        if opponent:
+            summary["champion"] = compared(opponent, found)
         summary["worst"] = found.worst.write(folder, class_names(spec))
         _write(folder, summary, found, class_names(spec))
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}

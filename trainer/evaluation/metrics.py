@@ -1,9 +1,9 @@
-"""The figures of a classifier, from labels [n] and its predictions; scikit-learn does the sums.
+"""The metrics of a classifier, from labels [n] and its predictions; scikit-learn does the sums.
 
-A figure that is not defined, such as the area under the ROC of a class that does not occur, is
+A metric that is not defined, such as the area under the ROC of a class that does not occur, is
 None. Curves are thinned to what a picture can show; the areas are those of the whole curves.
 
-How sure a figure is: percentile bootstrap over the examples (Efron 1979).
+How sure a metric is: percentile bootstrap over the examples (Efron 1979).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def headline(labels: Labels, logits: Floats) -> Metrics:
     Averages are over the classes that occur, as label or as prediction.
     """
     predicted = logits.argmax(axis=1)
-    figures: Metrics = {
+    metrics: Metrics = {
         "loss": float(losses(labels, logits).mean()),
         "accuracy": float(scores.accuracy_score(labels, predicted)),
         "top_3_accuracy": float(in_top(labels, logits).mean()),
@@ -64,8 +64,8 @@ def headline(labels: Labels, logits: Floats) -> Metrics:
             labels, predicted, average=average, zero_division=0
         )
         for name, value in zip(("precision", "recall", "f1"), found, strict=False):
-            figures[f"{average}_{name}"] = float(value)
-    return figures
+            metrics[f"{average}_{name}"] = float(value)
+    return metrics
 
 
 def per_class(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
@@ -213,7 +213,7 @@ Counts = npt.NDArray[Any]
 
 
 def intervals(labels: Labels, logits: Floats) -> dict[str, Interval]:
-    """Return the 95 % interval [low, high] of every figure of `figures.headline`, by name."""
+    """Return the 95 % interval [low, high] of every metric of `headline`, by name."""
     classes, count = logits.shape[1], len(labels)
     # Who draws examples draws cells of the confusion matrix; there are far fewer of them.
     cells, filled = np.unique(labels * classes + logits.argmax(axis=1), return_counts=True)
@@ -245,7 +245,7 @@ def intervals_of_means(labels: Labels, logits: Floats) -> dict[str, Interval]:
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:
     """Return macro and weighted precision, recall and F1 from the counts of each class.
 
-    As `figures.headline` does, but fast enough for a thousand resamples of a thousand classes.
+    As `headline` does, but fast enough for a thousand resamples of a thousand classes.
 
     Args:
         hits: how often the class was predicted rightly.

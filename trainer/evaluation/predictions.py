@@ -23,7 +23,7 @@ from trainer.models.registry import refused_input
 MOST_WORST = 25
 # Pixels of the longer side: larger than this a page does not show it.
 LARGEST_SIDE = 256
-_SHOWN_VALUES = 12
+_VALUES_IN_TEXT = 12
 _CHANNELS = (1, 3, 4)
 
 
@@ -82,7 +82,7 @@ class Worst:
             row |= {key: names[example.row[key]] for key in ("label", "predicted")}
             pictured = next((n for n in example.inputs if _is_image(self._spec.features[n])), None)
             if pictured is None:
-                row["inputs"] = ", ".join(_told(n, v) for n, v in example.inputs.items())
+                row["inputs"] = ", ".join(_described(n, v) for n, v in example.inputs.items())
             else:
                 row["picture"] = f"worst/{place:02d}.png"
                 path = folder / row["picture"]
@@ -124,10 +124,10 @@ def _png(values: Any) -> bytes:
     return encoded
 
 
-def _told(name: str, values: Any) -> str:
+def _described(name: str, values: Any) -> str:
     flat = np.ravel(values)
-    words = " ".join(text(value) for value in flat[:_SHOWN_VALUES])
-    return f"{name} {words}" + (" ..." if len(flat) > _SHOWN_VALUES else "")
+    words = " ".join(text(value) for value in flat[:_VALUES_IN_TEXT])
+    return f"{name} {words}" + (" ..." if len(flat) > _VALUES_IN_TEXT else "")
 
 
 Answer = Callable[[Mapping[str, tf.Tensor]], Floats]
@@ -168,7 +168,7 @@ def predict(
     worst = Worst(spec)
     labels: list[Labels] = []
     answers: list[Floats] = []
-    rival: list[Floats] = []
+    opponent: list[Floats] = []
     columns: dict[str, list[Any]] = {}
     for inputs, given, values in batches:
         named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
@@ -176,7 +176,7 @@ def predict(
         with refused_input():
             answers.append(forward(inputs).numpy())
         if champion:
-            rival.append(champion(named))
+            opponent.append(champion(named))
         for column, each in values.items():
             columns.setdefault(column, []).append(each.numpy())
         if _sound(spec, labels[-1], answers[-1]):
@@ -186,7 +186,7 @@ def predict(
     return Predictions(
         labels=np.concatenate(labels),
         logits=np.concatenate(answers),
-        champion=np.concatenate(rival) if rival else None,
+        champion=np.concatenate(opponent) if opponent else None,
         columns={column: np.concatenate(each) for column, each in columns.items()},
         worst=worst,
     )

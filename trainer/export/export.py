@@ -82,7 +82,7 @@ def export(  # noqa: PLR0913, PLR0917
             subject = _subject(config, model, spec, dataset, scratch)
             fields = _fields(facts, subject, evaluation, made_from)
             parity = _proved(folder, subject, fields, process)
-        _write_beside(folder, facts, parity, fields, output)
+        _write_companions(folder, facts, parity, fields, output)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 
@@ -116,7 +116,7 @@ def _proved(
     return parity
 
 
-def _write_beside(
+def _write_companions(
     folder: Path,
     facts: model_card.Facts,
     parity: dict[str, Any],

@@ -42,7 +42,7 @@ def written(facts: Facts, parity: Mapping[str, Any], inputs: Sequence[Mapping[st
         _use(facts.config.name, inputs, measured["labels"]),
         _data(facts),
         _training(facts),
-        _figures(measured),
+        _metrics(measured),
         _classes(measured),
         _slices(measured),
         _gate(decided),
@@ -64,14 +64,14 @@ def _head(facts: Facts, measured: Mapping[str, Any]) -> str:
 
 def _use(name: str, inputs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
     rows = ([f"`{each['name']}`", each["dtype"], _shape(each["shape"])] for each in inputs)
-    shown = ", ".join(map(_cell, labels[:_MOST_NAMES]))
-    shown += ", ..." if len(labels) > _MOST_NAMES else ""
+    names = ", ".join(map(_cell, labels[:_MOST_NAMES]))
+    names += ", ..." if len(labels) > _MOST_NAMES else ""
     return (
         "## How to ask it\n\n"
         f"Signature `{SERVING}` takes\n\n{_table(['input', 'type', 'shape'], rows)}\n\n"
         f"and `{SERIALIZED}` takes `examples`: serialized `tf.train.Example` records as the "
         "dataset stores them. Both give `logits` and `probabilities`, one column a class in the "
-        f"order of `labels.txt`: {shown}.\n\n"
+        f"order of `labels.txt`: {names}.\n\n"
         "    tensorflow_model_server --rest_api_port=8501 "
         f"--model_name={name} --model_base_path=$PWD/serving/{name}\n"
         f"    curl -d @request.json localhost:8501/v1/models/{name}:predict"
@@ -98,7 +98,7 @@ def _training(facts: Facts) -> str:
     )
 
 
-def _figures(measured: Mapping[str, Any]) -> str:
+def _metrics(measured: Mapping[str, Any]) -> str:
     intervals = measured["intervals"]
     rows = (
         [name, _number(value), _interval(intervals.get(name))]

@@ -120,7 +120,7 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
     }
 
 
-def figure(value: object) -> str:
+def formatted(value: object) -> str:
     """Return a value as a person reads it."""
     if value is None or value == "":
         return NOTHING
@@ -129,9 +129,9 @@ def figure(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {figure(each)}" for name, each in value.items()) or NOTHING
+        return ", ".join(f"{name} {formatted(each)}" for name, each in value.items()) or NOTHING
     if isinstance(value, list | tuple):
-        return ", ".join(figure(each) for each in value) or NOTHING
+        return ", ".join(formatted(each) for each in value) or NOTHING
     return str(value)
 
 
@@ -141,7 +141,7 @@ def earlier(step: Facts) -> str:
     if not isinstance(tries, int) or tries <= 1:
         return ""
     word = "try" if tries - 1 == 1 else "tries"
-    return f" + {figure(step.get('earlier_seconds'))} s in {tries - 1} earlier {word}"
+    return f" + {formatted(step.get('earlier_seconds'))} s in {tries - 1} earlier {word}"
 
 
 @cache
@@ -153,7 +153,7 @@ def _template() -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["figure"] = figure
+    environment.filters["formatted"] = formatted
     environment.filters["earlier"] = earlier
     environment.filters["short"] = lambda value: NOTHING if value is None else f"{value:.4g}"
     environment.filters["interval"] = lambda pair: " to ".join(f"{end:.4g}" for end in pair)
@@ -177,16 +177,16 @@ def _reasons(
         # A race that was lost broke no rule.
         return stand or [str(reason) for reason in registered.get("reasons") or ()]
     failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
-    return [f"{figure(step.get('step'))}: {figure(step.get('error'))}" for step in failed]
+    return [f"{formatted(step.get('step'))}: {formatted(step.get('error'))}" for step in failed]
 
 
 def _stand(rule: Facts) -> str:
     key = rule.get("key") or f"gate.{rule.get('bound')}"
-    bound = f"{key} {figure(rule.get('threshold'))}"
+    bound = f"{key} {formatted(rule.get('threshold'))}"
     value = rule.get("value")
     if value is None:
         return f"{rule.get('metric')} is not a finite number, and {bound} asks for one."
-    # The gate compares exact values; figures rounded for reading could look equal.
+    # The gate compares exact values; numbers rounded for reading could look equal.
     note = f" ({rule['note']})" if rule.get("note") else ""
     return f"{rule.get('metric')} is {value!r}, and {bound} does not allow that{note}."
 
@@ -202,19 +202,19 @@ def _incident(event: Facts) -> dict[str, str]:
     rest = {name: value for name, value in event.items() if name not in apart}
     return {
         "time": _clock(event.get("time")),
-        "event": figure(event.get("event")),
-        "what": figure(rest),
+        "event": formatted(event.get("event")),
+        "what": formatted(rest),
         "lines": "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else "",
     }
 
 
 def _clock(seconds: object) -> str:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return figure(seconds)
+        return formatted(seconds)
     try:
         return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (ValueError, OverflowError, OSError):
-        return figure(seconds)
+        return formatted(seconds)
 
 
 def _yaml(config: object) -> str:

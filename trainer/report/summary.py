@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.report.report import HEADLINES, earlier, figure
+from trainer.report.report import HEADLINES, earlier, formatted
 
 Facts = Mapping[str, Any]
 
@@ -57,14 +57,14 @@ def _rules(facts: Facts) -> list[Facts]:
 
 def _rule(rule: Facts) -> tuple[object, ...]:
     sign = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
-    asked = f"{sign} {figure(rule.get('threshold'))}".strip()
+    asked = f"{sign} {formatted(rule.get('threshold'))}".strip()
     return (
         rule.get("metric", ""), asked, rule.get("value"), "kept" if rule.get("passed") else "broken"
     )  # fmt: skip
 
 
 def _step(step: Facts) -> tuple[object, ...]:
-    seconds = f"{figure(step.get('seconds'))}{earlier(step)}"
+    seconds = f"{formatted(step.get('seconds'))}{earlier(step)}"
     return (step.get("step", ""), step.get("status", ""), seconds)
 
 
@@ -73,8 +73,8 @@ def _cost(facts: Facts) -> list[tuple[str, object]]:
 
 
 def _lineage(facts: Facts) -> list[tuple[str, object]]:
-    told = facts.get("lineage") or {}
-    return [(name, told[name]) for name in _LINEAGE if told.get(name)]
+    lineage = facts.get("lineage") or {}
+    return [(name, lineage[name]) for name in _LINEAGE if lineage.get(name)]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
@@ -89,7 +89,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def _cell(value: object) -> str:
-    return value if isinstance(value, str) else figure(value)
+    return value if isinstance(value, str) else formatted(value)
 
 
 def _plain(text: object) -> str:

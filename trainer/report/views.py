@@ -1,6 +1,6 @@
 """What an evaluation and the events of a run look like on the page: plain data for the template.
 
-The geometry of a small line chart, as plain figures that a template can draw as SVG.
+The geometry of a small line chart, as plain numbers that a template can draw as SVG.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeGuard
 # Small enough for a phone; beside each other on a screen.
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
-# More points than this are not told apart at this width.
+# More points than this are not distinguishable at this width.
 MOST_POINTS = 600
 MARKED_POINTS = 40
 # Beyond this the grid cannot be computed, and nobody can read it.
@@ -142,7 +142,7 @@ def _share(value: float, ticks: Sequence[float]) -> float:
     return (value - ticks[0]) / (ticks[-1] - ticks[0])
 
 
-# A matrix of more classes is a table that nobody reads; its largest confusions are told instead.
+# A matrix of more classes is a table that nobody reads; its largest confusions are listed instead.
 MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
@@ -214,7 +214,7 @@ def confusions(evaluation: Facts) -> list[dict[str, Any]]:
 
 
 def weak_classes(evaluation: Facts) -> list[Facts]:
-    """Return the figures of each class, the lowest F1 first; of many classes the weakest."""
+    """Return the metrics of each class, the lowest F1 first; of many classes the weakest."""
     rows = evaluation.get("per_class") or ()
     return sorted(rows, key=lambda row: row["f1"])[:MOST_CLASSES]
 

@@ -79,16 +79,16 @@ def locate(uri: str) -> Location:
     bucket, _, path = rest.partition("/")
     path = path.rstrip("/")
     names = [_plain(name) for name in path.split("/")] if path else []
-    shown = _without_query(uri)
+    bare = _without_query(uri)
     if not _BUCKET.fullmatch(bucket):
-        raise UserError(f"{shown!r} is not a storage URI: {bucket!r} is no name of a bucket")
+        raise UserError(f"{bare!r} is not a storage URI: {bucket!r} is no name of a bucket")
     if any(name in ("", ".", "..") for name in names) or "\0" in path:
-        raise UserError(f"{shown!r} is not a storage URI: its path has an empty part, '.' or '..'")
+        raise UserError(f"{bare!r} is not a storage URI: its path has an empty part, '.' or '..'")
     try:
         path.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{shown!r} is not a storage URI: it is not UTF-8") from None
-    return Location(scheme, bucket, "/".join(names), _options(scheme, shown, query))
+        raise UserError(f"{bare!r} is not a storage URI: it is not UTF-8") from None
+    return Location(scheme, bucket, "/".join(names), _options(scheme, bare, query))
 
 
 def join(uri: str, *parts: str) -> str:
@@ -144,17 +144,17 @@ def _plain(name: str) -> str:
     return re.sub("%25|%3F|%3f", lambda found: "%" if found[0] == "%25" else "?", name)
 
 
-def _options(scheme: str, shown: str, query: str) -> tuple[tuple[str, str], ...]:
+def _options(scheme: str, bare: str, query: str) -> tuple[tuple[str, str], ...]:
     if query and scheme == "gs":
-        raise UserError(f"{shown!r}: gs:// takes no options; set STORAGE_EMULATOR_HOST instead")
+        raise UserError(f"{bare!r}: gs:// takes no options; set STORAGE_EMULATOR_HOST instead")
     found = parse_qsl(query, keep_blank_values=True)
     for name, value in found:
         if name not in OPTIONS:
             hint = nearest(name, OPTIONS) or f" (one of {', '.join(OPTIONS)})"
-            raise UserError(f"{shown!r}: {name!r} is no option of a storage URI{hint}")
+            raise UserError(f"{bare!r}: {name!r} is no option of a storage URI{hint}")
         if "@" in value:
             raise UserError(
-                f"{shown!r}: no credentials in a URI, it is shown in logs; set "
+                f"{bare!r}: no credentials in a URI, it is shown in logs; set "
                 "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             )
     return tuple(found)

@@ -10,7 +10,7 @@ from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.errors import UserError
 
 
-def test_no_life_goes_on_with_other_data(tmp_path):
+def test_no_attempt_resumes_with_other_data(tmp_path):
     uri = storage.uri_of(tmp_path / "checkpoints")
 
     def checkpoints(fingerprint):

@@ -11,8 +11,8 @@ from trainer.checkpoints.history import HISTORY_FILE, History, read_history
 from trainer.errors import UserError
 
 
-def row(step, **figures):
-    return {"global_step": step, "loss": 1 / step, "seconds": step / 10, **figures}
+def row(step, **metrics):
+    return {"global_step": step, "loss": 1 / step, "seconds": step / 10, **metrics}
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_the_file_is_all_that_is_left(uri):
     assert [path.name for path in storage.local_path(uri).iterdir()] == [HISTORY_FILE]
 
 
-def test_a_new_life_goes_on_with_rows_and_time(uri):
+def test_a_new_attempt_continues_rows_and_time(uri):
     first = History(uri, start=0)
     first.add(row(10))
     first.add(row(20, validation_loss=0.5))
@@ -72,7 +72,7 @@ def test_what_came_after_the_checkpoint_is_made_again(uri, start, kept):
     assert [each["global_step"] for each in read_history(uri)] == [*kept, 99]
 
 
-def test_figures_keep_their_exact_values(uri):
+def test_metrics_keep_their_exact_values(uri):
     exact = row(3, validation_accuracy=0.1 + 0.2, learning_rate=1e-7)
     History(uri, start=0).add(exact)
     assert read_history(uri) == [exact]

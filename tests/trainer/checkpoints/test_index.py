@@ -56,7 +56,7 @@ def publish(folder, step, **fields):
     )
 
 
-def test_the_evaluator_s_figures_go_before_those_of_the_manifest(tmp_path):
+def test_the_evaluator_s_metrics_precede_those_of_the_manifest(tmp_path):
     folder = tmp_path / "checkpoints"
     uri = storage.uri_of(folder)
     published = {}

@@ -203,7 +203,7 @@ def test_past_the_deadline_the_last_checkpoint_is_missed_in_one_line(of, server,
     assert of().newest().global_step == 1
 
 
-def test_how_a_block_ends_is_told_as_it_was(of, uri):
+def test_the_end_of_a_block_is_reported_unchanged(of, uri):
     for step, end in enumerate((UserError("diverged"), RunInterruptedError("asked to end")), 1):
         kept = of()
         with pytest.raises(type(end)) as error:
@@ -213,7 +213,7 @@ def test_how_a_block_ends_is_told_as_it_was(of, uri):
 
 
 @pytest.mark.usefixtures("blocked")
-def test_a_life_that_begins_again_does_not_wait(of):
+def test_an_attempt_that_begins_again_does_not_wait(of):
     kept = of()
     with pytest.raises(ClusterLostError):
         save_and_end(kept, 1, ClusterLostError("gone"))

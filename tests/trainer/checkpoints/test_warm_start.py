@@ -60,7 +60,7 @@ def test_it_takes_the_weights_and_begins_at_global_step_0(run, before):
     assert (attempt.global_step, attempt.resumed) == (0, False)
 
 
-def test_it_is_said_and_stands_in_every_manifest(run, before):
+def test_it_is_logged_and_in_every_manifest(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
     assert [event.uri for event in run.events(WarmStart)] == [uri]

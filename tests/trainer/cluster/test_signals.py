@@ -132,12 +132,12 @@ def test_it_goes_on_where_no_process_is_named(name):
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
-def test_it_goes_on_while_its_parent_lives():
+def test_it_continues_while_its_parent_runs():
     done = run(str(os.getpid()))
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 
 
-def test_it_goes_on_while_a_process_that_is_not_its_parent_lives():
+def test_it_continues_while_a_process_that_is_not_its_parent_runs():
     done = run(str(os.getppid()))
     assert (done.returncode, done.stdout, done.stderr) == (0, "on\n", "")
 

@@ -198,7 +198,7 @@ def test_shards_are_counted_only_where_workers_part_them(enough):
 
 
 @pytest.mark.parametrize("without", ["training.validate_every=0", "data.validation=0"])
-def test_patience_needs_something_to_wait_for(without):
+def test_early_stopping_needs_validations(without):
     assert "training.patience: an early stop needs" in refused("training.patience=2", without)
     assert load_config(None, [without]).training.patience == 0
 

@@ -91,7 +91,7 @@ def test_without_a_version_every_one_counts(root, publish):
     assert first in seal(newest, root).splitlines()
 
 
-def test_a_store_that_cannot_be_read_is_told(tmp_path):
+def test_a_store_that_cannot_be_read_is_reported(tmp_path):
     (tmp_path / "root").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="root"):
         seal(CONFIG, storage.uri_of(tmp_path / "root" / "deep"))

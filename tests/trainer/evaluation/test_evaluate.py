@@ -81,7 +81,7 @@ def test_metrics_are_what_arithmetic_says(run, evaluated):
     assert text["metrics"] == result.metrics
 
 
-def test_figures_of_each_class_are_what_counting_says(run, evaluated):
+def test_metrics_of_each_class_are_what_counting_gives(run, evaluated):
     _, text, _ = evaluated
     predicted = run.logits.argmax(axis=1)
     assert [row["label"] for row in text["per_class"]] == list("0123456789")
@@ -93,9 +93,9 @@ def test_figures_of_each_class_are_what_counting_says(run, evaluated):
         assert row["precision"] == pytest.approx(precision)
         assert row["recall"] == pytest.approx(recall)
         assert row["f1"] == pytest.approx(2 * precision * recall / max(precision + recall, 1e-12))
-    for figure in ("precision", "recall", "f1"):
-        mean = np.mean([row[figure] for row in text["per_class"]])
-        assert text["metrics"][f"macro_{figure}"] == pytest.approx(mean)
+    for metric in ("precision", "recall", "f1"):
+        mean = np.mean([row[metric] for row in text["per_class"]])
+        assert text["metrics"][f"macro_{metric}"] == pytest.approx(mean)
 
 
 def test_confusion_matrix_has_the_true_class_in_its_rows(run, evaluated):
@@ -166,7 +166,7 @@ def test_the_evaluation_says_what_was_evaluated(run, evaluated):
     assert manifest.fields["global_step"] == small_run.GLOBAL_STEP
 
 
-def test_figures_are_plain_numbers(evaluated):
+def test_metrics_are_plain_numbers(evaluated):
     result, _, _ = evaluated
     assert {type(value) for value in result.metrics.values()} == {float}
 

@@ -73,7 +73,7 @@ def test_what_is_a_picture(tmp_path, shape, dtype, pictured):
     assert [("picture" in row, "inputs" in row) for row in rows] == [(pictured, not pictured)] * 2
 
 
-def test_what_is_no_picture_is_told_in_words(tmp_path):
+def test_what_is_no_picture_is_described_in_words(tmp_path):
     spec = spec_of(user=((), "int64"), name=((), "string"), row=((20,), "float32"))
     inputs = {
         "user": tf.constant([7]),

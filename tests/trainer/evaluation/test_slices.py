@@ -50,7 +50,7 @@ def test_a_feature_that_cannot_be_sliced_by_is_named(name, message):
     assert str(error.value).startswith(f"evaluation.slices: {message}")
 
 
-def test_figures_are_those_of_the_part_alone():
+def test_metrics_are_those_of_the_part_alone():
     labels = np.array([0, 0, 0, 1, 1, 1])
     logits = np.eye(2, dtype=np.float32)[[0, 0, 1, 1, 1, 1]]
     rows = sliced(np.array([b"x", b"x", b"x", b"y", b"y", b"y"]), labels, logits, ())
@@ -67,7 +67,7 @@ def test_classes_are_called_by_their_names():
     assert parts([0, 1, 1], ("cat", "dog")) == {"cat": 1, "dog": 2}
 
 
-def test_few_values_are_told_one_by_one():
+def test_few_values_are_listed_one_by_one():
     assert parts([3, 1, 3]) == {"1": 1, "3": 2}
     assert parts([True, False, True]) == {"False": 1, "True": 2}
     assert parts([0.5, np.nan, np.nan, -np.inf]) == {"0.5": 1, "nan": 2, "-inf": 1}

@@ -78,9 +78,9 @@ def test_parity_was_measured_on_real_examples(exported):
     assert json.loads((folder / "parity.json").read_text()) == result.parity
     assert result.parity["examples"] == small_run.TEST_EXAMPLES
     assert set(result.parity["formats"]) == {"saved_model", "keras"}
-    for figures in result.parity["formats"].values():
-        assert figures["tolerance"] == 1e-5
-        assert 0 <= figures["max_difference"] <= 1e-5
+    for metrics in result.parity["formats"].values():
+        assert metrics["tolerance"] == 1e-5
+        assert 0 <= metrics["max_difference"] <= 1e-5
     assert result.parity["smoke"]["max_difference"] <= 1e-5
     assert result.parity["smoke"]["milliseconds"] > 0
 

@@ -96,7 +96,7 @@ def test_softmax_is_one_linear_layer():
     assert model.count_params() == 64 * 10 + 10
 
 
-def test_softmax_draws_its_weights_as_it_is_told():
+def test_softmax_draws_its_weights_as_configured():
     spread = {"class_name": "RandomNormal", "config": {"stddev": 1.0}}
     wide = InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
     kernel, bias = _build("softmax", wide, kernel_initializer=spread).variables

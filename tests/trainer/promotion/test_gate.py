@@ -95,7 +95,7 @@ def test_a_threshold_that_is_met_exactly_is_met(tmp_path: Path) -> None:
     assert gate.check(config, evaluation, storage.uri_of(tmp_path / "d")).blessed
 
 
-def test_a_value_just_below_is_told_from_its_threshold(tmp_path: Path) -> None:
+def test_a_value_just_below_differs_in_print_from_its_threshold(tmp_path: Path) -> None:
     value = math.nextafter(0.95, 0)
     evaluation = evaluated(tmp_path, {"accuracy": value})
     decision = gate.check(config_of({"accuracy": 0.95}), evaluation, storage.uri_of(tmp_path / "d"))

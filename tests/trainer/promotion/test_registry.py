@@ -122,7 +122,7 @@ def test_a_damaged_version_is_not_promoted(root: str, tmp_path: Path) -> None:
     assert registry.newest(root, NAME) == 0
 
 
-def test_who_comes_second_is_told_by_whom(root: str, tmp_path: Path) -> None:
+def test_the_second_one_learns_who_was_first(root: str, tmp_path: Path) -> None:
     register(root, tmp_path, "a")
     register(root, tmp_path, "b")
     promote(root, 2, after=0, by="run x")
@@ -227,45 +227,45 @@ def crowned(root: str, folder: Path, number: int) -> str:
     return checkpoint
 
 
-def rival_of(root: str, checkpoint: str) -> int:
+def opponent_of(root: str, checkpoint: str) -> int:
     found = opponent(root, NAME, checkpoint)
     return found.number if found else 0
 
 
-def test_the_rival_is_the_champion(root: str, tmp_path: Path) -> None:
+def test_the_opponent_is_the_champion(root: str, tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path, 9)
-    assert rival_of(root, checkpoint) == 0
+    assert opponent_of(root, checkpoint) == 0
     crowned(root, tmp_path, 1)
     crowned(root, tmp_path, 2)
-    assert rival_of(root, checkpoint) == 2
+    assert opponent_of(root, checkpoint) == 2
 
 
-def test_nobody_is_its_own_rival(root: str, tmp_path: Path) -> None:
+def test_no_model_is_its_own_opponent(root: str, tmp_path: Path) -> None:
     first = crowned(root, tmp_path, 1)
-    assert rival_of(root, first) == 0
+    assert opponent_of(root, first) == 0
     second = crowned(root, tmp_path, 2)
     # A run that is resumed after its promotion meets the champion of then.
-    assert rival_of(root, second) == 1
+    assert opponent_of(root, second) == 1
     # One that was followed meanwhile meets who followed.
-    assert rival_of(root, first) == 2
+    assert opponent_of(root, first) == 2
 
 
-def test_the_rival_after_a_rollback_is_who_is_champion_again(root: str, tmp_path: Path) -> None:
+def test_the_opponent_after_a_rollback_is_the_champion_again(root: str, tmp_path: Path) -> None:
     for number in (1, 2):
         crowned(root, tmp_path, number)
     registry.rollback(root, NAME, by="me")
     checkpoint, _ = trained(tmp_path, 9)
-    assert rival_of(root, checkpoint) == 1
+    assert opponent_of(root, checkpoint) == 1
 
 
 def test_a_checkpoint_that_was_made_again_is_another_one(root: str, tmp_path: Path) -> None:
     first = crowned(root, tmp_path, 1)
     storage.delete(first)
     storage.publish(tmp_path / "empty", first, kind="checkpoint", fields={"global_step": 1})
-    assert rival_of(root, first) == 1
+    assert opponent_of(root, first) == 1
 
 
-def test_a_rival_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> None:
+def test_an_opponent_whose_version_is_gone_is_named(root: str, tmp_path: Path) -> None:
     crowned(root, tmp_path, 1)
     storage.delete(registry.version(root, NAME, 1).uri)
     checkpoint, _ = trained(tmp_path, 9)

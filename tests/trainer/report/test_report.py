@@ -141,7 +141,7 @@ def test_all_is_escaped() -> None:
     assert html.count("&lt;script&gt;") >= 12
 
 
-def test_it_needs_nothing_beside_itself() -> None:
+def test_it_needs_no_other_file() -> None:
     html = report.render(FACTS)
     page = Page(html)
     assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset", "action")]
@@ -178,13 +178,13 @@ def test_the_history_is_drawn() -> None:
             assert re.fullmatch(r"[\d.]+,[\d.]+( [\d.]+,[\d.]+)*", value)
 
 
-def test_a_history_without_figures_draws_nothing() -> None:
+def test_a_history_without_metrics_draws_nothing() -> None:
     page = Page(report.render({"history": [{"global_step": 1, "loss": math.nan}, {}]}))
     assert "svg" not in page.tags
     assert page.heads() == []
 
 
-def test_a_rule_whose_rounded_figures_look_equal_is_still_told() -> None:
+def test_a_rule_whose_rounded_values_look_equal_is_still_clear() -> None:
     value = math.nextafter(0.95, 0)
     rule = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": value}
     assert f"accuracy is {value!r}, and" in report.render({"verdict": "refused", "rules": [rule]})
@@ -193,16 +193,18 @@ def test_a_rule_whose_rounded_figures_look_equal_is_still_told() -> None:
 @pytest.mark.parametrize("time", [math.nan, math.inf, 1e300, None, "today", True])
 def test_an_incident_at_no_time(time: Any) -> None:
     page = Page(report.render({"incidents": [{"event": "restart", "time": time}]}))
-    assert page.words[-3] == report.figure(time)
+    assert page.words[-3] == report.formatted(time)
 
 
-@pytest.mark.parametrize(("tries", "shown"), [(1, "3.5 s"), (2, "3.5 s + 40 s in 1 earlier try")])
-def test_earlier_tries_of_a_step_stand_beside_its_own_time(tries: int, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("tries", "displayed"), [(1, "3.5 s"), (2, "3.5 s + 40 s in 1 earlier try")]
+)
+def test_earlier_tries_of_a_step_are_next_to_its_own_time(tries: int, displayed: str) -> None:
     step = {"step": "train_model", "seconds": 3.5, "earlier_seconds": 40.0, "tries": tries}
-    assert shown in Page(report.render({"steps": [step]})).words
+    assert displayed in Page(report.render({"steps": [step]})).words
 
 
-def test_what_is_known_of_a_failure_that_no_step_told_stands_with_the_verdict() -> None:
+def test_what_is_known_of_a_failure_without_a_record_is_next_to_the_verdict() -> None:
     words = Page(report.render({"verdict": "failed", "error": "KFP says: <quota>"})).words
     assert words.index("KFP says: <quota>") == words.index(report.HEADLINES["failed"]) + 1
 
@@ -219,7 +221,7 @@ def test_it_is_replaced(tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_text_that_is_not_unicode_is_shown_all_the_same(tmp_path: Path) -> None:
+def test_text_that_is_not_unicode_is_displayed_all_the_same(tmp_path: Path) -> None:
     report.write({"run_id": "bad \udcff", "config": {"a": "\udcff"}}, tmp_path / "r.html")
     assert "bad \\udcff" in (tmp_path / "r.html").read_text(encoding="utf-8")
 
@@ -248,8 +250,8 @@ def test_a_place_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
         (("x", 2.0), "x, 2"),
     ],
 )
-def test_figures(value: object, text: str) -> None:
-    assert report.figure(value) == text
+def test_numbers(value: object, text: str) -> None:
+    assert report.formatted(value) == text
 
 
 _plain = st.recursive(

@@ -135,7 +135,7 @@ def test_many_classes_make_no_large_page(tmp_path: Path) -> None:
     assert len(report.render(facts)) - pictures < 100_000
 
 
-def test_every_worst_example_is_a_picture_that_can_be_shown(
+def test_every_worst_example_is_a_picture_that_can_be_displayed(
     chromium: Browser, tmp_path: Path
 ) -> None:
     report.write(of_digits(tmp_path), tmp_path / "report.html")

@@ -59,7 +59,7 @@ def test_a_step_that_failed_is_named_first():
     assert "\n- train\\_model: worker-0 died\n" in text
 
 
-def test_the_time_of_earlier_tries_and_the_cost_are_told():
+def test_the_time_of_earlier_tries_and_the_cost_are_reported():
     step = {"step": "train_model", "status": "done", "seconds": 12.5, "error": ""}
     again = {**step, "tries": 3, "earlier_seconds": 40.25}
     once = {**step, "step": "check_gate", "tries": 1, "earlier_seconds": 0.0}
@@ -71,7 +71,7 @@ def test_the_time_of_earlier_tries_and_the_cost_are_told():
     assert ["task hours", "0.5"] in rows
 
 
-def test_a_failure_that_no_step_has_told_is_told_as_far_as_it_is_known():
+def test_a_failure_without_a_record_is_reported_as_far_as_it_is_known():
     text = text_of({"verdict": "failed", "error": "KFP says: <quota>"})
     assert "\n- KFP says: \\<quota\\>\n" in text
 
@@ -88,7 +88,7 @@ def test_of_a_run_that_left_nothing(facts):
     "word",
     ["<script>alert(1)</script>", "a | b", "[x](http://evil)", "`rm`", "# head\n# head", "$x$"],
 )
-def test_what_others_say_is_shown_as_it_is(word):
+def test_text_of_others_is_displayed_unchanged(word):
     error = {"step": "s", "status": "failed", "seconds": 1, "error": word}
     text = text_of({"run_id": word, "metrics": {word: word}, "steps": [error]}, word)
     plain, _, code = text.rpartition("The whole report: ")

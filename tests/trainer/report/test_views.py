@@ -134,7 +134,7 @@ def test_the_matrix_is_shaded_by_the_share_of_its_row() -> None:
     assert found[0][0].shade > found[0][1].shade > found[1][0].shade == 0
 
 
-def test_many_classes_are_told_by_their_confusions() -> None:
+def test_many_classes_are_described_by_their_confusions() -> None:
     count = views.MOST_CLASSES + 1
     table = [[0] * count for _ in range(count)]
     table[3][5], table[5][3], table[4][4] = 2, 7, 9
@@ -182,7 +182,7 @@ def test_a_race_that_was_lost_is_the_reason() -> None:
     assert "promotion 3 was made by run x" in page.words
 
 
-def test_every_class_has_its_figures_the_weakest_first(facts: dict[str, Any]) -> None:
+def test_every_class_has_its_metrics_the_weakest_first(facts: dict[str, Any]) -> None:
     rows = views.weak_classes(facts["evaluation"])
     assert [row["f1"] for row in rows] == sorted(row["f1"] for row in rows)
     words = Page(report.render(facts)).words
@@ -193,7 +193,7 @@ def test_every_class_has_its_figures_the_weakest_first(facts: dict[str, Any]) ->
     assert [NAMES.index(cells[0]), cells[1], cells[6]] == first
 
 
-def test_of_many_classes_the_weakest_have_their_figures() -> None:
+def test_of_many_classes_the_weakest_have_their_metrics() -> None:
     each = {"precision": 0.5, "recall": 0.5, "roc_auc": None, "pr_auc": None, "support": 0}
     rows = [{"label": f"c{n}", "f1": n / 1000, **each} for n in range(1000)]
     evaluation = {"per_class": rows[::-1], "labels": [row["label"] for row in rows]}

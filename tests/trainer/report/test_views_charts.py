@@ -81,7 +81,7 @@ def test_nothing_to_draw(table: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.5, 1e-300, 1e99, 123456789.0])
-def test_one_point_stands_inside(value: float) -> None:
+def test_one_point_is_inside(value: float) -> None:
     chart = drawn([{"step": 500, "loss": value}])
     [(x, y)] = chart.lines[0].points
     assert LEFT < x < WIDTH - RIGHT

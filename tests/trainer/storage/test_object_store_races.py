@@ -15,7 +15,7 @@ from trainer.storage import publishing
 from .conftest import Make, content, left_over, path_of, start
 from .places import Place
 
-PUBLISH_WHEN_TOLD = """
+PUBLISH_AT_A_LINE = """
 import sys
 from pathlib import Path
 from trainer import storage
@@ -78,7 +78,7 @@ def test_many_publish_different_things_and_one_wins(make: Make, root: str, left:
 def test_two_processes_publish_at_once(make: Make, root: str, same: bool) -> None:
     sources = [make("one", {"a": b"1"}), make("two", {"a": b"1" if same else b"2"})]
     uri = storage.join(root, "a")
-    processes = [start(PUBLISH_WHEN_TOLD, str(source), uri) for source in sources]
+    processes = [start(PUBLISH_AT_A_LINE, str(source), uri) for source in sources]
     for process in processes:
         assert process.stdout
         process.stdout.readline()

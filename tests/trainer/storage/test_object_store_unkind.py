@@ -153,7 +153,7 @@ def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path
 @pytest.mark.parametrize(
     ("status", "reason"), [(403, "no permission"), (401, "no credentials, or wrong ones")]
 )
-def test_who_may_not_is_told_what_is_lacking(
+def test_a_refusal_names_the_missing_permission(
     bucket: BucketPlace, uri: str, status: int, reason: str
 ) -> None:
     bucket.plan.add(Fault(status, times=10))

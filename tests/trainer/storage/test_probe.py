@@ -15,7 +15,7 @@ from trainer.storage.probe import Probe, Unfit
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def without_retries(monkeypatch):
     monkeypatch.setattr("trainer.storage.probe.SECONDS", 0.3)
 
 
@@ -32,7 +32,7 @@ def test_a_place_that_is_fit_holds_nothing_afterwards(place):
     assert place.content(place.root) == {}
 
 
-def test_what_stands_there_stays(place):
+def test_what_is_there_stays(place):
     other = storage.join(place.root, "other")
     place.put(other, b"mine")
     Probe(place.root).examine()
@@ -81,7 +81,7 @@ def test_a_permission_that_is_missing(bucket, method):
     assert len(bucket.content(bucket.root)) == (method == "DELETE")
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_retries")
 def test_a_store_that_is_not_there_is_not_waited_for(bucket, caplog):
     bucket.plan.add(Fault("drop", times=10**6))
     probe = Probe(bucket.root)
@@ -92,7 +92,7 @@ def test_a_store_that_is_not_there_is_not_waited_for(bucket, caplog):
     assert caplog.records == []
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("without_retries")
 def test_what_was_written_is_removed_when_the_answer_was_lost(bucket):
     for method in ("POST", "PUT"):
         bucket.plan.add(Fault("lose", method=method, times=10**6))
@@ -166,7 +166,7 @@ def test_what_arrives_after_it_was_removed_is_not_forgotten(bucket):
     assert (probe.is_left, bucket.content(bucket.root)) == (False, {})
 
 
-def test_patience_comes_back():
+def test_retries_come_back():
     before = retry.Retry()._seconds
     with retry.shorter_retry(1.0):
         assert retry.Retry()._seconds == 1.0

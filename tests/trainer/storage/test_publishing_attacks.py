@@ -130,9 +130,7 @@ def test_publishers_at_once_have_one_winner_and_all_know(
         assert len(bucket.content(uri)) == 3
 
 
-def test_a_rival_that_uploads_meanwhile_harms_nobody(
-    bucket: BucketPlace, make: Make, tmp_path: Path
-) -> None:
+def test_a_concurrent_upload_harms_nobody(bucket: BucketPlace, make: Make, tmp_path: Path) -> None:
     uri = storage.join(bucket.root, "a")
     slow, quick = make("slow", {"x": b"slow", "y": b"1"}), make("quick", {"x": b"quick"})
     uploaded, once = threading.Event(), threading.Event()

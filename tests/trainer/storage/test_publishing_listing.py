@@ -26,7 +26,7 @@ def test_published_lists_by_name_and_kind(make: Make, place: Place) -> None:
     assert storage.published(root, "dataset") == []
 
 
-def test_the_newest_is_told_by_manifests(make: Make, place: Place) -> None:
+def test_the_newest_is_found_by_manifests(make: Make, place: Place) -> None:
     assert storage.newest(place.root) is None
     for name, kind in [("b", "x"), ("a", "x"), ("c", "y")]:
         uri = storage.join(place.root, name)

@@ -27,7 +27,7 @@ def test_steps_and_examples_add_up_by_worker():
     assert list(metrics["workers"]) == ["worker-0", "worker-1"]
 
 
-def test_staleness_is_told_by_its_mean_and_its_95th_percentile():
+def test_staleness_is_reported_as_its_mean_and_its_95th_percentile():
     tally = Tally(batch_size=8)
     for value in range(101):
         tally.add("worker-0", 1, staleness=float(value))

@@ -59,7 +59,7 @@ def test_the_fullest_server_is_within_four_thirds_of_the_best(sizes, count):
 
 
 @given(st.integers(0, 40), servers)
-def test_equals_stand_in_turn_and_so_in_the_same_place_in_every_life(variables, count):
+def test_equals_are_placed_in_turn_and_alike_in_every_attempt(variables, count):
     assert assign(sized([7] * variables), count, {}) == [i % count for i in range(variables)]
 
 
@@ -80,7 +80,7 @@ def test_the_first_glob_that_fits_counts():
     assert assign(LAYERS, 3, {"a/bias": "ps:2", "a/*": "ps:1", "*": "ps:0"}) == [1, 2, 0, 0]
 
 
-def test_a_large_variable_goes_first_wherever_it_stands():
+def test_a_large_variable_goes_first_wherever_it_is():
     assert assign(sized([1, 1, 1, 9]), 2, {}) == [1, 1, 1, 0]
 
 

@@ -44,7 +44,7 @@ def test_many_shards_are_spread_evenly():
     assert [found.count(server) for server in range(4)] == [3, 3, 3, 3]
 
 
-def test_updates_run_where_their_variable_stands(monkeypatch):
+def test_updates_run_where_their_variable_is(monkeypatch):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, use_bias=False)])
     optimizer = keras.optimizers.AdamW(weight_decay=0.1)
     placement.build_slots(optimizer, model)

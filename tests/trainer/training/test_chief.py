@@ -34,7 +34,7 @@ MANGLED = (
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_was_lost_is_told_from_what_is_wrong(error, expected):
+def test_a_loss_is_distinguished_from_a_mistake(error, expected):
     assert is_lost(error) is expected
 
 

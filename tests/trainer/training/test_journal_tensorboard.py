@@ -21,24 +21,24 @@ def scalars(folder):
         for record in tf.data.TFRecordDataset(str(path)):
             event = event_pb2.Event.FromString(record.numpy())
             for value in event.summary.value:
-                figure = float(tf.make_ndarray(value.tensor))
-                found.append((event.step, value.tag, figure))
+                metric = float(tf.make_ndarray(value.tensor))
+                found.append((event.step, value.tag, metric))
     return sorted(found)
 
 
 def expected(rows):
-    figures = [(row["global_step"], name, row[name]) for row in rows for name in row]
-    return sorted(figure for figure in figures if figure[1] != "global_step")
+    metrics = [(row["global_step"], name, row[name]) for row in rows for name in row]
+    return sorted(metric for metric in metrics if metric[1] != "global_step")
 
 
-def test_every_figure_is_there_as_soon_as_its_row(tmp_path):
+def test_every_metric_is_there_as_soon_as_its_row(tmp_path):
     board = TensorBoardLog(tmp_path / "check points" / "logs")
     for count, row in enumerate(ROWS, start=1):
         board.add(row)
         assert scalars(tmp_path / "check points") == expected(ROWS[:count])
 
 
-def test_a_new_life_adds_to_the_same_folder(tmp_path):
+def test_a_new_attempt_adds_to_the_same_folder(tmp_path):
     for row in ROWS:
         TensorBoardLog(tmp_path / "logs").add(row)
     assert scalars(tmp_path) == expected(ROWS)

@@ -17,7 +17,7 @@ from trainer.events import AttemptBegin, CheckpointPublished, Progress
 from trainer.strategies.strategy import Report
 from trainer.training.loop import Hooks, Pace
 
-FIGURES = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
+METRICS = {"global_step", "loss", "learning_rate", "steps_per_second", "seconds"}
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def losses(*values):
         (0, [3, 4, 5, 6, 7, 8], 60),
     ],
 )
-def test_patience_ends_training_when_validation_stops_to_gain(run, patience, values, reached):
+def test_training_stops_early_when_validation_gains_no_more(run, patience, values, reached):
     given = {"patience": patience, "validate": losses(*values), "checkpoint_every": 1000}
     assert run.train(steps=60, **given) == reached == run.rows()[-1]
     assert run.steps() == [0, reached]

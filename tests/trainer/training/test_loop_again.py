@@ -27,14 +27,14 @@ def lost_at(step):
     return answer
 
 
-def one_life(run, *, until, **training):
+def one_attempt(run, *, until, **training):
     """Train until the cluster is lost, some steps after the last checkpoint."""
     with pytest.raises(ClusterLostError, match="a parameter server is gone"):
         run.train(Counting(lost_at(until)), steps=100, keep=100, **training)
 
 
 def test_it_goes_on_from_the_newest_checkpoint(run):
-    one_life(run, until=35, checkpoint_every=20, validate_every=5)
+    one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     assert run.steps() == [0, 20]
     assert run.train(steps=50, keep=100) == 50
     assert run.steps() == [0, 20, 30, 40, 50]
@@ -45,7 +45,7 @@ def test_it_goes_on_from_the_newest_checkpoint(run):
 
 
 def test_rows_after_the_checkpoint_are_made_again(run):
-    one_life(run, until=35, checkpoint_every=20, validate_every=5)
+    one_attempt(run, until=35, checkpoint_every=20, validate_every=5)
     assert run.rows() == [5, 10, 15, 20, 25, 30]
     run.train(Counting(0.25), steps=40)
     assert run.rows() == [5, 10, 15, 20, 30, 40]
@@ -53,7 +53,7 @@ def test_rows_after_the_checkpoint_are_made_again(run):
     assert run.rows("seconds") == sorted(run.rows("seconds"))
 
 
-def test_the_data_of_a_new_life_begins_at_its_step(run):
+def test_the_data_of_a_new_attempt_begins_at_its_step(run):
     starts = []
 
     def problem(start):
@@ -87,7 +87,7 @@ def test_one_without_a_manifest_was_never_there(run):
     assert run.steps() == [0, 10, 20, 30]
 
 
-def test_a_life_that_has_only_damaged_ones_before_it_keeps_its_own(run):
+def test_an_attempt_after_only_damaged_ones_keeps_its_own(run):
     run.train(steps=30, keep=2)
     for step in (20, 30):
         run.damage(step)
@@ -137,7 +137,7 @@ def test_an_end_that_is_asked_for_at_the_end_is_an_end(run):
     assert run.train(steps=20, should_stop=stop_after(2)) == 20
 
 
-def test_a_lost_cluster_is_not_this_loops_to_mend(run):
+def test_a_lost_cluster_is_not_handled_by_the_loop(run):
     with pytest.raises(ClusterLostError) as caught:
         run.train(Counting(lost_at(0)), steps=20)
     assert caught.value.exit_code == 138

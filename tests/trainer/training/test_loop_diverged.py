@@ -88,13 +88,13 @@ def test_a_weight_that_is_not_finite_when_an_end_is_asked_for(run):
     assert run.steps() == [0, 10, 20]
 
 
-@pytest.mark.parametrize("figure", [math.nan, math.inf])
-def test_a_validation_that_is_none_behind_a_loss_that_is(run, figure):
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_validation_that_is_none_behind_a_loss_that_is(run, value):
     def validate(strategy):
-        return {"loss": figure if strategy.global_step() >= 30 else 1.0, "accuracy": 0.5}
+        return {"loss": value if strategy.global_step() >= 30 else 1.0, "accuracy": 0.5}
 
     message = refused(run, validate=validate)
-    assert message.startswith(f"training diverged: the validation loss is {figure} at global step")
+    assert message.startswith(f"training diverged: the validation loss is {value} at global step")
     assert run.steps() == [0, 10, 20]
     assert run.rows("validation_loss") == [1.0, 1.0]
 
