@@ -34,7 +34,7 @@ run: $(SETUP) ## the whole pipeline on this machine
 HOUSE_RULES := tests/house_rules
 SINCE ?= HEAD
 
-check: style ## style, types, house rules, and the tests of what changed since SINCE (HEAD)
+check: style ## style, types, house rules, tests of the changed files: make check SINCE=main
 	$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) \
 		$$($(PYTHON) -m tests.mirror $(SINCE)) $(ARGS)
 
