@@ -12,7 +12,7 @@ from trainer import user_code
 from trainer.config.schema import DataConfig
 from trainer.errors import ConfigError, nearest
 
-# By name, so that what one needs is loaded only when it is asked for.
+# By name, so that a builder's packages are loaded only when it is used.
 EMBEDDED = {"clicks": "trainer.data.clicks:Clicks", "digits": "trainer.data.digits:Digits"}
 
 

@@ -42,7 +42,7 @@ def reach(url: str, *, seconds: float = SECONDS) -> None:
     taken as reached.
 
     Raises:
-        UnreachableError: it refused, or said nothing for `seconds`.
+        UnreachableError: it refused, or did not answer for `seconds`.
     """
     answers: queue.SimpleQueue[str] = queue.SimpleQueue()
     # Names are looked up without any limit of time, hence a thread that nothing waits for.
@@ -86,7 +86,7 @@ _FILES_NAMED = 8
 def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> None:
     """Make the builder's dataset ready to be read; at once where it is prepared already.
 
-    Files that are in `manual_dir` are taken from there, and no network is asked for them.
+    Files that are in `manual_dir` are taken from there, without the network.
 
     Args:
         name: of the dataset, for errors.
@@ -131,7 +131,7 @@ def _folder(manual_dir: str) -> Path | None:
 
 
 def _manual_folder(builder: Any, folder: Path | None) -> Path:
-    # The second is where TFDS looks when it is not told.
+    # The second is TFDS's default.
     return folder or Path(builder.data_dir_root) / "downloads" / "manual"
 
 
@@ -148,7 +148,7 @@ def _refuse_without_manual_files(name: str, builder: Any, folder: Path | None) -
 def _ask_before_download(builder: Any, ask: Callable[[str], None]) -> None:
     """Have `ask(url)` called before each real download, and only then.
 
-    Which URLs a builder downloads is known to nobody before it does: its list of checksums holds
+    The URLs that a builder downloads are unknown before it does: its list of checksums holds
     those of all its configs, and may be missing. TFDS has no public hook there.
     """
     make = builder._make_download_manager
@@ -190,7 +190,7 @@ def _remedy(url: str, builder: Any, place: Path, is_set: bool) -> str:
     known = builder.url_infos or {}
     if url not in known or not known[url].filename:
         return "run it where the network is open, or set TFDS_DATA_DIR to a folder that has it"
-    # The one that is asked for comes first: the rest may belong to other configs.
+    # The configured one comes first: the rest may belong to other configs.
     names = dict.fromkeys([known[url].filename, *(info.filename or "" for info in known.values())])
     absent = [file for file in names if file and not (place / file).exists()]
     more = f" and {len(absent) - _FILES_NAMED} more" if len(absent) > _FILES_NAMED else ""

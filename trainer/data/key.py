@@ -26,7 +26,7 @@ def dataset_key(config: DataConfig, version: str) -> str:
 
 
 def seal(config: DataConfig, root: str) -> str:
-    """Return what tells the datasets of a configuration below `root` from others; empty for none.
+    """Return a seal of the datasets of a configuration below `root`; empty for none.
 
     It is another one when a dataset was published again, and empty when one is damaged: whatever
     remembers where a dataset was, such as KFP's cache, has to forget it then.

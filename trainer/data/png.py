@@ -1,4 +1,4 @@
-"""Write small images as PNG six times as fast as TFDS does, which asks TensorFlow for each one.
+"""Write small images as PNG six times as fast as TFDS, which calls TensorFlow for each one.
 
 TFDS keeps images as PNG until they are read into shards. For MNIST that is two thirds of its work.
 """
@@ -35,7 +35,7 @@ def quicken(connectors: Iterable[Any]) -> None:
 def encode(image: NDArray[np.uint8]) -> bytes:
     """Return an image of shape (height, width, channels) as PNG (ISO/IEC 15948)."""
     height, width, channels = image.shape
-    # Each row begins with the number of its filter: 0, none.
+    # Each row starts with the number of its filter: 0, none.
     rows = np.zeros((height, 1 + width * channels), np.uint8)
     rows[:, 1:] = image.reshape(height, -1)
     colour = _COLOUR_TYPES[channels]

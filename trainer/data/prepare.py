@@ -1,7 +1,7 @@
 """Download a dataset, split it, and publish it as shards; once for each configuration.
 
-A dataset stands at `<root>/datasets/<key>`. The key is made of what decides on its content, so that
-another configuration never meets it, and the same one finds it again.
+A dataset is at `<root>/datasets/<key>`. The key is derived from what determines its content: the
+same configuration finds it again, and another one does not.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         ConfigError: no such dataset, version or folder.
         UserError: the dataset cannot be downloaded, or is of no use here.
     """
-    # A run that goes on needs no builder, which may offer newer versions only.
+    # A resumed run needs no builder, which may offer newer versions only.
     known = _reusable(config, config.version, root) if config.version else None
     if known:
         return known
@@ -128,7 +128,7 @@ def _whole(uri: str) -> Manifest | None:
 
 
 def _remove_damaged(uri: str) -> None:
-    # Only now, and only if nobody else has put it right meanwhile.
+    # Only now, and only if no other process has repaired it in the meantime.
     if storage.is_published(uri) and not _whole(uri):
         storage.delete(uri)
 

@@ -147,7 +147,7 @@ def _from_memory(
 
 
 def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
-    # As many paths as a dataset has at most are few beside its examples.
+    # Even the most paths that a dataset may have are few compared with its examples.
     mixed = paths.shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
     records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=_AT_ONCE, block_length=16)
     return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()

@@ -1,6 +1,6 @@
-"""What a prepared dataset holds, as its manifest tells it. Free of TensorFlow.
+"""The content of a prepared dataset, from its manifest. Free of TensorFlow.
 
-A split is a list of TFRecord shards of `tf.train.Example`. How a feature stands in a record is its
+A split is a list of TFRecord shards of `tf.train.Example`. The form of a feature in a record is its
 `stored`: "raw" (the bytes of the tensor, little-endian, row by row), "int" (an int64), "float" (a
 float32) or "bytes" (texts).
 """

@@ -182,7 +182,7 @@ MOST_CLASSES = 1_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """What stands in the shards: examples of each shard, and of each class, by split."""
+    """The content of the shards: examples of each shard, and of each class, by split."""
 
     examples: Mapping[str, list[int]]
     label_counts: Mapping[str, list[int]]
@@ -199,7 +199,7 @@ def write(
 ) -> Written:
     """Write the shards of all splits into `folder`.
 
-    Examples stand in the order of the source, which TFDS has shuffled when it wrote it.
+    Examples are in the order of the source, which TFDS shuffled when it wrote it.
 
     Raises:
         UserError: an example has no label, or the source cannot be read.

@@ -1,4 +1,4 @@
-"""The champion: the model that a new one has to stand up to, asked about the same examples.
+"""The champion: the model that a new one is compared with, on the same examples.
 
 It is taken in its exported form, so that it answers as it does where it is served, whatever the
 configuration and the code have become since.
@@ -28,7 +28,7 @@ KIND = "model"
 
 @dataclass(frozen=True, kw_only=True)
 class Champion:
-    """A champion: how it answers, or why it cannot be asked."""
+    """A champion: a function that answers, or the reason why it cannot."""
 
     uri: str
     answer: Answer | None
@@ -36,7 +36,7 @@ class Champion:
 
 
 def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
-    """Fetch and load the model published at `uri`, to be asked about examples of a dataset.
+    """Fetch and load the model published at `uri`, to answer examples of a dataset.
 
     One that takes other inputs, or knows other classes, is no error: the gate has to refuse.
 
@@ -69,7 +69,7 @@ def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
 def _with_remedy(uri: str) -> Iterator[None]:
     try:
         yield
-    # What a foreign SavedModel does, nobody knows.
+    # A foreign SavedModel may raise anything.
     except Exception as error:
         raise UserError(
             f"the champion {uri} cannot be asked: {user_code.line_of(error)}; make another version "

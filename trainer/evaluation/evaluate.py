@@ -54,7 +54,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
 ) -> Evaluation:
     """Measure the model of `checkpoint` on the test split of `dataset` and publish it at `output`.
 
-    A champion answers the same examples beside it, batch by batch.
+    The champion answers the same examples, batch by batch.
 
     The same checkpoint and dataset again is a no-op that returns the metrics published before.
 
@@ -156,7 +156,7 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         "dataset": dataset,
         "fingerprint": str(data.fields["fingerprint"]),
         "checkpoint": checkpoint,
-        # A run that begins again may publish another checkpoint under the same name.
+        # A resumed run may publish another checkpoint under the same name.
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
     return DatasetSpec.from_manifest(data), made_from

@@ -114,7 +114,7 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
 
     Of two classes it is that of the second one. Of more it is micro-averaged: every class of every
     example is one question, whether it is that class, and all of them make one curve. Empty where
-    there is nothing to tell apart.
+    there is nothing to distinguish.
     """
     probabilities, classes = softmax(logits), logits.shape[1]
     if classes <= BINARY:

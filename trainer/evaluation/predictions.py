@@ -1,4 +1,4 @@
-"""The answers of a model, and of a champion beside it, to examples that stream by.
+"""The predictions of a model, and of the champion, for a stream of examples.
 
 The examples with the highest losses, as pictures where an input is one.
 """

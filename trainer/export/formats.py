@@ -1,4 +1,4 @@
-"""The written forms of a model: how each is written, and asked once it is read back from disk.
+"""The written forms of a model: how each is written, and called after it is read back from disk.
 
 TensorFlow Lite: convert a serving function, in floats or in 8 bits, and ask what was written.
 """
@@ -104,9 +104,9 @@ class Format:
 
 
 def format_path(form: str, name: str, version: int) -> str:
-    """Return where a form stands below a model's directory.
+    """Return the path of a form below a model's directory.
 
-    What is served lies as TensorFlow Serving and KServe take it: a number below the model's name.
+    What is served has the layout of TensorFlow Serving and KServe: a number below the model's name.
     """
     return FORMATS[form].path or f"serving/{name}/{version}"
 

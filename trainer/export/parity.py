@@ -44,7 +44,7 @@ class Subject:
     Attributes:
         model: with its weights.
         spec: of the dataset.
-        batches: returns the test examples anew: inputs by feature name, and labels.
+        batches: returns the test examples at each call: inputs by feature name, and labels.
         calibration: training examples by feature name, where a form needs them.
     """
 
@@ -157,7 +157,7 @@ Fresh = subprocess.Popen[str]
 
 @contextmanager
 def fresh_process(folder: Path) -> Iterator[Fresh]:
-    """Start the process that is asked later about what is written below `folder` until then."""
+    """Start the process that later loads and calls what is written below `folder` until then."""
     # Isolated: neither this folder nor PYTHONPATH is looked at, so that no code of ours is found.
     command = [sys.executable, "-I", str(_PROGRAM), str(folder)]
     with subprocess.Popen(
@@ -177,7 +177,7 @@ def fresh_process(folder: Path) -> Iterator[Fresh]:
 
 
 def _environment() -> dict[str, str]:
-    # It needs no Keras, which TensorFlow imports with itself unless it is told of another one.
+    # It needs no Keras 3, which TensorFlow imports unless this variable is set.
     return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
 
 
@@ -218,12 +218,12 @@ def _plain(value: Any) -> Any:
 
 def _ask_process(process: Fresh, saved_model: str) -> dict[str, Any]:
     try:
-        out, said = process.communicate(saved_model, timeout=SMOKE_SECONDS)
+        out, errors = process.communicate(saved_model, timeout=SMOKE_SECONDS)
     except subprocess.TimeoutExpired:
         raise UserError(
             f"nothing is exported: a fresh process gave no answer in {SMOKE_SECONDS} s"
         ) from None
-    lines = [line for line in said.splitlines() if line.strip()]
+    lines = [line for line in errors.splitlines() if line.strip()]
     if process.returncode:
         last = lines[-1].strip() if lines else f"exit code {process.returncode}"
         raise UserError(f"nothing is exported: a fresh process cannot serve the model: {last}")

@@ -39,7 +39,7 @@ def dense_head(
 
 
 def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> keras.Model:
-    """Return the model; its softmax stands in the loss, so the outputs are logits.
+    """Return the model; its softmax is part of the loss, so the outputs are logits.
 
     `kernel_initializer` is the name of a Keras initializer, or a mapping of `class_name` and
     `config` for one with arguments.

@@ -1,6 +1,6 @@
 """Make a model by its name, or by the user's own `package.module:function`.
 
-What a model says of an example that it does not take, told in one line.
+The error of a model that refuses an example, in one line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 def refused_input() -> Iterator[None]:
     """Make a `UserError` of an assertion that failed in a model's graph, wherever that has run.
 
-    TensorFlow tells it many times over, with the stack of every task that it passed on its way.
+    TensorFlow repeats it many times, with the stack of every task on its way.
     """
     try:
         yield
@@ -48,7 +48,7 @@ def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
     """Return the model, built, with float logits of shape (batch, num_classes) as its output.
 
     The same config, spec and seed give the same variable paths and the same weights, whatever the
-    process has built before: Keras's counters of names and random seeds are set anew for that.
+    process has built before: Keras's counters of names and random seeds are reset for that.
     The variables belong to the `tf.distribute` strategy whose scope is entered, if one is.
 
     Raises:

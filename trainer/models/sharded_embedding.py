@@ -1,8 +1,8 @@
 """An embedding whose rows are split over several variables, so that many servers hold one table.
 
-Row `id` stands in shard `id mod shards` at `id div shards`: ids that follow each other, which are
-often equally popular, lie on different servers. Each shard is a plain Keras variable of its own,
-that a strategy places where it likes. The rows are gathered where they stand, and their gradient is
+Row `id` is in shard `id mod shards` at `id div shards`: consecutive ids, which are often equally
+popular, are on different servers. Each shard is a plain Keras variable, which the strategy places.
+The rows are gathered on the server that holds them, and their gradient is
 `tf.IndexedSlices` of the same rows: the table itself never moves.
 
 What an optimizer makes of such a gradient runs on the server of the shard (measured in
@@ -16,8 +16,8 @@ What an optimizer makes of such a gradient runs on the server of the shard (meas
 - LAMB, Adafactor and Muon look at a variable as a whole: there, the number of shards changes the
   result.
 
-XLA cannot compile the lookup, whose sizes depend on the ids. An exported SavedModel stands alone;
-whoever loads a `.keras` file imports this module before.
+XLA cannot compile the lookup, whose sizes depend on the ids. An exported SavedModel needs no
+code; to load a `.keras` file, import this module first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ShardedEmbedding(keras.layers.Layer):
     Unlike `keras.layers.Embedding` it never takes a negative id as one counted from the end.
     """
 
-    #: Strategies leave the variables of such a layer where they stand, and do not pull them whole.
+    #: Strategies leave the variables of such a layer on their servers, and do not pull them whole.
     looks_up = True
 
     def __init__(
@@ -98,7 +98,7 @@ class ShardedEmbedding(keras.layers.Layer):
     def call(self, ids: tf.Tensor) -> tf.Tensor:
         """Return the rows of `ids`, in the layer's compute type."""
         known = self._known(tf.reshape(tf.cast(ids, tf.int64), [-1]))
-        # Each row travels once however often the batch asks for it, in both directions; and Keras
+        # Each row is sent once in each direction, however often the batch contains it; and Keras
         # squares a gradient, in most optimizers, before it adds up what belongs to one row.
         wanted, places = tf.unique(known)
         found = tf.compat.v1.nn.embedding_lookup(
@@ -127,9 +127,9 @@ class ShardedEmbedding(keras.layers.Layer):
         if self.unknown == "wrap":
             return tf.math.floormod(ids, self.rows)
         inside = tf.logical_and(ids >= 0, ids < self.rows)
-        # A GPU would answer with zeros and go on.
-        said = f"{self.name}: ids outside of 0 to {self.rows - 1}:"
-        check = tf.debugging.Assert(tf.reduce_all(inside), [said, tf.boolean_mask(ids, ~inside)])
+        # A GPU would return zeros without an error.
+        message = f"{self.name}: ids outside of 0 to {self.rows - 1}:"
+        check = tf.debugging.Assert(tf.reduce_all(inside), [message, tf.boolean_mask(ids, ~inside)])
         with tf.control_dependencies([check] if check is not None else []):
             return tf.identity(ids)
 

@@ -1,4 +1,4 @@
-"""`report.html`: one run on one page that needs nothing beside itself.
+"""`report.html`: one run on one page without external files.
 
 The facts of a run are plain data; every part may be missing, as it is when a run failed early:
 

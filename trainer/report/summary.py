@@ -1,4 +1,4 @@
-"""`summary.md`: a run at a glance, for whoever opens it in the KFP UI.
+"""`summary.md`: a run at a glance, for the KFP UI.
 
 It is made of the same facts as the report (see `trainer.report.report`); every part may be missing.
 """
