@@ -140,9 +140,10 @@ def test_an_unknown_id_is_an_error_that_names_it(wrong):
         layer(np.array([0, wrong]))
     with pytest.raises(UserError) as caught, refused_input():
         tf.function(layer)(tf.constant([0, wrong], tf.int64))
-    assert str(caught.value) == (
-        f"the model refused its input: items: ids outside of 0 to 10: {wrong}"
-    )
+    # Then the line of the user's code: here, of this file.
+    message, _, place = str(caught.value).partition(" (")
+    assert message == f"the model refused its input: items: ids outside of 0 to 10: {wrong}"
+    assert place.startswith("tests/trainer/models/test_sharded_embedding.py:")
 
 
 @pytest.mark.parametrize(
