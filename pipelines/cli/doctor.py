@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelines.cli.answer import Answer
 from pipelines.cli.exit import answers, output
-from pipelines.cli.options import (
-    Assignments,
-    CaFile,
-    Config,
-    CookiesFile,
-    Endpoint,
-    Image,
-    TokenFile,
-    Workdir,
-)
+from pipelines.cli.options import Assignments, Config, Image, Workdir, of_instance
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
 from trainer.errors import DONE, FAILED, UserError
@@ -51,15 +43,12 @@ _ServiceAccount = Annotated[
 
 
 @answers
+@partial(of_instance, namespace=_Namespace)
 def doctor(
+    instance: Instance,
     config: Config = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
-    endpoint: Endpoint = "",
-    namespace: _Namespace = "",
-    token_file: TokenFile = "",
-    cookies_file: CookiesFile = "",
-    ca_file: CaFile = "",
     kubernetes: Annotated[
         bool, typer.Option("--kubernetes", help="Look at the cluster whatever cluster.launcher is.")
     ] = False,
@@ -75,7 +64,7 @@ def doctor(
     require_current_folder()
     check_name(service_account)
     check_image(image)
-    check_namespace(namespace)
+    check_namespace(instance.namespace)
     try:
         loaded: RunConfig | UserError = configuration(config, assignments or ())
     except UserError as error:
@@ -83,13 +72,7 @@ def doctor(
     options = DoctorOptions(
         config=loaded,
         workdir=workdir,
-        instance=Instance(
-            endpoint=endpoint,
-            namespace=namespace,
-            token_file=token_file,
-            cookies_file=cookies_file,
-            ca_file=ca_file,
-        ),
+        instance=instance,
         kubernetes=kubernetes,
         service_account=service_account,
         image=image,

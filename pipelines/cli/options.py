@@ -98,8 +98,8 @@ _OPTIONS = {
 }
 
 
-def of_instance(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace the parameter `instance` of a command by the options that name an instance."""
+def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
+    """Replace the parameter `instance` by the options that name one; `own` are other forms."""
 
     def called(**named: Any) -> Any:
         instance = Instance(**{name: named.pop(name) for name in _OPTIONS})
@@ -109,6 +109,6 @@ def of_instance(command: Callable[..., Any]) -> Callable[..., Any]:
         inspect.Parameter(
             name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=option
         )
-        for name, option in _OPTIONS.items()
+        for name, option in (_OPTIONS | own).items()
     ]
     return with_options(called, command, options, without="instance")

@@ -146,12 +146,9 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
     settings = config.cluster.kubernetes
     kubernetes = Kubernetes(settings.namespace or options.namespace)
     tree = document(config, PodDefaults(image=options.image or IMAGE))
-    # The steps have it, even where all tasks name another one.
-    given = {options.image} - {""}
-    yield Check(
-        name="image",
-        look=lambda: named_objects.judge_images(named_objects.image_names(tree) | given),
-    )
+    # The steps have that of the option, even where all tasks name another one.
+    images = named_objects.image_names(tree) | ({options.image} - {""})
+    yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
     yield _in_cluster("namespace", lambda: kubernetes_api.namespace(kubernetes))
     yield _in_cluster("TFJob CRD", lambda: kubernetes_api.served(kubernetes))

@@ -101,8 +101,13 @@ def examine(checks: Sequence[Check], on_finding: OnFinding) -> tuple[Finding, ..
                 for each in checks
                 if each.name not in found and all(need in found for need in each.needs)
             ]
-            ready = [each for each in wave if not _lacking(each, found)]
-            found |= {each.name: _skipped(each, found) for each in wave if each not in ready}
+            lacking = {each.name: ", ".join(_lacking(each, found)) for each in wave}
+            ready = [each for each in wave if not lacking[each.name]]
+            found |= {
+                name: Finding("skipped", f"it needs {words}")
+                for name, words in lacking.items()
+                if words
+            }
             found |= _side_by_side(ready)
             while reported < len(checks) and checks[reported].name in found:
                 on_finding(checks[reported], found[checks[reported].name])
@@ -116,11 +121,6 @@ def _interrupted() -> None:
 
 def _lacking(check: Check, found: dict[str, Finding]) -> list[str]:
     return [need for need in check.needs if found[need].state in ("fail", "skipped")]
-
-
-def _skipped(check: Check, found: dict[str, Finding]) -> Finding:
-    lacking = _lacking(check, found)
-    return Finding("skipped", f"it needs {', '.join(lacking)}")
 
 
 class _Look:

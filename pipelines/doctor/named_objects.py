@@ -6,7 +6,7 @@ Whether the images that a job names are names of images, and can be found from a
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import quote
 
@@ -88,7 +88,7 @@ def present(kubernetes: Kubernetes, kind: str, objects: frozenset[Named]) -> Fin
     missing, remedies = [], []
     for name, keys in by_name.items():
         answer = kubernetes.get(_path(kubernetes.namespace, kind, name))
-        remedy = REMEDIES[kind](kubernetes.namespace, name, sorted(keys))
+        remedy = _remedy(kubernetes.namespace, kind, name, sorted(keys))
         if answer.is_missing:
             missing.append(name)
             remedies.append(remedy)
@@ -123,53 +123,34 @@ def _show(kubernetes: Kubernetes, kind: str, name: str) -> str:
     return f"kubectl get {plural} {name}{place}"
 
 
-def _secret(namespace: str, name: str, keys: list[str]) -> str:
-    literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
-    return f"kubectl create secret generic {name} --namespace {namespace} {literals}"
-
-
 def _patch(namespace: str, name: str, keys: list[str]) -> str:
     values = json.dumps({"stringData": dict.fromkeys(keys, "VALUE")})
     return f"kubectl patch secret {name} --namespace {namespace} --patch '{values}'"
 
 
-def _login(namespace: str, name: str, _keys: list[str]) -> str:
-    return (
-        f"kubectl create secret docker-registry {name} --namespace {namespace} "
+# The command that makes an object of each kind.
+REMEDIES = {
+    SECRETS: "kubectl create secret generic {name} --namespace {namespace} {literals}",
+    LOGINS: (
+        "kubectl create secret docker-registry {name} --namespace {namespace} "
         "--docker-server=HOST --docker-username=USER --docker-password=PASSWORD"
-    )
-
-
-def _map(namespace: str, name: str, _keys: list[str]) -> str:
-    return f"kubectl create configmap {name} --namespace {namespace} --from-literal=KEY=VALUE"
-
-
-def _claim(namespace: str, name: str, _keys: list[str]) -> str:
-    spec = (
-        f'{{"apiVersion":"v1","kind":"PersistentVolumeClaim","metadata":{{"name":"{name}"}},'
-        '"spec":{"accessModes":["ReadWriteMany"],"resources":{"requests":{"storage":"50Gi"}}}}'
-    )
-    return f"echo '{spec}' | kubectl create --namespace {namespace} --filename -"
-
-
-def _account(namespace: str, name: str, _keys: list[str]) -> str:
-    if name == "flotilla-trainer":
-        return f"kubectl apply --namespace {namespace} --filename deploy/rbac.yaml"
-    return f"kubectl create serviceaccount {name} --namespace {namespace}"
-
-
-def _class(_namespace: str, name: str, _keys: list[str]) -> str:
-    return f"kubectl create priorityclass {name} --value=1000"
-
-
-REMEDIES: dict[str, Callable[[str, str, list[str]], str]] = {
-    SECRETS: _secret,
-    LOGINS: _login,
-    MAPS: _map,
-    CLAIMS: _claim,
-    ACCOUNTS: _account,
-    CLASSES: _class,
+    ),
+    MAPS: "kubectl create configmap {name} --namespace {namespace} --from-literal=KEY=VALUE",
+    CLAIMS: (
+        'echo \'{{"apiVersion":"v1","kind":"PersistentVolumeClaim","metadata":{{"name":"{name}"}},'
+        '"spec":{{"accessModes":["ReadWriteMany"],"resources":{{"requests":{{"storage":"50Gi"}}}}}}'
+        "}}' | kubectl create --namespace {namespace} --filename -"
+    ),
+    ACCOUNTS: "kubectl create serviceaccount {name} --namespace {namespace}",
+    CLASSES: "kubectl create priorityclass {name} --value=1000",
 }
+
+
+def _remedy(namespace: str, kind: str, name: str, keys: list[str]) -> str:
+    if kind == ACCOUNTS and name == "flotilla-trainer":
+        return f"kubectl apply --namespace {namespace} --filename deploy/rbac.yaml"
+    literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
+    return REMEDIES[kind].format(name=name, namespace=namespace, literals=literals)
 
 
 _BUILD = "docker build --tag HOST/NAME:TAG . && docker push HOST/NAME:TAG"

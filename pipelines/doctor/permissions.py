@@ -79,7 +79,7 @@ class Account:
 def of_this_user(kubernetes: Kubernetes) -> Finding:
     """Check that the caller may launch a job."""
     user = _name_of_this_user(kubernetes)
-    answers = _reviews(kubernetes, "selfsubjectaccessreviews", {}, NEEDED[LAUNCHER])
+    answers = _reviews(kubernetes, "SelfSubjectAccessReview", {}, NEEDED[LAUNCHER])
     if isinstance(answers, Answer):
         message = f"the API does not return what {user or 'this user'} may do ({answers.words})"
         return Finding(
@@ -92,10 +92,12 @@ def of_account(kubernetes: Kubernetes, account: Account, role: str) -> Finding:
     """Check that a service account has what a role of deploy/rbac.yaml grants."""
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
-    answers = _reviews(kubernetes, "subjectaccessreviews", subject, NEEDED[role])
+    answers = _reviews(kubernetes, "SubjectAccessReview", subject, NEEDED[role])
     if isinstance(answers, Answer):
         message = f"may not check what {account.user} may do ({answers.words})"
-        return Finding("warn", f"{message}; check each one", _can_i(kubernetes, account, role))
+        where = f"--namespace {kubernetes.namespace} --as {account.user}"
+        show = f"kubectl auth can-i {NEEDED[role][0]} {where}"
+        return Finding("warn", f"{message}; check each one", show)
     return _judged(kubernetes, account.user, role, answers)
 
 
@@ -108,12 +110,10 @@ def _reviews(
         attributes = permission.attributes(kubernetes.namespace)
         body = {
             "apiVersion": "authorization.k8s.io/v1",
-            "kind": {"selfsubjectaccessreviews": "SelfSubjectAccessReview"}.get(
-                kind, "SubjectAccessReview"
-            ),
+            "kind": kind,
             "spec": {"resourceAttributes": attributes, **subject},
         }
-        answer = kubernetes.post(f"{_REVIEWS}/{kind}", body)
+        answer = kubernetes.post(f"{_REVIEWS}/{kind.lower()}s", body)
         if not answer.is_good:
             return answer
         found[permission] = bool(answer.tree.get("status", {}).get("allowed"))
@@ -145,11 +145,6 @@ def _granting(namespace: str, user: str, role: str) -> str:
         f"kubectl apply --namespace {namespace} --filename {FILE} && kubectl create rolebinding "
         f"{role}-{name} --namespace {namespace} --role {role} {subject}"
     )
-
-
-def _can_i(kubernetes: Kubernetes, account: Account, role: str) -> str:
-    first = next(iter(NEEDED[role]))
-    return f"kubectl auth can-i {first} --namespace {kubernetes.namespace} --as {account.user}"
 
 
 def _name_of_this_user(kubernetes: Kubernetes) -> str:

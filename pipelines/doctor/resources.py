@@ -26,15 +26,7 @@ Amounts = Mapping[str, Decimal]
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """The pods of one role.
-
-    Attributes:
-        name: as the operator calls it.
-        count: how many there are.
-        requests: what the scheduler sets aside for one.
-        limits: the most that one may use.
-        pod: the specification of one.
-    """
+    """The pods of one role: what the scheduler sets aside for one, and the most it may use."""
 
     name: str
     count: int
@@ -204,8 +196,8 @@ def devices(manifest: Tree) -> list[str]:
 def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
     """Check that nodes that take the pods offer enough of a resource; what is in use counts too."""
     wanted = [each for each in roles(manifest) if each.limits.get(resource)]
-    columns = f"custom-columns=NAME:.metadata.name,HAS:{_allocatable_path(resource)}"
-    show = f"kubectl get nodes --output '{columns}'"
+    path = ".status.allocatable." + resource.replace(".", "\\.")
+    show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     answer = kubernetes.get("/api/v1/nodes")
     if not answer.is_good:
         return unexpected(answer, "the nodes", show)
@@ -239,13 +231,11 @@ def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
 def _takes(node: Tree, role: Role) -> bool:
     labels = node["metadata"].get("labels", {})
     selector = role.pod.get("nodeSelector", {})
-    tainted = any(not _tolerated(taint, role.pod) for taint in _taints(node))
+    tainted = any(
+        taint.get("effect") in ("NoSchedule", "NoExecute") and not _tolerated(taint, role.pod)
+        for taint in node.get("spec", {}).get("taints") or ()
+    )
     return not tainted and all(labels.get(key) == value for key, value in selector.items())
-
-
-def _taints(node: Tree) -> Iterable[Tree]:
-    found = node.get("spec", {}).get("taints") or []
-    return [taint for taint in found if taint.get("effect") in ("NoSchedule", "NoExecute")]
 
 
 def _tolerated(taint: Tree, pod: Tree) -> bool:
@@ -257,13 +247,12 @@ def _tolerated(taint: Tree, pod: Tree) -> bool:
     container = pod["containers"][0]
     if taint["key"] in container.get("resources", {}).get("limits", {}):
         return True
-    for each in pod.get("tolerations", []):
-        same_effect = each.get("effect") in (None, "", taint["effect"])
-        same_key = each.get("key") in (None, "", taint["key"])
-        any_value = each.get("operator") == "Exists"
-        if same_effect and same_key and (any_value or each.get("value") == taint.get("value")):
-            return True
-    return False
+    return any(
+        each.get("effect") in (None, "", taint["effect"])
+        and each.get("key") in (None, "", taint["key"])
+        and (each.get("operator") == "Exists" or each.get("value") == taint.get("value"))
+        for each in pod.get("tolerations", [])
+    )
 
 
 def _count(node: Tree, resource: str) -> int:
@@ -274,7 +263,3 @@ def _devices_of(node: Tree) -> list[str]:
     """Return the names of what a node has more than Kubernetes itself knows of."""
     allocatable = node.get("status", {}).get("allocatable", {})
     return [name for name in allocatable if "/" in name and _count(node, name)]
-
-
-def _allocatable_path(resource: str) -> str:
-    return ".status.allocatable." + resource.replace(".", "\\.")

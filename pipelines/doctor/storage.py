@@ -103,9 +103,8 @@ def opens(kubernetes: Kubernetes, config: Config) -> Finding:
 
     Without one the pods rely on a role of their service account, which may well be meant.
     """
-    path = f"/api/v1/namespaces/{kubernetes.namespace}/secrets/{KFP_SECRET}"
     show = f"kubectl get secret {KFP_SECRET} --namespace {kubernetes.namespace}"
-    answer = kubernetes.get(path)
+    answer = kubernetes.find("secrets", KFP_SECRET)
     pairs = [_PAIR]
     if config.storage.root.startswith("minio://"):
         pairs.append(frozenset(KFP_KEYS))

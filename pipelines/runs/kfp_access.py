@@ -45,11 +45,31 @@ class Instance:
     cookies_file: str = ""
     ca_file: str = ""
 
-    def access(self) -> Access:
+    def access(self, environment: Mapping[str, str] = os.environ) -> Access:
         """Return endpoint and credentials; raises `UserError`."""
-        return found_access(
-            self.endpoint, self.namespace, self.token_file, self.cookies_file, self.ca_file
+        where = _either(self.endpoint, ENDPOINT, environment).strip()
+        if not where:
+            raise ConfigError(
+                f"no KFP instance is named: give --endpoint URL, or set {ENDPOINT[0]}"
+            )
+        cookies = _read(self.cookies_file, "cookies file") if self.cookies_file else ""
+        cookies = _either(cookies, COOKIES, environment)
+        # What a person names comes before what the environment has.
+        token = "" if self.token_file else _either("", TOKEN, environment)
+        file = _either(self.token_file, TOKEN_FILE, environment)
+        if not (token or file or cookies) and TOKEN_VOLUME.is_file():
+            file = str(TOKEN_VOLUME)
+        access = Access(
+            # As the SDK has it.
+            endpoint=(where if "://" in where else f"https://{where}").rstrip("/"),
+            namespace=found_namespace(self.namespace, environment),
+            token=token.strip(),
+            token_file="" if token else file,
+            cookies=cookies.strip(),
+            ca_file=_either(self.ca_file, CA_FILE, environment),
         )
+        access.check()
+        return access
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,43 +138,6 @@ def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) ->
 def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
     """Return the namespace that was given, else that of the environment, else nothing."""
     return _either(namespace, NAMESPACE, environment)
-
-
-def found_access(
-    endpoint: str = "",
-    namespace: str = "",
-    token_file: str = "",
-    cookies_file: str = "",
-    ca_file: str = "",
-    environment: Mapping[str, str] = os.environ,
-) -> Access:
-    """Return the access by what was given, then by the variables of the KFP client.
-
-    Raises:
-        ConfigError: no endpoint is given, or one that cannot be right.
-        UserError: a file with a secret cannot be read.
-    """
-    where = _either(endpoint, ENDPOINT, environment).strip()
-    if not where:
-        raise ConfigError(f"no KFP instance is named: give --endpoint URL, or set {ENDPOINT[0]}")
-    cookies = _read(cookies_file, "cookies file") if cookies_file else ""
-    cookies = _either(cookies, COOKIES, environment)
-    # What a person names comes before what the environment has.
-    token = "" if token_file else _either("", TOKEN, environment)
-    file = _either(token_file, TOKEN_FILE, environment)
-    if not (token or file or cookies) and TOKEN_VOLUME.is_file():
-        file = str(TOKEN_VOLUME)
-    access = Access(
-        # As the SDK has it.
-        endpoint=(where if "://" in where else f"https://{where}").rstrip("/"),
-        namespace=found_namespace(namespace, environment),
-        token=token.strip(),
-        token_file="" if token else file,
-        cookies=cookies.strip(),
-        ca_file=_either(ca_file, CA_FILE, environment),
-    )
-    access.check()
-    return access
 
 
 def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) -> str:

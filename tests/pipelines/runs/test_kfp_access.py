@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipelines.runs import kfp_access as accesses
-from pipelines.runs.kfp_access import Access, found_access
+from pipelines.runs.kfp_access import Access, Instance
 from trainer.errors import ConfigError, UserError
 
 TOKEN = "ey-secret-token"
@@ -17,7 +17,7 @@ def _outside_a_pod(tmp_path, monkeypatch):
 
 
 def found(environment=None, **given):
-    return found_access(environment=environment or {}, **given)
+    return Instance(**given).access(environment or {})
 
 
 @pytest.mark.parametrize(
