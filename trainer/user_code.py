@@ -97,7 +97,7 @@ def place_of(error: BaseException) -> str:
     An error of a graph has no such frame: TensorFlow writes the stack of the node into its text.
     """
     frames = next(filter(None, map(_frames, _chain(error))), [])
-    return _shown(*frames[-1]) if frames else ""
+    return _short_path(*frames[-1]) if frames else ""
 
 
 def traceback_of(error: BaseException) -> str:
@@ -149,7 +149,7 @@ def _is_users(file: str, module: str = "") -> bool:
     return not (file.startswith(_LIBRARIES) or _INSTALLED.intersection(Path(file).parts))
 
 
-def _shown(file: str, line: int) -> str:
+def _short_path(file: str, line: int) -> str:
     path = Path(file)
     here = Path(folder())
     return f"{path.relative_to(here) if path.is_relative_to(here) else path}:{line}"
