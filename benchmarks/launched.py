@@ -116,11 +116,11 @@ def train(workdir: Path, dataset: str, **settings: Any) -> Trained:
     )
 
 
-def clocked(happened: Iterable[events.Event]) -> list[Progress]:
+def clocked(run_events: Iterable[events.Event]) -> list[Progress]:
     """Return the progress of a run; `seconds` are those of the clock, less those of checkpoints."""
     rows: list[Progress] = []
     saving = 0.0
-    for each in happened:
+    for each in run_events:
         if isinstance(each, events.Saved):
             saving += each.seconds
         elif isinstance(each, Progress):

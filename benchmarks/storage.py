@@ -98,9 +98,9 @@ class Taken:
     stall: float
 
 
-def taken(happened: Sequence[Event]) -> list[Taken]:
+def taken(run_events: Sequence[Event]) -> list[Taken]:
     """Return what each checkpoint took that has a whole window before and two from it on."""
-    progress = [each for each in happened if isinstance(each, Progress)]
+    progress = [each for each in run_events if isinstance(each, Progress)]
     times = [each.time for each in progress]
     reached = [each.global_step for each in progress]
 
@@ -109,7 +109,7 @@ def taken(happened: Sequence[Event]) -> list[Taken]:
         return float(last - first) / WINDOW
 
     found = []
-    for saved in (each for each in happened if isinstance(each, Saved)):
+    for saved in (each for each in run_events if isinstance(each, Saved)):
         before = [time for time in times if time <= saved.time - saved.seconds]
         # The first stretch traces and compiles.
         if not before or not times[1] <= before[-1] - WINDOW < times[-1] - 3 * WINDOW:

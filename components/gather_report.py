@@ -109,14 +109,14 @@ def write(
 
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
     """Return the facts of a run, as far as they are there; see `trainer.report.report`."""
-    happened = _events(folder)
+    run_events = _events(folder)
     shared = [
-        _with_traceback(each, happened)
-        for each in all_step_records(happened)
+        _with_traceback(each, run_events)
+        for each in all_step_records(run_events)
         if each.step != EXIT_STEP.name
     ]
     steps = shared or _published(state, root, run_id)
-    tries = [each for each in tries_of(happened) if each.step != EXIT_STEP.name] or steps
+    tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or steps
     made = _Made(steps, root, run_id, every=bool(shared))
     decision = made.read("decision", "decision.json")
     evaluation = made.read("evaluation", "metrics.json")
@@ -134,9 +134,9 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "rules": decision.get("rules", []),
         "reasons": decision.get("reasons", []),
         "history": _history(root, run_id),
-        "incidents": [to_tree(each) for each in happened if _is_incident(each)],
+        "incidents": [to_tree(each) for each in run_events if _is_incident(each)],
         "checkpoints": [
-            to_tree(each) for each in happened if isinstance(each, CheckpointPublished)
+            to_tree(each) for each in run_events if isinstance(each, CheckpointPublished)
         ],
         "evaluation": evaluation,
         "curves": made.curves(),
@@ -147,11 +147,11 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     }
 
 
-def _with_traceback(step: StepRecord, happened: Sequence[Event]) -> StepRecord:
+def _with_traceback(step: StepRecord, run_events: Sequence[Event]) -> StepRecord:
     """Return the record; of training that failed with what its tasks said of the user's code."""
     if step.step != maker_of("checkpoint").name or step.status != "failed" or step.traceback:
         return step
-    failures = [each for each in last_start(happened) if isinstance(each, UserCodeFailed)]
+    failures = [each for each in last_start(run_events) if isinstance(each, UserCodeFailed)]
     return replace(step, traceback=failures[-1].traceback) if failures else step
 
 
@@ -282,7 +282,7 @@ def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
 
 @contextmanager
 def _left_out_if_unreadable() -> Iterator[None]:
-    # A report with a gap tells more of a run that failed than no report.
+    # A report with a gap says more about a failed run than no report.
     try:
         yield
     except (UserError, ValueError, OSError) as error:

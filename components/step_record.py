@@ -47,7 +47,7 @@ _KILLED_POD = (
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord(StepResult):
-    """One step of a run; `StepResult` tells of its last try.
+    """One step of a run; the fields of `StepResult` are those of its last try.
 
     Attributes:
         began: seconds since 1970.

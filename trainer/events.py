@@ -36,7 +36,7 @@ def now() -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """Anything that happens; two are equal whenever they happened."""
+    """The base of all kinds; the time is no part of whether two are equal."""
 
     time: float = field(default_factory=now, compare=False)
 

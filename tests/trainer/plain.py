@@ -71,7 +71,7 @@ def examples() -> tuple[tf.Tensor, tf.Tensor]:
 
 
 def whole(_start: int = 0) -> tf.data.Dataset:
-    """Return all examples as one batch, for ever: every life sees the same."""
+    """Return all examples as one batch, for ever: every attempt sees the same."""
     return tf.data.Dataset.from_tensors(examples()).repeat()
 
 
@@ -91,7 +91,7 @@ def dense(dropout: float = 0.0) -> keras.Model:
 def problem_of(
     model: Callable[[], keras.Model] = dense, optimizer: str = "adam", rate: float = 0.01
 ) -> Callable[[int], Problem]:
-    """Return what makes the problem for the step at which a life begins."""
+    """Return what makes the problem for the step at which an attempt begins."""
 
     def problem(start: int) -> Problem:
         settings = TrainingConfig(optimizer=OptimizerConfig(name=optimizer, learning_rate=rate))

@@ -206,7 +206,7 @@ def _failure(name: str, error: Exception) -> str:
         url, path = wrong.groups()
         return (
             f"data.manual_dir: {path} is not the official file (size or sha256 differ); "
-            f"get it anew from {url}"
+            f"download it again from {url}"
         )
     if isinstance(error, OSError) and error.filename:
         return f"data.dataset: {name}: {error.filename}: {error.strerror}"

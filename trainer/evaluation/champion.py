@@ -72,8 +72,8 @@ def _with_remedy(uri: str) -> Iterator[None]:
     # A foreign SavedModel may raise anything.
     except Exception as error:
         raise UserError(
-            f"the champion {uri} cannot be asked: {user_code.line_of(error)}; make another version "
-            "champion with `flotilla models promote`"
+            f"the champion {uri} cannot be evaluated: {user_code.line_of(error)}; make another "
+            "version champion with `flotilla models promote`"
         ) from error
 
 

@@ -198,7 +198,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
     if bad:
         raise UserError(
             f"the model of {checkpoint} gives no finite numbers for {bad} of {expected} {SPLIT} "
-            "examples: training has diverged; train anew with a lower "
+            "examples: training has diverged; train again with a lower "
             "training.optimizer.learning_rate"
         )
 

@@ -1,6 +1,6 @@
 """Write a blessed model in the forms in which it leaves, and prove that all give the same answers.
 
-The model is published with the forms of `trainer.export.formats`, and beside them
+The model is published with the forms of `trainer.export.formats`, and with
 
     labels.txt      one class a line
     model_card.md   what it is, from what was measured

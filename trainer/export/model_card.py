@@ -158,7 +158,7 @@ def _unknown(measured: Mapping[str, Any]) -> str:
     return (
         "## What is not known\n\n"
         f"Nothing was measured on other data than this test split of {measured['examples']} "
-        "examples, and nothing besides the parts above. Examples unlike the training data get an "
+        "examples, and nothing but the parts above. Examples unlike the training data get an "
         "answer as sure as any other."
     )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
-# Small enough for a phone; beside each other on a screen.
+# Small enough for a phone; two in a row on a screen.
 WIDTH, HEIGHT = 420, 220
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
 # More points than this are not distinguishable at this width.
@@ -26,7 +26,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Tick:
-    """One line of the grid: where it stands, and its label."""
+    """One line of the grid: where it is, and its label."""
 
     at: float
     label: str
@@ -175,7 +175,7 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Something that happened at one moment; `kind` is `checkpoint` or `incident`."""
+    """An event at one moment; `kind` is `checkpoint` or `incident`."""
 
     left: float
     kind: str

@@ -169,7 +169,7 @@ def test_a_file_that_is_not_the_official_one(data_dir, tmp_path, unreachable):
     named = re.match(r"data.manual_dir: (\S+) is not the official file", message)
     assert named is not None
     assert named[1] in {str(manual / name) for name in MNIST}
-    assert "get it anew from http" in message
+    assert "download it again from http" in message
     assert not unreachable
 
 

@@ -123,7 +123,7 @@ def test_a_champion_with_a_wrong_signature_is_named(run, champion, tmp_path, wro
     copy = served(champion, tmp_path, **wrong)
     with pytest.raises(UserError) as error:
         measured(run, copy, tmp_path)
-    assert str(error.value).startswith(f"the champion {copy} cannot be asked: ")
+    assert str(error.value).startswith(f"the champion {copy} cannot be evaluated: ")
     assert "\n" not in str(error.value)
 
 

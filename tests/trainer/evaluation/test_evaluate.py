@@ -235,7 +235,7 @@ def test_weights_that_are_not_finite_are_refused(run, tmp_path, value, monkeypat
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     assert _refusal(run, tmp_path, checkpoint=checkpoint) == (
         f"the model of {checkpoint} gives no finite numbers for 97 of 97 test examples: training "
-        "has diverged; train anew with a lower training.optimizer.learning_rate"
+        "has diverged; train again with a lower training.optimizer.learning_rate"
     )
 
 

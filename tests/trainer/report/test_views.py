@@ -124,7 +124,7 @@ def test_a_champion_that_cannot_be_asked(facts: dict[str, Any]) -> None:
     champion = {"uri": "file:///c", "incomparable": "it knows 9 classes"}
     evaluation = {**facts["evaluation"], "champion": champion}
     page = Page(report.render({**facts, "evaluation": evaluation}))
-    assert "The champion cannot be asked: it knows 9 classes." in page.words
+    assert "The champion cannot be compared: it knows 9 classes." in page.words
 
 
 def test_the_matrix_is_shaded_by_the_share_of_its_row() -> None:
