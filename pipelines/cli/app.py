@@ -37,7 +37,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ENDED = "--json adds `steps` while the run goes on, and `global_step` when it has ended."
+ENDED = "--json adds `steps` while the run is running, and `global_step` when it has ended."
 COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
 
 
@@ -108,7 +108,7 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Ids of the runs.")],
     workdir: Workdir = RUNS,
 ) -> Answer:
-    """Put runs side by side."""
+    """Compare runs side by side."""
     from pipelines.cli.display import Terminal
     from pipelines.compare import compare as compare_runs
 

@@ -37,7 +37,7 @@ _ServiceAccount = Annotated[
     str,
     typer.Option(
         metavar="[NAMESPACE:]NAME",
-        help="As whom runs started from the KFP UI speak; pipeline-runner when left out.",
+        help="Account of runs started from the KFP UI; pipeline-runner when left out.",
     ),
 ]
 
@@ -50,7 +50,7 @@ def doctor(
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     kubernetes: Annotated[
-        bool, typer.Option("--kubernetes", help="Look at the cluster whatever cluster.launcher is.")
+        bool, typer.Option("--kubernetes", help="Check the cluster whatever cluster.launcher is.")
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",

@@ -56,7 +56,7 @@ def upload(
     access, package = instance.access(), package_of(file, image)
     made = upload_package(access, package, name)
     version = made.version
-    action = "uploaded" if made.created else "the same content is there already"
+    action = "uploaded" if made.created else "the same content exists already"
     note(f"{action}: {version.pipeline} version {version.name}\n{made.page}")
     newest = newest_of(access, version)
     is_newest = newest.version_id == version.version_id
@@ -91,7 +91,7 @@ def submit(
     pipeline: Pipeline = PIPELINE,
     version: Version = "",
     experiment: Experiment = EXPERIMENT,
-    name: Annotated[str, typer.Option(help="Of the run; made up when left out.")] = "",
+    name: Annotated[str, typer.Option(help="Of the run; generated when left out.")] = "",
     pipeline_root: PipelineRoot = "",
     service_account: ServiceAccount = "",
     parameters: Parameters = None,
@@ -166,7 +166,7 @@ def schedule(
     service_account: ServiceAccount = "",
     parameters: Parameters = None,
 ) -> Answer:
-    """Start runs on a KFP instance again and again: one schedule of each name."""
+    """Start runs on a KFP instance regularly: one schedule of each name."""
     from pipelines.runs import schedule as scheduling
     from pipelines.runs.local import configuration
     from pipelines.runs.submission import Submission

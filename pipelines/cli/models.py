@@ -1,4 +1,4 @@
-"""`flotilla models`: the registry, and who is champion."""
+"""`flotilla models`: versions and champions of the registry."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelines.cli.run import RUNS
 if TYPE_CHECKING:
     from trainer.promotion.registry import Promotion
 
-models = typer.Typer(help="The registry: which models there are, and who is champion.")
+models = typer.Typer(help="The registry: the models, their versions and champions.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
 TITLES = ("model", "version", "champion", "accuracy", "global step", "registered", "run")
@@ -109,7 +109,7 @@ def promote_model(
 @models.command("rollback", epilog=PROMOTED)
 @answers
 def roll_back(name: Name, workdir: Workdir = RUNS, root: Root = "") -> Answer:
-    """Make the champion of before the champion again."""
+    """Make the previous champion the champion again."""
     from pipelines import models as registered
 
     return _promoted(name, registered.rollback(registered.root_of(root, workdir), name))

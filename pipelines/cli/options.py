@@ -25,11 +25,9 @@ Assignments = Annotated[
 Workdir = Annotated[
     Path, typer.Option(metavar="DIR", help="Folder below which everything is written.")
 ]
-Resume = Annotated[str, typer.Option(metavar="RUN", help="Go on with this run.")]
+Resume = Annotated[str, typer.Option(metavar="RUN", help="Resume this run.")]
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
-Root = Annotated[
-    str, typer.Option(metavar="URI", help="Where all is stored; the workdir when left out.")
-]
+Root = Annotated[str, typer.Option(metavar="URI", help="Storage root; the workdir when left out.")]
 
 Endpoint = Annotated[
     str,
@@ -61,7 +59,7 @@ Version = Annotated[
     str, typer.Option(help="Name or id of the uploaded version; the newest when left out.")
 ]
 Experiment = Annotated[
-    str, typer.Option(metavar="NAME", help="Group of runs; made where it is not there.")
+    str, typer.Option(metavar="NAME", help="Group of runs; created where it does not exist.")
 ]
 PipelineRoot = Annotated[
     str, typer.Option(metavar="URI", help="Where KFP keeps artifacts; its default when empty.")
@@ -82,8 +80,10 @@ Every = Annotated[str, typer.Option(metavar="TIME", help="In place of --cron: 90
 Timezone = Annotated[
     str, typer.Option(metavar="ZONE", help="The one in which the instance reads --cron.")
 ]
-Latest = Annotated[bool, typer.Option("--latest", help="Each run takes the newest version then.")]
-CatchUp = Annotated[bool, typer.Option("--catch-up", help="Make up for runs that were missed.")]
+Latest = Annotated[
+    bool, typer.Option("--latest", help="Each run takes the newest version at its time.")
+]
+CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs later.")]
 AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
 RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]

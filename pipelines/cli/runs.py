@@ -61,7 +61,7 @@ def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
 @answers
 @of_instance
 def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
-    """Show how a run stands, on a KFP instance or on this machine."""
+    """Show the status of a run, on a KFP instance or on this machine."""
     from pipelines.cli.display import Terminal, closing_table, word
     from pipelines.runs import control
 
@@ -97,7 +97,7 @@ def logs(
     run: Run,
     step: Annotated[str, typer.Option(metavar="STEP", help="Of this step alone.")] = "",
     follow: Annotated[
-        bool, typer.Option("--follow/--no-follow", help="Go on until the run has ended.")
+        bool, typer.Option("--follow/--no-follow", help="Continue until the run has ended.")
     ] = True,
     workdir: RunsDir = RUNS,
 ) -> Answer:

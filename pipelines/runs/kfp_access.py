@@ -1,4 +1,4 @@
-"""With what a KFP instance is reached: endpoint, namespace, credentials.
+"""Access to a KFP instance: endpoint, namespace, credentials.
 
 Secrets come from files or from the environment, never from the command line, where every user of
 the machine can read them.
@@ -14,14 +14,14 @@ from urllib.parse import urlsplit
 
 from trainer.errors import ConfigError, UserError
 
-# The first of these is the SDK's variable, the others are those of its command line.
+# The first is the variable of the SDK, the others are those of its command line.
 ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")
 NAMESPACE = ("KFP_NAMESPACE",)
 TOKEN = ("KFP_EXISTING_TOKEN",)
 TOKEN_FILE = ("KF_PIPELINES_SA_TOKEN_PATH",)
 COOKIES = ("KFP_COOKIES",)
 CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
-# Where pods have the token that is made out to KFP.
+# Where pods have the token whose audience is KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 HIDDEN = "***"
 _LEAST_SECRET = 4
@@ -80,7 +80,7 @@ class Access:
         endpoint: URL of the instance without a slash at its end, with http:// or https://.
         namespace: the profile's namespace in multi-user mode, else empty.
         token: bearer token, or empty. A secret.
-        token_file: file with a bearer token that is read anew for each request, or empty.
+        token_file: file with a bearer token, read again for each request, or empty.
         cookies: value of the Cookie header, or empty. A secret.
         ca_file: certificates in PEM that the endpoint's is checked against, or empty.
     """
@@ -93,7 +93,7 @@ class Access:
     ca_file: str = ""
 
     def check(self) -> None:
-        """Raise a `ConfigError` for what cannot be right, before anything is sent."""
+        """Raise a `ConfigError` for a wrong value, before anything is sent."""
         _check_endpoint(self.endpoint)
         for name, value in (("the token", self.token), ("the cookies", self.cookies)):
             _check_header(name, value)
@@ -115,7 +115,7 @@ class Access:
         return token
 
     def masked(self, text: str) -> str:
-        """Return `text` without the secrets that stand in it."""
+        """Return `text` without the secrets in it."""
         secrets = [self.token, self.cookies]
         secrets += [part.partition("=")[2] for part in self.cookies.split(";")]
         if self.token_file and not self.token:
@@ -124,7 +124,7 @@ class Access:
             except UserError:
                 secrets.append("")
         for secret in secrets:
-            # What is shorter is no secret, and would take letters out of words.
+            # Anything shorter is no secret, and would remove letters from words.
             if len(secret.strip()) >= _LEAST_SECRET:
                 text = text.replace(secret.strip(), HIDDEN)
         return text
@@ -136,7 +136,7 @@ def is_named(endpoint: str = "", environment: Mapping[str, str] = os.environ) ->
 
 
 def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.environ) -> str:
-    """Return the namespace that was given, else that of the environment, else nothing."""
+    """Return the given namespace, else that of the environment, else an empty text."""
     return _either(namespace, NAMESPACE, environment)
 
 
@@ -164,7 +164,7 @@ def _check_endpoint(endpoint: str) -> None:
 
 def _check_header(name: str, value: str) -> None:
     if not (value.isascii() and value.isprintable()):
-        raise ConfigError(f"{name} cannot be sent: it holds a line break or a strange character")
+        raise ConfigError(f"{name} cannot be sent: it has a line break or a control character")
 
 
 def _read(path: str, what: str) -> str:
@@ -173,7 +173,7 @@ def _read(path: str, what: str) -> str:
     except OSError as error:
         raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"the {what} {path} is no text") from None
+        raise UserError(f"the {what} {path} is not a text file") from None
     if not text:
         raise UserError(f"the {what} {path} is empty")
     return text

@@ -1,10 +1,8 @@
-"""A KFP instance: how it is reached, with whose credentials, and every failure in one line.
+"""The client of a KFP instance: bounded requests, and every failure as one line with its remedy.
 
-The SDK's own client is used, without what it does unasked: it reads and writes files of the home
-folder, looks for clusters, opens a browser for a login, prints links, waits for ever, and takes a
-login page for an empty list.
-
-What a KFP instance refuses, or does not answer, in one line: what, where, what to do.
+The SDK's own client does more than it is asked for: it reads and writes files in the home folder,
+looks for clusters, opens a browser for a login, prints links, waits without a limit, and takes a
+login page for an empty list. Here it does none of that.
 """
 
 from __future__ import annotations
@@ -34,28 +32,28 @@ from urllib3.exceptions import ConnectTimeoutError, NameResolutionError, NewConn
 from pipelines.runs.kfp_access import Access
 from trainer.errors import UserError
 
-# Of what an instance says; it likes to add a stack of calls.
+# Of a message of the instance, which may contain a stack trace.
 MOST_WORDS = 300
 _RENEW = "renew the token or cookies (--token-file, --cookies-file, KFP_EXISTING_TOKEN)"
 _REMEDIES = {
-    400: "mend what it names; an instance for several users asks for --namespace",
-    401: f"it does not know who asks, or no longer: {_RENEW}",
-    403: "it knows who asks and does not allow it: name your --namespace, or ask its owner",
+    400: "fix what it names; an instance for several users asks for --namespace",
+    401: f"it does not accept the credentials: {_RENEW}",
+    403: "it accepts the credentials and does not permit it: give --namespace, or ask its owner",
     404: "check --endpoint and the name or id; it has to be the instance's root",
     405: "check --endpoint: this is no KFP API",
-    409: "it is there already, or was changed by another at the same time: look, then try again",
+    409: "it exists already, or was changed by another client at the same time: look, then retry",
     413: "it is too large for the instance or the proxy in front of it",
-    429: "it is asked too much: try again later",
+    429: "it gets too many requests: try again later",
 }
 _REDIRECTED = 3
 _SERVER = 500
 
 
 class InstanceError(UserError):
-    """A KFP instance refused a request, or gave no answer.
+    """A KFP instance refused a request, or did not answer.
 
     Attributes:
-        status: the HTTP status, or 0 where there was no answer that can be read.
+        status: the HTTP status, or 0 where there was no readable response.
     """
 
     def __init__(self, message: str, status: int = 0) -> None:
@@ -65,12 +63,12 @@ class InstanceError(UserError):
 
     @property
     def passing(self) -> bool:
-        """Whether the same request may well succeed a little later."""
+        """Whether the failure is transient: the same request may succeed later."""
         return self.status in (0, 429) or self.status >= _SERVER
 
 
 def refused(access: Access, where: str, error: Any) -> InstanceError:
-    """Return what a status outside 200 to 299 means; `error` is the client's `ApiException`."""
+    """Return the error for a status outside 200 to 299, the client's `ApiException`."""
     status = int(error.status or 0)
     words = _words(access, error)
     said = f"{access.endpoint} answered {status} {error.reason or ''}".rstrip()
@@ -86,7 +84,7 @@ def refused(access: Access, where: str, error: Any) -> InstanceError:
 
 
 def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
-    """Return what a connection that failed, or stayed silent, means."""
+    """Return the error for a connection that failed or timed out."""
     cause: BaseException = error
     if isinstance(error, urllib3.exceptions.MaxRetryError) and error.reason:
         cause = error.reason
@@ -97,13 +95,11 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
         return InstanceError(f"the host of {access.endpoint} is not known: check --endpoint")
     if isinstance(cause, NewConnectionError):
         return InstanceError(
-            f"{host} takes no connection: check --endpoint; for a port forward: "
+            f"{host} refuses the connection: check --endpoint; for a port forward: "
             "`kubectl port-forward -n kubeflow svc/ml-pipeline 8888:8888`"
         )
     if isinstance(cause, ConnectTimeoutError):
-        return InstanceError(
-            f"{host} cannot be reached, it is silent: check --endpoint, VPN, proxy"
-        )
+        return InstanceError(f"{host} cannot be reached (timeout): check --endpoint, VPN, proxy")
     if isinstance(cause, urllib3.exceptions.TimeoutError):
         return InstanceError(f"{host} does not answer {where}, it hangs: try again, ask its owner")
     return InstanceError(
@@ -112,24 +108,24 @@ def no_answer(access: Access, where: str, error: Exception) -> InstanceError:
 
 
 def no_end(access: Access, where: str) -> InstanceError:
-    """Return what an answer that does not come to its end means."""
+    """Return the error for a response that does not end."""
     host = urlsplit(access.endpoint).netloc
-    return InstanceError(f"{host} does not come to an end with {where}: try again, ask its owner")
+    return InstanceError(f"{host} does not finish {where}: try again, ask its owner")
 
 
 def no_json(access: Access, where: str, answer: Any) -> InstanceError:
-    """Return what an answer that is not JSON means; it is a login page, as a rule."""
+    """Return the error for a response that is not JSON, usually a login page."""
     kind = (answer.getheader("content-type") or "nothing").partition(";")[0]
     return InstanceError(
-        f"{access.endpoint} answered {where} with {kind} where JSON is due, "
+        f"{access.endpoint} answered {where} with {kind} where JSON is expected, "
         f"such as a login page: check --endpoint, or {_RENEW}"
     )
 
 
 def strange_answer(access: Access, where: str) -> InstanceError:
-    """Return what JSON of another kind means."""
+    """Return the error for JSON that is not an object."""
     return InstanceError(
-        f"{access.endpoint} answered {where} with what no KFP instance says: check --endpoint"
+        f"{access.endpoint} is no KFP instance by its answer to {where}: check --endpoint"
     )
 
 
@@ -154,7 +150,7 @@ def _redirected(access: Access, error: Any) -> str:
 
 
 def _words(access: Access, error: Any) -> str:
-    """Return what the instance says in its own words, cut, without secrets; none of a page."""
+    """Return the message of the instance, truncated, without secrets; empty for a web page."""
     body = error.body
     text = body.decode("utf-8", "replace") if isinstance(body, bytes) else str(body or "")
     try:
@@ -165,15 +161,15 @@ def _words(access: Access, error: Any) -> str:
         return ""
     said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
     line = access.masked(" ".join(str(said).split()))
-    # What would move the cursor, or change colours, is no word.
+    # Control characters would move the cursor or change colours.
     line = "".join(letter for letter in line if letter.isprintable())
     return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."
 
 
 CONNECT_SECONDS = 3.0
-# Of silence, not of the whole answer.
+# Of silence, not of the whole response.
 READ_SECONDS = 8.0
-# Of a request with all its tries, names of hosts included. A log may be long.
+# Of a request with its retries and the look-up of the host. A log may be long.
 WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
 BUSY = (429, 502, 503, 504)
@@ -184,13 +180,13 @@ _ID = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 
 class Client(sdk.Client):  # type: ignore[misc]
-    """The SDK's client on one instance: bounded, quiet, with no memory in the home folder."""
+    """The SDK's client of one instance: with timeouts, quiet, without files in the home folder."""
 
     def __init__(self, access: Access) -> None:
-        """Be ready to ask; nothing is sent yet."""
+        """Configure the client; nothing is sent yet."""
         self.access = access
         with warnings.catch_warnings():
-            # It says with which versions it works.
+            # It warns about the versions it works with.
             warnings.simplefilter("ignore", FutureWarning)
             super().__init__(host=access.endpoint)
         self.set_user_namespace(access.namespace)
@@ -202,12 +198,12 @@ class Client(sdk.Client):  # type: ignore[misc]
         config = kfp_server_api.Configuration()
         config.host = self.access.endpoint
         config.ssl_ca_cert = self.access.ca_file or None
-        # A hung server is not asked twice, and what writes is sent once.
+        # A request that timed out is not repeated, and a write is sent once.
         config.retries = urllib3.Retry(
             total=2,
             read=0,
             other=0,
-            # A login page is no answer, and a POST would be sent on as a GET.
+            # A redirect leads to a login page, and a POST would be repeated as a GET.
             redirect=False,
             status_forcelist=BUSY,
             allowed_methods=("GET",),
@@ -226,7 +222,7 @@ class Client(sdk.Client):  # type: ignore[misc]
         config.api_key["authorization"] = self.access.read_token()
 
     def _load_context_setting_or_default(self) -> None:
-        # Not empty, or the constructor would ask the instance, unbounded.
+        # Not empty, or the constructor would send a request without a timeout.
         self._context_setting = {"namespace": "-"}
 
     def set_user_namespace(self, namespace: str) -> None:
@@ -234,12 +230,12 @@ class Client(sdk.Client):  # type: ignore[misc]
         self._context_setting["namespace"] = namespace
 
     def get_json(self, path: str) -> dict[str, Any]:
-        """Return what the instance answers to a GET of `path`; raises `InstanceError`."""
+        """Return the JSON object at `path`; raises `InstanceError`."""
         tree: dict[str, Any] = json.loads(self._get(path).data)
         return tree
 
     def get_text(self, path: str) -> str:
-        """Return the plain text at `path`, which may be none; raises `InstanceError`."""
+        """Return the plain text at `path`, which may be empty; raises `InstanceError`."""
         return str(self._get(path, plain=True).data.decode("utf-8", "replace"))
 
     def _get(self, path: str, *, plain: bool = False) -> Any:
@@ -253,7 +249,7 @@ class Client(sdk.Client):  # type: ignore[misc]
 
 
 class _Requests(RESTClientObject):  # type: ignore[misc]
-    """Sends the requests of the generated client: bounded, and an error is an `InstanceError`."""
+    """Sends the requests of the generated client with timeouts; raises `InstanceError`."""
 
     def __init__(self, access: Access, config: kfp_server_api.Configuration) -> None:
         self._access = access
@@ -287,7 +283,7 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
 def _in_time(call: Callable[[], Any], seconds: float) -> Any:
     """Return what `call` returns; raises `TimeoutError` when it takes longer.
 
-    Sockets bound silence alone, and the look-up of a host's name nothing.
+    Timeouts of sockets bound silence only, and do not cover the look-up of the host.
     """
     ended: list[tuple[Any, BaseException | None]] = []
 
@@ -309,35 +305,35 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
 
 
 def connect(access: Access) -> Client:
-    """Return a client of the instance, which is not asked yet; raises `UserError`."""
+    """Return a client of the instance, without a request; raises `UserError`."""
     access.check()
-    # The SDK sets up logging, and then each new try would be told with its URL.
+    # The SDK sets up logging, which would print each retry with its URL.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     return Client(access)
 
 
 def ask(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Return what a method of the client returns, quietly; every failure is an `InstanceError`."""
+    """Call a method of the client without its prints; every failure is an `InstanceError`."""
     try:
-        # Links to pages, which are ours to print.
+        # It prints links to pages.
         with redirect_stdout(io.StringIO()):
             return call(*arguments, **named)
     except (ApiException, TypeError, ValueError) as error:
         words = " ".join(str(error).split())
-        raise InstanceError(f"the KFP client cannot read what was answered: {words}") from None
+        raise InstanceError(f"the KFP client cannot read the response: {words}") from None
 
 
 def pages(
     call: Callable[..., Any], items: str, *, size: int = _PAGE, most: int = 0, **named: Any
 ) -> Iterator[Any]:
-    """Yield what a list call of the client holds, page after page, as far as it is asked for.
+    """Yield the items of a list call, page after page, as they are consumed.
 
     Args:
         call: a method of the client.
         items: the attribute of its answer.
         size: of a page.
-        most: how many are wanted, and no more are asked for; all when 0.
-        named: what else the call takes.
+        most: how many items to fetch at most; all when 0.
+        named: further arguments of the call.
     """
     token, seen, left = "", set[str](), most or sys.maxsize
     while token not in seen:
@@ -352,17 +348,17 @@ def pages(
 
 
 def is_id(text: str) -> bool:
-    """Say whether a text is what an instance calls a run or a version by."""
+    """Return whether a text is the id of a run or a version."""
     return _ID.fullmatch(text) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What an instance says of itself.
+    """Version and mode of an instance.
 
     Attributes:
-        version: empty where it keeps it for itself.
-        is_shared: whether what belongs to a user stands in a namespace.
+        version: empty where the instance does not give it.
+        is_shared: whether it is in multi-user mode.
     """
 
     version: str
@@ -370,19 +366,19 @@ class Health:
 
 
 def health(access: Access) -> Health:
-    """Return what the instance says of itself, and look into the namespace where it has several.
+    """Return version and mode; in multi-user mode also read the namespace, to check the access.
 
     Raises:
-        UserError: the instance cannot be reached, or does not let us in.
+        UserError: the instance cannot be reached, or refuses the credentials.
     """
     client = connect(access)
-    told = ask(client.get_json, _HEALTH[0])
-    if not any(told.get(key) for key in _VERSION_KEYS):
-        # An older path, which says more where it is still there.
+    found = ask(client.get_json, _HEALTH[0])
+    if not any(found.get(key) for key in _VERSION_KEYS):
+        # An older path, which returns more where it still exists.
         with suppress(InstanceError):
-            told |= ask(client.get_json, _HEALTH[1])
-    version = next((str(told[key]) for key in _VERSION_KEYS if told.get(key)), "")
-    is_shared = told.get("multi_user") is True
+            found |= ask(client.get_json, _HEALTH[1])
+    version = next((str(found[key]) for key in _VERSION_KEYS if found.get(key)), "")
+    is_shared = found.get("multi_user") is True
     if is_shared and access.namespace:
         ask(client.list_experiments, page_size=1, namespace=access.namespace)
     return Health(version=version, is_shared=is_shared)

@@ -1,17 +1,15 @@
-"""A run on a KFP instance, as the instance tells of it: states, steps, and where their logs are.
+"""A run on a KFP instance as the API returns it: states, steps, logs and the events in them.
 
-An instance tells of nodes of an Argo workflow. A step `train-model` is a node of this name beside
+The API returns the nodes of an Argo workflow. A step `train-model` is a node of this name next to
 `train-model-driver`, and its pod is the node `executor` among its children; groups of steps have
-drivers too. Nodes that were never begun are absent.
+drivers too. Nodes that have not begun are absent. Outputs of steps are not returned.
 
-What KFP takes from its cache has a driver and a node that succeeded; the node `executor` is there
-and was skipped, and its name is that of a pod that never was. Outputs are told of no step.
+A step that KFP takes from its cache has a driver and a node that succeeded; its node `executor` was
+skipped, and has the name of a pod that never existed.
 
-The logs of a run on a KFP instance, and what its steps say in them.
-
-The API server gives a log as a whole and does not follow; the user interface gives it under another
-path, and answers the API's path with its start page. After the pod is gone, both may have it from
-an archive, or not at all.
+The API server returns a log as a whole and does not follow it. The user interface returns it under
+another path, and answers the API's path with its start page. When the pod is gone, both may have
+the log from an archive, or not at all.
 """
 
 from __future__ import annotations
@@ -43,7 +41,7 @@ class Step:
 
     Attributes:
         name: of the step.
-        state: as KFP tells it.
+        state: KFP's own word.
         began: when.
         ended: when, or None.
         pods: names that its pod could have, the likeliest first; none where it is cached.
@@ -67,7 +65,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteRun:
-    """One run; `error` is one line, empty where the instance says nothing."""
+    """One run; `error` is one line, empty where the instance gives none."""
 
     run_id: str
     name: str
@@ -79,7 +77,7 @@ class RemoteRun:
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing more will happen in it."""
+        """Whether the run has ended."""
         return self.state in ENDED
 
     def step(self, name: str) -> Step | None:
@@ -102,17 +100,17 @@ def run_of(client: Client, run: str) -> RemoteRun:
     return view(ask(client.get_run, run_id=found[0].run_id))
 
 
-def view(told: Any) -> RemoteRun:
-    """Return what the client's model of a run says."""
-    details = told.run_details.task_details if told.run_details else None
+def view(run: Any) -> RemoteRun:
+    """Return a run from the client's model of it."""
+    details = run.run_details.task_details if run.run_details else None
     return RemoteRun(
-        run_id=str(told.run_id),
-        name=str(told.display_name),
+        run_id=str(run.run_id),
+        name=str(run.display_name),
         # A run that has just been created has no state yet.
-        state=str(told.state or "PENDING"),
-        created=_moment(told.created_at),
-        finished=_moment(told.finished_at),
-        error=" ".join(str(told.error.message or "").split()) if told.error else "",
+        state=str(run.state or "PENDING"),
+        created=_moment(run.created_at),
+        finished=_moment(run.finished_at),
+        error=" ".join(str(run.error.message or "").split()) if run.error else "",
         steps=steps_of(details or ()),
     )
 
@@ -151,12 +149,12 @@ def _is_cached(node: Any, by_hash: dict[str, Any], details: Sequence[Any]) -> bo
     children = (by_hash.get(_hash(child.pod_name or "")) for child in node.child_tasks or ())
     found = [child for child in children if child is not None] or _within(node, details)
     executors = [each for each in found if _EXECUTOR.fullmatch(str(each.display_name))]
-    # Nothing but the cache has KFP skip the pod of a step that itself is not skipped.
+    # KFP skips the pod of a step that is not skipped itself only for its cache.
     return bool(executors) and all(each.state == "SKIPPED" for each in executors)
 
 
 def _within(node: Any, details: Sequence[Any]) -> list[Any]:
-    """Return what began while `node` went on, for instances that leave names of pods out."""
+    """Return the nodes that began while `node` ran, for instances that omit the names of pods."""
     begin, end = _moment(node.start_time), _moment(node.end_time)
     if begin is None or any(each.pod_name for each in details):
         return []
@@ -175,7 +173,7 @@ def _pods(node: Any, by_hash: dict[str, Any]) -> Iterable[str]:
             yield from _likely(child.pod_name or "")
         elif _EXECUTOR.fullmatch(found.display_name):
             tries = [each for each in _executors(found, by_hash) if each is not found]
-            # The last try is the one that counts.
+            # The last retry is the one that counts.
             yield str(tries[-1].pod_name if tries else found.pod_name)
 
 
@@ -197,18 +195,18 @@ def _hash(name: str) -> str:
     return name.rpartition("-")[2]
 
 
-def _moment(told: datetime | None) -> datetime | None:
-    """Return a moment, or None for what stands for none: the epoch, or the year one."""
-    if told is None or told.year <= _EPOCH:
+def _moment(time: datetime | None) -> datetime | None:
+    """Return a time, or None for the epoch and the year one, which mean that there is none."""
+    if time is None or time.year <= _EPOCH:
         return None
-    return told if told.tzinfo else told.replace(tzinfo=UTC)
+    return time if time.tzinfo else time.replace(tzinfo=UTC)
 
 
 _DENIED = (401, 403)
 
 
 def log_of(client: Client, run: RemoteRun, step: Step) -> str:
-    """Return the log of a step so far; raises `InstanceError` when it is not to be had."""
+    """Return the log of a step so far; raises `InstanceError` where there is none."""
     refused: InstanceError | None = None
     for pod in step.pods:
         for path in _paths(client, run, pod):
@@ -222,7 +220,7 @@ def log_of(client: Client, run: RemoteRun, step: Step) -> str:
 
 
 def remedy(client: Client, step: Step) -> str:
-    """Return how to read a log where the instance does not give it."""
+    """Return the command that reads a log which the instance does not return."""
     namespace = client.access.namespace or "kubeflow"
     return f"`kubectl logs -n {namespace} {step.pods[0] if step.pods else '-'} -c main`"
 

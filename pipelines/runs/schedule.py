@@ -44,7 +44,7 @@ _EVERY = {
     "@midnight": "0 0 0 * * *",
     "@hourly": "0 0 * * * *",
 }
-# A day that does not come in so many years, such as the 30th of February, does not come.
+# A day that does not come within so many years, such as February 30th, never comes.
 _YEARS = 9
 
 
@@ -73,8 +73,8 @@ class Cron:
     Attributes:
         text: the six fields, as KFP gets them.
         allowed: the values of each field.
-        any_day: whether the day of the month is left open.
-        any_weekday: whether the day of the week is left open.
+        any_day: whether any day of the month is allowed.
+        any_weekday: whether any day of the week is allowed.
     """
 
     text: str
@@ -106,7 +106,7 @@ class Cron:
     def _has_day(self, when: datetime, days: frozenset[int], weekdays: frozenset[int]) -> bool:
         day = when.day in days
         weekday = when.isoweekday() % 7 in weekdays
-        # Where both are given, either will do.
+        # Where both are given, either one matches.
         return day and weekday if self.any_day or self.any_weekday else day or weekday
 
 
@@ -164,16 +164,16 @@ _LONGEST = 366 * 86400
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """When runs begin.
+    """When runs start.
 
     Attributes:
         cron: a schedule by the clock, or None.
-        interval: seconds from one begin to the next, or 0; one of the two is given.
+        interval: seconds from one start to the next, or 0; one of the two is given.
         zone: the time zone in which the instance reads `cron`. The API takes none: it is set for
             the whole instance, by CRON_SCHEDULE_TIMEZONE of its ml-pipeline-scheduledworkflow.
-        catch_up: whether runs that were missed are made up for.
+        catch_up: whether missed runs are started later.
         at_once: how many runs there may be at a time.
-        latest: whether each run takes the newest version then, in place of one for all.
+        latest: whether each run takes the newest version at its time, not one for all.
     """
 
     cron: Cron | None
@@ -185,7 +185,7 @@ class Timing:
 
 
 def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
-    """Return when runs begin, from the words of the command line; raises `ConfigError`."""
+    """Return when runs start, from the options of the command line; raises `ConfigError`."""
     if bool(cron) == bool(every):
         raise ConfigError("give one of --cron and --every: when is it to run?")
     if more["latest"] and version:
@@ -195,7 +195,7 @@ def timing(cron: str, every: str, *, version: str, **more: Any) -> Timing:
     found = _INTERVAL.fullmatch(every)
     seconds = int(found[1]) * _SECONDS[found[2] or "s"] if found else 0
     if not 0 < seconds <= _LONGEST:
-        raise ConfigError(f"--every {every!r} is no time from one begin to the next, such as 6h")
+        raise ConfigError(f"--every {every!r} is no time from one start to the next, such as 6h")
     if more["zone"] != "UTC":
         raise ConfigError("--timezone is for --cron: an interval has none")
     return Timing(cron=None, interval=seconds, **more)
@@ -275,7 +275,7 @@ def unschedule(access: Access, name: str) -> int:
 
 
 def _when(timing: Timing) -> tuple[str, str]:
-    """Return what the timing means, in words, and its next time; raises `ConfigError`."""
+    """Return a timing in words, and its next time; raises `ConfigError`."""
     if timing.cron is None:
         return f"every {timing.interval} s", ""
     zone = zone_of(timing.zone)
@@ -324,7 +324,7 @@ def _wanted(client: Client, submission: Submission, timing: Timing) -> V2beta1Re
 
 
 def _found(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any | None, list[Any]]:
-    """Return the schedule of this name that is as it should be, and the others."""
+    """Return the schedule of this name that equals `wanted`, or None, and the others."""
     named = [each for each in _all(client) if each.display_name == name]
     pipeline = wanted.pipeline_version_reference.pipeline_id
     for each in named:
@@ -338,10 +338,10 @@ def _found(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any 
     same = [
         each
         for each in named
-        # The instance fills in its own where none is asked for.
+        # The instance fills in its default where none is given.
         if _meaning(each) == _meaning(wanted) and account in (None, each.service_account)
     ]
-    # One that runs comes before one that was disabled.
+    # An enabled one is preferred to a disabled one.
     same.sort(key=_enabled, reverse=True)
     kept = same[0] if same else None
     return kept, [each for each in named if each is not kept]
@@ -357,7 +357,7 @@ def _enabled(each: Any) -> bool:
 
 
 def _meaning(each: Any) -> dict[str, Any]:
-    """Return what makes two schedules the same; numbers of JSON compare as numbers."""
+    """Return the fields by which two schedules are equal; numbers of JSON compare as numbers."""
     trigger, runtime = each.trigger, each.runtime_config
     cron = trigger.cron_schedule.cron if trigger and trigger.cron_schedule else None
     every = trigger.periodic_schedule if trigger else None

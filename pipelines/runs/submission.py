@@ -127,10 +127,10 @@ def start(client: Client, submission: Submission) -> Submitted:
 def run_parameters(
     config: Config, given: Mapping[str, Any], spec: Mapping[str, Any] | None, what: str
 ) -> dict[str, Any]:
-    """Return the typed run parameters of `config`, and those of the steps, that a pipeline knows.
+    """Return the typed run parameters of `config`, and those of the steps, that a pipeline has.
 
     Raises:
-        ConfigError: the configuration asks for something that the pipeline does not know.
+        ConfigError: the configuration sets a parameter that the pipeline does not have.
     """
     values, known = {**to_parameters(config), **given}, parameters_of(spec)
     if known is None:

@@ -18,9 +18,9 @@ from trainer.errors import ConfigError, UserError, nearest
 
 _ABSENT, _CONFLICT = 404, 409
 NEWEST = "created_at desc"
-# A version comes with its whole spec, 80 kB of ours.
+# A version includes its whole spec, 80 kB for ours.
 _VERSIONS = 5
-# To guess from what was meant.
+# To guess the one that was meant.
 _SOME = 20
 
 
@@ -122,7 +122,7 @@ def versions(
         name: of the pipeline.
         pipeline_id: of the pipeline.
         part: of the name of a version; all versions when empty.
-        most: how many are wanted; all when 0.
+        most: how many at most; all when 0.
     """
     found = pages(
         client.list_pipeline_versions,
@@ -174,16 +174,16 @@ def equals(key: str, value: str) -> str:
 
 
 def containing(key: str, value: str) -> str:
-    """Return a filter of the API for texts that hold `value`, and for some others.
+    """Return a filter of the API for texts that contain `value`.
 
-    For pipelines and versions: an instance that keeps them in Kubernetes knows no other filter.
+    For pipelines and versions: an instance that keeps them in Kubernetes has no other filter.
     """
     predicate = {"operation": "IS_SUBSTRING", "key": key, "stringValue": value}
     return json.dumps({"predicates": [predicate]})
 
 
 def page_of(access: Access, path: str) -> str:
-    """Return the page of the user interface that shows something."""
+    """Return the URL of a page of the user interface."""
     return f"{access.endpoint}/#/{path}"
 
 
@@ -197,7 +197,7 @@ def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version
             if error.status != _ABSENT:
                 raise
         else:
-            # An instance looks at the id of the version alone.
+            # The instance ignores the id of the pipeline.
             return _version(name, made) if made.pipeline_id == pipeline_id else None
     begins: Version | None = None
     for version in versions(client, name, pipeline_id, wanted):
@@ -209,7 +209,7 @@ def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version
 
 
 def _created(client: Client, name: str) -> str:
-    # Without content: the first version would get the name of the pipeline, not of its content.
+    # Without a version: the first one would get the name of the pipeline, not that of its content.
     body = V2beta1Pipeline(name=name, display_name=name, namespace=client.access.namespace or None)
     try:
         made = ask(client.pipelines.pipeline_service_create_pipeline, pipeline=body)

@@ -49,9 +49,9 @@ def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
     settings = [word for each in chosen for word in ("--set", each)]
     ended = call("run", folder / "runs", "flowers.yaml", *settings, cwd=folder)
     assert ended.code == 0, ended.err
-    assert ended.told["status"] == "blessed"
-    assert ended.told["global_step"] == 400
-    assert ended.told["metrics"]["accuracy"] >= 0.9
+    assert ended.answer["status"] == "blessed"
+    assert ended.answer["global_step"] == 400
+    assert ended.answer["metrics"]["accuracy"] >= 0.9
     published = ended.events(StepEnd)[1].metrics
     counts = re.search(r"(\d+) for training, (\d+) to validate, (\d+) to test", text("own-dataset"))
     assert [published[split] for split in ("train", "validation", "test")] == [

@@ -32,7 +32,7 @@ class Called:
     workdir: Path
 
     @property
-    def told(self) -> dict[str, Any]:
+    def answer(self) -> dict[str, Any]:
         """The JSON object on the last line of standard output."""
         tree: dict[str, Any] = json.loads(self.out.splitlines()[-1])
         return tree
@@ -40,7 +40,7 @@ class Called:
     @property
     def folder(self) -> Path:
         """The folder of the run."""
-        return self.workdir / self.told["run_id"]
+        return self.workdir / self.answer["run_id"]
 
     @property
     def log(self) -> str:
@@ -58,13 +58,15 @@ class Called:
 
     def path_of(self, artifact: str) -> Path:
         """Return where an artifact stands on this machine."""
-        path = storage.local_path(self.told["artifacts"][artifact])
+        path = storage.local_path(self.answer["artifacts"][artifact])
         assert path is not None
         return path
 
     def read(self, artifact: str, name: str) -> dict[str, Any]:
         """Return a JSON file of a published artifact."""
-        tree: dict[str, Any] = json.loads(storage.read_file(self.told["artifacts"][artifact], name))
+        tree: dict[str, Any] = json.loads(
+            storage.read_file(self.answer["artifacts"][artifact], name)
+        )
         return tree
 
 

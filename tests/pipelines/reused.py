@@ -57,8 +57,8 @@ def main() -> None:
     steps = loaded(Path(folder))
     if name == "one":
         outputs = steps["resolve-config"](**given, kfp_run_id=RUN).outputs
-        told = {key: value for key, value in outputs.items() if isinstance(value, str)}
-        Path(root, "outputs.json").write_text(json.dumps(told), encoding="utf-8")
+        answer = {key: value for key, value in outputs.items() if isinstance(value, str)}
+        Path(root, "outputs.json").write_text(json.dumps(answer), encoding="utf-8")
     else:
         pipeline_of(steps, given)()
 

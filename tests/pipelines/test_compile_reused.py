@@ -80,10 +80,10 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     config = config_of(tmp_path, training={"steps": 7})
     ended = run("one", folder, tmp_path, config)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    told = json.loads((tmp_path / "outputs.json").read_text(encoding="utf-8"))
-    assert Config.model_validate_json(told["config"]) == config
+    answer = json.loads((tmp_path / "outputs.json").read_text(encoding="utf-8"))
+    assert Config.model_validate_json(answer["config"]) == config
     # There is no dataset that a cache could know of.
-    assert (told["root"], told["run_id"], told["seal"]) == (config.storage.root, RUN, RUN)
+    assert (answer["root"], answer["run_id"], answer["seal"]) == (config.storage.root, RUN, RUN)
 
 
 @pytest.mark.long

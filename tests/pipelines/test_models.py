@@ -47,14 +47,14 @@ def flotilla(workdir, capsys):
     return call
 
 
-def told(out):
+def answer(out):
     return json.loads(out.splitlines()[-1])
 
 
 def test_list_names_the_champion(flotilla):
     code, out, _ = flotilla("list", "--json")
     assert code == 0
-    rows = told(out)["models"]
+    rows = answer(out)["models"]
     assert [(row["version"], row["champion"]) for row in rows] == [
         (1, False), (2, True), (3, False),
     ]  # fmt: skip
@@ -68,10 +68,10 @@ def test_list_of_an_empty_folder_says_so(flotilla, tmp_path):
     assert (code, out.split(" below")[0]) == (0, "no model is registered")
 
 
-def test_show_tells_the_lineage_and_every_promotion(flotilla, workdir):
+def test_show_reports_the_lineage_and_every_promotion(flotilla, workdir):
     code, out, _ = flotilla("show", "digits", "--json")
     assert code == 0
-    summary = told(out)
+    summary = answer(out)
     assert summary["model"]["version"] == 2
     assert summary["model"]["lineage"] == LINEAGE
     assert [each["version"] for each in summary["model"]["promotions"]] == [1, 2]
@@ -81,13 +81,13 @@ def test_show_tells_the_lineage_and_every_promotion(flotilla, workdir):
 
 
 def test_show_of_one_version(flotilla):
-    assert told(flotilla("show", "digits", "3", "--json")[1])["model"]["champion"] is False
+    assert answer(flotilla("show", "digits", "3", "--json")[1])["model"]["champion"] is False
 
 
 def test_promote_and_roll_back(flotilla, workdir):
     root = storage.uri_of(workdir)
     code, out, _ = flotilla("promote", "digits", "3", "--json")
-    assert (code, told(out)["promotion"]) == (0, 3)
+    assert (code, answer(out)["promotion"]) == (0, 3)
     assert registry.champion(root, "digits").number == 3
     code, out, _ = flotilla("rollback", "digits")
     assert (code, out) == (0, "digits: version 2 is champion (promotion 4)\n")
@@ -117,7 +117,7 @@ def test_a_champion_that_is_gone_is_shown_as_far_as_it_is_there(flotilla, workdi
     root = storage.uri_of(workdir)
     storage.delete(registry.version(root, "digits", 2).uri)
     code, out, _ = flotilla("list", "--json")
-    assert (code, [row["version"] for row in told(out)["models"]]) == (0, [1, 3])
+    assert (code, [row["version"] for row in answer(out)["models"]]) == (0, [1, 3])
     code, _, err = flotilla("show", "digits")
     assert (code, err.count("\n")) == (1, 1)
     assert "the champion is gone: digits has no version 2 below" in err

@@ -46,7 +46,7 @@ def workdir(tmp_path):
     return folder
 
 
-def told(capsys, *words):
+def answer(capsys, *words):
     assert app.called([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
@@ -65,16 +65,16 @@ def added(name):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_the_keys_are_those_of_the_help(name, workdir, capsys):
-    found = told(capsys, *name.split(), *CALLS[name], "--workdir", str(workdir))
+    found = answer(capsys, *name.split(), *CALLS[name], "--workdir", str(workdir))
     assert set(found) == always() | added(name)
 
 
 def test_the_keys_of_a_manifest(capsys):
-    assert set(told(capsys, "manifest")) == always() | added("manifest")
+    assert set(answer(capsys, "manifest")) == always() | added("manifest")
 
 
 def test_the_keys_of_a_compilation(capsys, tmp_path):
-    found = told(capsys, "compile", "-o", str(tmp_path / "a.yaml"))
+    found = answer(capsys, "compile", "-o", str(tmp_path / "a.yaml"))
     assert set(found) == always() | added("compile")
     assert set(found["artifacts"]) == {"pipeline"}
 

@@ -57,9 +57,9 @@ def refused(flotilla):
         assert err.endswith("\n")
         assert err.count("\n") == 1
         line = err.removeprefix("flotilla: ").rstrip("\n")
-        told = json.loads(out.splitlines()[-1])
-        assert set(told) == KEYS
-        assert (told["status"], told["message"]) == ("failed", line)
+        answer = json.loads(out.splitlines()[-1])
+        assert set(answer) == KEYS
+        assert (answer["status"], answer["message"]) == ("failed", line)
         return line
 
     return call
@@ -186,19 +186,19 @@ def test_compiling(flotilla, here):
     code, out, err = flotilla("compile", "--components", "parts", "--json")
     assert code == 0
     written = {"pipeline": "build/pipeline.yaml", "components": "parts"}
-    told = json.loads(out)
-    assert set(told) == KEYS
-    assert (told["status"], told["artifacts"]) == ("done", written)
+    answer = json.loads(out)
+    assert set(answer) == KEYS
+    assert (answer["status"], answer["artifacts"]) == ("done", written)
     assert err == f"wrote build/pipeline.yaml\nwrote parts\n{REMARK}"
     assert (here / "build" / "pipeline.yaml").is_file()
     assert len(list((here / "parts").iterdir())) == 8
 
 
 def test_compiling_without_json_prints_nothing(flotilla):
-    told = "wrote p.yaml\n"
-    assert flotilla("compile", "-o", "p.yaml", "--image", "a.example/b:1") == (0, "", told)
+    answer = "wrote p.yaml\n"
+    assert flotilla("compile", "-o", "p.yaml", "--image", "a.example/b:1") == (0, "", answer)
     for words in ((), ("--image", IMAGE)):
-        assert flotilla("compile", "-o", "p.yaml", *words) == (0, "", told + REMARK)
+        assert flotilla("compile", "-o", "p.yaml", *words) == (0, "", answer + REMARK)
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])
@@ -280,7 +280,7 @@ def test_an_unknown_shell_is_refused(flotilla):
     assert "'bash', 'zsh', 'fish'" in err
 
 
-def test_a_mistake_is_told_without_loading_the_pipelines():
+def test_a_mistake_is_reported_without_loading_the_pipelines():
     # `flotilla --help`, and a typo, are answered before KFP could be loaded.
     program = (
         "import sys; from pipelines.cli import __main__ as cli\n"

@@ -127,7 +127,7 @@ def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
     assert capsys.readouterr().err.count("\x1b[?25h") == 1
 
 
-def test_incidents_are_told(shown):
+def test_incidents_are_reported(shown):
     assert shown(
         AttemptBegin(global_step=0, steps=9, resumed=False),
         Restart(task="worker-0", cause="signal SIGKILL", restarts=1),
@@ -138,7 +138,7 @@ def test_incidents_are_told(shown):
     ]
 
 
-def test_tasks_that_are_silent_or_given_up_are_told(shown):
+def test_tasks_that_are_silent_or_given_up_are_reported(shown):
     assert shown(
         Stalled(tasks=("ps-0", "worker-1"), seconds=120.0),
         EvaluatorLeft(reason="no [room]"),
@@ -154,7 +154,7 @@ def test_tasks_that_are_silent_or_given_up_are_told(shown):
     ]  # fmt: skip
 
 
-def test_a_damaged_checkpoint_is_told_on_one_line(shown):
+def test_a_damaged_checkpoint_is_reported_on_one_line(shown):
     uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
     assert shown(CheckpointPassedOver(uri=uri, reason=reason)) == [f"passed over {uri}: {reason}"]
 

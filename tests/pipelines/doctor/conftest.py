@@ -24,15 +24,15 @@ class Report:
 
     code: int
     lines: list[str]
-    told: dict[str, Any]
+    answer: dict[str, Any]
     err: str
 
     def __getitem__(self, name: str) -> dict[str, str]:
-        [found] = [each for each in self.told["checks"] if each["name"] == name]
+        [found] = [each for each in self.answer["checks"] if each["name"] == name]
         return found
 
     def states(self) -> dict[str, str]:
-        return {each["name"]: each["state"] for each in self.told["checks"]}
+        return {each["name"]: each["state"] for each in self.answer["checks"]}
 
     def failed(self) -> list[str]:
         return [name for name, state in self.states().items() if state == "fail"]
@@ -54,7 +54,7 @@ def doctor(tmp_path, monkeypatch, capsys) -> Doctor:
         code = app.called(["doctor", "--json", *options, *sets])
         out, err = capsys.readouterr()
         *lines, last = out.splitlines()
-        return Report(code=code, lines=lines, told=json.loads(last), err=err)
+        return Report(code=code, lines=lines, answer=json.loads(last), err=err)
 
     return call
 

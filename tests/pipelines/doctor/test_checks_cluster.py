@@ -45,7 +45,7 @@ def granted(role):
 @pytest.mark.usefixtures("kube")
 def test_where_nothing_is_wrong_nothing_fails(of_job):
     report = of_job()
-    assert (report.code, report.told["status"], report.failed()) == (0, "done", [])
+    assert (report.code, report.answer["status"], report.failed()) == (0, "done", [])
     states = report.states()
     assert {states[name] for name in [*OF_THE_CLUSTER, "Kubernetes API", "image"]} == {"ok"}
     assert "v1.31.4" in report["Kubernetes API"]["message"]
@@ -143,7 +143,7 @@ def test_the_tasks_own_account_is_asked_for(kube, of_job):
     assert found["remedy"] == f"kubectl apply --namespace {NAMESPACE} --filename deploy/rbac.yaml"
 
 
-def test_who_may_not_ask_for_others_is_told_how_to(kube, of_job):
+def test_who_may_not_ask_for_others_is_reported_how_to(kube, of_job):
     kube.faults.add("/subjectaccessreviews", 403)
     report = of_job()
     assert report.code == 0
@@ -205,7 +205,7 @@ def test_an_api_that_allows_nothing(kube, of_job):
     others = [name for name in OF_THE_CLUSTER if name != "permissions of this user"]
     also = ["Kubernetes API", "GPUs of the cluster", "priority classes"]
     assert {states[name] for name in [*others, *also]} == {"warn"}
-    assert all(each["remedy"] for each in report.told["checks"] if each["state"] == "warn")
+    assert all(each["remedy"] for each in report.answer["checks"] if each["state"] == "warn")
 
 
 def test_an_api_that_is_not_there(kube, of_job):

@@ -17,7 +17,7 @@ class Instance(ThreadingHTTPServer):
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.status, self.told = 200, {"tag_name": "2.17.0", "multi_user": False}
+        self.status, self.answer = 200, {"tag_name": "2.17.0", "multi_user": False}
         self.asked: list[str] = []
         self.paths: list[str] = []
         self.closed: dict[str, int] = {}
@@ -30,7 +30,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.asked.append(self.headers.get("Authorization", ""))
         self.server.paths.append(self.path)
-        text = json.dumps(self.server.told).encode()
+        text = json.dumps(self.server.answer).encode()
         path = self.path.partition("?")[0]
         self.send_response(self.server.closed.get(path, self.server.status))
         self.send_header("Content-Length", str(len(text)))
@@ -55,7 +55,7 @@ def of(report):
     return report["KFP instance"]
 
 
-def test_an_instance_tells_its_version(doctor, instance):
+def test_an_instance_reports_its_version(doctor, instance):
     report = doctor(options=("--endpoint", instance.url))
     assert (report.code, of(report)["state"]) == (0, "ok")
     assert of(report)["message"] == f"{instance.url} is KFP 2.17.0"
@@ -65,7 +65,7 @@ EXPERIMENTS = "/apis/v2beta1/experiments"
 
 
 def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monkeypatch):
-    instance.told = {"tag_name": "2.17.0", "multi_user": True}
+    instance.answer = {"tag_name": "2.17.0", "multi_user": True}
     report = doctor(options=("--endpoint", instance.url))
     assert report.failed() == ["KFP instance"]
     assert of(report)["message"] == (
@@ -82,7 +82,7 @@ def test_an_instance_for_several_users_wants_a_namespace(doctor, instance, monke
 
 
 def test_a_namespace_of_others_is_found_out(doctor, instance):
-    instance.told = {"tag_name": "2.17.0", "multi_user": True}
+    instance.answer = {"tag_name": "2.17.0", "multi_user": True}
     instance.closed[EXPERIMENTS] = 403
     report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
     assert report.failed() == ["KFP instance"]
@@ -112,7 +112,7 @@ def test_the_endpoint_of_the_environment(doctor, instance, monkeypatch):
 
 
 def test_an_instance_that_keeps_its_version_for_itself(doctor, instance):
-    instance.told = {}
+    instance.answer = {}
     found = of(doctor(options=("--endpoint", instance.url)))
     assert (found["state"], found["remedy"]) == (
         "warn", f"curl --include {instance.url}/apis/v2beta1/healthz",

@@ -15,10 +15,10 @@ OK = Finding("ok", "fine")
 
 
 def looked(checks):
-    told = []
-    found = examine(checks, lambda check, finding: told.append((check.name, finding)))
-    assert told == [(check.name, each) for check, each in zip(checks, found, strict=True)]
-    return {name: (finding.state, finding.message) for name, finding in told}
+    answer = []
+    found = examine(checks, lambda check, finding: answer.append((check.name, finding)))
+    assert answer == [(check.name, each) for check, each in zip(checks, found, strict=True)]
+    return {name: (finding.state, finding.message) for name, finding in answer}
 
 
 def failing(error):

@@ -35,7 +35,7 @@ def test_the_namespace_of_the_instance_is_the_one_that_is_looked_at(team, of_job
     assert said.endswith("system:serviceaccount:team:pipeline-runner")
 
 
-def test_that_of_the_context_is_told_to_be_that(kube, of_job):
+def test_that_of_the_context_is_reported_to_be_that(kube, of_job):
     said = f"{NAMESPACE}, to which the context leads; --namespace names another"
     assert of_job()["namespace"]["message"] == said
     assert looked_into(kube) == {NAMESPACE}

@@ -34,7 +34,7 @@ def free(monkeypatch):
 def test_a_default_run_is_fit_and_nothing_is_left(doctor, tmp_path):
     before = content(tmp_path)
     report = doctor()
-    assert (report.code, report.told["message"], report.err) == (0, "", "")
+    assert (report.code, report.answer["message"], report.err) == (0, "", "")
     names = ["configuration", "packages", "disk", "loopback", "storage"]
     assert [report.states()[name] for name in names] == ["ok"] * 5
     assert (
@@ -45,12 +45,12 @@ def test_a_default_run_is_fit_and_nothing_is_left(doctor, tmp_path):
 
 def test_every_check_is_one_line_that_says_what_the_json_says(doctor):
     report = doctor("storage.root=s3://B!/k")
-    assert len(report.lines) == len(report.told["checks"])
-    for line, each in zip(report.lines, report.told["checks"], strict=True):
+    assert len(report.lines) == len(report.answer["checks"])
+    for line, each in zip(report.lines, report.answer["checks"], strict=True):
         remedy = f"; fix or inspect it by: {each['remedy']}" if each["remedy"] else ""
         assert line == f"{each['state']:7}  {each['name']}: {each['message']}{remedy}"
-    assert report.told["message"] == "failed: storage"
-    assert (report.told["status"], report.told["run_id"]) == ("failed", "")
+    assert report.answer["message"] == "failed: storage"
+    assert (report.answer["status"], report.answer["run_id"]) == ("failed", "")
 
 
 def test_without_json_there_are_lines_alone(doctor, capsys):

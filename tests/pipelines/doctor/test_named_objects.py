@@ -40,7 +40,7 @@ def test_a_secret_that_is_missing(of_job, there):
     there("secrets", "store", data={"access": SECRET, "secret": SECRET})
     report = of_job(setting)
     assert (report["secrets"]["state"], report["secrets"]["message"]) == ("ok", "store")
-    assert SECRET not in json.dumps(report.told)
+    assert SECRET not in json.dumps(report.answer)
 
 
 def test_a_secret_without_its_key(of_job, there):
@@ -78,7 +78,7 @@ def test_the_secret_of_the_store_needs_one_whole_pair(of_job, there, root, data,
     assert report[STORE]["state"] == expected
     assert "secrets" not in report.failed()
     assert "patch" not in str(report[STORE])
-    assert SECRET not in json.dumps(report.told)
+    assert SECRET not in json.dumps(report.answer)
 
 
 @pytest.mark.usefixtures("kube")
@@ -131,7 +131,7 @@ def test_a_priority_class(of_job, kube, setting):
     assert of_job(setting).failed() == []
 
 
-def test_who_may_not_look_is_told_so(of_job, kube):
+def test_who_may_not_look_is_reported_so(of_job, kube):
     kube.faults.add("/secrets/", 403)
     report = of_job(f"{POD}.env_from_secrets=[a]")
     assert (report.code, report["secrets"]["state"]) == (0, "warn")

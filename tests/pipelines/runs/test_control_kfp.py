@@ -33,9 +33,9 @@ def test_runs_newest_first_over_pages(instance, remote):
         more = {**run, "run_id": f"id-{number}", "display_name": f"n{number}"}
         more["created_at"] = f"2026-02-01T{number // 60:02}:{number % 60:02}:00Z"
         instance.store.runs[f"id-{number}"] = more
-    told = remote("runs", "--limit", "125", "--json")
-    assert told.code == 0
-    names = [row["name"] for row in told.json["runs"]]
+    answer = remote("runs", "--limit", "125", "--json")
+    assert answer.code == 0
+    names = [row["name"] for row in answer.json["runs"]]
     assert names == [f"n{number}" for number in range(129, 4, -1)]
     # No page is read for runs that nobody wants to see.
     sizes = [re.search(r"page_size=(\d+)", each)[1] for each in instance.asked("GET .*/runs")]
@@ -49,9 +49,9 @@ def test_runs_newest_first_over_pages(instance, remote):
     )
 
 
-def test_runs_are_told_whole(remote, started):
-    told = remote("runs")
-    [line] = [line for line in told.out.splitlines() if started in line]
+def test_runs_are_reported_whole(remote, started):
+    answer = remote("runs")
+    [line] = [line for line in answer.out.splitlines() if started in line]
     assert "running" in line
     assert "mine" in line
 
@@ -59,11 +59,11 @@ def test_runs_are_told_whole(remote, started):
 @pytest.mark.usefixtures("started")
 def test_runs_of_an_experiment(remote):
     remote("submit", "--name", "other", "--experiment", "others")
-    told = remote("runs", "--experiment", "others", "--json")
-    assert [row["name"] for row in told.json["runs"]] == ["other"]
-    told = remote("runs", "--experiment", "other")
-    assert (told.code, told.err.count("\n")) == (1, 1)
-    assert "has no experiment 'other'; did you mean 'others'?" in told.err
+    answer = remote("runs", "--experiment", "others", "--json")
+    assert [row["name"] for row in answer.json["runs"]] == ["other"]
+    answer = remote("runs", "--experiment", "other")
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "has no experiment 'other'; did you mean 'others'?" in answer.err
 
 
 def test_no_runs(instance, remote):
@@ -81,47 +81,47 @@ def test_status_of_a_run_that_goes_on(remote, started, workflow):
     workflow.begin("prepare_data")
     workflow.end("prepare_data")
     workflow.begin("train_model")
-    told = remote("status", started, "--json")
-    assert told.code == 0
-    assert told.json["status"] == "running"
-    assert told.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
-    lines = told.out.splitlines()
+    answer = remote("status", started, "--json")
+    assert answer.code == 0
+    assert answer.json["status"] == "running"
+    assert answer.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
+    lines = answer.out.splitlines()
     assert any(line.startswith("prepare_data  done") for line in lines)
     assert any(line.startswith("train_model   running") for line in lines)
-    assert f"run {started}: running" in told.out
+    assert f"run {started}: running" in answer.out
 
 
 def test_status_by_name(remote, started):
     assert started in remote("status", "mine").out
     remote("submit", "--name", "mine")
-    told = remote("status", "mine")
-    assert (told.code, "2 runs are named 'mine': give the id" in told.err) == (1, True)
-    told = remote("status", "your")
-    assert (told.code, "has no run 'your'; see `flotilla runs`" in told.err) == (1, True)
+    answer = remote("status", "mine")
+    assert (answer.code, "2 runs are named 'mine': give the id" in answer.err) == (1, True)
+    answer = remote("status", "your")
+    assert (answer.code, "has no run 'your'; see `flotilla runs`" in answer.err) == (1, True)
 
 
 def test_status_of_an_id_that_is_not_there(remote):
-    told = remote("status", "00000000-0000-0000-0000-000000000000")
-    assert (told.code, told.err.count("\n")) == (1, 1)
-    assert "answered 404" in told.err
+    answer = remote("status", "00000000-0000-0000-0000-000000000000")
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "answered 404" in answer.err
 
 
-def test_status_of_a_run_that_has_ended_tells_its_outcome(instance, remote, started, workflow):
+def test_status_of_a_run_that_has_ended_reports_its_outcome(instance, remote, started, workflow):
     workflow.begin("check_gate")
     workflow.end("check_gate", metrics={"decision": "refused", "reasons": ["too low"]})
     workflow.skip()
     instance.store.end_run(started, "SUCCEEDED")
-    told = remote("status", started, "--json")
-    assert (told.code, told.json["status"], told.json["message"]) == (0, "refused", "too low")
-    assert f"run {started}: refused" in told.out
+    answer = remote("status", started, "--json")
+    assert (answer.code, answer.json["status"], answer.json["message"]) == (0, "refused", "too low")
+    assert f"run {started}: refused" in answer.out
 
 
 def test_a_run_that_never_began_has_no_steps(instance, remote, started):
     instance.store.workflows[started].nodes.clear()
     assert remote("status", started).code == 0
     instance.store.end_run(started, "FAILED", "the workflow\nwas not accepted")
-    told = remote("status", started, "--json")
-    assert told.json["message"] == "the workflow was not accepted"
+    answer = remote("status", started, "--json")
+    assert answer.json["message"] == "the workflow was not accepted"
 
 
 @pytest.mark.parametrize("has_logs", ["api", "page"])
@@ -136,14 +136,14 @@ def test_logs_of_all_steps_in_order(instance, remote, has_logs, names_pods):
         workflow.write(step, f"words of {step}\n")
         workflow.end(step)
     instance.store.end_run(run_id, "SUCCEEDED")
-    told = remote("logs", run_id)
-    assert told.code == 0
-    words = [line for line in told.out.splitlines() if line.startswith("words of")]
+    answer = remote("logs", run_id)
+    assert answer.code == 0
+    words = [line for line in answer.out.splitlines() if line.startswith("words of")]
     assert words == ["words of prepare_data", "words of train_model"]
-    assert told.err == "--- prepare_data\n--- train_model\n"
-    told = remote("logs", run_id, "--step", "train-model")
-    assert "words of train_model" in told.out
-    assert "prepare_data" not in told.out
+    assert answer.err == "--- prepare_data\n--- train_model\n"
+    answer = remote("logs", run_id, "--step", "train-model")
+    assert "words of train_model" in answer.out
+    assert "prepare_data" not in answer.out
 
 
 def test_logs_are_followed_without_saying_anything_twice(instance, remote, started):
@@ -160,33 +160,35 @@ def test_logs_are_followed_without_saying_anything_twice(instance, remote, start
     instance.store.play = [
         begin, write("one\n"), write("tw"), write("o\nthree\n"), write("four"), end,
     ]  # fmt: skip
-    told = remote("logs", started, "--json")
-    assert told.code == 0
-    lines = told.out.splitlines()
+    answer = remote("logs", started, "--json")
+    assert answer.code == 0
+    lines = answer.out.splitlines()
     assert lines[:3] == ["one", "two", "three"]
     assert lines[3].startswith("four")
-    assert told.json["status"] == "succeeded"
-    assert told.err.count("--- train_model") == 1
+    assert answer.json["status"] == "succeeded"
+    assert answer.err.count("--- train_model") == 1
 
 
 def test_logs_without_following_end_at_once(remote, started, workflow):
     workflow.begin("train_model")
     workflow.write("train_model", "so far\nand mo")
-    told = remote("logs", started, "--no-follow")
-    assert (told.code, told.out) == (0, "so far\n")
+    answer = remote("logs", started, "--no-follow")
+    assert (answer.code, answer.out) == (0, "so far\n")
 
 
-def test_a_log_that_is_gone_is_told_and_the_others_are_shown(instance, remote, started, workflow):
+def test_a_log_that_is_gone_is_reported_and_the_others_are_shown(
+    instance, remote, started, workflow
+):
     for step in ("prepare_data", "train_model"):
         workflow.begin(step)
         workflow.end(step)
     gone = workflow.pod("prepare_data")
     del workflow.logs[gone]
     instance.store.end_run(started, "SUCCEEDED")
-    told = remote("logs", started)
-    assert told.code == 0
-    assert "step_end" in told.out
-    [line] = [line for line in told.err.splitlines() if "no log of prepare_data" in line]
+    answer = remote("logs", started)
+    assert answer.code == 0
+    assert "step_end" in answer.out
+    [line] = [line for line in answer.err.splitlines() if "no log of prepare_data" in line]
     assert f"`kubectl logs -n kubeflow {gone} -c main`" in line
 
 
@@ -194,50 +196,50 @@ def test_no_log_at_all_is_an_error_with_a_remedy(instance, remote, started, work
     instance.has_logs = ""
     workflow.begin("train_model")
     instance.store.end_run(started, "FAILED")
-    told = remote("logs", started)
-    assert told.code == 1
-    assert "gives no log of the run" in told.err.splitlines()[-1]
-    assert "kubectl logs" in told.err.splitlines()[-1]
+    answer = remote("logs", started)
+    assert answer.code == 1
+    assert "gives no log of the run" in answer.err.splitlines()[-1]
+    assert "kubectl logs" in answer.err.splitlines()[-1]
 
 
 def test_a_log_that_is_forbidden(instance, remote, started, workflow):
     workflow.begin("train_model")
     instance.faults.add("/log$", 403)
-    told = remote("logs", started, "--no-follow")
-    assert (told.code, "answered 403" in told.err) == (1, True)
+    answer = remote("logs", started, "--no-follow")
+    assert (answer.code, "answered 403" in answer.err) == (1, True)
 
 
 def test_logs_of_a_step_that_is_not_there(remote, started, workflow):
     workflow.begin("train_model")
-    told = remote("logs", started, "--step", "train_modle", "--no-follow")
-    assert (told.code, told.err.count("\n")) == (1, 1)
-    assert "has no step 'train_modle'; did you mean 'train_model'?" in told.err
+    answer = remote("logs", started, "--step", "train_modle", "--no-follow")
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "has no step 'train_modle'; did you mean 'train_model'?" in answer.err
 
 
 def test_cancel_ends_it_and_says_where_to_look(instance, remote, started):
-    told = remote("cancel", started, "--json")
-    assert (told.code, told.json["status"]) == (0, "canceling")
+    answer = remote("cancel", started, "--json")
+    assert (answer.code, answer.json["status"]) == (0, "canceling")
     assert instance.store.runs[started]["state"] == "CANCELING"
-    assert f"flotilla status {started} --endpoint {instance.url}" in told.err
+    assert f"flotilla status {started} --endpoint {instance.url}" in answer.err
 
 
 def test_cancel_of_what_has_ended_does_nothing(instance, remote, started):
     instance.store.end_run(started, "SUCCEEDED")
-    told = remote("cancel", started, "--json")
-    assert (told.code, told.json["status"]) == (0, "ended")
-    assert "has already ended: succeeded" in told.err
+    answer = remote("cancel", started, "--json")
+    assert (answer.code, answer.json["status"]) == (0, "ended")
+    assert "has already ended: succeeded" in answer.err
     assert not instance.asked("terminate")
 
 
 def test_cancel_that_is_refused(instance, remote, started):
     instance.faults.add(":terminate", 403)
-    told = remote("cancel", started)
-    assert (told.code, told.err.count("\n"), "answered 403" in told.err) == (1, 1, True)
+    answer = remote("cancel", started)
+    assert (answer.code, answer.err.count("\n"), "answered 403" in answer.err) == (1, 1, True)
 
 
 def test_a_run_neither_here_nor_there(remote, monkeypatch):
     monkeypatch.delenv("KF_PIPELINES_ENDPOINT")
     for verb in ("status", "logs", "cancel"):
-        told = remote(verb, "nothing")
-        assert (told.code, told.err.count("\n")) == (2, 1)
-        assert "no run 'nothing' below runs, and no KFP instance is named" in told.err
+        answer = remote(verb, "nothing")
+        assert (answer.code, answer.err.count("\n")) == (2, 1)
+        assert "no run 'nothing' below runs, and no KFP instance is named" in answer.err

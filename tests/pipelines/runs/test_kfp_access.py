@@ -96,8 +96,8 @@ def test_in_a_pod_its_own_token_is_taken_unless_there_is_another(tmp_path, monke
     [
         (None, "cannot read the token file"),
         (b"", "is empty"),
-        (b"\xff\xfe", "is no text"),
-        (b"a\nb", "holds a line break"),
+        (b"\xff\xfe", "is not a text"),
+        (b"a\nb", "has a line break"),
     ],
 )
 def test_a_token_file_that_cannot_be_used(tmp_path, content, message):
@@ -113,12 +113,12 @@ def test_a_ca_file_has_to_be_there(tmp_path):
         found(endpoint="https://kfp", ca_file=str(tmp_path / "ca.pem"))
 
 
-def test_no_secret_is_in_the_repr_or_in_what_is_told(tmp_path):
+def test_no_secret_is_in_the_repr_or_in_what_is_reported(tmp_path):
     access = Access(endpoint="http://kfp", token=TOKEN, cookies="session=secret-value")
     assert TOKEN not in repr(access)
     assert "secret-value" not in repr(access)
-    told = f"refused {TOKEN} and session=secret-value, or only secret-value"
-    assert access.masked(told) == "refused *** and ***, or only ***"
+    answer = f"refused {TOKEN} and session=secret-value, or only secret-value"
+    assert access.masked(answer) == "refused *** and ***, or only ***"
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
     assert Access(endpoint="http://kfp", token_file=str(file)).masked("of-the-file") == "***"

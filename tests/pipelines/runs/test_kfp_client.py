@@ -26,23 +26,23 @@ EVERY = (
 )
 
 
-def told_in_one_line(told, *words):
-    assert told.code == 1
-    assert (told.out, told.err.count("\n")) == ("", 1)
+def in_one_line(answer, *words):
+    assert answer.code == 1
+    assert (answer.out, answer.err.count("\n")) == ("", 1)
     for word in words:
-        assert word in told.err
-    assert "Traceback" not in told.err
+        assert word in answer.err
+    assert "Traceback" not in answer.err
 
 
 @pytest.mark.parametrize(
     ("status", "remedy"),
     [
-        (400, "mend what it names"),
+        (400, "fix what it names"),
         (401, "renew the token or cookies"),
-        (403, "does not allow it: name your --namespace"),
+        (403, "does not permit it: give --namespace"),
         (404, "check --endpoint"),
         (405, "this is no KFP API"),
-        (409, "look, then try again"),
+        (409, "look, then retry"),
         (413, "too large"),
         (418, "check --endpoint"),
         (429, "try again later"),
@@ -52,22 +52,22 @@ def told_in_one_line(told, *words):
 )
 def test_a_status(instance, remote, status, remedy):
     instance.faults.add(".", status)
-    told_in_one_line(remote("runs"), f"{instance.url} answered {status}", remedy, "/v2beta1/runs")
+    in_one_line(remote("runs"), f"{instance.url} answered {status}", remedy, "/v2beta1/runs")
 
 
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
-def test_every_command_tells_a_refusal_in_one_line(instance, remote, words):
+def test_every_command_reports_a_refusal_in_one_line(instance, remote, words):
     instance.token = "right"
-    told_in_one_line(remote(*words), "answered 401", "renew the token")
-    told = remote(*words, "--json")
-    assert told.json["status"] == "failed"
-    assert "answered 401" in told.json["message"]
+    in_one_line(remote(*words), "answered 401", "renew the token")
+    answer = remote(*words, "--json")
+    assert answer.json["status"] == "failed"
+    assert "answered 401" in answer.json["message"]
 
 
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
-def test_every_command_tells_a_login_page(instance, remote, words):
+def test_every_command_reports_a_login_page(instance, remote, words):
     instance.faults.add(".", 200, body=b"<!doctype html><html>Sign in</html>")
-    told_in_one_line(remote(*words), "text/html where JSON is due, such as a login page")
+    in_one_line(remote(*words), "text/html where JSON is expected, such as a login page")
 
 
 @pytest.mark.parametrize(
@@ -82,53 +82,53 @@ def test_every_command_tells_a_login_page(instance, remote, words):
 )
 def test_a_redirect_is_not_followed(instance, remote, location, words):
     instance.faults.add(".", 302, headers={"Location": location}, body=b"see other")
-    told_in_one_line(remote("runs"), "answered 302", words)
+    in_one_line(remote("runs"), "answered 302", words)
 
 
 def test_a_redirect_to_tls_names_it(instance, remote):
     place = instance.url.replace("http:", "https:")
     instance.faults.add(".", 301, headers={"Location": f"{place}/"}, body=b"moved")
-    told_in_one_line(remote("runs"), f"give --endpoint with https://: {place}")
+    in_one_line(remote("runs"), f"give --endpoint with https://: {place}")
 
 
 @pytest.mark.parametrize("body", [b"[1, 2]", b'"ok"', b"17"])
 def test_json_of_another_kind(instance, remote, body):
     instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
-    told_in_one_line(remote("runs"), "what no KFP instance says")
+    in_one_line(remote("runs"), "is no KFP instance by its answer")
 
 
 @pytest.mark.parametrize("body", [b'{"runs": 5}', b'{"runs": [{"created_at": "soon"}]}'])
 def test_json_that_the_client_cannot_read(instance, remote, body):
     instance.faults.add(".", 200, body=body, headers={"Content-Type": "application/json"})
-    told_in_one_line(remote("runs"), "the KFP client cannot read")
+    in_one_line(remote("runs"), "the KFP client cannot read")
 
 
 def test_words_of_the_instance_are_kept_short_and_on_one_line(instance, remote):
     body = json.dumps({"message": "first line\nstack of calls " * 99}).encode()
     instance.faults.add(".", 400, body=body)
-    told = remote("runs")
-    told_in_one_line(told, "(first line stack of calls")
-    assert len(told.err) < 700
+    answer = remote("runs")
+    in_one_line(answer, "(first line stack of calls")
+    assert len(answer.err) < 700
 
 
 def test_what_is_read_is_asked_again_what_writes_is_not(instance, remote):
     instance.faults.add("GET .*/pipelines", 503, times=2)
     instance.faults.add("POST .*/pipelines", 503)
-    told_in_one_line(remote("upload"), "answered 503", "POST /apis/v2beta1/pipelines")
+    in_one_line(remote("upload"), "answered 503", "POST /apis/v2beta1/pipelines")
     assert len(instance.asked("GET ")) == 3
     assert len(instance.asked("POST ")) == 1
 
 
 def test_a_connection_that_breaks(instance, remote):
     instance.faults.add(".", 0)
-    told_in_one_line(remote("runs"), "broke the connection at GET /apis/v2beta1/runs")
+    in_one_line(remote("runs"), "broke the connection at GET /apis/v2beta1/runs")
 
 
 def test_nothing_listens_there(remote, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", f"http://127.0.0.1:{port}")
-    told_in_one_line(remote("runs"), f"127.0.0.1:{port} takes no connection", "port-forward")
+    in_one_line(remote("runs"), f"127.0.0.1:{port} refuses the connection", "port-forward")
 
 
 def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
@@ -136,7 +136,7 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    told_in_one_line(remote("runs", "--endpoint", "https://nowhere.invalid"), "is not known")
+    in_one_line(remote("runs", "--endpoint", "https://nowhere.invalid"), "is not known")
     assert not outside_attempts
 
 
@@ -144,7 +144,7 @@ def test_a_host_that_is_not_known(remote, outside_attempts, monkeypatch):
 def test_a_server_that_hangs_is_left(instance, remote, monkeypatch, words):
     monkeypatch.setattr(instances, "READ_SECONDS", 0.2)
     instance.faults.add(".", -1)
-    told_in_one_line(remote(*words), "does not answer", "it hangs")
+    in_one_line(remote(*words), "does not answer", "it hangs")
     # A hung server is not asked twice.
     assert len(instance.requests) == 1
 
@@ -162,7 +162,7 @@ def test_all_tries_together_stay_below_thirty_seconds():
 def test_a_server_that_says_a_byte_now_and_then_is_left(instance, remote, monkeypatch, words):
     monkeypatch.setattr(instances, "WHOLE_SECONDS", 0.3)
     instance.faults.add(".", -2)
-    told_in_one_line(remote(*words), "does not come to an end")
+    in_one_line(remote(*words), "does not finish")
 
 
 def certificate(folder):
@@ -181,17 +181,17 @@ def test_tls_is_checked_against_the_ca_file(instance, remote, tmp_path, monkeypa
     made, key = certificate(tmp_path)
     (tmp_path / "other").mkdir()
     other, _ = certificate(tmp_path / "other")
-    told_in_one_line(
+    in_one_line(
         remote("runs", "--endpoint", instance.url.replace("http:", "https:")),
         "speaks no TLS: check the port",
     )
     instance.speak_tls(made, key)
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    told_in_one_line(remote("runs"), "is not trusted", "name its CA by --ca-file")
-    told_in_one_line(remote("runs", "--ca-file", other), "is not trusted")
+    in_one_line(remote("runs"), "is not trusted", "name its CA by --ca-file")
+    in_one_line(remote("runs", "--ca-file", other), "is not trusted")
     assert remote("runs", "--ca-file", made).code == 0
     (tmp_path / "no.pem").write_text("no certificate")
-    told_in_one_line(remote("runs", "--ca-file", tmp_path / "no.pem"), "no.pem")
+    in_one_line(remote("runs", "--ca-file", tmp_path / "no.pem"), "no.pem")
 
 
 def test_the_version(instance):
@@ -219,7 +219,7 @@ def test_the_home_folder_is_neither_read_nor_written(instance, remote, tmp_path)
     context = {"namespace": "theirs", "client_authentication_cookie": "theirs"}
     (home / "context.json").write_text(json.dumps(context))
     instance.cookies = "mine"
-    told_in_one_line(remote("runs"), "answered 401")
+    in_one_line(remote("runs"), "answered 401")
     assert json.loads((home / "context.json").read_text()) == context
     assert remote("runs").err.count("\n") == 1
 
@@ -236,8 +236,8 @@ def test_credentials_reach_every_path(instance, remote, tmp_path, monkeypatch):
     workflow = instance.store.workflows[run_id]
     workflow.begin("train_model")
     workflow.end("train_model")
-    told = remote("logs", run_id, *words)
-    assert (told.code, "step_end" in told.out) == (0, True)
+    answer = remote("logs", run_id, *words)
+    assert (answer.code, "step_end" in answer.out) == (0, True)
     monkeypatch.setenv("KFP_EXISTING_TOKEN", SECRET)
     monkeypatch.setenv("KFP_COOKIES", "session=abc; other=d")
     assert remote("runs").code == 0
@@ -263,18 +263,18 @@ def test_a_token_that_is_renewed_meanwhile_is_taken(instance, remote, tmp_path, 
 
 @pytest.mark.parametrize("words", EVERY, ids=lambda words: words[0])
 @pytest.mark.parametrize("flag", [(), ("--json",)], ids=["", "json"])
-def test_no_secret_is_told(instance, remote, monkeypatch, words, flag):
+def test_no_secret_is_reported(instance, remote, monkeypatch, words, flag):
     # The instance repeats the token that it does not know.
     instance.token = "right"
     monkeypatch.setenv("KFP_EXISTING_TOKEN", SECRET)
     monkeypatch.setenv("KFP_COOKIES", f"session={SECRET}-cookie")
-    told = remote(*words, *flag)
-    assert "***" in told.err
-    assert SECRET not in told.err + told.out
+    answer = remote(*words, *flag)
+    assert "***" in answer.err
+    assert SECRET not in answer.err + answer.out
     instance.faults.add(".", 400, body=json.dumps({"message": f"x {SECRET}-cookie"}).encode())
-    told = remote(*words, *flag)
-    assert "answered 400" in told.err
-    assert SECRET not in told.err + told.out
+    answer = remote(*words, *flag)
+    assert "answered 400" in answer.err
+    assert SECRET not in answer.err + answer.out
 
 
 def test_no_option_takes_a_secret_in_clear(remote):

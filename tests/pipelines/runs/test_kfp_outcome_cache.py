@@ -64,14 +64,14 @@ def play(instance, run_id):
 def test_the_dataset_is_what_later_steps_took(instance, remote, names_pods, has_logs):
     instance.store.names_pods, instance.has_logs = names_pods, has_logs
     instance.store.play = [*BLESSED]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (0, "blessed")
-    assert told.json["artifacts"]["dataset"] == DATASET
-    assert told.json["artifacts"]["checkpoint"] == "gs://b/c"
-    assert told.json["global_step"] == 9
-    lines = told.err.splitlines()
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "blessed")
+    assert answer.json["artifacts"]["dataset"] == DATASET
+    assert answer.json["artifacts"]["checkpoint"] == "gs://b/c"
+    assert answer.json["global_step"] == 9
+    lines = answer.err.splitlines()
     assert lines.index("prepare_data cached") < lines.index("train_model done in 2.0 s")
-    [row] = [line for line in told.out.splitlines() if line.startswith("prepare_data")]
+    [row] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
     assert row.split()[:2] == ["prepare_data", "cached"]
 
 
@@ -85,34 +85,34 @@ def test_nothing_is_asked_of_a_pod_that_never_was(instance, remote):
 
 def test_status_of_a_run_that_has_ended(remote, run_id, play):
     play(*BLESSED)
-    told = remote("status", run_id, "--json")
-    assert told.json["artifacts"]["dataset"] == DATASET
-    assert any(line.split()[:2] == ["prepare_data", "cached"] for line in told.out.splitlines())
+    answer = remote("status", run_id, "--json")
+    assert answer.json["artifacts"]["dataset"] == DATASET
+    assert any(line.split()[:2] == ["prepare_data", "cached"] for line in answer.out.splitlines())
 
 
 def test_status_of_a_run_that_goes_on(remote, run_id, play):
     play(cached, lambda workflow, _run: workflow.begin("train_model"))
-    told = remote("status", run_id, "--json")
-    words = [line.split()[:2] for line in told.out.splitlines()]
+    answer = remote("status", run_id, "--json")
+    words = [line.split()[:2] for line in answer.out.splitlines()]
     assert ["prepare_data", "cached"] in words
     assert ["train_model", "running"] in words
-    assert told.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
+    assert answer.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
 
 
 def test_on_a_terminal_it_stands_in_the_table(instance, remote, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     instance.store.play = [*BLESSED]
-    told = remote("submit", "--wait")
-    assert told.code == 0
-    assert "cached" in told.err
+    answer = remote("submit", "--wait")
+    assert answer.code == 0
+    assert "cached" in answer.err
 
 
 def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
     play(cached, done("train_model"), done("check_gate", metrics={"decision": "refused"}), over())
-    told = remote("status", run_id, "--json")
-    assert "dataset" not in told.json["artifacts"]
-    [row] = [line for line in told.out.splitlines() if line.startswith("prepare_data")]
+    answer = remote("status", run_id, "--json")
+    assert "dataset" not in answer.json["artifacts"]
+    [row] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
     assert "KFP's cache does not say" in row
 
 
@@ -123,9 +123,9 @@ def test_a_step_that_was_killed_has_said_what_it_took(remote, run_id, play):
         workflow.stop("train_model", "FAILED")
 
     play(cached, killed, over("FAILED"))
-    told = remote("status", run_id, "--json")
-    assert (told.json["status"], told.json["artifacts"]) == ("failed", {"dataset": DATASET})
-    assert told.json["message"] == "train_model: the log of train_model does not say how it ended"
+    answer = remote("status", run_id, "--json")
+    assert (answer.json["status"], answer.json["artifacts"]) == ("failed", {"dataset": DATASET})
+    assert answer.json["message"] == "train_model: the log of train_model does not say how it ended"
 
 
 def test_lines_that_others_print_are_not_taken_for_ours(remote, run_id, play):
@@ -141,8 +141,8 @@ def test_lines_that_others_print_are_not_taken_for_ours(remote, run_id, play):
         workflow.stop("train_model", "SUCCEEDED")
 
     play(cached, print_lines, over())
-    told = remote("status", run_id, "--json")
-    assert (told.code, told.json["artifacts"]) == (0, {})
+    answer = remote("status", run_id, "--json")
+    assert (answer.code, answer.json["artifacts"]) == (0, {})
 
 
 @pytest.mark.parametrize("names_pods", [True, False])
@@ -152,25 +152,29 @@ def test_logs_say_so_and_go_on_with_the_others(instance, remote, names_pods):
     [run_id] = instance.store.runs
     for thing in BLESSED:
         thing(instance.store.workflows[run_id], instance.store.runs[run_id])
-    told = remote("logs", run_id)
-    assert told.code == 0
-    assert told.err == f"{LINE}--- train_model\n--- check_gate\n--- register_model\n"
-    assert "words of train_model" in told.out
+    answer = remote("logs", run_id)
+    assert answer.code == 0
+    assert answer.err == f"{LINE}--- train_model\n--- check_gate\n--- register_model\n"
+    assert "words of train_model" in answer.out
 
 
 def test_logs_that_are_followed_say_so_once(instance, remote, run_id):
     instance.store.play = [lambda _workflow, _run: None, *BLESSED]
-    told = remote("logs", run_id)
-    assert (told.code, told.err.count(LINE)) == (0, 1)
-    assert told.err.splitlines()[1:] == ["--- train_model", "--- check_gate", "--- register_model"]
+    answer = remote("logs", run_id)
+    assert (answer.code, answer.err.count(LINE)) == (0, 1)
+    assert answer.err.splitlines()[1:] == [
+        "--- train_model",
+        "--- check_gate",
+        "--- register_model",
+    ]
 
 
 def test_logs_of_that_step_alone(remote, run_id, play):
     play(*BLESSED)
-    told = remote("logs", run_id, "--step", "prepare-data", "--json")
-    assert (told.code, told.err) == (0, LINE)
-    assert len(told.out.splitlines()) == 1
-    assert told.json["status"] == "succeeded"
+    answer = remote("logs", run_id, "--step", "prepare-data", "--json")
+    assert (answer.code, answer.err) == (0, LINE)
+    assert len(answer.out.splitlines()) == 1
+    assert answer.json["status"] == "succeeded"
 
 
 def test_it_is_looked_for_only_until_its_pod_is_skipped(instance, remote, run_id):
@@ -186,20 +190,20 @@ def test_it_is_looked_for_only_until_its_pod_is_skipped(instance, remote, run_id
 
     held = []
     instance.store.play = [lambda _workflow, _run: None, on_its_way, skipped, *BLESSED[1:]]
-    told = remote("logs", run_id)
-    assert told.code == 0
-    assert "no log of" not in told.err
-    assert told.err.startswith(LINE)
+    answer = remote("logs", run_id)
+    assert answer.code == 0
+    assert "no log of" not in answer.err
+    assert answer.err.startswith(LINE)
 
 
 def test_an_instance_without_logs_is_an_error_all_the_same(instance, remote, run_id, play):
     instance.has_logs = ""
     play(*BLESSED)
-    told = remote("logs", run_id)
-    assert told.code == 1
-    assert LINE in told.err
-    assert "no log of prepare_data" not in told.err
-    assert "gives no log of the run" in told.err.splitlines()[-1]
+    answer = remote("logs", run_id)
+    assert answer.code == 1
+    assert LINE in answer.err
+    assert "no log of prepare_data" not in answer.err
+    assert "gives no log of the run" in answer.err.splitlines()[-1]
 
 
 def test_a_group_that_a_condition_skipped_is_no_cache(remote, run_id, play):
@@ -208,6 +212,6 @@ def test_a_group_that_a_condition_skipped_is_no_cache(remote, run_id, play):
         lambda workflow, _run: workflow.skip(),
         over(),
     )
-    told = remote("status", run_id, "--json")
-    assert told.json["status"] == "refused"
-    assert "cached" not in told.out
+    answer = remote("status", run_id, "--json")
+    assert answer.json["status"] == "refused"
+    assert "cached" not in answer.out

@@ -49,8 +49,8 @@ def root(server, request):
 
 def read_elsewhere(root, called, folder):
     folder.mkdir()
-    command = [sys.executable, "-c", READ_ALL, root, called.told["run_id"]]
-    command.append(called.told["artifacts"]["model"])
+    command = [sys.executable, "-c", READ_ALL, root, called.answer["run_id"]]
+    command.append(called.answer["artifacts"]["model"])
     return json.loads(subprocess.run(command, cwd=folder, capture_output=True, check=True).stdout)
 
 
@@ -60,11 +60,11 @@ def test_it_is_blessed_and_read_from_the_store_alone(root, server, tmp_path):
     called = call("run", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
     server.plan.clear()
     assert called.code == 0, called.err + called.log
-    assert called.told["status"] == "blessed"
-    assert all(uri.startswith(root) for uri in called.told["artifacts"].values())
-    run = storage.join(root, called.told["run_id"])
+    assert called.answer["status"] == "blessed"
+    assert all(uri.startswith(root) for uri in called.answer["artifacts"].values())
+    run = storage.join(root, called.answer["run_id"])
     assert storage.read_bytes(storage.join(run, "checkpoints", "history.jsonl"))
-    assert b"blessed" in storage.read_bytes(called.told["artifacts"]["report"])
+    assert b"blessed" in storage.read_bytes(called.answer["artifacts"]["report"])
     shutil.rmtree(tmp_path / "runs")
     found = read_elsewhere(root, called, tmp_path / "elsewhere")
     assert found["kind"] == "model"
@@ -72,7 +72,7 @@ def test_it_is_blessed_and_read_from_the_store_alone(root, server, tmp_path):
     assert found["steps"][-1] == 200
     assert any(each.startswith("events.") for each in logs(server, root))
     collected = call("gc", tmp_path / "runs", *setting(storage__root=root), cwd=tmp_path)
-    assert (collected.code, collected.told["removed"]) == (0, [])
+    assert (collected.code, collected.answer["removed"]) == (0, [])
 
 
 def logs(server, root):
@@ -86,9 +86,11 @@ def test_a_run_is_resumed_from_the_store(root, tmp_path):
     # All that this machine has, but the configuration, is lost.
     shutil.rmtree(first.folder / "cluster")
     more = setting(training__steps=260, storage__root=root)
-    again = call("train", tmp_path / "runs", *more, "--resume", first.told["run_id"], cwd=tmp_path)
+    again = call(
+        "train", tmp_path / "runs", *more, "--resume", first.answer["run_id"], cwd=tmp_path
+    )
     assert again.code == 0, again.err + again.log
-    assert again.told["global_step"] == 260
+    assert again.answer["global_step"] == 260
     first, second = again.events(AttemptBegin)
     assert (first.resumed, first.global_step) == (False, 0)
     assert (second.resumed, second.global_step) == (True, 200)

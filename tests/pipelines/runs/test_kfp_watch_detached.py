@@ -67,9 +67,9 @@ def test_of_submit_that_waits(instance, calling, number):
     cancel = f"flotilla cancel {run_id} --endpoint {instance.url}"
     words = f"interrupted; the run {run_id} continues; cancel it with: {cancel}"
     assert err.splitlines()[-1] == f"flotilla: {words}"
-    told = json.loads(out.splitlines()[-1])
-    assert (told["status"], told["message"]) == ("interrupted", words)
-    assert told["run_id"] == run_id
+    answer = json.loads(out.splitlines()[-1])
+    assert (answer["status"], answer["message"]) == ("interrupted", words)
+    assert answer["run_id"] == run_id
     assert instance.store.runs[run_id]["state"] == "RUNNING"
     assert not instance.asked("terminate")
     assert SECRET not in out + err

@@ -108,7 +108,7 @@ class TestLayingOut:
 
 
 class TestExecuting:
-    def test_a_runner_that_dies_is_told_and_leaves_its_output(self, workdir):
+    def test_a_runner_that_dies_is_reported_and_leaves_its_output(self, workdir):
         run = local.new_run(CONFIG, workdir)
         seen = []
         outcome = local.execute(run, "no_such_pipeline", {"more": "x"}, seen.append)
@@ -195,7 +195,7 @@ class TestInterrupting:
 
 
 class TestEnvironment:
-    def test_a_run_tells_its_steps_who_they_are(self, workdir, monkeypatch):
+    def test_a_run_reports_its_steps_who_they_are(self, workdir, monkeypatch):
         monkeypatch.setenv("PYTHONPATH", "/own/modules")
         run = local.new_run(CONFIG, workdir)
         environment = local._environment(run)

@@ -32,7 +32,7 @@ def first(workdir):
 
 @pytest.fixture(scope="module")
 def second(workdir, first):
-    assert first.told["status"] == "blessed"
+    assert first.answer["status"] == "blessed"
     steps = setting(
         training__steps=60,
         training__warm_start="champion",
@@ -48,24 +48,24 @@ def test_the_first_run_begins_from_scratch_and_says_so(first):
     root = storage.uri_of(first.workdir)
     line = f"training begins from scratch: digits has no champion yet below {root}"
     assert first.err.splitlines().count(line) == 1
-    manifest = storage.read_manifest(first.told["artifacts"]["checkpoint"])
+    manifest = storage.read_manifest(first.answer["artifacts"]["checkpoint"])
     assert manifest.fields["warmed_from"] == ""
 
 
 def test_the_second_run_begins_at_the_champions_loss(first, second):
-    champion = first.told["metrics"]["loss"]
+    champion = first.answer["metrics"]["loss"]
     rows = [e for e in second.events(Progress) if e.global_step <= 20]
     cold = first.events(Progress)[0]
     assert champion < 0.5 < cold.loss
     assert rows
     assert all(row.loss < champion + 0.15 for row in rows)
-    uri = first.told["artifacts"]["checkpoint"]
+    uri = first.answer["artifacts"]["checkpoint"]
     assert f"training begins with the weights of {uri}" in second.err.splitlines()
 
 
 def test_manifest_and_lineage_say_what_it_began_with(first, second):
-    uri = first.told["artifacts"]["checkpoint"]
-    manifest = storage.read_manifest(second.told["artifacts"]["checkpoint"])
+    uri = first.answer["artifacts"]["checkpoint"]
+    manifest = storage.read_manifest(second.answer["artifacts"]["checkpoint"])
     assert manifest.fields["warmed_from"] == uri
     root = storage.uri_of(second.workdir)
     one, two = registry.versions(root, "digits")
@@ -76,13 +76,13 @@ def test_manifest_and_lineage_say_what_it_began_with(first, second):
 def test_a_resumed_run_goes_on_from_its_own_checkpoint(workdir, first, second):
     # The champion is the second run itself by now, and the checkpoint of the first one is gone.
     shutil.rmtree(first.folder / "checkpoints")
-    more = [*setting(training__steps=90), "--resume", second.told["run_id"]]
+    more = [*setting(training__steps=90), "--resume", second.answer["run_id"]]
     called = call("train", workdir, *more, cwd=workdir.parent)
     assert called.code == 0, called.err + called.log
     first_attempt, second_attempt = called.events(AttemptBegin)
     assert (first_attempt.resumed, second_attempt.resumed) == (False, True)
     assert second_attempt.global_step == 60
     assert len(called.events(WarmStart)) == 1
-    manifest = storage.read_manifest(called.told["artifacts"]["checkpoint"])
+    manifest = storage.read_manifest(called.answer["artifacts"]["checkpoint"])
     assert manifest.fields["global_step"] == 90
-    assert manifest.fields["warmed_from"] == first.told["artifacts"]["checkpoint"]
+    assert manifest.fields["warmed_from"] == first.answer["artifacts"]["checkpoint"]

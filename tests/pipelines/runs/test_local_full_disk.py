@@ -27,9 +27,9 @@ def test_a_full_disk_is_named(disk):
     with (disk / "filler").open("wb", buffering=0) as filler, suppress(OSError):
         while True:
             filler.write(b"." * 4096)
-    told = with_full_disk(FAILED, disk)
-    assert told.message == f"train_model: killed; there is no space left at {disk}"
-    assert (told.status, told.exit_code) == ("failed", 1)
+    answer = with_full_disk(FAILED, disk)
+    assert answer.message == f"train_model: killed; there is no space left at {disk}"
+    assert (answer.status, answer.exit_code) == ("failed", 1)
     done = RunResult(status="done", exit_code=0, message="", steps=())
     assert with_full_disk(done, disk) == done
 

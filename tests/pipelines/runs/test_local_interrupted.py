@@ -26,21 +26,21 @@ def workdir(tmp_path_factory):
 
 
 def until_it_trains(process):
-    told = []
+    answer = []
     for line in process.stderr:
-        told.append(line)
+        answer.append(line)
         if line.startswith("global step"):
             break
-    return told
+    return answer
 
 
 @pytest.fixture(scope="module")
 def interrupted(workdir):
     with calling("run", workdir, *LONG, cwd=workdir.parent) as process:
-        told = until_it_trains(process)
+        answer = until_it_trains(process)
         process.send_signal(signal.SIGINT)
         out, err = process.communicate()
-    return Called(code=process.returncode, out=out, err="".join(told) + err, workdir=workdir)
+    return Called(code=process.returncode, out=out, err="".join(answer) + err, workdir=workdir)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def reached(before):
 
 @pytest.fixture(scope="module")
 def resumed(interrupted, workdir, reached):
-    run_id, dataset = interrupted.told["run_id"], interrupted.told["artifacts"]["dataset"]
+    run_id, dataset = interrupted.answer["run_id"], interrupted.answer["artifacts"]["dataset"]
     steps = setting(training__steps=reached + MORE)
     given = ["--resume", run_id, "--dataset", dataset, *steps]
     return call("train", workdir, *given, cwd=workdir.parent)
@@ -65,14 +65,14 @@ def resumed(interrupted, workdir, reached):
 
 def test_it_says_so(interrupted, reached):
     assert interrupted.code == 130, interrupted.err
-    assert interrupted.told["status"] == "interrupted"
-    assert interrupted.told["message"].startswith(f"interrupted at global step {reached}; ")
+    assert interrupted.answer["status"] == "interrupted"
+    assert interrupted.answer["message"].startswith(f"interrupted at global step {reached}; ")
 
 
 def test_it_ends_with_what_to_do_next(interrupted):
-    run_id = interrupted.told["run_id"]
+    run_id = interrupted.answer["run_id"]
     words, remedy = interrupted.err.splitlines()[-2:]
-    assert words == f"flotilla: {interrupted.told['message']}"
+    assert words == f"flotilla: {interrupted.answer['message']}"
     assert remedy == (
         f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
     )
@@ -87,14 +87,14 @@ def test_the_steps_after_it_were_left_out(interrupted, before):
         "train_model": "interrupted",
         "finish": "done",
     }
-    assert storage.verify(interrupted.told["artifacts"]["dataset"]).kind == "dataset"
+    assert storage.verify(interrupted.answer["artifacts"]["dataset"]).kind == "dataset"
 
 
 def test_a_last_checkpoint_is_published(interrupted, reached):
     assert reached > 0
     uri = storage.uri_of(interrupted.folder / "checkpoints" / f"step-{reached:08d}")
     assert storage.verify(uri).fields["global_step"] == reached
-    assert uri in interrupted.told["message"]
+    assert uri in interrupted.answer["message"]
 
 
 def test_there_is_a_report_all_the_same(interrupted, reached):
@@ -105,9 +105,9 @@ def test_there_is_a_report_all_the_same(interrupted, reached):
 
 def test_it_goes_on_from_there(resumed, interrupted, reached):
     assert resumed.code == 0, resumed.err + resumed.log
-    assert resumed.told["status"] == "done"
-    assert resumed.told["run_id"] == interrupted.told["run_id"]
-    assert resumed.told["global_step"] == reached + MORE
+    assert resumed.answer["status"] == "done"
+    assert resumed.answer["run_id"] == interrupted.answer["run_id"]
+    assert resumed.answer["global_step"] == reached + MORE
     assert f"training resumes from global step {reached}" in resumed.err.splitlines()
     first, second = resumed.events(AttemptBegin)
     assert (first.resumed, first.global_step) == (False, 0)
@@ -122,7 +122,7 @@ def test_it_goes_on_with_the_configuration_of_the_run(resumed):
 
 def test_on_a_given_dataset_it_prepares_none(resumed):
     assert resumed.statuses() == {"resolve_config": "done", "train_model": "done"}
-    assert set(resumed.told["artifacts"]) == {"checkpoint"}
+    assert set(resumed.answer["artifacts"]) == {"checkpoint"}
 
 
 def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(resumed):
@@ -141,7 +141,7 @@ def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(re
 
 
 def test_no_process_outlives_a_run_that_is_killed(interrupted, workdir):
-    given = ["--dataset", interrupted.told["artifacts"]["dataset"], *LONG]
+    given = ["--dataset", interrupted.answer["artifacts"]["dataset"], *LONG]
     with calling("train", workdir, *given, cwd=workdir.parent) as process:
         until_it_trains(process)
         others = [each for each in processes_of(workdir) if each.pid != process.pid]

@@ -73,9 +73,9 @@ def test_one_that_was_made_worse_on_purpose_is_refused(first, workdir, words, ro
     few = setting(training__steps=3)
     run = call("run", workdir, *words, *SOFTMAX, *few, cwd=workdir.parent)
     assert run.code == 3, run.err
-    assert "p_worse " in run.told["message"]
-    assert run.told["metrics"]["accuracy"] < first.told["metrics"]["accuracy"]
-    assert "model" not in run.told["artifacts"]
+    assert "p_worse " in run.answer["message"]
+    assert run.answer["metrics"]["accuracy"] < first.answer["metrics"]["accuracy"]
+    assert "model" not in run.answer["artifacts"]
     assert champion(root) == 1
 
 
@@ -85,8 +85,8 @@ def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, mon
     config = config.model_copy(
         update={"gate": config.gate.model_copy(update={"champion": "better"})}
     )
-    dataset = first.told["artifacts"]["dataset"]
-    checkpoint = _noisy(config, dataset, first.told["artifacts"]["checkpoint"], tmp_path)
+    dataset = first.answer["artifacts"]["dataset"]
+    checkpoint = _noisy(config, dataset, first.answer["artifacts"]["checkpoint"], tmp_path)
     given = (config.model_dump_json(), root, "noise")
     shown = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
     evaluation = evaluate_model.run_step(*given, dataset, checkpoint, *shown)

@@ -157,5 +157,5 @@ def test_a_wrong_parameter_ends_the_pipeline_with_one_line(tmp_path, config):
     assert (step.step, step.status, step.exit_code) == ("resolve_config", "failed", 1)
     assert step.error.startswith("storage.root is empty: set it to the URI")
     # Of the step, that is; the runner's own end is not for users.
-    told = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
-    assert [line.strip() for line in told] == [f"flotilla: resolve_config: {step.error}"]
+    answer = [line for line in ended.stdout.splitlines() if "flotilla: " in line]
+    assert [line.strip() for line in answer] == [f"flotilla: resolve_config: {step.error}"]

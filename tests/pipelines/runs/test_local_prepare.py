@@ -20,29 +20,29 @@ def prepared(tmp_path_factory):
 
 def test_it_is_done(prepared):
     assert prepared.code == 0, prepared.err
-    assert prepared.told["status"] == "done"
-    assert prepared.told["message"] == ""
-    assert prepared.told["metrics"] == {}
-    assert "global_step" not in prepared.told
+    assert prepared.answer["status"] == "done"
+    assert prepared.answer["message"] == ""
+    assert prepared.answer["metrics"] == {}
+    assert "global_step" not in prepared.answer
     assert prepared.statuses() == {"resolve_config": "done", "prepare_data": "done"}
 
 
 def test_a_run_without_an_exit_step_is_known_to_have_ended(prepared):
-    assert local_status.status_of(prepared.workdir, prepared.told["run_id"]).status == "done"
+    assert local_status.status_of(prepared.workdir, prepared.answer["run_id"]).status == "done"
 
 
 def test_the_dataset_is_published_and_whole(prepared):
-    assert list(prepared.told["artifacts"]) == ["dataset"]
-    manifest = storage.verify(prepared.told["artifacts"]["dataset"])
+    assert list(prepared.answer["artifacts"]) == ["dataset"]
+    manifest = storage.verify(prepared.answer["artifacts"]["dataset"])
     assert manifest.kind == "dataset"
     splits = manifest.fields["splits"]
     assert {name: each["examples"] for name, each in splits.items()} == DATASET
     assert prepared.path_of("dataset").parent == prepared.workdir / "datasets"
 
 
-def test_its_course_is_told(prepared):
+def test_its_course_is_reported(prepared):
     lines = prepared.err.splitlines()
-    assert lines[0] == f"run {prepared.told['run_id']} in {prepared.folder}"
+    assert lines[0] == f"run {prepared.answer['run_id']} in {prepared.folder}"
     assert [line.split(" in ")[0] for line in lines[1:]] == [
         "resolve_config ...",
         "resolve_config done",
@@ -65,7 +65,7 @@ def test_the_closing_table_says_what_there_is_and_where(prepared):
 def test_everything_lies_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
-    assert names - {".lock"} == {"datasets", prepared.told["run_id"]}
+    assert names - {".lock"} == {"datasets", prepared.answer["run_id"]}
     # What the runner leaves for every step is gone.
     assert not (prepared.folder / "tmp").exists()
 
@@ -77,7 +77,7 @@ def test_nothing_half_made_is_left(prepared):
 def test_the_artifact_in_the_ui_names_the_uri(prepared):
     (path,) = prepared.folder.glob("kfp/*/prepare-data/executor_output.json")
     text = path.read_text(encoding="utf-8")
-    assert prepared.told["artifacts"]["dataset"] in text
+    assert prepared.answer["artifacts"]["dataset"] in text
     assert '"train": 1293' in text
 
 
@@ -88,14 +88,14 @@ def test_the_steps_used_what_is_installed(prepared):
 def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_path):
     ended = call("prepare", tmp_path / "runs", *setting(data__dataset="digitz"), cwd=tmp_path)
     assert ended.code == 2
-    assert ended.told["status"] == "failed"
-    assert ended.told["message"].startswith("prepare_data: ")
-    assert "did you mean 'digits'?" in ended.told["message"]
-    assert ended.told["artifacts"] == {}
+    assert ended.answer["status"] == "failed"
+    assert ended.answer["message"].startswith("prepare_data: ")
+    assert "did you mean 'digits'?" in ended.answer["message"]
+    assert ended.answer["artifacts"] == {}
     assert ended.statuses()["prepare_data"] == "failed"
     assert "Traceback" not in ended.err + ended.out
     assert ended.err.splitlines()[-2:] == [
-        f"flotilla: failed: {ended.told['message']}",
+        f"flotilla: failed: {ended.answer['message']}",
         f"flotilla: all output is in {ended.folder / 'pipeline.log'}",
     ]
 
@@ -104,8 +104,8 @@ def test_a_second_run_reuses_the_dataset(prepared):
     before = content(prepared.workdir)
     again = call("prepare", prepared.workdir, cwd=prepared.workdir.parent)
     assert again.code == 0
-    assert again.told["artifacts"] == prepared.told["artifacts"]
-    assert again.told["run_id"] != prepared.told["run_id"]
+    assert again.answer["artifacts"] == prepared.answer["artifacts"]
+    assert again.answer["run_id"] != prepared.answer["run_id"]
     assert "reused=True" in again.out
     after = content(prepared.workdir)
     assert {name: after[name] for name in before} == before

@@ -100,16 +100,16 @@ def starting(folder, name):
 
 
 def test_a_run_that_has_ended(flotilla):
-    told = flotilla("status", "digits-1", "--json")
-    assert (told.code, told.json["status"], told.json["message"]) == (0, "refused", "too low")
-    assert "run digits-1: refused" in told.out
+    answer = flotilla("status", "digits-1", "--json")
+    assert (answer.code, answer.json["status"], answer.json["message"]) == (0, "refused", "too low")
+    assert "run digits-1: refused" in answer.out
 
 
 def test_a_run_that_goes_on(flotilla, going):
-    told = flotilla("status", "digits-1", "--json")
-    assert (told.code, told.json["status"]) == (0, "running")
-    assert told.json["global_step"] == 20
-    lines = told.out.splitlines()
+    answer = flotilla("status", "digits-1", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "running")
+    assert answer.json["global_step"] == 20
+    lines = answer.out.splitlines()
     assert any(each.startswith("prepare_data  done") for each in lines)
     [row] = [each for each in lines if each.startswith("train_model   running")]
     assert "global_step=20 steps=100" in row
@@ -128,8 +128,8 @@ def test_a_run_that_was_killed(flotilla, folder):
     (folder / "events.jsonl").write_text(both + line(RunEnd()))
     assert flotilla("status", "digits-1", "--json").json["status"] == "done"
     (folder / "events.jsonl").write_text(ended("train_model") + ended("evaluate_model"))
-    told = flotilla("status", "digits-1", "--json")
-    assert "did not finish" in told.json["message"]
+    answer = flotilla("status", "digits-1", "--json")
+    assert "did not finish" in answer.json["message"]
 
 
 def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
@@ -145,9 +145,9 @@ def test_of_a_resumed_run_the_newest_start_counts(flotilla, folder):
 
 
 def test_the_log(flotilla):
-    told = flotilla("logs", "digits-1", "--json")
-    assert (told.code, told.out.splitlines()[:2]) == (0, ["one", "two"])
-    assert told.json["status"] == "refused"
+    answer = flotilla("logs", "digits-1", "--json")
+    assert (answer.code, answer.out.splitlines()[:2]) == (0, ["one", "two"])
+    assert answer.json["status"] == "refused"
 
 
 def test_the_log_is_followed_to_the_end_of_the_run(flotilla, folder, going, monkeypatch):
@@ -171,26 +171,26 @@ def test_the_log_without_following(flotilla, going):
 
 def test_a_log_that_is_gone(flotilla, folder):
     (folder / "pipeline.log").unlink()
-    told = flotilla("logs", "digits-1")
-    assert (told.code, told.err.count("\n"), "cannot read" in told.err) == (1, 1, True)
+    answer = flotilla("logs", "digits-1")
+    assert (answer.code, answer.err.count("\n"), "cannot read" in answer.err) == (1, 1, True)
 
 
 def test_one_log_has_no_steps(flotilla):
-    told = flotilla("logs", "digits-1", "--step", "train_model")
-    assert (told.code, "one log for all steps" in told.err) == (2, True)
+    answer = flotilla("logs", "digits-1", "--step", "train_model")
+    assert (answer.code, "one log for all steps" in answer.err) == (2, True)
 
 
 def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, going):
-    told = flotilla("cancel", "digits-1", "--json")
-    assert (told.code, told.json["status"]) == (0, "canceling")
+    answer = flotilla("cancel", "digits-1", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "canceling")
     assert going.stdout.readline() == f"child {-signal.SIGTERM}\n"
     assert going.wait(30) == 0
 
 
 def test_cancel_of_what_has_ended(flotilla):
-    told = flotilla("cancel", "digits-1", "--json")
-    assert (told.code, told.json["status"]) == (0, "ended")
-    assert "has already ended: refused" in told.err
+    answer = flotilla("cancel", "digits-1", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "ended")
+    assert "has already ended: refused" in answer.err
 
 
 def test_a_run_of_a_longer_name_is_another_one(flotilla, folder, going):
@@ -214,9 +214,9 @@ def test_runs_newest_first(flotilla, folder):
         (made / "config.json").write_text("{}")
         (made / "events.jsonl").write_text("")
         os.utime(made / "config.json", (2e9 + number, 2e9 + number))
-    told = flotilla("runs", "--json")
-    assert [row["run_id"] for row in told.json["runs"]] == ["digits-3", "digits-2", "digits-1"]
-    assert told.json["runs"][-1]["state"] == "refused"
+    answer = flotilla("runs", "--json")
+    assert [row["run_id"] for row in answer.json["runs"]] == ["digits-3", "digits-2", "digits-1"]
+    assert answer.json["runs"][-1]["state"] == "refused"
     assert len(flotilla("runs", "--limit", "1", "--json").json["runs"]) == 1
     assert flotilla("runs", "--workdir", "none").out == "no runs below none\n"
 
@@ -237,8 +237,8 @@ def test_a_real_run_is_seen_and_cancelled(flotilla, tmp_path):
         run_id, place = found[0], ("--workdir", workdir)
         while "global_step" not in flotilla("status", run_id, *place, "--json").json:
             assert process.poll() is None
-        told = flotilla("logs", run_id, *place, "--no-follow")
-        assert "train-model" in told.out
+        answer = flotilla("logs", run_id, *place, "--no-follow")
+        assert "train-model" in answer.out
         assert flotilla("cancel", run_id, *place).code == 0
         out, err = process.communicate(timeout=60)
     assert process.returncode == 130

@@ -44,16 +44,16 @@ def refused(workdir, before):
 class TestBlessed:
     def test_it_is_blessed(self, blessed):
         assert blessed.code == 0, blessed.err
-        assert (blessed.told["status"], blessed.told["message"]) == ("blessed", "")
+        assert (blessed.answer["status"], blessed.answer["message"]) == ("blessed", "")
         assert blessed.statuses() == dict.fromkeys(
             [*ALL, "export_model", "register_model", "finish"], "done"
         )
 
     def test_every_update_was_applied(self, blessed):
-        assert blessed.told["global_step"] == STEPS
+        assert blessed.answer["global_step"] == STEPS
 
     def test_what_it_has_published_is_whole(self, blessed):
-        artifacts = dict(blessed.told["artifacts"])
+        artifacts = dict(blessed.answer["artifacts"])
         assert storage.read_bytes(artifacts.pop("report"))
         kinds = {name: storage.verify(uri).kind for name, uri in artifacts.items()}
         assert kinds == {name: name for name in kinds}
@@ -63,12 +63,12 @@ class TestBlessed:
 
     def test_it_is_champion(self, blessed, workdir):
         champion = registry.champion(storage.uri_of(workdir), "digits")
-        assert champion.manifest.fields["source"]["uri"] == blessed.told["artifacts"]["model"]
-        assert champion.manifest.fields["lineage"]["metrics"] == blessed.told["metrics"]
+        assert champion.manifest.fields["source"]["uri"] == blessed.answer["artifacts"]["model"]
+        assert champion.manifest.fields["lineage"]["metrics"] == blessed.answer["metrics"]
 
     def test_the_metrics_are_those_of_the_evaluation(self, blessed):
         measured = blessed.read("evaluation", "metrics.json")
-        assert measured["metrics"] == blessed.told["metrics"]
+        assert measured["metrics"] == blessed.answer["metrics"]
         assert measured["split"] == "test"
         assert measured["global_step"] == STEPS
         # Far above chance, after a few seconds of training.
@@ -79,7 +79,7 @@ class TestBlessed:
         assert decision["decision"] == "blessed"
         (rule,) = decision["rules"]
         assert (rule["metric"], rule["threshold"], rule["passed"]) == ("accuracy", 0.5, True)
-        assert rule["value"] == blessed.told["metrics"]["accuracy"]
+        assert rule["value"] == blessed.answer["metrics"]["accuracy"]
 
     def test_the_exported_forms_answer_as_the_model_did(self, blessed):
         parity = blessed.read("model", "parity.json")
@@ -149,7 +149,7 @@ class TestBlessed:
 class TestRefused:
     def test_it_is_refused(self, refused):
         assert refused.code == 3, refused.err
-        assert refused.told["status"] == "refused"
+        assert refused.answer["status"] == "refused"
         assert refused.statuses() == dict.fromkeys([*ALL, "finish"], "done")
 
     def test_the_decision_says_why(self, refused):
@@ -157,13 +157,13 @@ class TestRefused:
         assert decision["decision"] == "refused"
         # It may have been worse than the champion too.
         reason = decision["reasons"][0]
-        accuracy = refused.told["metrics"]["accuracy"]
+        accuracy = refused.answer["metrics"]["accuracy"]
         assert reason == f"accuracy {accuracy!r} is below gate.min 0.999"
-        assert refused.told["message"] == "; ".join(decision["reasons"])
-        assert f"flotilla: refused: {refused.told['message']}" in refused.err.splitlines()
+        assert refused.answer["message"] == "; ".join(decision["reasons"])
+        assert f"flotilla: refused: {refused.answer['message']}" in refused.err.splitlines()
 
     def test_nothing_is_exported(self, refused):
-        assert "model" not in refused.told["artifacts"]
+        assert "model" not in refused.answer["artifacts"]
         assert not (refused.folder / "model").exists()
         assert not list(refused.folder.rglob("*.keras"))
 
@@ -173,14 +173,14 @@ class TestRefused:
         assert "and gate.min 0.999 does not allow that." in page.text
 
     def test_it_has_an_id_of_its_own(self, blessed, refused):
-        assert refused.told["run_id"] != blessed.told["run_id"]
-        others = {key for key in blessed.told["artifacts"] if key in refused.told["artifacts"]}
+        assert refused.answer["run_id"] != blessed.answer["run_id"]
+        others = {key for key in blessed.answer["artifacts"] if key in refused.answer["artifacts"]}
         others.remove("dataset")
         for name in others:
-            assert refused.told["artifacts"][name] != blessed.told["artifacts"][name]
+            assert refused.answer["artifacts"][name] != blessed.answer["artifacts"][name]
 
     def test_it_reuses_the_dataset(self, blessed, refused):
-        assert refused.told["artifacts"]["dataset"] == blessed.told["artifacts"]["dataset"]
+        assert refused.answer["artifacts"]["dataset"] == blessed.answer["artifacts"]["dataset"]
         metrics = {each.step: each.metrics for each in refused.events(StepEnd)}
         assert metrics["prepare_data"]["reused"] is True
 

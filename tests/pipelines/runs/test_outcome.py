@@ -61,7 +61,7 @@ def test_a_failure_counts_even_when_the_runner_saw_none():
     assert judge(failed("train_model", "no"))[:2] == ("failed", 1)
 
 
-def test_the_first_failure_is_told_and_not_that_of_the_exit_step():
+def test_the_first_failure_is_reported_and_not_that_of_the_exit_step():
     events = [*failed("train_model", "diverged"), *failed("finish", "no space")]
     assert judge(events, 1)[2] == "train_model: diverged"
 
@@ -82,7 +82,7 @@ def test_a_step_that_died_without_a_word_has_failed():
     assert outcome.steps[1].status == "failed"
 
 
-def test_a_step_that_died_is_told_before_an_exit_step_that_failed():
+def test_a_step_that_died_is_reported_before_an_exit_step_that_failed():
     events = [begun("train_model"), *failed("finish", "no space")]
     assert judge(events, 1)[2].startswith("train_model: the step was killed")
 

@@ -17,8 +17,8 @@ def the_schedule(instance):
 
 
 def test_a_schedule_as_it_is_by_default(instance, remote):
-    told = remote(*NIGHTLY, "--set", "training.steps=9", "--json")
-    assert told.code == 0
+    answer = remote(*NIGHTLY, "--set", "training.steps=9", "--json")
+    assert answer.code == 0
     made = the_schedule(instance)
     [version] = instance.store.versions.values()
     assert made["display_name"] == "digits"
@@ -29,18 +29,19 @@ def test_a_schedule_as_it_is_by_default(instance, remote):
         "pipeline_version_id": version["pipeline_version_id"],
     }
     assert made["runtime_config"]["parameters"]["training_steps"] == 9
-    assert told.json["schedule"]["id"] == made["recurring_run_id"]
-    assert told.json["schedule"]["next"].endswith("T02:30:00Z")
+    assert answer.json["schedule"]["id"] == made["recurring_run_id"]
+    assert answer.json["schedule"]["next"].endswith("T02:30:00Z")
     assert (
-        "02:30:00 UTC; the instance reads it in UTC, unless its CRON_SCHEDULE_TIMEZONE" in told.err
+        "02:30:00 UTC; the instance reads it in UTC, unless its CRON_SCHEDULE_TIMEZONE"
+        in answer.err
     )
 
 
 def test_the_same_again_changes_nothing(instance, remote):
     remote(*NIGHTLY)
     before = copy.deepcopy(instance.store.recurring)
-    told = remote(*NIGHTLY)
-    assert (told.code, "is there already" in told.err) == (0, True)
+    answer = remote(*NIGHTLY)
+    assert (answer.code, "is there already" in answer.err) == (0, True)
     assert instance.store.recurring == before
     assert len(instance.asked("POST .*recurringruns")) == 1
     assert not instance.asked("DELETE")
@@ -63,8 +64,8 @@ CHANGES = (
 def test_a_change_replaces_it_once(instance, remote, words):
     remote(*NIGHTLY)
     before = the_schedule(instance)["recurring_run_id"]
-    told = remote("schedule", *words)
-    assert (told.code, "was changed" in told.err) == (0, True)
+    answer = remote("schedule", *words)
+    assert (answer.code, "was changed" in answer.err) == (0, True)
     after = the_schedule(instance)["recurring_run_id"]
     assert after != before
     assert "is there already" in remote("schedule", *words).err
@@ -77,10 +78,10 @@ def test_duplicates_are_removed(instance, remote):
     for number in range(3):
         more = {**made, "recurring_run_id": f"more-{number}"}
         instance.store.recurring[f"more-{number}"] = more
-    told = remote(*NIGHTLY, "--json")
-    assert told.code == 0
-    assert "removed 3 more of this name" in told.err
-    assert told.json["schedule"]["removed"] == 3
+    answer = remote(*NIGHTLY, "--json")
+    assert answer.code == 0
+    assert "removed 3 more of this name" in answer.err
+    assert answer.json["schedule"]["removed"] == 3
     assert len(instance.store.recurring) == 1
 
 
@@ -88,8 +89,8 @@ def test_one_that_was_disabled_is_enabled(instance, remote):
     remote(*NIGHTLY)
     made = the_schedule(instance)
     instance.store.enable(made["recurring_run_id"], False)
-    told = remote(*NIGHTLY)
-    assert "was disabled, and is enabled again" in told.err
+    answer = remote(*NIGHTLY)
+    assert "was disabled, and is enabled again" in answer.err
     assert the_schedule(instance)["status"] == "ENABLED"
     assert the_schedule(instance)["recurring_run_id"] == made["recurring_run_id"]
 
@@ -98,8 +99,8 @@ def test_a_refusal_leaves_what_was_there(instance, remote):
     remote(*NIGHTLY)
     before = the_schedule(instance)["recurring_run_id"]
     instance.faults.add("POST .*recurringruns", 403)
-    told = remote("schedule", "--cron", "0 4 * * *")
-    assert (told.code, "answered 403" in told.err) == (1, True)
+    answer = remote("schedule", "--cron", "0 4 * * *")
+    assert (answer.code, "answered 403" in answer.err) == (1, True)
     assert the_schedule(instance)["recurring_run_id"] == before
 
 
@@ -118,9 +119,9 @@ def test_names_stand_beside_each_other_over_pages(instance, remote):
 def test_a_namesake_of_another_pipeline_is_left_alone(instance, remote):
     remote(*NIGHTLY)
     the_schedule(instance)["pipeline_version_reference"]["pipeline_id"] = "another"
-    told = remote(*NIGHTLY)
-    assert told.code == 1
-    assert "the schedule 'digits' is there for another pipeline" in told.err
+    answer = remote(*NIGHTLY)
+    assert answer.code == 1
+    assert "the schedule 'digits' is there for another pipeline" in answer.err
     assert len(instance.store.recurring) == 1
 
 
@@ -140,10 +141,10 @@ def test_intervals(instance, remote, words, seconds):
 
 
 def test_a_time_zone_is_said_in_both_clocks(instance, remote):
-    told = remote(*NIGHTLY, "--timezone", "Asia/Kolkata")
-    assert told.code == 0
-    assert "02:30:00 Asia/Kolkata (" in told.err
-    assert "21:00:00 UTC); if the instance's CRON_SCHEDULE_TIMEZONE is Asia/Kolkata" in told.err
+    answer = remote(*NIGHTLY, "--timezone", "Asia/Kolkata")
+    assert answer.code == 0
+    assert "02:30:00 Asia/Kolkata (" in answer.err
+    assert "21:00:00 UTC); if the instance's CRON_SCHEDULE_TIMEZONE is Asia/Kolkata" in answer.err
     # The API has no place for it.
     assert the_schedule(instance)["trigger"] == {"cron_schedule": {"cron": "0 30 2 * * *"}}
 
@@ -166,9 +167,9 @@ def test_a_time_zone_is_said_in_both_clocks(instance, remote):
     ],
 )
 def test_what_is_wrong_is_one_line(instance, remote, words, message):
-    told = remote("schedule", *words)
-    assert (told.code, told.err.count("\n")) == (2, 1)
-    assert message in told.err
+    answer = remote("schedule", *words)
+    assert (answer.code, answer.err.count("\n")) == (2, 1)
+    assert message in answer.err
     assert not instance.store.recurring
 
 
@@ -177,16 +178,16 @@ def test_unschedule_removes_all_of_the_name_and_no_other(instance, remote):
     remote(*NIGHTLY, "--name", "other")
     made = next(iter(instance.store.recurring.values()))
     instance.store.recurring["twin"] = {**made, "recurring_run_id": "twin"}
-    told = remote("unschedule", "digits", "--json")
-    assert (told.code, told.json["schedule"]) == (0, {"name": "digits", "removed": 2})
+    answer = remote("unschedule", "digits", "--json")
+    assert (answer.code, answer.json["schedule"]) == (0, {"name": "digits", "removed": 2})
     assert the_schedule(instance)["display_name"] == "other"
 
 
 def test_unschedule_of_what_is_not_there(instance, remote):
     remote(*NIGHTLY)
-    told = remote("unschedule", "digit")
-    assert (told.code, told.err.count("\n")) == (1, 1)
-    assert "has no schedule 'digit'; did you mean 'digits'?" in told.err
+    answer = remote("unschedule", "digit")
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "has no schedule 'digit'; did you mean 'digits'?" in answer.err
     assert len(instance.store.recurring) == 1
 
 
@@ -199,8 +200,8 @@ def test_one_that_somebody_else_removed_meanwhile_is_gone(instance, remote):
 
 def test_where_several_users_share_the_instance(instance, remote):
     instance.multi_user = True
-    told = remote(*NIGHTLY)
-    assert (told.code, "--namespace" in told.err) == (1, True)
+    answer = remote(*NIGHTLY)
+    assert (answer.code, "--namespace" in answer.err) == (1, True)
     [pipeline] = instance.store.pipelines.values()
     pipeline["namespace"] = "me"
     assert remote(*NIGHTLY, "--namespace", "me").code == 0

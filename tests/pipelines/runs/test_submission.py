@@ -46,12 +46,14 @@ def the_run(instance):
 
 
 def test_the_newest_version_runs_with_typed_parameters(instance, remote):
-    told = remote("submit", "--set", "training.steps=7", "--set", "gate.min.accuracy=0.5", "--json")
-    assert told.code == 0
+    answer = remote(
+        "submit", "--set", "training.steps=7", "--set", "gate.min.accuracy=0.5", "--json"
+    )
+    assert answer.code == 0
     run = the_run(instance)
-    assert told.json["run_id"] == run["run_id"]
-    assert told.json["status"] == "submitted"
-    assert told.json["artifacts"]["run"] == f"{instance.url}/#/runs/details/{run['run_id']}"
+    assert answer.json["run_id"] == run["run_id"]
+    assert answer.json["status"] == "submitted"
+    assert answer.json["artifacts"]["run"] == f"{instance.url}/#/runs/details/{run['run_id']}"
     sent = run["runtime_config"]["parameters"]
     expected = to_parameters(Config())
     assert sent == {**expected, "training_steps": 7, "gate_min": '{"accuracy": 0.5}'}
@@ -104,17 +106,17 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
     ],
 )
 def test_what_is_wrong_is_one_line(instance, remote, code, words, message):
-    told = remote("submit", *words)
-    assert (told.code, told.err.count("\n")) == (code, 1)
-    assert message in told.err
+    answer = remote("submit", *words)
+    assert (answer.code, answer.err.count("\n")) == (code, 1)
+    assert message in answer.err
     assert not instance.store.runs
 
 
 def test_without_an_uploaded_pipeline(instance, remote):
     instance.store.pipelines.clear()
-    told = remote("submit")
-    assert (told.code, told.err.count("\n")) == (1, 1)
-    assert "has no pipeline 'flotilla-training'; upload it with `flotilla upload`" in told.err
+    answer = remote("submit")
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "has no pipeline 'flotilla-training'; upload it with `flotilla upload`" in answer.err
 
 
 PROMOTED = [
@@ -129,45 +131,45 @@ PROMOTED = [
 
 def test_a_blessed_run_is_0_with_its_figures(instance, remote):
     instance.store.play = [*PROMOTED]
-    told = remote("submit", "--wait", "--json")
-    assert told.code == 0
-    assert told.json["status"] == "blessed"
-    assert told.json["metrics"] == {"accuracy": 0.97}
-    assert told.json["global_step"] == 1500
-    lines = told.err.splitlines()
+    answer = remote("submit", "--wait", "--json")
+    assert answer.code == 0
+    assert answer.json["status"] == "blessed"
+    assert answer.json["metrics"] == {"accuracy": 0.97}
+    assert answer.json["global_step"] == 1500
+    lines = answer.err.splitlines()
     assert lines.index("train_model ...") < lines.index("train_model done in 2.0 s")
     assert lines.index("train_model done in 2.0 s") < lines.index("register_model ...")
     assert any(line.startswith("register_model") and "version=3" in line
-               for line in told.out.splitlines())  # fmt: skip
+               for line in answer.out.splitlines())  # fmt: skip
 
 
 def test_on_a_terminal_a_table_lives(instance, remote, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     instance.store.play = [*PROMOTED]
-    told = remote("submit", "--wait")
-    assert told.code == 0
+    answer = remote("submit", "--wait")
+    assert answer.code == 0
     # It is drawn anew: the cursor goes up over what was there.
-    assert "\x1b[1A" in told.err
-    assert told.err.count("train_model") > 2
-    assert "running" in told.err
+    assert "\x1b[1A" in answer.err
+    assert answer.err.count("train_model") > 2
+    assert "running" in answer.err
 
 
 def test_a_gate_that_refuses_is_3_with_its_reasons(instance, remote):
     gate = done("check_gate", decision="refused", reasons=["accuracy 0.5 is below 0.95"])
     instance.store.play = [*gate, skip, *done("finish"), over()]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (3, "refused")
-    assert told.json["message"] == "accuracy 0.5 is below 0.95"
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (3, "refused")
+    assert answer.json["message"] == "accuracy 0.5 is below 0.95"
 
 
 def test_a_registry_that_refuses_is_3(instance, remote):
     registry = done("register_model", decision="refused", reasons=["the champion has changed"])
     gate = done("check_gate", decision="blessed", reasons=[])
     instance.store.play = [*gate, *done("export_model"), *registry, over()]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (3, "refused")
-    assert told.json["message"] == "the champion has changed"
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (3, "refused")
+    assert answer.json["message"] == "the champion has changed"
 
 
 def test_a_failed_step_is_1_with_its_words(instance, remote):
@@ -178,9 +180,9 @@ def test_a_failed_step_is_1_with_its_words(instance, remote):
         *done("finish"),
         over("FAILED", "workflow failed"),
     ]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (1, "failed")
-    assert told.json["message"] == f"train_model: {words}"
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (1, "failed")
+    assert answer.json["message"] == f"train_model: {words}"
 
 
 def test_a_driver_that_fails_is_its_step(instance, remote):
@@ -188,30 +190,30 @@ def test_a_driver_that_fails_is_its_step(instance, remote):
         workflow.fail_driver("train_model")
 
     instance.store.play = [fail, over("FAILED", "no such image")]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (1, "failed")
-    assert told.json["message"].startswith("train_model: ")
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (1, "failed")
+    assert answer.json["message"].startswith("train_model: ")
 
 
 def test_a_run_that_was_cancelled_is_1(instance, remote):
     instance.store.play = [begin("train_model"), over("CANCELING"), over("CANCELED")]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (1, "canceled")
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (1, "canceled")
 
 
 def test_without_logs_a_gate_that_refused_is_still_seen(instance, remote):
     instance.has_logs = ""
     instance.store.play = [*done("check_gate", decision="refused"), skip, over()]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["message"]) == (3, "the gate refused the model")
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["message"]) == (3, "the gate refused the model")
 
 
 def test_without_logs_a_promotion_is_not_taken_for_granted(instance, remote):
     instance.has_logs = ""
     instance.store.play = [*PROMOTED]
-    told = remote("submit", "--wait", "--json")
-    assert (told.code, told.json["status"]) == (1, "unknown")
-    assert "what the registry decided cannot be read" in told.json["message"]
+    answer = remote("submit", "--wait", "--json")
+    assert (answer.code, answer.json["status"]) == (1, "unknown")
+    assert "what the registry decided cannot be read" in answer.json["message"]
 
 
 @pytest.mark.parametrize("names_pods", [True, False])
@@ -230,33 +232,33 @@ def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):
         instance.faults.add("GET .*/runs/[^/]+$", 503, times=7)
 
     instance.store.play.insert(0, away)
-    told = remote("submit", "--wait")
-    assert told.code == 0
-    assert told.err.count("no news of the run") == 1
+    answer = remote("submit", "--wait")
+    assert answer.code == 0
+    assert answer.err.count("no news of the run") == 1
 
 
 def test_an_instance_that_stays_away_ends_the_waiting_not_the_run(instance, remote, monkeypatch):
     monkeypatch.setattr("pipelines.runs.kfp_watch.RETRY_SECONDS", 0.0)
     instance.faults.add("GET .*/runs/[^/]+$", 500)
-    told = remote("submit", "--wait")
+    answer = remote("submit", "--wait")
     run_id = the_run(instance)["run_id"]
-    assert told.code == 1
-    assert f"the run continues without us, see: flotilla status {run_id} --endpoint" in told.err
+    assert answer.code == 1
+    assert f"the run continues without us, see: flotilla status {run_id} --endpoint" in answer.err
 
 
 def test_a_token_that_expires_meanwhile_ends_the_waiting(instance, remote):
     instance.faults.add("GET .*/runs/[^/]+$", 401)
-    told = remote("submit", "--wait")
-    assert told.code == 1
-    assert "renew the token" in told.err
-    assert "the run continues without us" in told.err
+    answer = remote("submit", "--wait")
+    assert answer.code == 1
+    assert "renew the token" in answer.err
+    assert "the run continues without us" in answer.err
 
 
 def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     instance.faults.add("POST .*/runs$", 0, late=True)
-    told = remote("submit")
-    assert told.code == 1
-    assert "whether the run was started is not known, see `flotilla runs`" in told.err
+    answer = remote("submit")
+    assert answer.code == 1
+    assert "whether the run was started is not known, see `flotilla runs`" in answer.err
     # What writes is sent once.
     assert len(instance.asked("POST .*/runs$")) == 1
     assert len(instance.store.runs) == 1
@@ -266,7 +268,7 @@ def test_words_of_the_instance_are_shown_as_they_are(instance, remote):
     body = b'{"message": "[/red] is no [bold]step\\u001b[31m"}'
     instance.faults.add("GET .*/runs/[^/]+$", 503, times=3, body=body)
     instance.store.play = [*PROMOTED]
-    told = remote("submit", "--wait", "--name", "[/x]")
-    assert told.code == 0
-    assert "([/red] is no [bold]step[31m)" in told.err
+    answer = remote("submit", "--wait", "--name", "[/x]")
+    assert answer.code == 0
+    assert "([/red] is no [bold]step[31m)" in answer.err
     assert "[/x]" in remote("runs").out

@@ -34,32 +34,32 @@ def names(instance):
 def test_the_first_upload_makes_the_pipeline_and_a_version_named_by_content_and_commit(
     instance, remote
 ):
-    told = remote("upload", "--json")
-    assert told.code == 0
+    answer = remote("upload", "--json")
+    assert answer.code == 0
     digest = package_of(None, "").digest
     assert names(instance) == [f"{digest}-0123456-dirty"]
     [pipeline] = instance.store.pipelines.values()
     assert pipeline["display_name"] == "flotilla-training"
-    assert told.json["version"]["created"] is True
-    assert told.json["version"]["name"] == names(instance)[0]
-    assert told.json["artifacts"]["pipeline"].startswith(f"{instance.url}/#/pipelines/details/")
-    assert "uploaded: flotilla-training version" in told.err
+    assert answer.json["version"]["created"] is True
+    assert answer.json["version"]["name"] == names(instance)[0]
+    assert answer.json["artifacts"]["pipeline"].startswith(f"{instance.url}/#/pipelines/details/")
+    assert "uploaded: flotilla-training version" in answer.err
 
 
 def test_the_same_content_is_there_once_whatever_the_commit(instance, remote, monkeypatch):
     remote("upload")
     monkeypatch.setenv(lineage.COMMIT, "fedcba9876543210")
-    told = remote("upload", "--json")
-    assert (told.code, told.json["version"]["created"]) == (0, False)
-    assert "the same content is there already" in told.err
+    answer = remote("upload", "--json")
+    assert (answer.code, answer.json["version"]["created"]) == (0, False)
+    assert "the same content exists already" in answer.err
     assert len(names(instance)) == 1
     assert len(instance.asked("POST .*upload_version")) == 1
 
 
 def test_another_image_is_another_version(instance, remote):
     remote("upload")
-    told = remote("upload", "--image", "registry.example.com/flotilla:9", "--json")
-    assert told.json["version"]["created"] is True
+    answer = remote("upload", "--image", "registry.example.com/flotilla:9", "--json")
+    assert answer.json["version"]["created"] is True
     assert len(names(instance)) == 2
     assert len(instance.store.pipelines) == 1
     newest = list(instance.store.versions.values())[-1]
@@ -89,17 +89,17 @@ def test_a_pipeline_left_without_a_version_gets_one(instance, remote):
 def test_somebody_who_was_faster_has_done_our_work(instance, remote, path):
     # What was asked is done, and answered as what another one has done.
     instance.faults.add(path, 409, times=1, late=True)
-    told = remote("upload")
-    assert told.code == 0
+    answer = remote("upload")
+    assert answer.code == 0
     assert len(names(instance)) == 1
 
 
-def test_a_conflict_without_a_cause_is_told(instance, remote):
+def test_a_conflict_without_a_cause_is_reported(instance, remote):
     instance.faults.add("POST .*upload_version", 409)
-    told = remote("upload")
-    assert told.code == 1
-    assert "answered 409" in told.err
-    assert told.err.count("\n") == 1
+    answer = remote("upload")
+    assert answer.code == 1
+    assert "answered 409" in answer.err
+    assert answer.err.count("\n") == 1
 
 
 def sizes(instance):
@@ -113,13 +113,13 @@ def test_of_many_versions_few_are_asked_for(instance, remote, uploaded):
     for number in range(250):
         more = {**version, "pipeline_version_id": f"id-{number}", "display_name": f"v{number}"}
         instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
-    told = remote("upload", "--json")
-    assert told.json["version"]["name"] == uploaded
+    answer = remote("upload", "--json")
+    assert answer.json["version"]["name"] == uploaded
     # Each comes with its whole spec.
     assert sizes(instance) == [5, 1]
     instance.requests.clear()
-    told = remote("upload", "--image", MINE, "--json")
-    assert told.json["version"]["created"] is True
+    answer = remote("upload", "--image", MINE, "--json")
+    assert answer.json["version"]["created"] is True
     assert sizes(instance) == [5, 1]
 
 
@@ -129,25 +129,25 @@ def test_names_that_hold_the_digest_are_read_over_pages(instance, remote, upload
         more = {**version, "pipeline_version_id": f"id-{number}"}
         more |= {"display_name": f"copy-{number}-of-{uploaded}"}
         instance.store.versions[f"id-{number}"] = {**more, "created_at": "2026-05-05T00:00:00Z"}
-    told = remote("upload", "--json")
-    assert told.json["version"]["name"] == uploaded
+    answer = remote("upload", "--json")
+    assert answer.json["version"]["name"] == uploaded
     assert sizes(instance) == [5, 5, 1]
 
 
 def test_what_was_uploaded_now_is_the_newest(remote):
     for image in ((), ("--image", MINE)):
-        told = remote("upload", *image, "--json")
-        assert (told.json["version"]["created"], told.json["version"]["newest"]) == (True, True)
-        assert "newest" not in told.err
+        answer = remote("upload", *image, "--json")
+        assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (True, True)
+        assert "newest" not in answer.err
 
 
 def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
     older = remote("upload", "--json").json["version"]["name"]
     newer = remote("upload", "--image", MINE, "--json").json["version"]["name"]
-    told = remote("upload", "--json")
-    assert (told.code, told.json["version"]["name"]) == (0, older)
-    assert (told.json["version"]["created"], told.json["version"]["newest"]) == (False, False)
-    [line] = [line for line in told.err.splitlines() if "newest" in line]
+    answer = remote("upload", "--json")
+    assert (answer.code, answer.json["version"]["name"]) == (0, older)
+    assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (False, False)
+    [line] = [line for line in answer.err.splitlines() if "newest" in line]
     assert line == (
         f"it is not the newest: `submit` and `schedule` take {newer}, or this one by "
         f"--version {older}"
@@ -160,32 +160,32 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
     taken = [run["pipeline_version_reference"]["pipeline_version_id"]
              for run in instance.store.runs.values()]  # fmt: skip
     assert [ids[each] for each in taken] == [newer, older]
-    told = remote("upload", "--image", MINE, "--json")
-    assert (told.json["version"]["created"], told.json["version"]["newest"]) == (False, True)
-    assert "newest" not in told.err
+    answer = remote("upload", "--image", MINE, "--json")
+    assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (False, True)
+    assert "newest" not in answer.err
 
 
 def test_of_two_in_one_second_the_instance_says_which_is_newest(instance, remote, monkeypatch):
     monkeypatch.setattr(instance.store, "_now", lambda: "2026-01-02T03:04:05Z")
     first = remote("upload", "--json").json["version"]["name"]
-    told = remote("upload", "--image", MINE, "--json")
-    assert (told.json["version"]["created"], told.json["version"]["newest"]) == (True, False)
-    assert f"take {first}, or this one" in told.err
+    answer = remote("upload", "--image", MINE, "--json")
+    assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (True, False)
+    assert f"take {first}, or this one" in answer.err
 
 
 def test_what_is_uploaded_stays_when_the_last_look_fails(instance, remote):
     instance.faults.add("GET .*page_size=1&", 500, times=1)
-    told = remote("upload", "--json")
-    assert (told.code, told.json["status"]) == (1, "failed")
-    assert told.err.startswith("uploaded: ")
-    told = remote("upload", "--json")
-    assert (told.json["version"]["created"], told.json["version"]["newest"]) == (False, True)
+    answer = remote("upload", "--json")
+    assert (answer.code, answer.json["status"]) == (1, "failed")
+    assert answer.err.startswith("uploaded: ")
+    answer = remote("upload", "--json")
+    assert (answer.json["version"]["created"], answer.json["version"]["newest"]) == (False, True)
 
 
 def test_a_version_that_is_gone_at_once(instance, remote):
     instance.faults.add("GET .*page_size=1&", 200, body=b"{}")
-    told = remote("upload", "--json")
-    assert (told.code, told.json["version"]["newest"]) == (0, True)
+    answer = remote("upload", "--json")
+    assert (answer.code, answer.json["version"]["newest"]) == (0, True)
 
 
 def test_where_pipelines_are_kept_in_kubernetes(instance, remote):
@@ -201,10 +201,10 @@ def test_where_pipelines_are_kept_in_kubernetes(instance, remote):
 
 
 def test_the_default_image_is_remarked_on(remote, tmp_path):
-    told = remote("upload", "--json")
-    assert told.err.endswith(REMARK)
-    assert len(told.out.splitlines()) == 1
-    assert told.json["status"] == "done"
+    answer = remote("upload", "--json")
+    assert answer.err.endswith(REMARK)
+    assert len(answer.out.splitlines()) == 1
+    assert answer.json["status"] == "done"
     assert REMARK in remote("upload").err
     remote("compile", "-o", tmp_path / "ours.yaml")
     assert REMARK in remote("upload", tmp_path / "ours.yaml").err
@@ -220,8 +220,8 @@ def test_another_image_is_not_remarked_on(remote, tmp_path):
                                   "{inputDefinitions: {parameters: {image: {}}}}"])  # fmt: skip
 def test_a_pipeline_without_a_default_image(remote, tmp_path, root):
     (tmp_path / "p.yaml").write_text(OTHER.replace("{dag: {tasks: {}}}", root))
-    told = remote("upload", tmp_path / "p.yaml")
-    assert (told.code, REMARK in told.err) == (0, False)
+    answer = remote("upload", tmp_path / "p.yaml")
+    assert (answer.code, REMARK in answer.err) == (0, False)
 
 
 def test_in_a_namespace(instance, remote):
@@ -232,7 +232,7 @@ def test_in_a_namespace(instance, remote):
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "answer"),
     [
         ("none.yaml", None, (1, "cannot read")),
         ("p.zip", b"PK", (2, "does not end with .yaml")),
@@ -243,26 +243,26 @@ def test_in_a_namespace(instance, remote):
         ("p.yaml", b"pipelineInfo: {name: 5}\nroot: {}", (2, "holds no compiled pipeline")),
     ],
 )
-def test_what_is_no_pipeline(remote, tmp_path, name, content, told):
+def test_what_is_no_pipeline(remote, tmp_path, name, content, answer):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     found = remote("upload", tmp_path / name)
-    assert (found.code, found.err.count("\n")) == (told[0], 1)
-    assert told[1] in found.err
+    assert (found.code, found.err.count("\n")) == (answer[0], 1)
+    assert answer[1] in found.err
 
 
 def test_an_image_for_what_is_compiled(remote, tmp_path):
     (tmp_path / "p.yaml").write_text(OTHER)
-    told = remote("upload", tmp_path / "p.yaml", "--image", "a:b")
-    assert (told.code, "omit one" in told.err) == (2, True)
+    answer = remote("upload", tmp_path / "p.yaml", "--image", "a:b")
+    assert (answer.code, "omit one" in answer.err) == (2, True)
 
 
 def test_no_image(remote):
-    told = remote("upload", "--image", "A B")
-    assert (told.code, "is not the name of an image" in told.err) == (2, True)
+    answer = remote("upload", "--image", "A B")
+    assert (answer.code, "is not the name of an image" in answer.err) == (2, True)
 
 
 def test_a_blank_name(instance, remote):
-    told = remote("upload", "--name", "  ")
-    assert (told.code, "--name is blank" in told.err) == (2, True)
+    answer = remote("upload", "--name", "  ")
+    assert (answer.code, "--name is blank" in answer.err) == (2, True)
     assert not instance.requests

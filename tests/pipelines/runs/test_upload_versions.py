@@ -71,26 +71,26 @@ def test_a_name_that_looks_like_an_id(instance, remote):
 def test_the_version_of_another_pipeline_is_none_of_this_one(instance, remote, compiled):
     other = instance.store.create_pipeline({"display_name": "other"})
     version = instance.store.add_version(other["pipeline_id"], "v", "", dict(compiled.spec))
-    told = remote("submit", "--version", version["pipeline_version_id"])
-    assert (told.code, told.err.count("\n")) == (1, 1)
-    assert "has no version" in told.err
+    answer = remote("submit", "--version", version["pipeline_version_id"])
+    assert (answer.code, answer.err.count("\n")) == (1, 1)
+    assert "has no version" in answer.err
 
 
 def test_a_version_is_guessed_among_the_newest(instance, remote):
     more_versions(instance, *(f"release-{number}" for number in range(40)))
-    told = remote("submit", "--version", "relaese-39")
-    assert (told.code, "did you mean 'release-39'?" in told.err) == (1, True)
-    told = remote("submit", "--version", "zzz")
-    assert (told.code, "newest: release-39" in told.err) == (1, True)
+    answer = remote("submit", "--version", "relaese-39")
+    assert (answer.code, "did you mean 'release-39'?" in answer.err) == (1, True)
+    answer = remote("submit", "--version", "zzz")
+    assert (answer.code, "newest: release-39" in answer.err) == (1, True)
     assert all("page_size=100" not in each for each in instance.asked("GET .*/versions"))
 
 
 def test_a_pipeline_without_a_version(instance, remote):
     instance.store.versions.clear()
     for words in ((), ("--version", "v")):
-        told = remote("submit", *words)
-        assert (told.code, told.err.count("\n")) == (1, 1)
-        assert "has no version: upload one with `flotilla upload`" in told.err
+        answer = remote("submit", *words)
+        assert (answer.code, answer.err.count("\n")) == (1, 1)
+        assert "has no version: upload one with `flotilla upload`" in answer.err
 
 
 def older(instance):
@@ -103,7 +103,7 @@ def test_an_older_version_gets_what_it_knows(instance, remote, uploaded):
     older(instance)
     assert remote("submit").code == 0
     assert "training_patience" not in the_run(instance)["runtime_config"]["parameters"]
-    told = remote("submit", "--set", "training.patience=3")
-    assert told.code == 2
-    assert f"version {uploaded} of flotilla-training does not know training_patience" in told.err
+    answer = remote("submit", "--set", "training.patience=3")
+    assert answer.code == 2
+    assert f"version {uploaded} of flotilla-training does not know training_patience" in answer.err
     assert len(instance.store.runs) == 1
