@@ -89,7 +89,7 @@ def _write(output: Path, text: str) -> None:
 DIGEST_LENGTH, COMMIT_LENGTH = 12, 7
 # Seven times as fast, where PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-ENDINGS = (".yaml", ".yml")
+SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def package_of(file: Path | None, image: str) -> Package:
         raise ConfigError(
             f"--image is for compiling, and {file} is compiled already: omit one of them"
         )
-    if file.suffix not in ENDINGS:
+    if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} does not end with .yaml: give a compiled pipeline")
     return _parse_package(file)
 

@@ -180,7 +180,7 @@ def closing_table(result: RunResult) -> Table:
     return table
 
 
-def shown_place(uri: str) -> str:
+def display_path(uri: str) -> str:
     """Return a path where there is one, below the current folder a relative one."""
     path = storage.local_path(uri) if uri else None
     if path is None:
@@ -192,12 +192,12 @@ def shown_place(uri: str) -> str:
 def _where(step: StepRecord) -> str:
     if step.status == "cached" and not step.uri:
         return "KFP's cache does not say"
-    return shown_place(step.uri)
+    return display_path(step.uri)
 
 
 def _metrics(metrics: Mapping[str, Any]) -> str:
-    shown = [(name, value) for name, value in metrics.items() if not isinstance(value, list | dict)]
-    return " ".join(f"{name}={_short(value)}" for name, value in shown[:4])
+    plain = [(name, value) for name, value in metrics.items() if not isinstance(value, list | dict)]
+    return " ".join(f"{name}={_short(value)}" for name, value in plain[:4])
 
 
 def _short(value: object) -> str:

@@ -70,13 +70,13 @@ def show_model(
     from rich.table import Table
 
     from pipelines import models as registered
-    from pipelines.cli.display import Terminal, shown_place
+    from pipelines.cli.display import Terminal, display_path
     from trainer.report.report import formatted
 
     found = registered.details(registered.root_of(root, workdir), name, version)
     row = asdict(found.version)
     table = Table(box=None, pad_edge=False, show_header=False)
-    for key, value in {**row, **found.lineage, "where": shown_place(found.uri)}.items():
+    for key, value in {**row, **found.lineage, "where": display_path(found.uri)}.items():
         table.add_row(key.replace("_", " "), escape(formatted(value)))
     made = [
         {"promotion": each.number, "version": each.version, "by": each.by, "created": each.created}

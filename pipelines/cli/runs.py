@@ -80,10 +80,10 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
             artifacts={"run": found.page},
             more={"steps": found.states},
         )
-    return _shown(found)
+    return _answer_on(found)
 
 
-def _shown(result: RunResult) -> Answer:
+def _answer_on(result: RunResult) -> Answer:
     """Return the answer on a run; the command itself went well."""
     from dataclasses import replace
 

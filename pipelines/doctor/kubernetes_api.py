@@ -86,7 +86,7 @@ class Kubernetes:
         return self._namespace or self._connection.namespace
 
     @property
-    def is_told(self) -> bool:
+    def is_named(self) -> bool:
         """Whether the namespace was named, and not left to the context."""
         return bool(self._namespace)
 
@@ -178,7 +178,7 @@ def namespace(kubernetes: Kubernetes) -> Finding:
     if phase != "Active":
         message = f"{name} is {phase}: nothing can be created there"
         return Finding("fail", message, f"kubectl get namespace {name} --output yaml")
-    if not kubernetes.is_told:
+    if not kubernetes.is_named:
         return Finding("ok", f"{name}, to which the context leads; --namespace names another")
     return Finding("ok", name)
 

@@ -113,7 +113,7 @@ def test_what_is_wrong_is_one_line(flotilla, words, code, message):
     assert message in err
 
 
-def test_a_champion_that_is_gone_is_shown_as_far_as_it_is_there(flotilla, workdir):
+def test_a_champion_that_is_gone_leaves_the_other_versions(flotilla, workdir):
     root = storage.uri_of(workdir)
     storage.delete(registry.version(root, "digits", 2).uri)
     code, out, _ = flotilla("list", "--json")

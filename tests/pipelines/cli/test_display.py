@@ -35,7 +35,7 @@ def progress(step, time, **fields):
 
 
 @pytest.fixture
-def shown(capsys):
+def lines_of(capsys):
     """Show events, and return the lines on standard error; nothing goes to standard output."""
 
     def show(*events):
@@ -62,8 +62,8 @@ def table_of(events, width=80):
     return console.file.getvalue()
 
 
-def test_the_course_of_the_steps(shown):
-    assert shown(
+def test_the_course_of_the_steps(lines_of):
+    assert lines_of(
         *done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)
     ) == [
         "prepare_data ...",
@@ -73,28 +73,30 @@ def test_the_course_of_the_steps(shown):
     ]
 
 
-def test_an_interrupted_step(shown):
-    assert shown(ended("train_model", "interrupted", 130)) == ["train_model interrupted in 1.5 s"]
+def test_an_interrupted_step(lines_of):
+    assert lines_of(ended("train_model", "interrupted", 130)) == [
+        "train_model interrupted in 1.5 s"
+    ]
 
 
-def test_progress_without_a_terminal_is_a_line_now_and_then(shown):
+def test_progress_without_a_terminal_is_a_line_now_and_then(lines_of):
     times = {20: 1000.0, 40: 1004.9, 60: 1005.0, 80: 1009.9, 100: 1010.1}
-    assert shown(*(progress(step, time) for step, time in times.items())) == [
+    assert lines_of(*(progress(step, time) for step, time in times.items())) == [
         "global step 20/300  loss 0.2500  100 steps/s  12 s left",
         "global step 60/300  loss 0.2500  100 steps/s  12 s left",
         "global step 100/300  loss 0.2500  100 steps/s  12 s left",
     ]
 
 
-def test_progress_without_a_terminal_draws_nothing(shown):
-    text = "".join(shown(progress(20, 1000.0), *done("train_model")))
+def test_progress_without_a_terminal_draws_nothing(lines_of):
+    text = "".join(lines_of(progress(20, 1000.0), *done("train_model")))
     assert "\x1b" not in text
     assert "━" not in text
 
 
 @pytest.mark.usefixtures("terminal")
-def test_progress_with_a_terminal_is_a_bar(shown):
-    text = "".join(shown(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
+def test_progress_with_a_terminal_is_a_bar(lines_of):
+    text = "".join(lines_of(begun("train_model"), progress(20, 1.0), progress(150, 1.1)))
     assert "150/300" in text
     assert "loss 0.2500" in text
     assert "━" in text
@@ -103,15 +105,15 @@ def test_progress_with_a_terminal_is_a_bar(shown):
 
 
 @pytest.mark.usefixtures("terminal")
-def test_with_a_terminal_a_second_training_begins_a_new_bar(shown):
+def test_with_a_terminal_a_second_training_begins_a_new_bar(lines_of):
     events = [progress(20, 1.0), *done("train_model"), progress(40, 2.0, steps=50)]
-    text = "".join(shown(*events))
+    text = "".join(lines_of(*events))
     assert "40/50" in text
 
 
 @pytest.mark.usefixtures("terminal")
-def test_with_a_terminal_the_status_has_a_colour(shown):
-    text = "".join(shown(ended("train_model", "failed", 1)))
+def test_with_a_terminal_the_status_has_a_colour(lines_of):
+    text = "".join(lines_of(ended("train_model", "failed", 1)))
     assert "\x1b[31mfailed\x1b[0m" in text
 
 
@@ -127,8 +129,8 @@ def test_the_terminal_is_left_as_it_was_after_an_error(capsys):
     assert capsys.readouterr().err.count("\x1b[?25h") == 1
 
 
-def test_incidents_are_reported(shown):
-    assert shown(
+def test_incidents_are_reported(lines_of):
+    assert lines_of(
         AttemptBegin(global_step=0, steps=9, resumed=False),
         Restart(task="worker-0", cause="signal SIGKILL", restarts=1),
         AttemptBegin(global_step=500, steps=900, resumed=True),
@@ -138,8 +140,8 @@ def test_incidents_are_reported(shown):
     ]
 
 
-def test_tasks_that_are_silent_or_given_up_are_reported(shown):
-    assert shown(
+def test_tasks_that_are_silent_or_given_up_are_reported(lines_of):
+    assert lines_of(
         Stalled(tasks=("ps-0", "worker-1"), seconds=120.0),
         EvaluatorLeft(reason="no [room]"),
         TaskFailed(
@@ -154,13 +156,15 @@ def test_tasks_that_are_silent_or_given_up_are_reported(shown):
     ]  # fmt: skip
 
 
-def test_a_damaged_checkpoint_is_reported_on_one_line(shown):
+def test_a_damaged_checkpoint_is_reported_on_one_line(lines_of):
     uri, reason = "file:///" + "long/" * 40, "[bold]variables.index[/bold] is missing"
-    assert shown(CheckpointPassedOver(uri=uri, reason=reason)) == [f"passed over {uri}: {reason}"]
+    assert lines_of(CheckpointPassedOver(uri=uri, reason=reason)) == [
+        f"passed over {uri}: {reason}"
+    ]
 
 
-def test_an_event_that_is_of_no_interest_shows_nothing(shown):
-    assert shown(RunBegin(run_id="digits-1", number=1)) == []
+def test_an_event_that_is_of_no_interest_shows_nothing(lines_of):
+    assert lines_of(RunBegin(run_id="digits-1", number=1)) == []
 
 
 def test_the_table_has_a_row_for_every_step():
@@ -266,9 +270,9 @@ class TestTerminal:
         assert (ended.returncode, ended.stderr) == (3, b"")
 
 
-def test_what_a_run_begins_with_and_whose_lease_it_took(shown):
+def test_what_a_run_begins_with_and_whose_lease_it_took(lines_of):
     held = {"uri": "file:///c", "holder": "run a (process 7 on h)"}
-    assert shown(
+    assert lines_of(
         NewestVersion(dataset="digits", version="1.0.0"),
         FromScratch(reason="digits has no champion yet below file:///r"),
         WarmStart(uri="gs://b/step-00000005"),

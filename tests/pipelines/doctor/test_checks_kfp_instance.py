@@ -86,7 +86,7 @@ def test_a_namespace_of_others_is_found_out(doctor, instance):
     instance.closed[EXPERIMENTS] = 403
     report = doctor(options=("--endpoint", instance.url, "-n", "theirs"))
     assert report.failed() == ["KFP instance"]
-    assert "does not allow it: name your --namespace" in of(report)["message"]
+    assert "does not permit it: give --namespace" in of(report)["message"]
 
 
 def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance):
@@ -96,7 +96,7 @@ def test_an_instance_for_one_user_is_not_asked_for_a_namespace(doctor, instance)
     assert (report.code, of(report)["message"]) == (0, f"{instance.url} is KFP 2.17.0")
 
 
-def test_a_token_is_sent_and_never_told(doctor, instance, tmp_path):
+def test_a_token_is_sent_and_never_printed(doctor, instance, tmp_path):
     (tmp_path / "token").write_text("ey-secret", encoding="utf-8")
     instance.status = 401
     options = ("--endpoint", instance.url, "--token-file", str(tmp_path / "token"))

@@ -160,7 +160,7 @@ def test_where_the_current_folder_was_removed(doctor, tmp_path):
     assert "the current folder was removed" in report.err
 
 
-def test_a_module_beside_the_person_is_found(doctor):
+def test_a_module_in_the_current_folder_is_found(doctor):
     Path("my_models.py").write_text("raise SystemExit('it is not imported')", encoding="utf-8")
     assert doctor("model.name=my_models:build")["configuration"]["state"] == "ok"
 

@@ -176,7 +176,7 @@ def test_logs_without_following_end_at_once(remote, started, workflow):
     assert (answer.code, answer.out) == (0, "so far\n")
 
 
-def test_a_log_that_is_gone_is_reported_and_the_others_are_shown(
+def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     instance, remote, started, workflow
 ):
     for step in ("prepare_data", "train_model"):

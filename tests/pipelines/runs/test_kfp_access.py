@@ -47,7 +47,7 @@ def test_what_is_no_url(endpoint):
         found(endpoint=endpoint)
 
 
-def test_a_password_in_the_endpoint_is_refused_and_not_told():
+def test_a_password_in_the_endpoint_is_refused_and_not_printed():
     with pytest.raises(ConfigError, match="carries a user or password") as refused:
         found(endpoint=f"http://me:{TOKEN}@kfp")
     assert TOKEN not in str(refused.value)

@@ -99,7 +99,7 @@ def test_status_of_a_run_that_goes_on(remote, run_id, play):
     assert answer.json["steps"] == {"prepare_data": "SUCCEEDED", "train_model": "RUNNING"}
 
 
-def test_on_a_terminal_it_stands_in_the_table(instance, remote, monkeypatch):
+def test_on_a_terminal_it_is_in_the_table(instance, remote, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     instance.store.play = [*BLESSED]

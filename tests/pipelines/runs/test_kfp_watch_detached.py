@@ -116,7 +116,7 @@ def test_before_the_start_is_known(instance, calling):
     assert "whether the run was started is not known: see `flotilla runs`" in err
 
 
-def test_new_tries_are_not_told_one_by_one(instance, calling, uploaded):
+def test_retries_are_not_printed_one_by_one(instance, calling, uploaded):
     instance.faults.add("GET .*/pipelines", 503, times=2)
     process = calling("submit")
     _, err = process.communicate(timeout=60)

@@ -126,7 +126,7 @@ def test_on_a_given_dataset_it_prepares_none(resumed):
 
 
 def test_report_and_cost_count_both_starts_and_the_status_is_that_of_the_last(resumed):
-    run_id, root = resumed.told["run_id"], storage.uri_of(resumed.workdir)
+    run_id, root = resumed.answer["run_id"], storage.uri_of(resumed.workdir)
     facts = gather_report.gathered("", root, run_id, resumed.folder)
     tries = [each for each in facts["tries"] if each["step"] == "train_model"]
     assert [each["status"] for each in tries] == ["interrupted", "done"]

@@ -88,8 +88,8 @@ def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, mon
     dataset = first.answer["artifacts"]["dataset"]
     checkpoint = _noisy(config, dataset, first.answer["artifacts"]["checkpoint"], tmp_path)
     given = (config.model_dump_json(), root, "noise")
-    shown = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
-    evaluation = evaluate_model.run_step(*given, dataset, checkpoint, *shown)
+    ui_artifacts = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+    evaluation = evaluate_model.run_step(*given, dataset, checkpoint, *ui_artifacts)
     assert check_gate.run_step(*given, evaluation, str(tmp_path / "decision")) == "refused"
     decision = (tmp_path / "decision").read_text()
     rules = json.loads(storage.read_file(decision, "decision.json"))["rules"]

@@ -62,7 +62,7 @@ def test_the_closing_table_says_what_there_is_and_where(prepared):
     assert "file:" not in text
 
 
-def test_everything_lies_below_the_workdir(prepared):
+def test_everything_is_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
     assert names - {".lock"} == {"datasets", prepared.answer["run_id"]}

@@ -89,7 +89,7 @@ class TestBlessed:
         assert list(blessed.path_of("model").glob("serving/digits/*/saved_model.pb"))
         assert (blessed.path_of("model") / "model.keras").is_file()
 
-    def test_the_report_stands_below_the_run_and_needs_nothing(self, blessed):
+    def test_the_report_is_below_the_run_and_needs_nothing(self, blessed):
         assert blessed.path_of("report") == blessed.folder / "report.html"
         page = Page((blessed.folder / "report.html").read_text(encoding="utf-8"))
         assert page.words[1] == "blessed"
@@ -136,7 +136,7 @@ class TestBlessed:
         kept = load_config(blessed.folder / "config.json")
         assert (kept.training.steps, kept.gate.min) == (STEPS, {"accuracy": 0.5})
 
-    def test_nothing_lies_beside_the_workdir(self, blessed, workdir):
+    def test_nothing_is_next_to_the_workdir(self, blessed, workdir):
         assert [path.name for path in workdir.parent.iterdir()] == ["runs"]
         assert not list(workdir.rglob("*.part"))
         assert not (blessed.folder / "tmp").exists()

@@ -104,7 +104,7 @@ def test_a_refusal_leaves_what_was_there(instance, remote):
     assert the_schedule(instance)["recurring_run_id"] == before
 
 
-def test_names_stand_beside_each_other_over_pages(instance, remote):
+def test_names_are_found_over_pages(instance, remote):
     remote(*NIGHTLY)
     made = the_schedule(instance)
     for number in range(150):

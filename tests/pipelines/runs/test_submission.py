@@ -129,7 +129,7 @@ PROMOTED = [
 ]
 
 
-def test_a_blessed_run_is_0_with_its_figures(instance, remote):
+def test_a_blessed_run_is_0_with_its_metrics(instance, remote):
     instance.store.play = [*PROMOTED]
     answer = remote("submit", "--wait", "--json")
     assert answer.code == 0
@@ -143,7 +143,7 @@ def test_a_blessed_run_is_0_with_its_figures(instance, remote):
                for line in answer.out.splitlines())  # fmt: skip
 
 
-def test_on_a_terminal_a_table_lives(instance, remote, monkeypatch):
+def test_on_a_terminal_a_table_is_updated(instance, remote, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     instance.store.play = [*PROMOTED]
@@ -264,7 +264,7 @@ def test_an_answer_that_is_lost_leaves_the_start_open(instance, remote):
     assert len(instance.store.runs) == 1
 
 
-def test_words_of_the_instance_are_shown_as_they_are(instance, remote):
+def test_words_of_the_instance_are_printed_unchanged(instance, remote):
     body = b'{"message": "[/red] is no [bold]step\\u001b[31m"}'
     instance.faults.add("GET .*/runs/[^/]+$", 503, times=3, body=body)
     instance.store.play = [*PROMOTED]
