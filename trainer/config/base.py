@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 #: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53
+_Default = TypeVar("_Default")
+
+
+def key(default: _Default, description: str, **limits: Any) -> _Default:
+    """Return the field of a key; its description is shown in the reference and by KFP."""
+    return Field(default, description=description, **limits)  # type: ignore[no-any-return]
 
 
 class Section(BaseModel):

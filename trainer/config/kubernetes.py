@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
-from trainer.config.base import Free, Section, Whole
+from trainer.config.base import Free, Section, Whole, key
 from trainer.topology import ROLES
 
 SHARED_MEMORY, SCRATCH = "shared-memory", "scratch"
@@ -66,8 +66,8 @@ _OWN_KEYS = ("training.kubeflow.org/", "flotilla/")
 class ResourcesConfig(Section):
     """Resources of a pod, by name: cpu, memory, ephemeral-storage, ..."""
 
-    requests: dict[Key, Quantity] = Field({}, description="reserved by the scheduler")
-    limits: dict[Key, Quantity] = Field({}, description="most that a pod may use")
+    requests: dict[Key, Quantity] = key({}, "reserved by the scheduler")
+    limits: dict[Key, Quantity] = key({}, "most that a pod may use")
 
 
 class VolumeConfig(Section):
@@ -76,50 +76,44 @@ class VolumeConfig(Section):
     name: Label = Field(description="name of the volume")
     mount_path: Folder = Field(description="folder in the container")
     source: Free = Field(min_length=1, description="such as {persistentVolumeClaim: {...}}")
-    read_only: bool = Field(False, description="mount read-only")
+    read_only: bool = key(False, "mount read-only")
 
 
 class PodConfig(Section):
     """The pods of one role, or of all."""
 
-    image: str = Field(
-        "", pattern=r"^\S*$", description="container image; that of the pipeline when empty"
+    image: str = key("", "container image; that of the pipeline when empty", pattern=r"^\S*$")
+    image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
+        "", "when the image is pulled; Kubernetes decides when empty"
     )
-    image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = Field(
-        "", description="when the image is pulled; Kubernetes decides when empty"
-    )
-    image_pull_secrets: tuple[Named, ...] = Field((), description="secrets of the image's registry")
-    command: tuple[str, ...] = Field((), description="in place of `python -m trainer task`")
+    image_pull_secrets: tuple[Named, ...] = key((), "secrets of the image's registry")
+    command: tuple[str, ...] = key((), "in place of `python -m trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
-    node_selector: dict[Key, LabelText] = Field({}, description="labels required of a node")
-    tolerations: tuple[Free, ...] = Field((), description="taints that the pods tolerate")
-    affinity: Free = Field({}, description="affinity in the form of Kubernetes")
-    priority_class: Name = Field("", description="priority class of the pods")
-    scheduler: Name = Field("", description="scheduler of the pods")
-    labels: dict[Key, LabelText] = Field({}, description="labels of the pods")
-    annotations: dict[Key, str] = Field({}, description="annotations of the pods")
-    service_account: Name = Field(
-        "", description="service account of the pods; empty: that of the step, in its namespace"
+    node_selector: dict[Key, LabelText] = key({}, "labels required of a node")
+    tolerations: tuple[Free, ...] = key((), "taints that the pods tolerate")
+    affinity: Free = key({}, "affinity in the form of Kubernetes")
+    priority_class: Name = key("", "priority class of the pods")
+    scheduler: Name = key("", "scheduler of the pods")
+    labels: dict[Key, LabelText] = key({}, "labels of the pods")
+    annotations: dict[Key, str] = key({}, "annotations of the pods")
+    service_account: Name = key(
+        "", "service account of the pods; empty: that of the step, in its namespace"
     )
-    volumes: tuple[VolumeConfig, ...] = Field((), description="further volumes")
-    shared_memory: Size = Field("", description="size of /dev/shm; the runtime's own when empty")
-    scratch: Size = Field("", description="size limit of the working folder; empty: no limit")
-    working_folder: str = Field(
-        "",
-        pattern=r"^(/[^:\s]+)?$",
-        description=f"working folder of a task; {WORKING_FOLDER} when empty",
+    volumes: tuple[VolumeConfig, ...] = key((), "further volumes")
+    shared_memory: Size = key("", "size of /dev/shm; the runtime's own when empty")
+    scratch: Size = key("", "size limit of the working folder; empty: no limit")
+    working_folder: str = key(
+        "", f"working folder of a task; {WORKING_FOLDER} when empty", pattern=r"^(/[^:\s]+)?$"
     )
-    env: dict[Variable, str] = Field({}, description="variables; no secrets: the job shows them")
-    env_from_secrets: tuple[Named, ...] = Field((), description="secrets; every key is a variable")
-    env_from_config_maps: tuple[Named, ...] = Field(
-        (), description="config maps; every key is a variable"
+    env: dict[Variable, str] = key({}, "variables; no secrets: the job shows them")
+    env_from_secrets: tuple[Named, ...] = key((), "secrets; every key is a variable")
+    env_from_config_maps: tuple[Named, ...] = key((), "config maps; every key is a variable")
+    secret_env: dict[Variable, SecretKey] = key({}, "variable to secret/key")
+    restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = key(
+        "", "ExitCode when empty, of the evaluator OnFailure"
     )
-    secret_env: dict[Variable, SecretKey] = Field({}, description="variable to secret/key")
-    restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = Field(
-        "", description="ExitCode when empty, of the evaluator OnFailure"
-    )
-    grace_seconds: Seconds = Field(
-        0, description="grace period from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
+    grace_seconds: Seconds = key(
+        0, "grace period from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
     )
 
     @field_validator("env", "secret_env")
@@ -152,32 +146,30 @@ class PodConfig(Section):
 class SchedulingConfig(Section):
     """Gang scheduling: all pods of the job, or none."""
 
-    gang: bool = Field(False, description="schedule all pods together")
-    min_available: int = Field(
-        0, ge=0, lt=2**31, description="pods that are enough to start; 0: all"
-    )
-    queue: Name = Field("", description="queue of the gang scheduler")
-    priority_class: Name = Field("", description="priority class of the group of pods")
-    timeout_seconds: Seconds = Field(0, description="limit for scheduling the group; 0: none")
+    gang: bool = key(False, "schedule all pods together")
+    min_available: int = key(0, "pods that are enough to start; 0: all", ge=0, lt=2**31)
+    queue: Name = key("", "queue of the gang scheduler")
+    priority_class: Name = key("", "priority class of the group of pods")
+    timeout_seconds: Seconds = key(0, "limit for scheduling the group; 0: none")
 
 
 class JobConfig(Section):
     """Settings of the whole job: `runPolicy` of the TFJob, and Kueue's queue."""
 
-    clean_pod_policy: Literal["Running", "All", "None"] = Field(
-        "Running", description="pods that are deleted when the job has ended"
+    clean_pod_policy: Literal["Running", "All", "None"] = key(
+        "Running", "pods that are deleted when the job has ended"
     )
-    ttl_seconds: Seconds = Field(86_400, description="time after which an ended job is deleted")
-    active_deadline_seconds: Seconds = Field(
-        604_800, ge=1, description="the operator ends the job after this time in any case"
+    ttl_seconds: Seconds = key(86_400, "time after which an ended job is deleted")
+    active_deadline_seconds: Seconds = key(
+        604_800, "the operator ends the job after this time in any case", ge=1
     )
-    backoff_limit: int | None = Field(
-        None, ge=0, lt=2**31, description="restarts that the operator allows; null: any number"
+    backoff_limit: int | None = key(
+        None, "restarts that the operator allows; null: any number", ge=0, lt=2**31
     )
-    queue_name: LabelOrNone = Field("", description="local queue of Kueue")
-    suspend: bool = Field(False, description="start suspended, until Kueue admits the job")
-    labels: dict[Key, LabelText] = Field({}, description="labels of the job")
-    annotations: dict[Key, str] = Field({}, description="annotations of the job")
+    queue_name: LabelOrNone = key("", "local queue of Kueue")
+    suspend: bool = key(False, "start suspended, until Kueue admits the job")
+    labels: dict[Key, LabelText] = key({}, "labels of the job")
+    annotations: dict[Key, str] = key({}, "annotations of the job")
     scheduling: SchedulingConfig = Field(SchedulingConfig())
 
     @field_validator("labels", "annotations")
@@ -189,31 +181,29 @@ class JobConfig(Section):
 class DeadlinesConfig(Section):
     """Seconds after which the launcher ends the job; 0: no limit."""
 
-    queueing: Seconds = Field(3600, description="until every pod has a node")
-    starting: Seconds = Field(900, description="then, until every task runs")
-    running: Seconds = Field(0, description="then, until the end")
-    stalling: Seconds = Field(1800, description="without progress of the chief")
-    unreachable: Seconds = Field(900, description="without an answer of the Kubernetes API")
-    heartbeat: Seconds = Field(
-        300, ge=1, description="without a heartbeat of the launcher, until the chief ends the job"
+    queueing: Seconds = key(3600, "until every pod has a node")
+    starting: Seconds = key(900, "then, until every task runs")
+    running: Seconds = key(0, "then, until the end")
+    stalling: Seconds = key(1800, "without progress of the chief")
+    unreachable: Seconds = key(900, "without an answer of the Kubernetes API")
+    heartbeat: Seconds = key(
+        300, "without a heartbeat of the launcher, until the chief ends the job", ge=1
     )
 
 
 class KubernetesConfig(Whole):
     """Settings of the TFJob launcher; as a run parameter one JSON text."""
 
-    namespace: LabelOrNone = Field("", description="namespace of the job; empty: that of the step")
-    gpu_resource: Key = Field("nvidia.com/gpu", description="name of the GPU resource")
-    chiefless: bool = Field(False, description="no chief: worker 0 leads and works")
+    namespace: LabelOrNone = key("", "namespace of the job; empty: that of the step")
+    gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")
+    chiefless: bool = key(False, "no chief: worker 0 leads and works")
     job: JobConfig = Field(JobConfig())
     deadlines: DeadlinesConfig = Field(DeadlinesConfig())
-    pod: PodConfig = Field(PodConfig(), description="settings for the pods of all roles")
-    chief: PodConfig = Field(PodConfig(), description="the same keys; they override those of pod")
-    ps: PodConfig = Field(PodConfig(), description="the same keys; they override those of pod")
-    worker: PodConfig = Field(PodConfig(), description="the same keys; they override those of pod")
-    evaluator: PodConfig = Field(
-        PodConfig(), description="the same keys; they override those of pod"
-    )
+    pod: PodConfig = key(PodConfig(), "settings for the pods of all roles")
+    chief: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
+    ps: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
+    worker: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
+    evaluator: PodConfig = key(PodConfig(), "the same keys; they override those of pod")
 
     @model_validator(mode="after")
     def _mounts_apart(self) -> KubernetesConfig:

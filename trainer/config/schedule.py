@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError, model_validator
 
-from trainer.config.base import Free, Section
+from trainer.config.base import Free, Section, key
 
 
 class ConstantArgs(Section):
@@ -18,7 +18,7 @@ class ConstantArgs(Section):
 class CosineArgs(Section):
     """Half a cosine from the learning rate to `alpha` times it, at the end of training."""
 
-    alpha: float = Field(0.0, ge=0, le=1, description="share of the rate that is left")
+    alpha: float = key(0.0, "share of the rate that is left", ge=0, le=1)
 
 
 class ExponentialArgs(Section):
@@ -26,7 +26,7 @@ class ExponentialArgs(Section):
 
     decay_steps: int = Field(ge=1, description="global steps of one decay")
     decay_rate: float = Field(gt=0, le=1, description="share that one decay leaves")
-    staircase: bool = Field(False, description="in steps, and not smoothly")
+    staircase: bool = key(False, "in steps, and not smoothly")
 
 
 class PiecewiseArgs(Section):
@@ -59,11 +59,11 @@ ARGS: dict[str, type[Section]] = {
 class ScheduleConfig(Section):
     """A schedule by name, after a linear warm-up; `args` are its own arguments."""
 
-    name: Literal["constant", "cosine", "exponential", "piecewise"] = Field(
-        "constant", description="learning rate schedule"
+    name: Literal["constant", "cosine", "exponential", "piecewise"] = key(
+        "constant", "learning rate schedule"
     )
-    warmup_steps: int = Field(0, ge=0, description="global steps of linear warm-up")
-    args: Free = Field({}, description="further arguments of the schedule")
+    warmup_steps: int = key(0, "global steps of linear warm-up", ge=0)
+    args: Free = key({}, "further arguments of the schedule")
 
     @model_validator(mode="after")
     def _known_args(self) -> ScheduleConfig:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from trainer.config.base import MOST, Free, Section
+from trainer.config.base import MOST, Free, Section, key
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.config.schedule import ScheduleConfig
 from trainer.errors import nearest
@@ -57,19 +57,17 @@ def _known(kind: str, value: str, allowed: Collection[str]) -> str:
 class DataConfig(Section):
     """The dataset, its splits and its shards."""
 
-    dataset: str = Field("digits", min_length=1, description="TFDS name, or package.module:Builder")
-    version: str = Field("", description="dataset version; the newest when empty")
-    manual_dir: str = Field(
-        "", description="folder with the official files, if there is no network"
+    dataset: str = key("digits", "TFDS name, or package.module:Builder", min_length=1)
+    version: str = key("", "dataset version; the newest when empty")
+    manual_dir: str = key("", "folder with the official files, if there is no network")
+    shards: int = key(8, "files of the training split", ge=1, le=100_000)
+    validation: float = key(
+        0.1, "taken from training: a share below 1, a count from 1, 0 for none", ge=0
     )
-    shards: int = Field(8, ge=1, le=100_000, description="files of the training split")
-    validation: float = Field(
-        0.1, ge=0, description="taken from training: a share below 1, a count from 1, 0 for none"
+    partition: Literal["disjoint", "reshuffle"] = key(
+        "disjoint", "disjoint: own shards for each worker; reshuffle: all data on each"
     )
-    partition: Literal["disjoint", "reshuffle"] = Field(
-        "disjoint", description="disjoint: own shards for each worker; reshuffle: all data on each"
-    )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of the split into train and validation")
+    seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
 
     @field_validator("validation")
     @classmethod
@@ -82,8 +80,8 @@ class DataConfig(Section):
 class ModelConfig(Section):
     """The Keras model."""
 
-    name: str = Field("mlp", description=f"{', '.join(MODELS)}, or package.module:function")
-    args: Free = Field({}, description="arguments of the model's function")
+    name: str = key("mlp", f"{', '.join(MODELS)}, or package.module:function")
+    args: Free = key({}, "arguments of the model's function")
 
     @field_validator("name")
     @classmethod
@@ -94,9 +92,9 @@ class ModelConfig(Section):
 class OptimizerConfig(Section):
     """A Keras optimizer by name; `args` are its further arguments."""
 
-    name: str = Field("adam", description=f"a Keras optimizer: {', '.join(OPTIMIZERS)}")
-    learning_rate: float = Field(0.003, gt=0, description="initial rate of the schedule")
-    args: Free = Field({}, description="further arguments of the optimizer, such as beta_1")
+    name: str = key("adam", f"a Keras optimizer: {', '.join(OPTIMIZERS)}")
+    learning_rate: float = key(0.003, "initial rate of the schedule", gt=0)
+    args: Free = key({}, "further arguments of the optimizer, such as beta_1")
 
     @field_validator("name")
     @classmethod
@@ -110,41 +108,31 @@ class OptimizerConfig(Section):
 class TrainingConfig(Section):
     """Steps, strategy, optimizer, checkpoints and validation."""
 
-    strategy: str = Field(
-        "async_parameter_server", description=f"{', '.join(STRATEGIES)}, or package.module:Class"
+    strategy: str = key(
+        "async_parameter_server", f"{', '.join(STRATEGIES)}, or package.module:Class"
     )
-    steps: int = Field(1500, ge=1, le=MOST, description="global steps (updates applied)")
-    batch_size: int = Field(64, ge=1, lt=2**31, description="examples of one replica in one step")
+    steps: int = key(1500, "global steps (updates applied)", ge=1, le=MOST)
+    batch_size: int = key(64, "examples of one replica in one step", ge=1, lt=2**31)
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
-    pull_every: int = Field(
-        1, ge=1, lt=2**31, description="local steps between pull and push: async_parameter_server"
+    pull_every: int = key(
+        1, "local steps between pull and push: async_parameter_server", ge=1, lt=2**31
     )
-    replicas_to_aggregate: int = Field(
-        0, ge=0, description="gradients of one update, 0: of all workers: sync_parameter_server"
+    replicas_to_aggregate: int = key(
+        0, "gradients of one update, 0: of all workers: sync_parameter_server", ge=0
     )
-    checkpoint_every: int = Field(
-        500, ge=1, le=MOST, description="global steps between checkpoints"
+    checkpoint_every: int = key(500, "global steps between checkpoints", ge=1, le=MOST)
+    checkpoint_seconds: float = key(0, "seconds between checkpoints; 0: none", ge=0)
+    keep: int = key(3, "retention: newest checkpoints, besides the best", ge=1, le=MOST)
+    validate_every: int = key(500, "global steps between validations; 0: none", ge=0, le=MOST)
+    patience: int = key(0, "stop after this many validations without gain; 0: never", ge=0, le=MOST)
+    stall_timeout: float = key(
+        120, "seconds without progress until a task is restarted", ge=1, le=MOST
     )
-    checkpoint_seconds: float = Field(0, ge=0, description="seconds between checkpoints; 0: none")
-    keep: int = Field(
-        3, ge=1, le=MOST, description="retention: newest checkpoints, besides the best"
-    )
-    validate_every: int = Field(
-        500, ge=0, le=MOST, description="global steps between validations; 0: none"
-    )
-    patience: int = Field(
-        0, ge=0, le=MOST, description="stop after this many validations without gain; 0: never"
-    )
-    stall_timeout: float = Field(
-        120, ge=1, le=MOST, description="seconds without progress until a task is restarted"
-    )
-    mixed_precision: bool = Field(False, description="compute in 16 bits (bfloat16)")
-    jit_compile: bool = Field(False, description="compile the step with XLA")
-    warm_start: str = Field(
-        "", description="start with the weights of a checkpoint: its URI, or champion"
-    )
-    seed: int = Field(0, ge=0, lt=2**31, description="seed of weights and of the order of examples")
+    mixed_precision: bool = key(False, "compute in 16 bits (bfloat16)")
+    jit_compile: bool = key(False, "compile the step with XLA")
+    warm_start: str = key("", "start with the weights of a checkpoint: its URI, or champion")
+    seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
 
     @field_validator("warm_start")
     @classmethod
@@ -163,39 +151,31 @@ class TrainingConfig(Section):
 class ClusterConfig(Section):
     """The tasks of the cluster, and where they run."""
 
-    launcher: Launcher = Field(
-        "local", description="what starts the tasks: local processes, or a TFJob on Kubernetes"
+    launcher: Launcher = key(
+        "local", "what starts the tasks: local processes, or a TFJob on Kubernetes"
     )
-    parameter_servers: int = Field(1, ge=1, le=1000, description="parameter servers")
-    workers: int = Field(2, ge=1, le=10_000, description="workers; up to data.shards")
-    evaluator: bool = Field(False, description="evaluate each checkpoint in a task of its own")
-    gpus_per_worker: int = Field(0, ge=0, le=1000, description="GPUs of one worker")
-    gpu_memory_mb: int = Field(
-        0, ge=0, le=MOST, description="fixed share of each GPU; 0: grow on demand"
+    parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
+    workers: int = key(2, "workers; up to data.shards", ge=1, le=10_000)
+    evaluator: bool = key(False, "evaluate each checkpoint in a task of its own")
+    gpus_per_worker: int = key(0, "GPUs of one worker", ge=0, le=1000)
+    gpu_memory_mb: int = key(0, "fixed share of each GPU; 0: grow on demand", ge=0, le=MOST)
+    communication: Literal["auto", "ring", "nccl"] = key(
+        "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
     )
-    communication: Literal["auto", "ring", "nccl"] = Field(
-        "auto", description="how mirrored workers exchange gradients; nccl needs GPUs"
+    placement: dict[str, str] = key({}, 'parameter server by variable glob, {"hidden_0/*": "ps:0"}')
+    existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
+    in_process: bool = key(False, "run the servers as threads, for a debugger")
+    max_restarts: int = key(
+        3, "restarts of all tasks together, without the evaluator", ge=0, le=MOST
     )
-    placement: dict[str, str] = Field(
-        {}, description='parameter server by variable glob, {"hidden_0/*": "ps:0"}'
-    )
-    existing_servers: bool = Field(False, description="join running servers, named by TF_CONFIG")
-    in_process: bool = Field(False, description="run the servers as threads, for a debugger")
-    max_restarts: int = Field(
-        3, ge=0, le=MOST, description="restarts of all tasks together, without the evaluator"
-    )
-    kubernetes: KubernetesConfig = Field(
-        KubernetesConfig(), description="settings of the TFJob and its pods"
-    )
+    kubernetes: KubernetesConfig = key(KubernetesConfig(), "settings of the TFJob and its pods")
 
 
 class EvaluationConfig(Section):
     """The evaluation on the test split."""
 
-    batch_size: int = Field(1000, ge=1, lt=2**31, description="examples of one evaluation batch")
-    slices: tuple[str, ...] = Field(
-        (), description="features to slice the metrics by, besides the label"
-    )
+    batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
+    slices: tuple[str, ...] = key((), "features to slice the metrics by, besides the label")
 
 
 class GateConfig(Section):
@@ -205,19 +185,13 @@ class GateConfig(Section):
     (`accuracy@label`), or of one part (`accuracy@label=7`).
     """
 
-    min: dict[str, float] = Field(
-        {"accuracy": 0.95}, description=f"lowest value by metric: {', '.join(METRICS)}"
+    min: dict[str, float] = key({"accuracy": 0.95}, f"lowest value by metric: {', '.join(METRICS)}")
+    max: dict[str, float] = key({}, "highest value by metric, as in min")
+    champion: Literal["not_worse", "better"] = key(
+        "not_worse", "required result of the comparison with the champion"
     )
-    max: dict[str, float] = Field({}, description="highest value by metric, as in min")
-    champion: Literal["not_worse", "better"] = Field(
-        "not_worse", description="required result of the comparison with the champion"
-    )
-    min_gain: float = Field(
-        0.0, ge=0, le=1, description="least gain in accuracy, with champion: better"
-    )
-    significance: float = Field(
-        0.05, gt=0, lt=1, description="level of the test against the champion"
-    )
+    min_gain: float = key(0.0, "least gain in accuracy, with champion: better", ge=0, le=1)
+    significance: float = key(0.05, "level of the test against the champion", gt=0, lt=1)
 
     @field_validator("min", "max")
     @classmethod
@@ -238,9 +212,8 @@ class GateConfig(Section):
 class ExportConfig(Section):
     """The formats of an exported model."""
 
-    formats: tuple[Literal["saved_model", "keras", "tflite", "tflite_int8"], ...] = Field(
-        ("saved_model", "keras"),
-        description="formats of the exported model; saved_model is required",
+    formats: tuple[Literal["saved_model", "keras", "tflite", "tflite_int8"], ...] = key(
+        ("saved_model", "keras"), "formats of the exported model; saved_model is required"
     )
 
     @field_validator("formats")
@@ -255,18 +228,14 @@ class ExportConfig(Section):
 class RegistryConfig(Section):
     """Limits that an exported model has to keep to become the champion."""
 
-    max_megabytes: float = Field(0, ge=0, description="megabytes of all files; 0: no limit")
-    max_milliseconds: float = Field(
-        0, ge=0, description="latency of one example in a fresh process; 0: no limit"
-    )
+    max_megabytes: float = key(0, "megabytes of all files; 0: no limit", ge=0)
+    max_milliseconds: float = key(0, "latency of one example in a fresh process; 0: no limit", ge=0)
 
 
 class StorageConfig(Section):
     """The root of published directories."""
 
-    root: str = Field(
-        "", description="URI below which a run publishes; empty: the workdir, or the pipeline root"
-    )
+    root: str = key("", "URI below which a run publishes; empty: the workdir, or the pipeline root")
 
     @field_validator("root")
     @classmethod
@@ -279,8 +248,8 @@ class StorageConfig(Section):
 class Config(Section):
     """One run."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?$")] = Field(
-        "digits", description="name of the model in the registry"
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9._-]{0,48}[a-z0-9])?$")] = key(
+        "digits", "name of the model in the registry"
     )
     data: DataConfig = Field(DataConfig())
     model: ModelConfig = Field(ModelConfig())
