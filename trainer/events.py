@@ -21,12 +21,13 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
 
 VARIABLE = "FLOTILLA_EVENTS"
 MARK = '{"event": '
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
+_hints = cache(get_type_hints)
 
 
 def now() -> float:
@@ -34,14 +35,20 @@ def now() -> float:
     return round(time.time(), 3)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Event:
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(field,))
+class _Frozen:
+    """Makes each subclass a frozen dataclass with arguments by name."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, kw_only=True)(cls)
+
+
+class Event(_Frozen):
     """The base of all kinds; the time is no part of whether two are equal."""
 
     time: float = field(default_factory=now, compare=False)
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunBegin(Event):
     """A run on this machine was started, or resumed: `number` counts from 1."""
 
@@ -49,17 +56,14 @@ class RunBegin(Event):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunEnd(Event):
     """The pipeline of a run on this machine has run to its end."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Interrupted(Event):
     """A run on this machine was asked to end: it starts no step but the exit step."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepBegin(Event):
     """A pipeline step begins; `inputs` are the URIs that KFP may have taken from its cache."""
 
@@ -92,12 +96,10 @@ class StepResult:
     uri: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
 class StepEnd(Event, StepResult):
     """A pipeline step ends."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class AttemptBegin(Event):
     """The chief begins to train at a global step; `resumed` from a checkpoint of this run."""
 
@@ -106,7 +108,6 @@ class AttemptBegin(Event):
     resumed: bool
 
 
-@dataclass(frozen=True, kw_only=True)
 class Progress(Event):
     """A stretch of training steps is done.
 
@@ -131,7 +132,6 @@ class Progress(Event):
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
 class Saved(Event):
     """A checkpoint is written on this machine; training waited for `seconds`."""
 
@@ -140,7 +140,6 @@ class Saved(Event):
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointPublished(Event):
     """A checkpoint is published."""
 
@@ -148,7 +147,6 @@ class CheckpointPublished(Event):
     global_step: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class CheckpointPassedOver(Event):
     """A checkpoint cannot be read; an older one is used."""
 
@@ -156,14 +154,12 @@ class CheckpointPassedOver(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class UploadFailed(Event):
     """A checkpoint could not be uploaded yet."""
 
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Restart(Event):
     """A training task is started again; `restarts` counts incidents, this one included."""
 
@@ -172,7 +168,6 @@ class Restart(Event):
     restarts: int
 
 
-@dataclass(frozen=True, kw_only=True)
 class TaskFailed(Event):
     """A training task failed for good."""
 
@@ -182,7 +177,6 @@ class TaskFailed(Event):
     last_lines: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
 class Stalled(Event):
     """Training made no progress for `seconds`, and these tasks did not answer."""
 
@@ -190,14 +184,12 @@ class Stalled(Event):
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True)
 class EvaluatorLeft(Event):
     """Training continues without its evaluator."""
 
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class Validation(Event):
     """The evaluator measured a checkpoint; `created` is the time in its manifest."""
 
@@ -206,7 +198,6 @@ class Validation(Event):
     metrics: Mapping[str, Any]
 
 
-@dataclass(frozen=True, kw_only=True)
 class LeaseTakenOver(Event):
     """The lease of a folder of checkpoints was taken over from a holder that is gone."""
 
@@ -215,7 +206,6 @@ class LeaseTakenOver(Event):
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class LeaseAwaited(Event):
     """The holder of a lease may be dead; the lease is waited for."""
 
@@ -224,7 +214,6 @@ class LeaseAwaited(Event):
     until: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class NewestVersion(Event):
     """No version of the dataset was named; this is its newest."""
 
@@ -232,21 +221,18 @@ class NewestVersion(Event):
     version: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class WarmStart(Event):
     """Training begins with the weights of another checkpoint."""
 
     uri: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class FromScratch(Event):
     """There is no champion yet to begin with."""
 
     reason: str
 
 
-@dataclass(frozen=True, kw_only=True)
 class UserCodeFailed(Event):
     """The user's own code raised an error in a training task."""
 
@@ -331,11 +317,6 @@ def from_tree(kind: type[Record], tree: object) -> Record | None:
 @cache
 def _kinds() -> dict[str, type[Event]]:
     return {name_of(kind): kind for kind in Event.__subclasses__()}
-
-
-@cache
-def _hints(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind)
 
 
 def _checked(value: Any, hint: Any) -> Any:

@@ -186,23 +186,39 @@ def restore(
     found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
 ) -> None:
     """Assign the values of the checkpoint to all `variables`; raises `UserError` on a misfit."""
-    _read(found.folder, variables, found.uri, io_device)
+    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
+    checkpoint = tf.train.Checkpoint(variables=dict(variables))
+    try:
+        # The checkpoint may hold more, such as the optimizer's part.
+        status = checkpoint.read(str(found.folder / PREFIX), options).expect_partial()
+        status.assert_existing_objects_matched()
+    except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
+            f"({reason}); train the same ones, or begin a new run"
+        ) from None
 
 
-def restore_model(uri: str, model: keras.Model, scratch: Path) -> storage.Manifest:
+def fetch(uri: str, folder: Path) -> RestoredCheckpoint:
+    """Fetch and verify one checkpoint; raises `UserError` where it is missing, damaged or none."""
+    if (kind := storage.read_manifest(uri).kind) != KIND:
+        raise UserError(f"{uri} is of kind {kind!r} and not a checkpoint")
+    fields = storage.fetch(uri, folder).fields
+    step = int(fields["global_step"])
+    return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=fields)
+
+
+def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckpoint:
     """Assign the values of the checkpoint at `uri` to the variables of a model.
 
     Raises:
         UserError: the checkpoint is missing or damaged, or does not fit the model.
     """
-    folder = scratch / "checkpoint"
-    kind = storage.read_manifest(uri).kind
-    if kind != KIND:
-        raise UserError(f"{uri} is of kind {kind!r} and not a checkpoint")
-    manifest = storage.fetch(uri, folder)
+    found = fetch(uri, scratch / "checkpoint")
     named = {f"model/{variable.path}": variable.value for variable in model.variables}
-    _read(folder, named, uri, None)
-    return manifest
+    restore(found, named, io_device=None)
+    return found
 
 
 def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
@@ -214,23 +230,6 @@ def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | 
         last = error.message.strip().split("\n\n")[-1].splitlines()[0]
         reason = last.rpartition("; ")[2]
         raise UserError(f"cannot write a checkpoint to {prefix.parent}: {reason}") from None
-
-
-def _read(
-    folder: Path, variables: Mapping[str, tf.Variable], uri: str, io_device: str | None
-) -> None:
-    options = tf.train.CheckpointOptions(experimental_io_device=io_device)
-    checkpoint = tf.train.Checkpoint(variables=dict(variables))
-    try:
-        # The checkpoint may hold more, such as the optimizer's part.
-        status = checkpoint.read(str(folder / PREFIX), options).expect_partial()
-        status.assert_existing_objects_matched()
-    except (ValueError, AssertionError, tf.errors.InvalidArgumentError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"the checkpoint {uri} does not fit model and optimizer of the configuration "
-            f"({reason}); train the same ones, or begin a new run"
-        ) from None
 
 
 def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) -> None:

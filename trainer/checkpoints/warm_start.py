@@ -12,10 +12,9 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from trainer import events, storage
+from trainer import events
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.checkpoints import RestoredCheckpoint
-from trainer.checkpoints.index import KIND
 from trainer.config.schema import CHAMPION
 from trainer.errors import ConfigError, UserError
 
@@ -37,16 +36,10 @@ def fetched(uri: str, scratch: Path) -> RestoredCheckpoint | None:
         raise ConfigError(
             f"{_KEY}: the pipeline resolves the champion; give a task the URI of a checkpoint"
         )
-    folder = scratch / "warm"
     try:
-        manifest = storage.read_manifest(uri)
-        if manifest.kind != KIND:
-            raise UserError(f"{uri} is of kind {manifest.kind!r} and not a checkpoint")
-        storage.fetch(uri, folder)
+        return checkpoints.fetch(uri, scratch / "warm")
     except UserError as error:
         raise UserError(f"{_KEY}: {error}") from None
-    step = int(manifest.fields["global_step"])
-    return RestoredCheckpoint(uri=uri, global_step=step, folder=folder, fields=manifest.fields)
 
 
 def load(
@@ -66,14 +59,14 @@ def load(
 def _refuse_another(found: RestoredCheckpoint, own: Mapping[str, tf.Variable]) -> None:
     there = _shapes(found)
     for path, variable in own.items():
-        shape = variable.shape.as_list()
+        name, shape = path.removeprefix(_MODEL), variable.shape.as_list()
         if path not in there:
-            _refuse(found, f"it has no {_named(path)} {shape}")
+            _refuse(found, f"it has no {name} {shape}")
         if there[path] != shape:
-            _refuse(found, f"{_named(path)} is {there[path]} there and {shape} in this model")
-    for path in sorted(there):
-        if path not in own:
-            _refuse(found, f"it has {_named(path)} {there[path]}, which this model has not")
+            _refuse(found, f"{name} is {there[path]} there and {shape} in this model")
+    for path in sorted(there.keys() - own.keys()):
+        name = path.removeprefix(_MODEL)
+        _refuse(found, f"it has {name} {there[path]}, which this model has not")
 
 
 def _refuse(found: RestoredCheckpoint, what: str) -> None:
@@ -81,10 +74,6 @@ def _refuse(found: RestoredCheckpoint, what: str) -> None:
         f"{_KEY}: {found.uri} is the checkpoint of another model: {what}; name one of the same "
         "model section, or leave it empty"
     )
-
-
-def _named(path: str) -> str:
-    return path.removeprefix(_MODEL)
 
 
 def _shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:

@@ -7,6 +7,7 @@ name in the reference.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
@@ -59,8 +60,20 @@ SecretKey = Annotated[
     StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$"),
 ]
 Seconds = Annotated[int, Field(ge=0, le=MOST_SECONDS)]
-_OPERATORS_OWN = ("TF_CONFIG", "FLOTILLA_")
-_OWN_KEYS = ("training.kubeflow.org/", "flotilla/")
+
+
+def _refuse_reserved(*prefixes: str) -> Callable[[dict[str, str]], dict[str, str]]:
+    def check(names: dict[str, str]) -> dict[str, str]:
+        for name in names:
+            if name.startswith(prefixes):
+                raise ValueError(f"{name} is set by Flotilla or by the operator")
+        return names
+
+    return check
+
+
+_refuse_reserved_variables = _refuse_reserved("TF_CONFIG", "FLOTILLA_")
+_refuse_reserved_keys = _refuse_reserved("training.kubeflow.org/", "flotilla/")
 
 
 class ResourcesConfig(Section):
@@ -116,21 +129,8 @@ class PodConfig(Section):
         0, "grace period from SIGTERM to SIGKILL, for a last checkpoint; 0: 120"
     )
 
-    @field_validator("env", "secret_env")
-    @classmethod
-    def _not_the_operators(cls, names: dict[str, str]) -> dict[str, str]:
-        for name in names:
-            if name.startswith(_OPERATORS_OWN):
-                raise ValueError(f"{name} is set by Flotilla or by the operator")
-        return names
-
-    @field_validator("labels", "annotations")
-    @classmethod
-    def _not_our_own(cls, names: dict[str, str]) -> dict[str, str]:
-        for name in names:
-            if name.startswith(_OWN_KEYS):
-                raise ValueError(f"{name} is set by Flotilla or by the operator")
-        return names
+    _variables_of_the_user = field_validator("env", "secret_env")(_refuse_reserved_variables)
+    _keys_of_the_user = field_validator("labels", "annotations")(_refuse_reserved_keys)
 
     @model_validator(mode="after")
     def _volumes_apart(self) -> PodConfig:
@@ -172,10 +172,7 @@ class JobConfig(Section):
     annotations: dict[Key, str] = key({}, "annotations of the job")
     scheduling: SchedulingConfig = Field(SchedulingConfig())
 
-    @field_validator("labels", "annotations")
-    @classmethod
-    def _not_our_own(cls, names: dict[str, str]) -> dict[str, str]:
-        return PodConfig._not_our_own(names)
+    _keys_of_the_user = field_validator("labels", "annotations")(_refuse_reserved_keys)
 
 
 class DeadlinesConfig(Section):

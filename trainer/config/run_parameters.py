@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Literal, TypeGuard, get_args, get_origin
+from functools import reduce
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
 
-from trainer.config.base import Whole
+from trainer.config.base import Section, Whole
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
@@ -41,7 +43,7 @@ def run_parameters() -> tuple[Parameter, ...]:
 
 def to_parameters(config: Config) -> dict[str, Any]:
     """Return the value of every run parameter for `config`."""
-    return {p.name: _flat(_at(config, p.key), p) for p in run_parameters()}
+    return {p.name: _flat(config, p) for p in run_parameters()}
 
 
 def from_parameters(values: Mapping[str, Any]) -> Config:
@@ -63,7 +65,7 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
     for name, field in model.model_fields.items():
         key = (*path, name)
         kind = field.annotation
-        if _is_of_parameters(kind):
+        if isinstance(kind, type) and issubclass(kind, Section) and not issubclass(kind, Whole):
             yield from _leaves(kind, key)
             continue
         is_json = kind not in _SCALARS and not isinstance(field.default, str)
@@ -92,10 +94,6 @@ def _choices(kind: Any) -> list[str]:
     return [word for each in get_args(kind) for word in _choices(each)]
 
 
-def _is_of_parameters(kind: Any) -> TypeGuard[type[BaseModel]]:
-    return isinstance(kind, type) and issubclass(kind, BaseModel) and not issubclass(kind, Whole)
-
-
 def _text(value: Any) -> str:
     """Return JSON; of a section only the values that are not the default."""
     if isinstance(value, BaseModel):
@@ -103,24 +101,16 @@ def _text(value: Any) -> str:
     return json.dumps(value)
 
 
-def _at(config: Config, key: tuple[str, ...]) -> Any:
-    value: Any = config
-    for part in key:
-        value = getattr(value, part)
-    return value
-
-
-def _flat(value: Any, parameter: Parameter) -> Any:
+def _flat(config: Config, parameter: Parameter) -> Any:
+    value: Any = reduce(getattr, parameter.key, config)
     return _text(value) if parameter.is_json else parameter.type(value)
 
 
 def _deep(value: Any, parameter: Parameter) -> Any:
     if not parameter.is_json:
         return value
-    try:
+    with suppress(ValueError):
         return json.loads(value)
-    except ValueError:
-        pass
     try:
         return parse_value(value)
     except ConfigError:

@@ -16,7 +16,8 @@ import json
 import math
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +74,8 @@ class Decision:
     @property
     def reasons(self) -> tuple[str, ...]:
         """One line for each rule that decided: those that failed, or all when all passed."""
-        return _reasons(self.rules)
+        failed = tuple(str(rule) for rule in self.rules if not rule.passed)
+        return failed or tuple(map(str, self.rules)) or ("gate.min and gate.max hold no rule",)
 
 
 def check(config: Config, evaluation: str, output: str) -> Decision:
@@ -107,11 +109,8 @@ def _measured(uri: str) -> dict[str, Any]:
 
 
 def _bounds(config: GateConfig, measured: Mapping[str, Any]) -> Iterator[Rule]:
-    bounds: tuple[tuple[Literal["min", "max"], Mapping[str, float]], ...] = (
-        ("min", config.min),
-        ("max", config.max),
-    )
-    for bound, thresholds in bounds:
+    bounds: dict[Literal["min", "max"], dict[str, float]] = {"min": config.min, "max": config.max}
+    for bound, thresholds in bounds.items():
         for name, threshold in thresholds.items():
             metric, _, part = name.partition("@")
             key = f"gate.{bound}"
@@ -165,32 +164,14 @@ def _against_champion(
     own, other = measured["metrics"]["accuracy"], champion["metrics"]["accuracy"]
     paired = champion["paired"]
     note = f"accuracy {own:.6g}, the champion's {other:.6g}, on the same examples"
+    rule = partial(Rule, note=note)
+    tested = partial(rule, threshold=config.significance, key="gate.significance")
     if config.champion == "not_worse":
-        yield Rule(
-            metric="p_worse",
-            bound="min",
-            threshold=config.significance,
-            value=paired["p_worse"],
-            key="gate.significance",
-            note=note,
-        )
+        yield tested(metric="p_worse", bound="min", value=paired["p_worse"])
         return
-    yield Rule(
-        metric="gain",
-        bound="min",
-        threshold=config.min_gain,
-        value=own - other,
-        key="gate.min_gain",
-        note=note,
-    )
-    yield Rule(
-        metric="p_better",
-        bound="max",
-        threshold=config.significance,
-        value=paired["p_better"],
-        key="gate.significance",
-        note=note,
-    )
+    least = config.min_gain
+    yield rule(metric="gain", bound="min", threshold=least, value=own - other, key="gate.min_gain")
+    yield tested(metric="p_better", bound="max", value=paired["p_better"])
 
 
 def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
@@ -206,11 +187,6 @@ def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _reasons(rules: tuple[Rule, ...]) -> tuple[str, ...]:
-    failed = tuple(str(rule) for rule in rules if not rule.passed)
-    return failed or tuple(map(str, rules)) or ("gate.min and gate.max hold no rule",)
-
-
 def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
     outcome = BLESSED if decision.blessed else REFUSED
     tree = {
@@ -219,22 +195,20 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
         "rules": [row(rule) for rule in decision.rules],
         **origin,
     }
-    with tempfile.TemporaryDirectory(prefix="decision-") as folder:
+    publish_json(tree, decision.uri, kind=KIND, fields={"decision": outcome, **origin})
+
+
+def publish_json(
+    tree: Mapping[str, Any], uri: str, *, kind: str, fields: Mapping[str, Any]
+) -> storage.Manifest:
+    """Publish a directory that holds `<kind>.json` alone; raises as `storage.publish` does."""
+    with tempfile.TemporaryDirectory(prefix=f"{kind}-") as folder:
         text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-        Path(folder, "decision.json").write_text(text + "\n", encoding="utf-8")
-        storage.publish(
-            Path(folder), decision.uri, kind=KIND, fields={"decision": outcome, **origin}
-        )
+        Path(folder, f"{kind}.json").write_text(text + "\n", encoding="utf-8")
+        return storage.publish(Path(folder), uri, kind=kind, fields=fields)
 
 
 def row(rule: Rule) -> dict[str, Any]:
     """Return a rule as JSON."""
-    return {
-        "metric": rule.metric,
-        "key": rule.key,
-        "bound": rule.bound,
-        "threshold": rule.threshold,
-        "value": rule.value if math.isfinite(rule.value) else None,
-        "passed": rule.passed,
-        "note": rule.note,
-    }
+    value = rule.value if math.isfinite(rule.value) else None
+    return {**asdict(rule), "value": value, "passed": rule.passed}

@@ -11,7 +11,6 @@ Nothing is registered unless every rule passes.
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +20,7 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
-from trainer.promotion.gate import Rule, row
+from trainer.promotion.gate import Rule, publish_json, row
 
 KIND = "registration"
 PROMOTED = "promoted"
@@ -102,7 +101,9 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
             value = found["original_accuracy"] - found["accuracy"]
             limit = max(limit, 1 / found["accuracy_examples"])
         yield _at_most(f"difference of {form}", value, limit, "its tolerance")
-    yield _labelled(request.model, manifest)
+    count, wanted = len(_labels(request.model)), manifest.fields["num_classes"]
+    note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} classes"
+    yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
     if limits.max_megabytes:
         size = manifest.total_bytes / _MEGABYTE
@@ -118,13 +119,6 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
         changed = _changes(champion, request.model, manifest.fields)
         note = f"{changed} changed since {champion.uri}; give this model another name"
         yield _yes("same_signature", not changed, "the champion's", note if changed else "")
-
-
-def _labelled(model: str, manifest: storage.Manifest) -> Rule:
-    count = len(_labels(model))
-    wanted = manifest.fields["num_classes"]
-    note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} classes"
-    return _yes("labelled", count == wanted, "the model's", note)
 
 
 def _labels(model: str) -> list[str]:
@@ -169,11 +163,8 @@ def _publish(  # noqa: PLR0913
         "predecessor": champion.uri if champion else "",
         "lineage": dict(request.lineage),
     }
-    with tempfile.TemporaryDirectory(prefix="registration-") as folder:
-        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-        Path(folder, "registration.json").write_text(text + "\n", encoding="utf-8")
-        fields = {"decision": tree["decision"], "model": request.model}
-        storage.publish(Path(folder), request.output, kind=KIND, fields=fields)
+    fields = {"decision": tree["decision"], "model": request.model}
+    publish_json(tree, request.output, kind=KIND, fields=fields)
     return _read(request.output)
 
 

@@ -18,7 +18,6 @@ with, and `champion_checkpoint` is the one that a warm start begins from.
 
 from __future__ import annotations
 
-import json
 import secrets
 import tempfile
 from collections.abc import Mapping
@@ -30,6 +29,7 @@ from trainer import storage
 from trainer.errors import UserError, nearest
 from trainer.promotion import kserve
 from trainer.promotion.consensus import decide
+from trainer.promotion.gate import publish_json
 from trainer.storage import Manifest
 
 MODEL = "model"
@@ -214,12 +214,10 @@ def promote(  # noqa: PLR0913
         raise PromotionLostError(_lost(root, name, after))
     # Every caller publishes the decided promotion: its owner may be dead.
     decided = _claim(root, name, "promotions", after + 1, fields)
-    with tempfile.TemporaryDirectory(prefix="promotion-") as folder:
-        Path(folder, "promotion.json").write_text(json.dumps(decided) + "\n", encoding="utf-8")
-        try:
-            made = storage.publish(Path(folder), uri, kind=PROMOTION, fields=decided)
-        except storage.Conflict:
-            raise PromotionLostError(_lost(root, name, after)) from None
+    try:
+        made = publish_json(decided, uri, kind=PROMOTION, fields=decided)
+    except storage.Conflict:
+        raise PromotionLostError(_lost(root, name, after)) from None
     if decided != fields:
         raise PromotionLostError(_lost(root, name, after))
     return Promotion(
@@ -259,14 +257,8 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
     if not before:
         raise UserError(f"{name} has no champion before version {newest.version}")
     target = made[max(before)]
-    return promote(
-        root,
-        name,
-        target.version,
-        after=newest.number,
-        by=by,
-        restores=target.restores or target.number,
-    )
+    restores = target.restores or target.number
+    return promote(root, name, target.version, after=newest.number, by=by, restores=restores)
 
 
 def newest(root: str, name: str) -> int:

@@ -76,7 +76,8 @@ class AsyncParameterServer(Served):
         self.build_model(problem)
         self._tally = Tally(batch_size=self.config.training.batch_size)
         self._iterator = self.worker_batches(problem)
-        update = self._local_steps(problem) if self._pulls_seldom() else self._step(problem)
+        seldom = self.config.training.pull_every > 1
+        update = self._local_steps(problem) if seldom else self._step(problem)
         self._has_turned = False
         self._one_by_one, self._in_turns = self._closure(update, 1), self._closure(update, TURN)
         self._turn = turn_of(self.config.training.steps, whole=self.pulls_whole())
@@ -120,9 +121,6 @@ class AsyncParameterServer(Served):
             return tf.stack([tf.cast(each, tf.float64) for each in results])
 
         return closure  # type: ignore[no-any-return]
-
-    def _pulls_seldom(self) -> bool:
-        return self.config.training.pull_every > 1
 
     def _step(self, problem: Problem) -> Update:
         gradient = self.gradient(problem)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import signal
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -34,10 +34,9 @@ from trainer.strategies.fused_updates import fuse
 from trainer.strategies.parameter_server import Tally
 from trainer.strategies.strategy import (
     Batch,
+    KerasStrategy,
     Problem,
     Report,
-    Strategy,
-    checkpoint_variables,
     exact_counter,
     gradient_of,
 )
@@ -47,7 +46,7 @@ Loss = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _SEED = "seed_generator_state"
 
 
-class Replicated(Strategy):
+class Replicated(KerasStrategy):
     """Model and optimizer in the scope of a synchronous `tf.distribute` strategy."""
 
     @abstractmethod
@@ -64,7 +63,7 @@ class Replicated(Strategy):
         # A kernel cannot update a variable that has copies on several devices.
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
-        self._applied = exact_counter(self.optimizer)
+        self.applied = exact_counter(self.optimizer)
         # Keras would clip the gradients, which are a mean already, and then sum them.
         self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
@@ -78,18 +77,6 @@ class Replicated(Strategy):
             self._separate_seeds()
             self._has_own_seeds = True
         return Report(loss=float(self._steps_of(self._iterator, tf.constant(steps))) / steps)
-
-    def global_step(self) -> int:
-        """Return the optimizer's counter."""
-        return int(self._applied.numpy())
-
-    def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables; a read of one reads the first copy in this process."""
-        return checkpoint_variables(self.model, self.optimizer)
-
-    def learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
-        return float(tf.convert_to_tensor(self.optimizer.learning_rate))
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
@@ -185,20 +172,12 @@ class MultiWorkerMirrored(Replicated):
                 f"cluster.communication: nccl needs a GPU, and {self.task} sees none; "
                 "set it to ring or auto"
             )
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(self.cluster.spec()),
-            task_type=self.task.role,
-            task_id=self.task.index,
-            rpc_layer="grpc",
-            num_accelerators={"GPU": gpus},
-        )
+        implementations = tf.distribute.experimental.CommunicationImplementation
         options = tf.distribute.experimental.CommunicationOptions(
-            implementation=tf.distribute.experimental.CommunicationImplementation[
-                communication.upper()
-            ]
+            implementation=implementations[communication.upper()]
         )
         on_sigterm = signal.getsignal(signal.SIGTERM)
-        strategy = tf.distribute.MultiWorkerMirroredStrategy(resolver, options)
+        strategy = tf.distribute.MultiWorkerMirroredStrategy(self.resolver(GPU=gpus), options)
         # TensorFlow has replaced the handler.
         signal.signal(signal.SIGTERM, on_sigterm)
         return strategy

@@ -7,8 +7,8 @@ updates were.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -19,9 +19,8 @@ from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
     Batch,
+    KerasStrategy,
     Problem,
-    Strategy,
-    checkpoint_variables,
     exact_counter,
     gradient_of,
 )
@@ -52,7 +51,7 @@ def looks_up(model: keras.Model) -> bool:
     )
 
 
-class Served(Strategy):
+class Served(KerasStrategy):
     """A chief that leads workers, with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
@@ -64,13 +63,7 @@ class Served(Strategy):
         TensorFlow's strategy only gives the cluster to the coordinator. Its round-robin placement
         of variables is not used: they are placed by size.
         """
-        resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
-            tf.train.ClusterSpec(self.cluster.spec()),
-            task_type="chief",
-            task_id=0,
-            rpc_layer="grpc",
-        )
-        self.connected = tf.distribute.ParameterServerStrategy(resolver)
+        self.connected = tf.distribute.ParameterServerStrategy(self.resolver())
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.connected)
 
     def build_model(self, problem: Problem) -> None:
@@ -124,18 +117,6 @@ class Served(Strategy):
         parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
         return [float(sum(values)) for values in zip(*parts, strict=True)]
 
-    def global_step(self) -> int:
-        """Return the exact counter; read from the parameter server that holds it."""
-        return int(self.applied.numpy())
-
-    def variables(self) -> Mapping[str, tf.Variable]:
-        """Return the variables on the parameter servers."""
-        return checkpoint_variables(self.model, self.optimizer)
-
-    def learning_rate(self) -> float:
-        """Return the learning rate of the next update."""
-        return float(self.optimizer.learning_rate)
-
 
 class Tally:
     """Sums over one attempt of a chief."""
@@ -143,7 +124,7 @@ class Tally:
     def __init__(self, *, batch_size: int) -> None:
         """Begin at zero; a local step is `batch_size` examples."""
         self._batch_size = batch_size
-        self._steps: dict[str, int] = {}
+        self._steps = Counter[str]()
         self._staleness: deque[float] = deque(maxlen=STALENESS_WINDOW)
 
     def add(self, worker: str, steps: int, staleness: float | None = None) -> None:
@@ -152,7 +133,7 @@ class Tally:
         The staleness of an update is the number of other updates that were applied between its
         pull and its push.
         """
-        self._steps[worker] = self._steps.get(worker, 0) + steps
+        self._steps[worker] += steps
         if staleness is not None:
             self._staleness.append(staleness)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -142,6 +143,36 @@ class Strategy(ABC):
         """Disconnect from the cluster."""
 
 
+class KerasStrategy(Strategy):
+    """A strategy that builds a Keras `model` and `optimizer`, with the exact counter `applied`."""
+
+    model: keras.Model
+    optimizer: keras.optimizers.Optimizer
+    applied: tf.Variable
+
+    def resolver(self, **accelerators: int) -> tf.distribute.cluster_resolver.ClusterResolver:
+        """Return what tells TensorFlow the cluster, this task, and its accelerators by kind."""
+        return tf.distribute.cluster_resolver.SimpleClusterResolver(
+            tf.train.ClusterSpec(self.cluster.spec()),
+            task_type=self.task.role,
+            task_id=self.task.index,
+            rpc_layer="grpc",
+            num_accelerators=accelerators,
+        )
+
+    def global_step(self) -> int:
+        """Return the exact counter, from the device that holds it."""
+        return int(self.applied.numpy())
+
+    def variables(self) -> Mapping[str, tf.Variable]:
+        """Return the variables; a read of one with copies reads the first in this process."""
+        return checkpoint_variables(self.model, self.optimizer)
+
+    def learning_rate(self) -> float:
+        """Return the learning rate of the next update."""
+        return float(tf.convert_to_tensor(self.optimizer.learning_rate))
+
+
 def sum_of(losses: Sequence[Any]) -> tf.Tensor:
     """Return the sum of the losses of layers, of any shape and precision, as a scalar float32."""
     return sum((tf.reduce_sum(tf.cast(each, tf.float32)) for each in losses), tf.constant(0.0))
@@ -226,13 +257,7 @@ class MeasuredCopy:
     def __init__(self, build_model: Callable[[], keras.Model], totals: Totals) -> None:
         """Build the copy, after the cluster is connected: its devices are lost otherwise."""
         self._model = build_model()
-        model = self._model
-
-        @tf.function
-        def graph(part: tf.Tensor, of: int) -> list[tf.Tensor]:
-            return totals(model, part, of)
-
-        self._graph = graph
+        self._graph = tf.function(partial(totals, self._model))
 
     def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> list[float]:
         """Return the sums over one of `of` parts; `variables` are those of a checkpoint."""

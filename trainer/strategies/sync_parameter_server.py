@@ -30,7 +30,7 @@ from trainer.strategies.strategy import Problem, Report
 HUB = server_device(0)
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER = range(3)
-# A dense tensor, `IndexedSlices` of looked up rows, or None of an unused variable.
+# A dense tensor, or `IndexedSlices` of looked up rows; zeros of an unused variable.
 Gradient = Any
 
 
@@ -177,15 +177,16 @@ class SyncParameterServer(Served):
         Next to them the number of gradients that were taken and dropped, by worker.
         """
         taken = refused = tf.zeros([self._workers], tf.int64)
-        losses, total = tf.constant(0.0), None
+        losses, total = tf.constant(0.0), list[Gradient]()
         for _ in range(self._needed):
             what, loss, stale = self._next(step)
             gradient = self._staging.take(what[NUMBER])
-            total = gradient if total is None else added(total, gradient)
+            total = list(map(plus, total, gradient)) if total else gradient
             losses += loss
             taken += self._one_of(what[WORKER])
             refused += stale
-        return losses / self._needed, divided(total or [], self._needed), taken, refused
+        means = [over(each, self._needed) for each in total]
+        return losses / self._needed, means, taken, refused
 
     def _next(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it."""
@@ -292,15 +293,16 @@ class Staging:
         """Use a name that is unique, also among those of other attempts of the chief."""
         self._variables = variables
         self._name = name
-        self._sparse: list[bool | None] = []
+        self._by_device: dict[str, list[int]] = {}
+        for index, variable in enumerate(variables):
+            self._by_device.setdefault(variable.device, []).append(index)
+        self._sparse: list[bool] = []
 
     def put(self, number: tf.Tensor, gradients: Sequence[Gradient]) -> list[tf.Operation]:
         """Send a gradient to the servers; it is staged when all returned operations are done."""
-        self._sparse = [
-            None if each is None else isinstance(each, tf.IndexedSlices) for each in gradients
-        ]
+        self._sparse = [isinstance(each, tf.IndexedSlices) for each in gradients]
         sent = []
-        for device, indices in self._by_device().items():
+        for device, indices in self._by_device.items():
             values = [part for i in indices for part in _parts(gradients[i])]
             with tf.device(device):
                 sent.append(
@@ -320,7 +322,7 @@ class Staging:
         Whether its parts are rows or dense is known once `put` has been traced.
         """
         gradients: list[Gradient] = [None] * len(self._variables)
-        for device, indices in self._by_device().items():
+        for device, indices in self._by_device.items():
             dtypes = [dtype for i in indices for dtype in self._dtypes(i)]
             with tf.device(device):
                 values = tf.raw_ops.MapUnstage(
@@ -333,14 +335,6 @@ class Staging:
                 for i in indices:
                     gradients[i] = self._whole(i, [next(parts) for _ in self._dtypes(i)])
         return gradients
-
-    def _by_device(self) -> dict[str, list[int]]:
-        """Return the variables that have a gradient, by their server."""
-        found: dict[str, list[int]] = {}
-        for index, (variable, sparse) in enumerate(zip(self._variables, self._sparse, strict=True)):
-            if sparse is not None:
-                found.setdefault(variable.device, []).append(index)
-        return found
 
     def _dtypes(self, index: int) -> list[tf.DType]:
         dtype = self._variables[index].dtype
@@ -355,25 +349,14 @@ class Staging:
         return tf.IndexedSlices(values, rows, tf.constant(shape.as_list(), tf.int64))
 
 
-def added(one: list[Gradient], other: list[Gradient]) -> list[Gradient]:
-    """Return the sum of two gradients; sparse ones stay sparse."""
-    return [_plus(a, b) for a, b in zip(one, other, strict=True)]
-
-
-def divided(gradient: list[Gradient], count: int) -> list[Gradient]:
-    """Return a gradient over a number."""
-    return [_over(each, count) for each in gradient]
-
-
 def _parts(gradient: Gradient) -> list[tf.Tensor]:
     if isinstance(gradient, tf.IndexedSlices):
         return [gradient.values, tf.cast(gradient.indices, tf.int64)]
     return [gradient]
 
 
-def _plus(one: Gradient, other: Gradient) -> Gradient:
-    if one is None:
-        return None
+def plus(one: Gradient, other: Gradient) -> Gradient:
+    """Return the sum of two gradients of a variable; sparse ones stay sparse."""
     if isinstance(one, tf.IndexedSlices):
         values = tf.concat([one.values, other.values], 0)
         rows = tf.concat([one.indices, other.indices], 0)
@@ -381,7 +364,8 @@ def _plus(one: Gradient, other: Gradient) -> Gradient:
     return one + other
 
 
-def _over(gradient: Gradient, count: int) -> Gradient:
+def over(gradient: Gradient, count: int) -> Gradient:
+    """Return the gradient of a variable divided by a number."""
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values / count, gradient.indices, gradient.dense_shape)
-    return None if gradient is None else gradient / count
+    return gradient / count

@@ -23,6 +23,7 @@ from trainer.checkpoints.remote import checkpoints_of
 from trainer.cluster import signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
+from trainer.cluster.liveness import probe_peers
 from trainer.config.schema import Config
 from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec
@@ -32,13 +33,14 @@ from trainer.models import registry as models
 from trainer.models.registry import refused_input
 from trainer.models.spec import InputSpec
 from trainer.storage import Manifest
+from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
 from trainer.topology import Cluster, Task
-from trainer.training.input import NUMBER_FILE, PATTERN, VALIDATION_PATTERN, stage_input
+from trainer.training.input import PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
 from trainer.training.server import configure_gpus, serve_in_process
-from trainer.training.stall import StallWatch, stall_watch
+from trainer.training.stall import StallWatch
 
 # What TensorFlow raises in the chief when a server that it relies on is gone or was restarted.
 _LOST = (
@@ -68,24 +70,20 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stop_requested = signals.catch_stop_signals()
     dataset = storage.read_manifest(job.dataset)
-    _set_precision(job.config)
+    if job.config.training.mixed_precision:
+        # bfloat16 has the range of float32, so that no loss has to be scaled.
+        keras.mixed_precision.set_global_policy("mixed_bfloat16")
     configure_gpus(job.config, task)
     stage_input(job, cluster, task)
     if job.config.cluster.in_process and task.role == "chief":
         serve_in_process(cluster)
     strategy = create(job.config, cluster, task)
-    watch = stall_watch(strategy, cluster, task, job.workdir)
+    watch = StallWatch(strategy, partial(probe_peers, cluster, task), job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested)
     watch.begin()
     with _lost_cluster(strategy), refused_input(), checkpoints.flushed():
         train(job.config, strategy, checkpoints, hooks)
-
-
-def _set_precision(config: Config) -> None:
-    if config.training.mixed_precision:
-        # bfloat16 has the range of float32, so that no loss has to be scaled.
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
 
 
 def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -> Checkpoints:
@@ -138,7 +136,11 @@ def _lost_cluster(strategy: Strategy) -> Iterator[None]:
     except tf.errors.OpError as error:
         if not is_lost(error):
             raise
-        raise ClusterLostError(f"a task of the cluster is gone: {_cause(error)}") from error
+        # The line after the stack of the graph; the names of the tasks are on the next one.
+        first, *more = str(error).strip().split("\n\n")[-1].splitlines()
+        line = f"{first} {more[0]}" if more and first.endswith(":") else first
+        cause = re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", line)
+        raise ClusterLostError(f"a task of the cluster is gone: {cause}") from error
     finally:
         strategy.close()
 
@@ -149,14 +151,6 @@ def is_lost(error: tf.errors.OpError) -> bool:
         # A message that was damaged on its way, so that the server cannot parse it.
         return "Unable to parse request" in str(error)
     return isinstance(error, _LOST)
-
-
-def _cause(error: tf.errors.OpError) -> str:
-    """Return the line of TensorFlow's error that says what has happened, and to which task."""
-    # It follows the stack of the graph, and the names of the tasks follow it.
-    first, *more = str(error).strip().split("\n\n")[-1].splitlines()
-    line = f"{first} {more[0]}" if more and first.endswith(":") else first
-    return re.sub(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)", r"\1-\2", line)
 
 
 def _build_model(config: Config, inputs: InputSpec) -> keras.Model:
@@ -182,13 +176,12 @@ def _problem(
 
 def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
     """Return the batches of the task in whose working folder this graph runs."""
-    number = tf.strings.to_number(tf.io.read_file(NUMBER_FILE), tf.int32)
     return training_batches(
         spec,
         PATTERN,
         batch_size=config.training.batch_size,
         # Two workers on the same examples shuffle differently, and so does a resumed attempt.
-        seed=config.training.seed + start + 7919 * number,
+        seed=config.training.seed + start + 7919 * worker_number(),
     )
 
 

@@ -112,7 +112,9 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
     problem = hooks.make_problem(found.global_step if found else 0)
     strategy.build(problem)
-    _require_same_checkpoint(strategy, found.global_step if found else -1)
+    start = found.global_step if found else -1
+    if strategy.barrier(start, -start) != (start, -start):
+        raise ClusterLostError("the workers found different checkpoints: all have to begin again")
     if found:
         checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
     elif warm:
@@ -195,10 +197,11 @@ class _OuterLoop:
         return uri
 
     def _decide(self, step: int) -> _Decision:
+        every = self._training.checkpoint_seconds
         own = _Decision(
             stop=int(self._hooks.should_stop()),
             stop_early=int(self._stop_early),
-            save=int(self._checkpoint_is_due()),
+            save=int(0 < every <= time.monotonic() - self._saved_at),
             steps=self._pace.next_steps(step),
         )
         return _Decision(*self._strategy.barrier(*own))
@@ -260,21 +263,12 @@ class _OuterLoop:
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
         raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
 
-    def _checkpoint_is_due(self) -> bool:
-        every = self._training.checkpoint_seconds
-        return bool(every) and time.monotonic() - self._saved_at >= every
-
 
 def _origin(found: RestoredCheckpoint | None, warm: RestoredCheckpoint | None) -> str:
     """Return the checkpoint of the warm start with which the run began, or an empty text."""
     if found:
         return str(found.fields.get("warmed_from", ""))
     return warm.uri if warm else ""
-
-
-def _require_same_checkpoint(strategy: Strategy, start: int) -> None:
-    if strategy.barrier(start, -start) != (start, -start):
-        raise ClusterLostError("the workers found different checkpoints: all have to begin again")
 
 
 def _crossed(before: int, after: int, every: int, end: int) -> bool:

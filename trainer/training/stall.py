@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import NoReturn
 
 from trainer import events
-from trainer.cluster import liveness, termination
+from trainer.cluster import termination
 from trainer.cluster.liveness import STARTING_SECONDS, Peers
 from trainer.errors import BEGIN_AGAIN
 from trainer.strategies.strategy import Strategy
-from trainer.topology import Cluster, Task
 
 # How often the counter is read within the timeout.
 _READS = 4
@@ -111,8 +110,3 @@ class StallWatch:
             sys.stderr.write(f"flotilla: {message}\n")
             sys.stderr.flush()
         os._exit(BEGIN_AGAIN)
-
-
-def stall_watch(strategy: Strategy, cluster: Cluster, task: Task, folder: Path) -> StallWatch:
-    """Return the watch of a task that runs the outer loop."""
-    return StallWatch(strategy, lambda: liveness.probe_peers(cluster, task), folder)

@@ -1,4 +1,4 @@
-"""Gradients that wait on servers: dense, of rows, or none, always whole."""
+"""Gradients that wait on servers: dense or of rows, always whole."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from trainer.strategies.sync_parameter_server import Staging, added, divided
+from trainer.strategies.sync_parameter_server import Staging, over, plus
 
 ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
 
@@ -20,7 +20,7 @@ def variables() -> list[tf.Variable]:
 def gradient(scale: float, rows: list[int]) -> list[Any]:
     values = scale * tf.ones([len(rows), 2])
     slices = tf.IndexedSlices(values, tf.constant(rows), tf.constant([3, 2]))
-    return [scale * tf.constant([1.0, 2.0]), slices, None]
+    return [scale * tf.constant([1.0, 2.0]), slices, tf.constant(scale)]
 
 
 def staged(staging: Staging, number: int, parts: list[Any]) -> None:
@@ -43,12 +43,12 @@ def test_a_gradient_is_taken_by_its_number_as_it_was_put(variables):
     staging = Staging(variables, name="by number")
     staged(staging, 1, gradient(1.0, [0, 2]))
     staged(staging, 2, gradient(3.0, [1]))
-    dense, rows, none = taken(staging, 2)
+    dense, rows, scalar = taken(staging, 2)
     assert dense.numpy().tolist() == [3.0, 6.0]
     assert rows.indices.numpy().tolist() == [1]
     assert rows.values.numpy().tolist() == [[3.0, 3.0]]
     assert rows.dense_shape.numpy().tolist() == [3, 2]
-    assert none is None
+    assert scalar.numpy() == 3.0
     dense, rows, _ = taken(staging, 1)
     assert dense.numpy().tolist() == [1.0, 2.0]
     assert rows.indices.numpy().tolist() == [0, 2]
@@ -63,8 +63,9 @@ def test_places_do_not_share_their_gradients(variables):
 
 
 def test_the_mean_keeps_rows_as_rows():
-    dense, rows, none = divided(added(gradient(1.0, [0, 2]), gradient(3.0, [2])), 2)
+    sums = map(plus, gradient(1.0, [0, 2]), gradient(3.0, [2]))
+    dense, rows, scalar = (over(each, 2) for each in sums)
     assert dense.numpy().tolist() == [2.0, 4.0]
     assert tf.convert_to_tensor(rows).numpy().tolist() == [[0.5, 0.5], [0.0, 0.0], [2.0, 2.0]]
     assert rows.indices.shape == [3]
-    assert none is None
+    assert scalar.numpy() == 2.0
