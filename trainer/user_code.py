@@ -162,10 +162,7 @@ class _Finder(MetaPathFinder):
     """
 
     def find_spec(
-        self,
-        fullname: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Return where a top-level module is; packages know their own folders."""
         return None if path is not None else PathFinder.find_spec(fullname, [folder()], target)

@@ -25,11 +25,7 @@ class History:
     """Rows by global step; each has at least `global_step` and `seconds`."""
 
     def __init__(
-        self,
-        uri: str,
-        *,
-        start: int,
-        write: Callable[[str, bytes], None] = storage.write_bytes,
+        self, uri: str, *, start: int, write: Callable[[str, bytes], None] = storage.write_bytes
     ) -> None:
         """Read the rows up to global step `start` from below the checkpoints' `uri`."""
         self._uri = storage.join(uri, HISTORY_FILE)

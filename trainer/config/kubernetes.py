@@ -55,9 +55,7 @@ Quantity = Annotated[
 Size = Annotated[str, "quantity, such as `2Gi`", StringConstraints(pattern=rf"^({QUANTITY})?$")]
 Folder = Annotated[str, "path, such as `/data`", StringConstraints(pattern=r"^/[^:\s]+$")]
 SecretKey = Annotated[
-    str,
-    "`secret/key`",
-    StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$"),
+    str, "`secret/key`", StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")
 ]
 Seconds = Annotated[int, Field(ge=0, le=MOST_SECONDS)]
 

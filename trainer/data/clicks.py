@@ -79,9 +79,5 @@ class Clicks(tfds.core.GeneratorBasedBuilder):
         for index in chosen:
             yield (
                 index,
-                {
-                    "user": int(users[index]),
-                    "item": int(items[index]),
-                    "label": int(clicks[index]),
-                },
+                {"user": int(users[index]), "item": int(items[index]), "label": int(clicks[index])},
             )

@@ -44,10 +44,7 @@ class Digits(tfds.core.GeneratorBasedBuilder):
         }
 
     def _generate_examples(
-        self,
-        images: Any,
-        labels: Any,
-        chosen: Any,
+        self, images: Any, labels: Any, chosen: Any
     ) -> Iterator[tuple[int, dict[str, Any]]]:
         for index in chosen:
             yield int(index), {"image": images[index], "label": int(labels[index])}

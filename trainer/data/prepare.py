@@ -142,11 +142,7 @@ def _write(
     folder.mkdir()
     sizes = {name: split.num_examples for name, split in source.info.splits.items()}
     where = plan(
-        config.dataset,
-        sizes,
-        validation=config.validation,
-        shards=config.shards,
-        seed=config.seed,
+        config.dataset, sizes, validation=config.validation, shards=config.shards, seed=config.seed
     )
     save_record_features(selection, folder)
     return write(config.dataset, source, selection, where, folder)

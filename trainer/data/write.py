@@ -191,11 +191,7 @@ class Written:
 
 
 def write(
-    name: str,
-    source: tfds.core.DatasetBuilder,
-    selection: Selection,
-    plan: Plan,
-    folder: Path,
+    name: str, source: tfds.core.DatasetBuilder, selection: Selection, plan: Plan, folder: Path
 ) -> Written:
     """Write the shards of all splits into `folder`.
 

@@ -49,11 +49,7 @@ def two_tower(  # noqa: PLR0913
     given = spec.symbols()
     found = {
         name: ShardedEmbedding(
-            size,
-            dimension,
-            shards=min(shards, size),
-            unknown=unknown,
-            name=f"{name}_embedding",
+            size, dimension, shards=min(shards, size), unknown=unknown, name=f"{name}_embedding"
         )(given[name])
         for name, size in sizes.items()
     }

@@ -17,13 +17,7 @@ import tensorflow as tf
 
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
-from trainer.strategies.strategy import (
-    Batch,
-    KerasStrategy,
-    Problem,
-    exact_counter,
-    gradient_of,
-)
+from trainer.strategies.strategy import Batch, KerasStrategy, Problem, exact_counter, gradient_of
 
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"

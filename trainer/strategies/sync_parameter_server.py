@@ -121,10 +121,7 @@ class SyncParameterServer(Served):
             number = tf.raw_ops.ResourceCountUpTo(
                 resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
             )
-        with (
-            tf.control_dependencies(self._staging.put(number, found)),
-            tf.device(HUB),
-        ):
+        with tf.control_dependencies(self._staging.put(number, found)), tf.device(HUB):
             return self._announced.put(tf.stack([step, number, worker]), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
@@ -210,9 +207,7 @@ class _Watch:
     """
 
     def __init__(
-        self,
-        coordinator: tf.distribute.coordinator.ClusterCoordinator,
-        announced: NamedQueue,
+        self, coordinator: tf.distribute.coordinator.ClusterCoordinator, announced: NamedQueue
     ) -> None:
         self.error: Exception | None = None
         self._coordinator = coordinator
@@ -326,10 +321,7 @@ class Staging:
             dtypes = [dtype for i in indices for dtype in self._dtypes(i)]
             with tf.device(device):
                 values = tf.raw_ops.MapUnstage(
-                    key=number,
-                    indices=tf.range(len(dtypes)),
-                    dtypes=dtypes,
-                    shared_name=self._name,
+                    key=number, indices=tf.range(len(dtypes)), dtypes=dtypes, shared_name=self._name
                 )
                 parts = iter(values)
                 for i in indices:
