@@ -23,7 +23,8 @@ from benchmarks.baselines import tfds_input
 from benchmarks.baselines.mnist import VALIDATION
 from benchmarks.comparisons import Comparison, alternating
 from trainer import storage
-from trainer.data.read import DatasetSpec, stage_shards, training_batches
+from trainer.data.read import stage_shards, training_batches
+from trainer.data.spec import DatasetSpec
 
 ROUNDS = 3
 BATCH = 100

@@ -52,7 +52,11 @@ def select(name: str, info: Any) -> Selection:
     leaves = dict(_leaves(info.features, info.features.get_tensor_info()))
     inputs, label = _roles(name, info.supervised_keys, list(leaves))
     for feature in (*inputs, label):
-        _refuse_variable(name, feature, leaves[feature][1])
+        if not _is_fixed(tensor := leaves[feature][1]):
+            raise UserError(
+                f"data.dataset: the feature {feature!r} of {name} is {_form(tensor)}: examples "
+                f"differ in shape; {_OWN_BUILDER} that resizes or pads it to one shape"
+            )
     kept = {feature: _spec(tensor) for feature, (_, tensor) in leaves.items() if _is_fixed(tensor)}
     if left_out := sorted(leaves.keys() - kept.keys()):
         _log.info("%s: %s left out, the shape is not fixed", name, ", ".join(left_out))
@@ -139,14 +143,6 @@ def _below(key: str, leaves: list[str]) -> list[str]:
 
 def _is_fixed(tensor: Any) -> bool:
     return None not in tensor.shape and not tensor.dataset_lvl
-
-
-def _refuse_variable(name: str, feature: str, tensor: Any) -> None:
-    if not _is_fixed(tensor):
-        raise UserError(
-            f"data.dataset: the feature {feature!r} of {name} is {_form(tensor)}: examples differ "
-            f"in shape; {_OWN_BUILDER} that resizes or pads it to one shape"
-        )
 
 
 def _form(tensor: Any) -> str:

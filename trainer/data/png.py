@@ -63,12 +63,8 @@ def _is_png(connector: Any) -> bool:
 
 def _quick(connector: Any, slow: Any) -> Any:
     def encode_example(value: Any) -> Any:
-        if (
-            isinstance(value, np.ndarray)
-            and value.dtype == np.uint8
-            and value.shape == connector.shape
-        ):
-            return slow(encode(value))
-        return slow(value)
+        is_bytes = isinstance(value, np.ndarray) and value.dtype == np.uint8
+        fits = is_bytes and value.shape == connector.shape
+        return slow(encode(value) if fits else value)
 
     return encode_example

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,9 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         shards = folder / "shards"
         with reported(f"prepare {config.dataset}"):
             written = _write(config, source, selection, shards)
-        _remove_damaged(uri)
+        # Only now, and only if no other process has repaired it in the meantime.
+        if storage.is_published(uri) and not _whole(uri):
+            storage.delete(uri)
         fields = _fields(config, source, selection, written)
         return PreparedDataset(uri, storage.publish(shards, uri, kind=KIND, fields=fields), False)
 
@@ -127,12 +129,6 @@ def _whole(uri: str) -> Manifest | None:
         return None
 
 
-def _remove_damaged(uri: str) -> None:
-    # Only now, and only if no other process has repaired it in the meantime.
-    if storage.is_published(uri) and not _whole(uri):
-        storage.delete(uri)
-
-
 def _write(
     config: DataConfig, source: tfds.core.DatasetBuilder, selection: Selection, folder: Path
 ) -> Written:
@@ -159,7 +155,7 @@ def _fields(
             name: {"examples": sum(shards), "shards": shards}
             for name, shards in written.examples.items()
         },
-        "features": {name: spec.to_json() for name, spec in selection.specs.items()},
+        "features": {name: asdict(spec) for name, spec in selection.specs.items()},
         "inputs": selection.inputs,
         "label": selection.label,
         "labels": selection.labels,

@@ -17,14 +17,6 @@ from trainer.data.records import parse
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
-__all__ = [
-    "DatasetSpec",
-    "evaluation_batches",
-    "labelled_columns",
-    "stage_shards",
-    "training_batches",
-]
-
 # Of what is held in memory to be shuffled, unless the caller says how many examples.
 SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024

@@ -47,31 +47,15 @@ def _column(feature: FeatureSpec, values: Any) -> Iterator[Any]:
     return map(make, np.asarray(values, dtype))
 
 
-def _raw(value: Any) -> Any:
-    return _bytes_feature([value.tobytes()])
-
-
-def _texts(value: Any) -> Any:
-    return _bytes_feature(np.ravel(value).tolist())
-
-
 def _bytes_feature(values: list[bytes]) -> Any:
     return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
 
 
-def _int(value: Any) -> Any:
-    return tf.train.Feature(int64_list=tf.train.Int64List(value=[int(value)]))
-
-
-def _float(value: Any) -> Any:
-    return tf.train.Feature(float_list=tf.train.FloatList(value=[float(value)]))
-
-
 _MAKERS: dict[str, Callable[[Any], Any]] = {
-    "raw": _raw,
-    "bytes": _texts,
-    "int": _int,
-    "float": _float,
+    "raw": lambda value: _bytes_feature([value.tobytes()]),
+    "bytes": lambda value: _bytes_feature(np.ravel(value).tolist()),
+    "int": lambda value: tf.train.Feature(int64_list=tf.train.Int64List(value=[int(value)])),
+    "float": lambda value: tf.train.Feature(float_list=tf.train.FloatList(value=[float(value)])),
 }
 
 

@@ -194,12 +194,6 @@ def _write_lite(
     path.write_bytes(converted(serve, takes, named))
 
 
-def _write_float(
-    model: keras.Model, spec: DatasetSpec, path: Path, _calibration: Inputs | None
-) -> None:
-    _write_lite(model, spec, path, None)
-
-
 def _read_lite(_spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
     ask = reader(path)
 
@@ -214,7 +208,7 @@ FORMATS = {
         path="", write=_write_saved_model, read=_read_saved_model, tolerance=1e-5
     ),
     "keras": Format(path="model.keras", write=_write_keras, read=_read_keras, tolerance=1e-5),
-    "tflite": Format(path="model.tflite", write=_write_float, read=_read_lite, tolerance=1e-4),
+    "tflite": Format(path="model.tflite", write=_write_lite, read=_read_lite, tolerance=1e-4),
     "tflite_int8": Format(
         path="model_int8.tflite",
         write=_write_lite,

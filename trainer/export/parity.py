@@ -116,7 +116,8 @@ def _accuracies(name: str, form: Format, subject: Subject, ask: Predictor) -> di
 def _written(name: str, form: Format, subject: Subject, path: Path) -> tuple[Predictor, ...]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        form.write(subject.model, subject.spec, path, subject.calibration)
+        calibration = subject.calibration if form.calibrated else None
+        form.write(subject.model, subject.spec, path, calibration)
         return form.read(subject.spec, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {line_of(error)}") from error

@@ -126,16 +126,12 @@ def _check_output(name: str, model: object, spec: InputSpec) -> None:
             f"model {name}: its output has to be float logits of shape (batch, {spec.num_classes}),"
             f" not {logits.dtype} of shape {logits.shape}"
         )
-    if _ends_with_softmax(model):
+    last = model.layers[-1] if model.layers else None
+    activation = getattr(last, "activation", None)
+    if isinstance(last, keras.layers.Softmax) or activation is keras.activations.softmax:
         raise ConfigError(
             f"model {name}: it has to return logits; remove the softmax from its last layer"
         )
-
-
-def _ends_with_softmax(model: keras.Model) -> bool:
-    last = model.layers[-1] if model.layers else None
-    activation = getattr(last, "activation", None)
-    return isinstance(last, keras.layers.Softmax) or activation is keras.activations.softmax
 
 
 def _check_paths(name: str, model: keras.Model) -> None:

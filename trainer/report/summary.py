@@ -26,6 +26,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
         report: URI of the whole report, or empty.
     """
     verdict = str(facts.get("verdict") or "unknown")
+    cost = facts.get("cost") or {}
     blocks = [
         [f"# {_plain(facts.get('run_id') or 'run')}: {_plain(verdict)}"],
         [HEADLINES.get(verdict, "How the run ended is not known.")],
@@ -33,7 +34,7 @@ def as_markdown(facts: Facts, report: str) -> bytes:
         _table(("metric", "value"), list((facts.get("metrics") or {}).items())[:_MOST]),
         _table(("rule", "asked", "found", ""), [_rule(each) for each in _rules(facts)]),
         _table(("step", "ended", "seconds"), [_step(each) for each in facts.get("steps") or ()]),
-        _table(("cost", ""), _cost(facts)),
+        _table(("cost", ""), [(name.replace("_", " "), value) for name, value in cost.items()]),
         _table(("from", "what"), _lineage(facts)),
         [f"The whole report: {_code(report)}"] if report else [],
     ]
@@ -66,10 +67,6 @@ def _rule(rule: Facts) -> tuple[object, ...]:
 def _step(step: Facts) -> tuple[object, ...]:
     seconds = f"{formatted(step.get('seconds'))}{earlier(step)}"
     return (step.get("step", ""), step.get("status", ""), seconds)
-
-
-def _cost(facts: Facts) -> list[tuple[str, object]]:
-    return [(name.replace("_", " "), value) for name, value in (facts.get("cost") or {}).items()]
 
 
 def _lineage(facts: Facts) -> list[tuple[str, object]]:

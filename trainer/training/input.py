@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from trainer import storage
 from trainer.cluster.launcher import Job
-from trainer.data.read import DatasetSpec, stage_shards
+from trainer.data.read import stage_shards
+from trainer.data.spec import DatasetSpec
 from trainer.topology import Cluster, Task
 
 # Graphs of the chief run in the process of a worker, and read the number of the worker from its

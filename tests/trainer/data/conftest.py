@@ -12,9 +12,8 @@ import tensorflow as tf
 from trainer import storage
 from trainer.config.schema import DataConfig
 from trainer.data.prepare import PreparedDataset, prepare
-from trainer.data.read import DatasetSpec
 from trainer.data.records import encode, parse
-from trainer.data.spec import FeatureSpec
+from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.data.write import ShardWriter
 
 ROOT = Path(__file__).parents[3]

@@ -18,7 +18,7 @@ from trainer.data import key as key_module
 from trainer.data import prepare as module
 from trainer.data.key import dataset_key
 from trainer.data.prepare import prepare
-from trainer.data.read import DatasetSpec
+from trainer.data.spec import DatasetSpec
 from trainer.errors import ConfigError, UserError
 
 

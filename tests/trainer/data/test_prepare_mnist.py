@@ -9,7 +9,8 @@ import pytest
 from trainer import storage
 from trainer.config.schema import DataConfig
 from trainer.data.prepare import prepare
-from trainer.data.read import DatasetSpec, evaluation_batches, stage_shards, training_batches
+from trainer.data.read import evaluation_batches, stage_shards, training_batches
+from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
 pytestmark = pytest.mark.slow

@@ -13,7 +13,7 @@ import tensorflow_datasets as tfds
 from tests.trainer.data import builders
 from trainer import storage
 from trainer.data import prepare, write
-from trainer.data.read import DatasetSpec
+from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
 # TFDS reads a dataset's description with a method that protobuf has deprecated.

@@ -8,9 +8,9 @@ import pytest
 import tensorflow as tf
 
 from trainer.data import read
-from trainer.data.read import DatasetSpec, evaluation_batches, labelled_columns, training_batches
+from trainer.data.read import evaluation_batches, labelled_columns, training_batches
 from trainer.data.records import encode
-from trainer.data.spec import FeatureSpec
+from trainer.data.spec import DatasetSpec, FeatureSpec
 
 # Held in memory as a whole; streamed through a small buffer; streamed without any shuffling.
 BUFFERS = {"memory": None, "stream": 7, "one": 1}

@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from trainer import storage
-from trainer.data.read import DatasetSpec, evaluation_batches, stage_shards
+from trainer.data.read import evaluation_batches, stage_shards
+from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
 
