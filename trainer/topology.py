@@ -50,8 +50,8 @@ class Cluster:
 
     def tf_config(self, task: Task) -> str:
         """Return the TF_CONFIG of one task as JSON."""
-        cluster = {role: list(hosts) for role, hosts in self.addresses.items()}
-        return json.dumps({"cluster": cluster, "task": {"type": task.role, "index": task.index}})
+        this = {"type": task.role, "index": task.index}
+        return json.dumps({"cluster": self.spec(), "task": this})
 
     def spec(self) -> dict[str, list[str]]:
         """Return what `tf.train.ClusterSpec` takes."""
@@ -132,18 +132,14 @@ def _addresses(source: str, tree: Any) -> dict[str, tuple[str, ...]]:
         if not isinstance(hosts, list):
             raise ConfigError(f"{source}: the tasks of {role!r} have to be a list of host:port")
         for host in hosts:
-            _check_address(source, role, host)
+            match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
+            if not match or not 0 < int(match["port"]) < 2**16:
+                raise ConfigError(f"{source}: {host!r} of {role!r} is not host:port")
             if host in seen:
                 raise ConfigError(f"{source}: {host} is in the cluster twice")
             seen.add(host)
         addresses[role] = tuple(hosts)
     return addresses
-
-
-def _check_address(source: str, role: str, host: Any) -> None:
-    match = _ADDRESS.fullmatch(host) if isinstance(host, str) else None
-    if not match or not 0 < int(match["port"]) < 2**16:
-        raise ConfigError(f"{source}: {host!r} of {role!r} is not host:port")
 
 
 def _task(source: str, tree: Any) -> Task:

@@ -34,7 +34,7 @@ def measured(dataset, uri, folder):
     )
     restore_model(uri, model, folder / "scratch")
     files = stage_shards(dataset, folder / "validation", "validation")
-    return evaluate.measure(model, evaluation_batches(spec, files, batch_size=1000))["loss"]
+    return evaluate.measurer(model)(evaluation_batches(spec, files, batch_size=1000))["loss"]
 
 
 @pytest.mark.slow

@@ -122,10 +122,12 @@ class Checkpoints:
             return uri
         began = time.monotonic()
         _require_finite(variables, step, self.last)
-        with reported(f"save {uri}"), self._folder() as folder:
-            _write(variables, folder / PREFIX, io_device)
-            own = {"global_step": step, "fingerprint": self._fingerprint}
-            self._publish(folder, uri, {**own, **fields})
+        own = {"global_step": step, "fingerprint": self._fingerprint}
+        with reported(f"save {uri}"):
+            self.scratch.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
+                _write(variables, Path(folder, PREFIX), io_device)
+                self._publish(Path(folder), uri, {**own, **fields})
         self.last = uri
         # Training was paused for so long.
         pause = round(time.monotonic() - began, 4)
@@ -166,12 +168,6 @@ class Checkpoints:
     def uri_of(self, variables: Mapping[str, tf.Variable]) -> str:
         """Return the URI of the checkpoint of `variables`, by the global step among them."""
         return storage.join(self.uri, f"step-{int(variables['global_step'].numpy()):08d}")
-
-    @contextmanager
-    def _folder(self) -> Iterator[Path]:
-        self.scratch.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as name:
-            yield Path(name)
 
 
 def publish_anew(folder: Path, uri: str, fields: Mapping[str, Any]) -> None:

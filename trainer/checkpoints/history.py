@@ -45,11 +45,7 @@ class History:
 
 def read_history(uri: str) -> list[dict[str, Any]]:
     """Return the rows below the checkpoints' `uri`; none when training has not begun."""
-    try:
-        text = storage.read_bytes(storage.join(uri, HISTORY_FILE)).decode()
-    except storage.Missing:
-        return []
-    return [json.loads(line) for line in text.splitlines()]
+    return [json.loads(line) for line in _lines(storage.join(uri, HISTORY_FILE))]
 
 
 class Validations:
@@ -81,17 +77,20 @@ def read_validations(uri: str) -> list[dict[str, Any]]:
 
     A line that is no such row is skipped: a damaged file must not end training.
     """
-    try:
-        text = storage.read_bytes(storage.join(uri, VALIDATIONS_FILE)).decode(errors="replace")
-    except storage.Missing:
-        return []
     rows = []
-    for line in text.splitlines():
+    for line in _lines(storage.join(uri, VALIDATIONS_FILE)):
         with suppress(ValueError, TypeError, KeyError):
             row = json.loads(line)
             int(row["global_step"]), str(row["created"]), float(row[VALIDATION_LOSS])
             rows.append(row)
     return rows
+
+
+def _lines(uri: str) -> list[str]:
+    try:
+        return storage.read_bytes(uri).decode(errors="replace").splitlines()
+    except storage.Missing:
+        return []
 
 
 def merge_validations(

@@ -115,19 +115,16 @@ def checkpoints_of(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
     """
     if storage.local_path(uri):
         return Checkpoints(uri, **settings)
-    kept = RemoteCheckpoints(uri, **settings)
-    kept.alone = alone
-    return kept
+    return RemoteCheckpoints(uri, alone=alone, **settings)
 
 
 class RemoteCheckpoints(Checkpoints):
     """The checkpoints of one run in an object store."""
 
-    alone = True
-
-    def __init__(self, uri: str, *, scratch: Path, **settings: Any) -> None:
+    def __init__(self, uri: str, *, scratch: Path, alone: bool = True, **settings: Any) -> None:
         """Keep checkpoints that are not published yet below `scratch`."""
         super().__init__(uri, scratch=scratch, **settings)
+        self._alone = alone
         self._uploads = UploadQueue()
         self._pending = storage.uri_of(scratch / "unpublished")
         self._logs = scratch / "logs"
@@ -184,7 +181,7 @@ class RemoteCheckpoints(Checkpoints):
         there = list_checkpoints(self.uri)
         reached = {step for _, step in there}
         here = [pair for pair in list_checkpoints(self._pending) if pair[1] not in reached]
-        return sorted([*there, *(here if self.alone else [])], key=lambda pair: pair[1])
+        return sorted([*there, *(here if self._alone else [])], key=lambda pair: pair[1])
 
     def _publish(self, folder: Path, uri: str, fields: Mapping[str, Any]) -> None:
         name = storage.name_of(uri)

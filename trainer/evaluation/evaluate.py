@@ -144,11 +144,6 @@ def means(sums: Sequence[Any]) -> dict[str, float]:
     return {"loss": loss / count, "accuracy": correct / count}
 
 
-def measure(model: keras.Model, batches: tf.data.Dataset) -> dict[str, float]:
-    """Return mean `loss` and `accuracy` of finite batches; see `measurer`."""
-    return measurer(model)(batches)
-
-
 def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, str]]:
     """Return the dataset's spec, and what names these very inputs in a manifest."""
     data = storage.read_manifest(dataset)

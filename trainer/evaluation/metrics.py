@@ -172,7 +172,7 @@ def _areas(own: npt.NDArray[np.bool_], score: Floats) -> dict[str, float | None]
 
 def _thinned(x: Floats, y: Floats) -> list[list[float]]:
     kept = _kept(x, y)
-    return _rounded(x[kept], y[kept])
+    return [[round(float(a), 5), round(float(b), 5)] for a, b in zip(x[kept], y[kept], strict=True)]
 
 
 def _kept(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
@@ -182,10 +182,6 @@ def _kept(x: Floats, y: Floats) -> npt.NDArray[np.int64]:
     way = np.concatenate([[0.0], np.cumsum(np.abs(np.diff(x)) + np.abs(np.diff(y)))])
     wanted = np.linspace(0, way[-1], CURVE_POINTS)
     return np.unique(np.searchsorted(way, wanted).clip(0, len(x) - 1))
-
-
-def _rounded(x: Floats, y: Floats) -> list[list[float]]:
-    return [[round(float(a), 5), round(float(b), 5)] for a, b in zip(x, y, strict=True)]
 
 
 def _log_softmax(logits: Floats) -> Floats:

@@ -82,7 +82,10 @@ def export(  # noqa: PLR0913, PLR0917
             subject = _subject(config, model, spec, dataset, scratch)
             fields = _fields(facts, subject, evaluation, made_from)
             parity = _proved(folder, subject, fields, process)
-        _write_companions(folder, facts, parity, fields, output)
+        _write_json(folder / "parity.json", parity)
+        _write_json(folder / "config.json", config.model_dump(mode="json"))
+        _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
+        _write_text(folder / "model_card.md", model_card.written(facts, parity, fields["inputs"]))
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 
@@ -114,19 +117,6 @@ def _proved(
     _write_text(folder / LABELS, "\n".join(class_names(subject.spec)))
     parity["smoke"] = answered(subject, folder, fields["saved_model"], process)
     return parity
-
-
-def _write_companions(
-    folder: Path,
-    facts: model_card.Facts,
-    parity: dict[str, Any],
-    fields: Mapping[str, Any],
-    output: str,
-) -> None:
-    _write_json(folder / "parity.json", parity)
-    _write_json(folder / "config.json", facts.config.model_dump(mode="json"))
-    _write_text(folder / "kserve.yaml", kserve.service(facts.config.name, output))
-    _write_text(folder / "model_card.md", model_card.written(facts, parity, fields["inputs"]))
 
 
 def _subject(

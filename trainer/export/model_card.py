@@ -44,7 +44,7 @@ def written(facts: Facts, parity: Mapping[str, Any], inputs: Sequence[Mapping[st
         _training(facts),
         _metrics(measured),
         _classes(measured),
-        _slices(measured),
+        *(_slice(name, rows) for name, rows in measured["slices"].items()),
         _gate(decided),
         _forms(parity),
         _unknown(measured),
@@ -114,10 +114,6 @@ def _classes(measured: Mapping[str, Any]) -> str:
         for each in measured["per_class"]
     )
     return f"### By class\n\n{_table(['class', *names], rows)}"
-
-
-def _slices(measured: Mapping[str, Any]) -> str:
-    return "\n\n".join(_slice(name, rows) for name, rows in measured["slices"].items())
 
 
 def _slice(name: str, rows: Iterable[Mapping[str, Any]]) -> str:

@@ -37,7 +37,7 @@ import yaml
 
 from trainer import storage
 from trainer.report import views
-from trainer.report.views import HEIGHT, LEFT, RIGHT, WIDTH, Chart, line_chart
+from trainer.report.views import HEIGHT, LEFT, RIGHT, WIDTH, line_chart
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _CHARTS = (
@@ -75,18 +75,20 @@ def render(facts: Facts) -> str:
     steps, rules, history = (_rows(facts, name) for name in ("steps", "rules", "history"))
     incidents = _rows(facts, "incidents")
     bars = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
+    error = [str(facts["error"])] if facts.get("error") else []
     registered = facts.get("registered") or {}
     evaluation = facts.get("evaluation") or {}
+    charts = (line_chart(title, history, "global_step", series) for title, series in _CHARTS)
     rules += [dict(rule) for rule in registered.get("rules") or ()]
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=HEADLINES.get(verdict, "How the run ended is not known."),
-        reasons=[*_reasons(verdict, steps, rules, registered), *_texts(facts, "error")],
+        reasons=[*_reasons(verdict, steps, rules, registered), *error],
         metrics=views.metric_rows(evaluation, facts.get("metrics") or {}),
         rules=rules,
         size=_SIZE,
-        charts=_charts(history),
+        charts=[chart for chart in charts if chart],
         last=history[-1] if history else {},
         steps=steps,
         bars=bars,
@@ -165,10 +167,6 @@ def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
     return [dict(row) for row in facts.get(name) or ()]
 
 
-def _texts(facts: Facts, name: str) -> list[str]:
-    return [str(facts[name])] if facts.get(name) else []
-
-
 def _reasons(
     verdict: str, steps: Sequence[Facts], rules: Sequence[Facts], registered: Facts
 ) -> list[str]:
@@ -189,11 +187,6 @@ def _stand(rule: Facts) -> str:
     # The gate compares exact values; numbers rounded for reading could look equal.
     note = f" ({rule['note']})" if rule.get("note") else ""
     return f"{rule.get('metric')} is {value!r}, and {bound} does not allow that{note}."
-
-
-def _charts(history: Sequence[Facts]) -> list[Chart]:
-    drawn = (line_chart(title, history, "global_step", series) for title, series in _CHARTS)
-    return [chart for chart in drawn if chart]
 
 
 def _incident(event: Facts) -> dict[str, str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 # Small enough for a phone; two in a row on a screen.
 WIDTH, HEIGHT = 420, 220
@@ -128,14 +128,11 @@ def _ticks(values: Sequence[float]) -> list[float]:
     if high - low <= abs(high) * 1e-9:
         room = abs(high) / 2 or 0.5
         low, high = low - room, high + room
-    step = _round_step((high - low) / 4)
+    least = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next((n * power for n in (1, 2, 5) if n * power >= least), 10 * power)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
-
-
-def _round_step(step: float) -> float:
-    power = 10.0 ** math.floor(math.log10(step))
-    return next((n * power for n in (1, 2, 5) if n * power >= step), 10 * power)
 
 
 def _share(value: float, ticks: Sequence[float]) -> float:
@@ -283,7 +280,9 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
         events: checkpoints and incidents with their `time`.
     """
     timed = [
-        each for each in tries if _is_number(each.get("began")) and _is_number(each.get("seconds"))
+        each
+        for each in tries
+        if _number(each.get("began")) is not None and _number(each.get("seconds")) is not None
     ]
     if not timed:
         return []
@@ -295,7 +294,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
 
     marks = {each["began"]: list[Mark]() for each in timed}
     for event in events:
-        if (moment := _time(event)) is not None:
+        if (moment := _number(event.get("time"))) is not None:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {moment - begin:.1f} s"
             began = max((each for each in marks if each <= moment), default=min(marks))
@@ -311,12 +310,3 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
         )
         for each in timed
     ]
-
-
-def _time(event: Facts) -> float | None:
-    moment = event.get("time")
-    return float(moment) if _is_number(moment) else None
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

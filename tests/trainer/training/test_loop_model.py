@@ -16,7 +16,7 @@ from trainer.evaluation import evaluate
 
 
 def measured(strategy):
-    return evaluate.measure(strategy.model, tf.data.Dataset.from_tensors(examples()))
+    return evaluate.measurer(strategy.model)(tf.data.Dataset.from_tensors(examples()))
 
 
 def values(strategy):
