@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +139,7 @@ def _published(folder: Path, images: Any, labels: Any) -> str:
     fields = {
         "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "label": "label",
         "labels": [], "num_classes": CLASSES,
-        "features": {name: asdict(feature) for name, feature in FEATURES.items()},
+        "features": {name: feature.to_json() for name, feature in FEATURES.items()},
         "splits": {"test": {"examples": EXAMPLES, "shards": writer.examples}},
     }  # fmt: skip
     storage.publish(source, uri, kind="dataset", fields=fields)

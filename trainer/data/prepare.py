@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,7 +155,7 @@ def _fields(
             name: {"examples": sum(shards), "shards": shards}
             for name, shards in written.examples.items()
         },
-        "features": {name: asdict(spec) for name, spec in selection.specs.items()},
+        "features": {name: spec.to_json() for name, spec in selection.specs.items()},
         "inputs": selection.inputs,
         "label": selection.label,
         "labels": selection.labels,

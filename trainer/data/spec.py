@@ -8,7 +8,8 @@ float32) or "bytes" (texts).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from trainer.errors import UserError, nearest
 from trainer.storage import Manifest
@@ -26,6 +27,10 @@ class FeatureSpec:
     shape: tuple[int, ...]
     dtype: str
     stored: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what the manifest says of it."""
+        return asdict(self)
 
 
 @dataclass(frozen=True, kw_only=True)

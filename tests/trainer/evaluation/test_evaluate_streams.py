@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -58,7 +57,7 @@ def published(folder, examples):
     fields = {
         "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "label": "label",
         "labels": [], "num_classes": CLASSES,
-        "features": {name: asdict(feature) for name, feature in FEATURES.items()},
+        "features": {name: feature.to_json() for name, feature in FEATURES.items()},
         "splits": {"test": {"examples": examples, "shards": writer.examples}},
     }  # fmt: skip
     storage.publish(source, uri, kind="dataset", fields=fields)
