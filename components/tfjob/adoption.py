@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 from components.tfjob import names, state
@@ -43,11 +44,13 @@ class Adoption:
         """
         metadata = manifest["metadata"]
         name = metadata["name"]
-        job = {**manifest, "metadata": _with_own(metadata, own)}
+        annotations = {**metadata["annotations"], **own["annotations"]}
+        job = {**manifest, "metadata": {**metadata, **own, "annotations": annotations}}
         while True:
             found = self._get(name)
             if found is None:
-                created = self._create(job)
+                # It may exist by now, perhaps since the answer of a call was lost.
+                created = self._ask(lambda: self._api.create_job(job), unless=HTTPStatus.CONFLICT)
                 if created is not None:
                     return created
                 continue
@@ -61,7 +64,7 @@ class Adoption:
         """Wait until no pod of a job is left; raises `UserError` after so many seconds."""
         label = f"{names.JOB_NAME}={name}"
         left = seconds
-        while self._get(name) or self._ask(lambda: self._api.pods(label)):
+        while self._get(name) or self._ask(lambda: self._api.labelled("pods", label)):
             if left <= 0:
                 raise UserError(
                     f"the earlier job {name} is not deleted after {seconds:g} s; look at its pods: "
@@ -77,39 +80,17 @@ class Adoption:
         self.wait_until_deleted(metadata["name"], seconds)
 
     def _get(self, name: str) -> Tree | None:
-        def get() -> Tree | None:
-            try:
-                return self._api.get_job(name)
-            except RefusedError as error:
-                if error.is_missing:
-                    return None
-                raise
+        found: Tree | None = self._ask(lambda: self._api.get_job(name), unless=HTTPStatus.NOT_FOUND)
+        return found
 
-        return self._ask(get)
-
-    def _create(self, job: Tree) -> Tree | None:
-        """Create the job; None where it exists, perhaps since the answer of a call was lost."""
-
-        def create() -> Tree | None:
-            try:
-                return self._api.create_job(job)
-            except RefusedError as error:
-                if error.is_conflict:
-                    return None
-                raise
-
-        return self._ask(create)
-
-    def _ask(self, call: Callable[[], Any]) -> Any:
+    def _ask(self, call: Callable[[], Any], unless: HTTPStatus | None = None) -> Any:
+        """Return the result of a call; None where the API refuses it with the status `unless`."""
         try:
             return with_retry(call, self._unreachable, self._wait)
         except RefusedError as error:
+            if error.code == unless:
+                return None
             raise UserError(refused(error)) from None
-
-
-def _with_own(metadata: Tree, own: Tree) -> Tree:
-    annotations = {**metadata["annotations"], **own["annotations"]}
-    return {**metadata, **own, "annotations": annotations}
 
 
 def _is_same(found: Tree, metadata: Tree) -> bool:

@@ -17,7 +17,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import urllib3
 from kubernetes import client, config
@@ -114,21 +114,6 @@ class RefusedError(Exception):
         """Whether the object does not exist."""
         return self.code == HTTPStatus.NOT_FOUND
 
-    @property
-    def is_conflict(self) -> bool:
-        """Whether the object exists already, or is not the one that was meant."""
-        return self.code == HTTPStatus.CONFLICT
-
-    @property
-    def is_forbidden(self) -> bool:
-        """Whether a permission is missing."""
-        return self.code == HTTPStatus.FORBIDDEN
-
-    @property
-    def is_expired(self) -> bool:
-        """Whether the resource version is too old."""
-        return self.code == HTTPStatus.GONE
-
 
 class UnreachableError(Exception):
     """The API has not answered, or is too busy; the same request may succeed later.
@@ -159,20 +144,15 @@ class Api:
 
     def create_job(self, job: Tree) -> Tree:
         """Create a TFJob; a conflict where one of its name exists."""
-        return self._ask("POST", self._jobs(), body=job)
+        return self._ask("POST", self._path(names.PLURAL), body=job)
 
     def get_job(self, name: str) -> Tree:
         """Return a TFJob."""
-        return self._ask("GET", self._jobs(name))
-
-    def jobs(self, label: str) -> list[Tree]:
-        """Return the TFJobs that a label selects."""
-        found: list[Tree] = self._ask("GET", self._jobs(), {"labelSelector": label})["items"]
-        return found
+        return self._ask("GET", self._path(names.PLURAL, name))
 
     def patch_job(self, name: str, patch: Tree) -> Tree:
         """Merge a patch into a TFJob."""
-        return self._ask("PATCH", self._jobs(name), body=patch)
+        return self._ask("PATCH", self._path(names.PLURAL, name), body=patch)
 
     def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> bool:
         """Delete a TFJob, only the one with `uid` if given; False where it does not exist."""
@@ -185,32 +165,25 @@ class Api:
             body["preconditions"] = {"uid": uid}
         try:
             timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
-            self._ask("DELETE", self._jobs(name), body=body, timeout=timeout)
+            self._ask("DELETE", self._path(names.PLURAL, name), body=body, timeout=timeout)
         except RefusedError as error:
-            if error.is_missing or (uid and error.is_conflict):
+            if error.is_missing or (uid and error.code == HTTPStatus.CONFLICT):
                 return False
             raise
         return True
 
-    def pods(self, label: str) -> list[Tree]:
-        """Return the pods that a label selects."""
-        found: list[Tree] = self._ask("GET", self._core("pods"), {"labelSelector": label})["items"]
-        return found
-
     def get_pod(self, name: str) -> Tree:
         """Return a pod."""
-        return self._ask("GET", self._core("pods", name))
-
-    def events(self, name: str) -> list[Tree]:
-        """Return the events of an object."""
-        query = {"fieldSelector": f"involvedObject.name={name}"}
-        found: list[Tree] = self._ask("GET", self._core("events"), query)["items"]
-        return found
+        return self._ask("GET", self._path("pods", name))
 
     def list_of(self, kind: str, query: Mapping[str, str]) -> tuple[list[Tree], str]:
         """Return the objects of a kind that a query selects, and the version of the list."""
-        found = self._ask("GET", self._of_kind(kind), query)
+        found = self._ask("GET", self._path(kind), query)
         return found["items"], found["metadata"]["resourceVersion"]
+
+    def labelled(self, kind: str, label: str) -> list[Tree]:
+        """Return the objects of a kind that a label selects."""
+        return self.list_of(kind, {"labelSelector": label})[0]
 
     def watch(self, kind: str, query: Mapping[str, str], version: str) -> Iterator[Tree]:
         """Yield the events of the objects of a kind after a version, until the stream ends."""
@@ -221,7 +194,7 @@ class Api:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(STREAM_SECONDS - 10),
         }
-        for line in self._lines(self._of_kind(kind), parameters):
+        for line in self._lines(self._path(kind), parameters):
             if line.endswith("\n"):
                 yield json.loads(line)
 
@@ -234,18 +207,12 @@ class Api:
             "previous": str(previous).lower(),
             **({"sinceTime": since} if since else {}),
         }
-        return self._lines(f"{self._core('pods', pod)}/log", query)
+        return self._lines(f"{self._path('pods', pod)}/log", query)
 
-    def _jobs(self, name: str = "") -> str:
-        group = f"/apis/{names.GROUP}/{names.VERSION}/namespaces/{self._namespace}/{names.PLURAL}"
-        return f"{group}/{quote(name)}" if name else group
-
-    def _core(self, kind: str, name: str = "") -> str:
-        path = f"/api/v1/namespaces/{self._namespace}/{kind}"
+    def _path(self, kind: str, name: str = "") -> str:
+        group = f"apis/{names.GROUP}/{names.VERSION}" if kind == names.PLURAL else "api/v1"
+        path = f"/{group}/namespaces/{self._namespace}/{kind}"
         return f"{path}/{quote(name)}" if name else path
-
-    def _of_kind(self, kind: str) -> str:
-        return self._jobs() if kind == names.PLURAL else self._core(kind)
 
     def _ask(
         self,
@@ -255,8 +222,7 @@ class Api:
         body: Tree | None = None,
         timeout: urllib3.Timeout = _TIMEOUT,
     ) -> Tree:
-        answer = self._open(method, path, query or {}, body, timeout, stream=False)
-        tree: Tree = json.loads(answer.data)
+        tree: Tree = self._open(method, path, query, body, timeout, stream=False).json()
         return tree
 
     def _lines(self, path: str, query: Mapping[str, str]) -> Iterator[str]:
@@ -277,19 +243,19 @@ class Api:
         self,
         method: str,
         path: str,
-        query: Mapping[str, str],
+        query: Mapping[str, str] | None,
         body: Tree | None,
         timeout: urllib3.Timeout,
         *,
         stream: bool,
     ) -> urllib3.BaseHTTPResponse:
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        url = f"{self._connection.configuration.host}{path}"
         try:
             answer = self._pool.request(
                 method,
-                f"{url}?{urlencode(query)}" if query else url,
-                body=None if body is None else json.dumps(body),
+                f"{self._connection.configuration.host}{path}",
+                fields=query,
+                json=body,
                 headers={**self._connection.headers(), "Content-Type": kind},
                 timeout=timeout,
                 preload_content=not stream,

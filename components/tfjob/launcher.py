@@ -77,7 +77,7 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
     api = Api(connection, settings.namespace or connection.namespace)
     label = f"{names.RUN}={names.run_label(run_id)}"
     try:
-        orphans = with_retry(lambda: api.jobs(label), DELETE_SECONDS, time.sleep)
+        orphans = with_retry(partial(api.labelled, names.PLURAL, label), DELETE_SECONDS, time.sleep)
         for orphan in orphans:
             name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
             log.warning("deleting the job %s, which its launcher has left", name)

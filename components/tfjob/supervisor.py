@@ -13,6 +13,7 @@ import queue
 import time
 from collections.abc import Iterable
 from contextlib import suppress
+from http import HTTPStatus
 
 from components.tfjob import names, state
 from components.tfjob.client import Api, RefusedError, UnreachableError
@@ -61,14 +62,16 @@ class FailureReport:
     def events(self, name: str) -> str:
         """Return Kubernetes' last events of an object, or an empty string."""
         try:
-            found = sorted(self._api.events(name), key=_event_time)[-REPORTED_EVENTS:]
+            query = {"fieldSelector": f"involvedObject.name={name}"}
+            found, _ = self._api.list_of("events", query)
         except UnreachableError:
             return ""
         except RefusedError as error:
-            if error.is_forbidden:
+            if error.code == HTTPStatus.FORBIDDEN:
                 return "; its events may not be read with these permissions"
             return ""
-        lines = (f"{each.get('reason')}: {each.get('message')}" for each in found)
+        last = sorted(found, key=_event_time)[-REPORTED_EVENTS:]
+        lines = (f"{each.get('reason')}: {each.get('message')}" for each in last)
         text = " ".join(" | ".join(lines).split())
         return f"; last events: {text}" if text else ""
 
@@ -285,7 +288,7 @@ class Supervisor:
     def _refresh_pods(self) -> None:
         """Record the pods as they are now, ahead of their events."""
         with suppress(RefusedError, UnreachableError):
-            for pod in self._api.pods(f"{names.JOB_NAME}={self._name}"):
+            for pod in self._api.labelled("pods", f"{names.JOB_NAME}={self._name}"):
                 self._observe({**pod, "kind": "Pod"}, False)
 
     def _check_deadlines(self) -> None:

@@ -55,7 +55,7 @@ class Watch(threading.Thread):
                 self._watch()
                 self._wait = FIRST_WAIT
             except RefusedError as error:
-                if not error.is_expired:
+                if error.code != HTTPStatus.GONE:
                     self._on_refused(error)
                     return
                 self._version = ""

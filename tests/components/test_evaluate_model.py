@@ -50,7 +50,7 @@ def test_a_full_disk_is_one_line(run, root, capsys, size):
     with no_larger_files_than(size):
         code, line = refused(evaluate_model.run_step, *given, capsys=capsys)
     assert (code, "File too large" in line) == (1, True)
-    assert not storage.children(storage.join(root, "full"))
+    assert not storage.names(storage.join(root, "full"))
 
 
 def test_a_second_evaluation_is_the_first(run, root):

@@ -35,7 +35,7 @@ def test_a_full_disk_is_one_line(run, root, tmp_path, capsys, size):
     with no_larger_files_than(size):
         code, line = refused(export_model.run_step, *given, dsl.Model(), capsys=capsys)
     assert (code, "File too large" in line) == (1, True)
-    assert not storage.children(storage.join(root, "full"))
+    assert not storage.names(storage.join(root, "full"))
 
 
 def test_other_formats_are_published_next_to_the_first(run, root, tmp_path):

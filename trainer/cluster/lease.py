@@ -88,16 +88,12 @@ class LeaseHolder:
     @property
     def is_gone(self) -> bool:
         """Whether it is known to have ended, which is only known of a process of this machine."""
-        with suppress(OSError):
-            return bool(self.writer) and is_gone(self.writer)
-        return False
+        return is_gone(self.writer)
 
     @property
     def is_living(self) -> bool:
         """Whether it is known to be alive, which is only known of a process of this machine."""
-        with suppress(OSError):
-            return bool(self.writer) and is_living(self.writer)
-        return False
+        return is_living(self.writer)
 
     def __str__(self) -> str:
         """Return the run, the process and the machine."""
@@ -187,7 +183,7 @@ class Lease(NoLease):
             run=run,
             host=socket.gethostname(),
             process=os.getpid(),
-            writer=_writer(),
+            writer=writer(),
             started=now(),
             renewed=now(),
         )
@@ -371,22 +367,22 @@ def held(uri: str, run: str) -> Iterator[Lease]:
     acquire_waiting(lease.acquire)
     ended = threading.Event()
     threading.Thread(target=_keep_renewed, args=(lease, ended), name="lease", daemon=True).start()
+    is_over = True
     try:
         yield lease
     except ClusterLostError:
-        ended.set()
+        is_over = False
         raise
-    except BaseException:
+    finally:
         ended.set()
-        _release(lease)
-        raise
-    ended.set()
-    _release(lease)
+        if is_over:
+            _release(lease)
 
 
+@cache
 def lease_environment() -> dict[str, str]:
     """Return the environment variables by which the tasks of this process share a lease."""
-    return {VARIABLE: _job()}
+    return {VARIABLE: f"launch {secrets.token_hex(8)}"}
 
 
 def _keep_renewed(lease: Lease, ended: threading.Event) -> None:
@@ -409,14 +405,3 @@ def _release(lease: Lease) -> None:
         lease.release()
     except UserError as error:
         log.warning("%s", error)
-
-
-def _writer() -> str:
-    with suppress(OSError):
-        return writer()
-    return ""
-
-
-@cache
-def _job() -> str:
-    return f"launch {secrets.token_hex(8)}"

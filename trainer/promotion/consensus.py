@@ -74,7 +74,7 @@ def _accepted(uri: str, notes: Notes) -> dict[str, Any] | None:
 
 
 def _notes(uri: str) -> Notes:
-    found = (_NOTE.fullmatch(name) for name in storage.children(uri))
+    found = (_NOTE.fullmatch(name) for name in storage.names(uri))
     return [((int(note[1]), note[2]), note[3]) for note in found if note]
 
 

@@ -19,7 +19,6 @@ from trainer.storage.errors import (
 )
 from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
 from trainer.storage.publishing import (
-    children,
     collect_garbage,
     create_bytes,
     delete,
@@ -48,7 +47,6 @@ __all__ = [
     "NotPublished",
     "Unavailable",
     "UnknownSchema",
-    "children",
     "collect_garbage",
     "create_bytes",
     "delete",

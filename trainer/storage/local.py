@@ -156,27 +156,18 @@ def _rename_away(path: Path) -> None:
 
 
 @contextmanager
-def staging(parent: Path, name: str) -> Iterator[Path]:
-    """Create a staging folder in `parent`, named after `name`; it is deleted at the end."""
-    parent.mkdir(parents=True, exist_ok=True)
-    _delete_orphans(parent)
-    with _until_done(*_claim(parent, name)) as stage:
-        yield stage
+def staging(parent: Path, name: str, *, resume: bool = False) -> Iterator[Path]:
+    """Create a staging folder in `parent`, named after `name`; it is deleted at the end.
 
-
-@contextmanager
-def resumed_staging(parent: Path, name: str) -> Iterator[Path]:
-    """Like `staging`, but continue in the folder of a dead writer of the same name, if any."""
+    With `resume`, continue in the folder of a dead writer of the same name, if any.
+    """
     parent.mkdir(parents=True, exist_ok=True)
-    claimed = _inherited(parent, name)
+    inherited = _inherited(parent, name) if resume else None
     # After that, so that the inherited one is not deleted.
-    _delete_orphans(parent)
-    with _until_done(*(claimed or _claim(parent, name))) as stage:
-        yield stage
-
-
-@contextmanager
-def _until_done(stage: Path, descriptor: int) -> Iterator[Path]:
+    for other in filter(is_staging, os.listdir(parent)):
+        with suppress(OSError):
+            _delete_if_orphan(parent / other)
+    stage, descriptor = inherited or _claim(parent, name)
     try:
         yield stage
     finally:
@@ -236,8 +227,8 @@ def _claim(parent: Path, name: str) -> tuple[Path, int]:
 
 
 def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
-    for other in sorted(os.listdir(parent)):
-        if is_staging(other) and other[1:].rpartition(".part")[0][:-13] == name:
+    for other in sorted(filter(is_staging, os.listdir(parent))):
+        if other[1:].rpartition(".part")[0][:-13] == name:
             stage = parent / other
             with suppress(OSError):
                 descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -245,13 +236,6 @@ def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
                     return stage, descriptor
                 _unlock(descriptor)
     return None
-
-
-def _delete_orphans(parent: Path) -> None:
-    for name in os.listdir(parent):
-        if is_staging(name):
-            with suppress(OSError):
-                _delete_if_orphan(parent / name)
 
 
 def _delete_if_orphan(stage: Path) -> None:
@@ -283,8 +267,8 @@ def _unlock(descriptor: int) -> None:
 
 
 def writer() -> str:
-    """Return a text that identifies this process, on any machine and in any container."""
-    return f"{_machine()}/{os.getpid()}/{_started(os.getpid())}"
+    """Return a text that identifies this process on all machines; empty without `/proc`."""
+    return f"{_machine()}/{os.getpid()}/{_started(os.getpid())}" if _machine() else ""
 
 
 def is_gone(text: str) -> bool:
@@ -306,14 +290,17 @@ def _here(text: str) -> tuple[str, str]:
     """Return process id and start time of a process of this machine; empty for another one."""
     machine, _, process = text.partition("/")
     number, _, started = process.partition("/")
-    return (number, started) if machine == _machine() and number.isdigit() else ("", "")
+    is_here = machine and machine == _machine() and number.isdigit()
+    return (number, started) if is_here else ("", "")
 
 
 @cache
 def _machine() -> str:
     # Two containers of one machine have the same process ids.
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    with suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
+        return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    return ""
 
 
 def _started(process: int) -> str:

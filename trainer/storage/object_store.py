@@ -173,13 +173,14 @@ class ObjectStore:
         if not below and not itself:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
         if itself:
-            self._remove(uri)
+            self.discard(uri)
         for paths in (manifests, sorted(below.keys() - set(manifests))):
-            in_parallel(lambda path: self._remove(join(uri, path)), paths)
+            in_parallel(lambda path: self.discard(join(uri, path)), paths)
 
     def discard(self, uri: str) -> None:
         """Remove one object; needs no permission to list."""
-        self._remove(uri)
+        with suppress(FileNotFoundError), self._translated(uri):
+            self._bucket.remove(_key(uri))
 
     def sweep(self, uri: str) -> list[str]:
         """Remove orphans; see `collect`."""
@@ -240,14 +241,10 @@ class ObjectStore:
 
     def _remove_unnamed(self, uri: str, paths: Iterable[str]) -> None:
         try:
-            in_parallel(lambda path: self._remove(join(uri, path)), sorted(paths))
+            in_parallel(lambda path: self.discard(join(uri, path)), sorted(paths))
         except OSError as error:
             # The published directory is whole without this.
             _log.warning("left for `flotilla gc` below %s: %s", uri, error)
-
-    def _remove(self, uri: str) -> None:
-        with suppress(FileNotFoundError), self._translated(uri):
-            self._bucket.remove(_key(uri))
 
     def _below(self, uri: str) -> dict[str, Stored]:
         """Return all objects below a URI by their relative path."""

@@ -6,12 +6,13 @@ import errno
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, nearest
 from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
-from trainer.storage.local import is_staging, resumed_staging
+from trainer.storage.local import is_staging, staging
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
 from trainer.storage.retry import in_parallel
 from trainer.storage.schemes import store_for
@@ -180,7 +181,7 @@ def _fetch_files(uri: str, entries: Sequence[FileEntry], directory: Path) -> Non
     # Inside an existing folder, which may be a mount: a rename cannot leave its file system.
     home = directory if directory.is_dir() else directory.parent
     store = store_for(uri)
-    with resumed_staging(home, directory.name) as stage:
+    with staging(home, directory.name, resume=True) as stage:
         in_parallel(lambda entry: _download(store, uri, entry, stage), entries)
         _leave_only(entries, stage)
         try:
@@ -227,20 +228,9 @@ def published(uri: str, kind: str | None = None) -> list[tuple[str, Manifest]]:
 
     A directory whose manifest cannot be read is passed over, with a warning in the log.
     """
-    found = [join(uri, name) for name in children(uri)]
+    found = [join(uri, name) for name in names(uri)]
     manifests = zip(found, in_parallel(_readable, found), strict=True)
     return [(child, m) for child, m in manifests if m is not None and kind in (None, m.kind)]
-
-
-def children(uri: str) -> list[str]:
-    """Return the names of all files and directories directly below `uri`, in order."""
-    try:
-        with reported(f"list {uri}"):
-            return store_for(uri).children(uri)
-    except UserError as error:
-        if isinstance(error.__cause__, FileNotFoundError):
-            return []
-        raise
 
 
 def newest(uri: str, kind: str | None = None) -> tuple[str, Manifest] | None:
@@ -279,11 +269,8 @@ def collect_garbage(uri: str) -> list[str]:
 
 def delete(uri: str) -> None:
     """Remove all files at `uri`, the manifest first; nothing there is no error."""
-    with reported(f"delete {uri}"):
-        try:
-            store_for(uri).remove(uri)
-        except FileNotFoundError:
-            return
+    with reported(f"delete {uri}"), suppress(FileNotFoundError):
+        store_for(uri).remove(uri)
 
 
 def read_bytes(uri: str) -> bytes:

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
@@ -121,8 +121,7 @@ def in_parallel(act: Callable[[Item], Result], items: Sequence[Item]) -> list[Re
     with ThreadPoolExecutor(min(THREADS, len(items)), thread_name_prefix="storage") as pool:
         futures = [pool.submit(act, item) for item in items]
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
+            for future in as_completed(futures):
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -115,7 +115,7 @@ class S3Bucket:
             try:
                 body: StreamingBody = self._client.get_object(**self._at(key), **span)["Body"]
             except boto.ClientError as error:
-                if start and error_code(error) in ("InvalidRange", "416"):
+                if start and _code(error) in ("InvalidRange", "416"):
                     return
                 raise
             for chunk in body.iter_chunks(_CHUNK):
@@ -209,7 +209,19 @@ class S3Bucket:
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
-        return judge(error)
+        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
+            return Trouble.NO_CREDENTIALS
+        if isinstance(error, _TRANSIENT):
+            return Trouble.TRANSIENT
+        if isinstance(error, boto.BotoCoreError):
+            return Trouble.OTHER
+        if not isinstance(error, boto.ClientError):
+            return Trouble.FOREIGN
+        code = _code(error)
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        if code in _TRANSIENT_ERRORS or status in _TRANSIENT_CODES:
+            return Trouble.TRANSIENT
+        return _TROUBLES.get(code, Trouble.OTHER)
 
     @property
     def _client(self) -> Any:
@@ -227,7 +239,7 @@ class S3Bucket:
         try:
             request(IfNoneMatch="*")
         except boto.ClientError as error:
-            if error_code(error) not in _UNKNOWN_CONDITION:
+            if _code(error) not in _UNKNOWN_CONDITION:
                 raise
             request()
 
@@ -319,23 +331,5 @@ def client(_process: int, endpoint: Endpoint) -> Any:
     )
 
 
-def judge(error: BaseException) -> Trouble:
-    """Classify an error."""
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-        return Trouble.NO_CREDENTIALS
-    if isinstance(error, _TRANSIENT):
-        return Trouble.TRANSIENT
-    if isinstance(error, boto.BotoCoreError):
-        return Trouble.OTHER
-    if not isinstance(error, boto.ClientError):
-        return Trouble.FOREIGN
-    code = error_code(error)
-    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-    if code in _TRANSIENT_ERRORS or status in _TRANSIENT_CODES:
-        return Trouble.TRANSIENT
-    return _TROUBLES.get(code, Trouble.OTHER)
-
-
-def error_code(error: boto.ClientError) -> str:
-    """Return S3's code of an error."""
+def _code(error: boto.ClientError) -> str:
     return str(error.response.get("Error", {}).get("Code", ""))

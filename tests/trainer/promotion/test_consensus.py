@@ -78,7 +78,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
         wait()
         return found[storage.name_of(uri)]
 
-    def children(_uri: str) -> list[str]:
+    def names(_uri: str) -> list[str]:
         wait()
         return sorted(found)
 
@@ -91,7 +91,7 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
     monkeypatch.setattr(Asker, "_ask", begin)
     monkeypatch.setattr(storage, "write_bytes", write)
     monkeypatch.setattr(storage, "read_bytes", read)
-    monkeypatch.setattr(storage, "children", children)
+    monkeypatch.setattr(storage, "names", names)
     # Whose turn it is decides how long somebody waits.
     monkeypatch.setattr(consensus, "_FIRST_PAUSE", 0.0)
     monkeypatch.setattr(consensus, "_MAX_PAUSE", 0.0)

@@ -175,7 +175,7 @@ def test_the_collection_of_garbage_leaves_what_was_agreed_on(root: str, tmp_path
     register(root, tmp_path)
     promote(root, 1, after=0)
     claims = storage.join(registry.home(root, NAME), "claims", "promotions", "000001")
-    before = storage.children(claims)
+    before = storage.names(claims)
     assert len(before) == 2
     assert storage.collect_garbage(root) == []
-    assert storage.children(claims) == before
+    assert storage.names(claims) == before
