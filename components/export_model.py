@@ -28,13 +28,7 @@ def export_model(
 
 
 def run_step(
-    config: str,
-    root: str,
-    run_id: str,
-    dataset: str,
-    checkpoint: str,
-    decision: str,
-    artifact: Any,
+    config: str, root: str, run_id: str, dataset: str, checkpoint: str, decision: str, artifact: Any
 ) -> str:
     """Export; `artifact` is a KFP Model."""
     at, took = run_at(root, run_id), {"dataset": dataset}

@@ -14,12 +14,7 @@ from trainer.promotion import lineage, registration
 
 @component
 def register_model(
-    config: str,
-    root: str,
-    run_id: str,
-    model: str,
-    image: str,
-    registered: dsl.Output[dsl.Model],
+    config: str, root: str, run_id: str, model: str, image: str, registered: dsl.Output[dsl.Model]
 ) -> str:
     """Return "promoted" or "refused" for the exported model at its URI."""
     from components.register_model import run_step

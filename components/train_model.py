@@ -57,7 +57,7 @@ def run_step(
             checkpoints=storage.join(root, run_id, "checkpoints"),
             workdir=folder_of_run() / "cluster",
         )
-        logs = ui.logs_of(job.checkpoints)
+        logs = storage.join(job.checkpoints, "logs")
         ui.write_viewers(viewers, logs)
         launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))
         uri, step = newest_checkpoint(job.checkpoints)

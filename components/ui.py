@@ -8,8 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import storage
-
 # The UI cannot draw a larger matrix readably, and KFP stores its cells in a database.
 MOST_CLASSES = 50
 #: The output name under which the UI looks for viewers that KFP v2 has no artifact type for.
@@ -54,8 +52,3 @@ def write_viewers(artifact: Any, logs: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(tree), encoding="utf-8")
     artifact.metadata["tensorboard"] = source
-
-
-def logs_of(checkpoints: str) -> str:
-    """Return the URI of TensorBoard's files next to checkpoints."""
-    return storage.join(checkpoints, "logs")

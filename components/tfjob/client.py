@@ -40,12 +40,9 @@ _RETRYABLE = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TO
 
 @dataclass(frozen=True, kw_only=True)
 class Connection:
-    """The address of the API, and the identity of this process.
+    """The address and credentials of the API, and the identity of this process.
 
-    Attributes:
-        configuration: address and credentials.
-        namespace: the namespace of this process.
-        service_account: the service account of this pod; empty outside a pod.
+    The service account is that of this pod, and empty outside a pod.
     """
 
     configuration: client.Configuration
@@ -154,8 +151,8 @@ class Api:
         """Merge a patch into a TFJob."""
         return self._ask("PATCH", self._path(names.PLURAL, name), body=patch)
 
-    def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> bool:
-        """Delete a TFJob, only the one with `uid` if given; False where it does not exist."""
+    def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> None:
+        """Delete a TFJob if it exists, only the one with `uid` if given."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -167,10 +164,8 @@ class Api:
             timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
             self._ask("DELETE", self._path(names.PLURAL, name), body=body, timeout=timeout)
         except RefusedError as error:
-            if error.is_missing or (uid and error.code == HTTPStatus.CONFLICT):
-                return False
-            raise
-        return True
+            if not error.is_missing and not (uid and error.code == HTTPStatus.CONFLICT):
+                raise
 
     def get_pod(self, name: str) -> Tree:
         """Return a pod."""

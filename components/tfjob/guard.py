@@ -71,7 +71,8 @@ class Guard:
 
     def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
         """Start the task."""
-        self._orphaned = ""
+        #: Why the task was ended; empty unless the launcher is gone.
+        self.orphaned = ""
         self._process = subprocess.Popen(command, env=dict(environment))
 
     def send_signal(self, number: int) -> None:
@@ -81,7 +82,7 @@ class Guard:
 
     def end_orphan(self, reason: str) -> None:
         """End the task with a last checkpoint, and the guard with a code that fails the job."""
-        self._orphaned = reason
+        self.orphaned = reason
         self.send_signal(signal.SIGTERM)
         killer = threading.Timer(TERM_SECONDS, self.send_signal, (signal.SIGKILL,))
         killer.daemon = True
@@ -90,16 +91,11 @@ class Guard:
     def wait(self) -> int:
         """Return the exit code of the task: 128 and its number for a signal."""
         code = self._process.wait()
-        if self._orphaned:
+        if self.orphaned:
             folder = Path.cwd()
-            termination.write(folder, f"{self._orphaned}; {termination.read(folder)}")
+            termination.write(folder, f"{self.orphaned}; {termination.read(folder)}")
             return FAILED
         return code if code >= 0 else 128 - code
-
-    @property
-    def is_orphan(self) -> bool:
-        """Whether the task was ended because the launcher is gone."""
-        return bool(self._orphaned)
 
 
 def main(arguments: list[str]) -> int:
@@ -125,7 +121,7 @@ def main(arguments: list[str]) -> int:
     if watched:
         threading.Thread(target=_watch_heartbeat, args=(guard, watched), daemon=True).start()
     code = guard.wait()
-    if guard.is_orphan:
+    if guard.orphaned:
         _delete_job(watched)
     return code
 
@@ -140,34 +136,28 @@ def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
     """Forward signals to the task; to a server only when its leader has ended."""
-    announce: Callable[[], None] = lambda: None  # noqa: E731
-    if cluster is not None and task == leader(cluster):
-        announce = ShutdownServer().announce
-    elif cluster is not None and task is not None and task.role in ("ps", "worker"):
+    server = ShutdownServer() if cluster and task == leader(cluster) else None
+    connection = None
+    if cluster and task and not server and task.role in ("ps", "worker"):
         host, _, _ = cluster.address(leader(cluster)).rpartition(":")
-        _delay_signals(guard, ShutdownConnection(host))
-        return
+        connection = ShutdownConnection(host)
 
-    def forward(number: int, _frame: FrameType | None) -> None:
-        announce()
+    def handle(number: int, _frame: FrameType | None) -> None:
+        if connection:
+            ending = (guard, connection)
+            threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()
+            return
+        if server:
+            server.announce()
         guard.send_signal(number)
 
     for number in _SIGNALS:
-        signal.signal(number, forward)
-
-
-def _delay_signals(guard: Guard, connection: ShutdownConnection) -> None:
-    """End the task only when the leader at the other end of the connection has ended."""
-
-    def end() -> None:
-        connection.wait(NOTICE_SECONDS, TERM_SECONDS)
-        guard.send_signal(signal.SIGTERM)
-
-    def handle(_number: int, _frame: FrameType | None) -> None:
-        threading.Thread(target=end, daemon=True).start()
-
-    for number in _SIGNALS:
         signal.signal(number, handle)
+
+
+def _end_after_leader(guard: Guard, connection: ShutdownConnection) -> None:
+    connection.wait(NOTICE_SECONDS, TERM_SECONDS)
+    guard.send_signal(signal.SIGTERM)
 
 
 def _watch_heartbeat(guard: Guard, watched: Mapping[str, str]) -> None:

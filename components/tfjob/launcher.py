@@ -131,12 +131,18 @@ class _Launch:
     ) -> None:
         settings = job.config.cluster.kubernetes
         self._job = job
-        self._manifest = manifest(job, _place(connection, namespace, defaults))
+        self._is_own_namespace = namespace == connection.namespace
+        place = Place(
+            namespace=namespace,
+            service_account=connection.service_account if self._is_own_namespace else "",
+            variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
+            defaults=defaults,
+        )
+        self._manifest = manifest(job, place)
         self._name = self._manifest["metadata"]["name"]
         self._api = Api(connection, namespace)
         # The handler may run while a thread holds the lock of the other pool.
         self._handler_api = Api(connection, namespace)
-        self._is_own_namespace = namespace == connection.namespace
         self._unreachable = settings.deadlines.unreachable
         grace = max(
             settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
@@ -159,9 +165,11 @@ class _Launch:
 
     def _adopt_or_create(self) -> Tree:
         own: Tree = {"annotations": self._heartbeat.annotation()}
-        owner = _owner_reference()
-        # An owner in another namespace does not exist for Kubernetes: it would collect the job.
-        if owner and self._is_own_namespace:
+        name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
+        # The deletion of the step's own pod deletes the job. An owner in another namespace does not
+        # exist for Kubernetes: it would collect the job.
+        if name and uid and self._is_own_namespace:
+            owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
             own["ownerReferences"] = [owner]
         adoption = Adoption(self._api, self._unreachable, self._wait)
         return adoption.adopt_or_create(self._manifest, own, self._deletion_seconds)
@@ -242,24 +250,6 @@ class _Launch:
             self._job_events.put(({**item, "kind": kind}, deleted))
 
         return Watch(self._api, plural, query, put, self._job_events.put)
-
-
-def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:
-    own = namespace == connection.namespace
-    return Place(
-        namespace=namespace,
-        service_account=connection.service_account if own else "",
-        variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
-        defaults=defaults,
-    )
-
-
-def _owner_reference() -> Tree | None:
-    """Return the reference to the step's own pod, whose deletion deletes the job."""
-    name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
-    if not (name and uid):
-        return None
-    return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
 
 
 def _log_sink(leader: Task, relay: EventRelay) -> Callable[[Task, str], None]:

@@ -73,7 +73,13 @@ def manifest(job: Job, place: Place) -> Tree:
     counts = replicas(config)
     name = names.job_name(config.name, job.checkpoints)
     namespace = settings.namespace or place.namespace
-    variables = {**place.variables, **_launcher_variables(config, namespace, name)}
+    watched = {"namespace": namespace, "job": name, "seconds": str(settings.deadlines.heartbeat)}
+    variables = {
+        **place.variables,
+        LAUNCHER_VARIABLE: json.dumps(watched),
+        # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
+        lease.VARIABLE: f"TFJob {namespace}/{name}",
+    }
     place = replace(place, variables=variables)
     tree: Tree = {
         "apiVersion": f"{names.GROUP}/{names.VERSION}",
@@ -137,14 +143,6 @@ def restart_policy(config: Config, role: str) -> str:
     # Training does not depend on the evaluator: with `ExitCode` its failure would fail the job.
     default = "OnFailure" if role == "evaluator" else "ExitCode"
     return config.cluster.kubernetes.of(role).restart_policy or default
-
-
-def _launcher_variables(config: Config, namespace: str, name: str) -> dict[str, str]:
-    limit = config.cluster.kubernetes.deadlines.heartbeat
-    watched = {"namespace": namespace, "job": name, "seconds": str(limit)}
-    # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
-    holder = {lease.VARIABLE: f"TFJob {namespace}/{name}"}
-    return {LAUNCHER_VARIABLE: json.dumps(watched), **holder}
 
 
 def _run_policy(settings: JobConfig, pods: int) -> Tree:
@@ -238,9 +236,14 @@ def _container(
 
 def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
     """Return the variables of a role's tasks, apart from those of the launcher and the settings."""
+    task = Task(role=role, index=0)
     gpus = int(resources.get("limits", {}).get(config.cluster.kubernetes.gpu_resource, 0))
+    leads = topology_of(config.training.strategy).leads(task) or task == leading(config)
+    # For a job of one task the operator sets no TF_CONFIG.
+    is_alone = sum(replicas(config).values()) == 1
+    alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
     return {
-        **_single_task_cluster(config, role),
+        **({"TF_CONFIG": alone.tf_config(task)} if is_alone else {}),
         CONFIG_VARIABLE: _config_text(config),
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -248,16 +251,8 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         "GRPC_FAIL_FAST": "use_caller",
         # In an image for GPUs a pod without one would see all GPUs of its node.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
-        **({} if _uses_keras(config, role) else _NO_KERAS),
+        **({} if leads or role == "evaluator" else _NO_KERAS),
     }
-
-
-def _single_task_cluster(config: Config, role: str) -> dict[str, str]:
-    """Return TF_CONFIG for a job of one task, where the operator sets none."""
-    if sum(replicas(config).values()) > 1:
-        return {}
-    cluster = Cluster(addresses={role: (f"localhost:{PORT}",)})
-    return {"TF_CONFIG": cluster.tf_config(Task(role=role, index=0))}
 
 
 def _config_text(config: Config) -> str:
@@ -267,12 +262,6 @@ def _config_text(config: Config) -> str:
         mode="json", exclude_defaults=True
     )
     return json.dumps(tree)
-
-
-def _uses_keras(config: Config, role: str) -> bool:
-    topology = topology_of(config.training.strategy)
-    leads = topology.leads(Task(role=role, index=0)) or leading(config).role == role
-    return leads or role == "evaluator"
 
 
 def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:

@@ -22,7 +22,6 @@ class TaskEnd:
     """How a container of a task ended.
 
     Attributes:
-        task: the task.
         pod: name of its pod.
         uid: uid of its pod.
         restart_count: how often the container had been restarted in this pod before.
@@ -117,11 +116,10 @@ def waiting_reason(pod: Tree) -> str:
 
 def condition(job: Tree, kind: str) -> Tree | None:
     """Return a condition of a job, such as `Failed`, if it is true."""
-    for each in job.get("status", {}).get("conditions") or []:
-        if each["type"] == kind and each["status"] == "True":
-            found: Tree = each
-            return found
-    return None
+    every = job.get("status", {}).get("conditions") or []
+    true = (each for each in every if each["type"] == kind and each["status"] == "True")
+    found: Tree | None = next(true, None)
+    return found
 
 
 def is_finished(job: Tree) -> bool:
@@ -134,11 +132,9 @@ def _phase(pod: Tree) -> str:
 
 
 def _container(pod: Tree) -> Tree:
-    for status in pod.get("status", {}).get("containerStatuses") or []:
-        if status["name"] == CONTAINER:
-            found: Tree = status
-            return found
-    return {}
+    every = pod.get("status", {}).get("containerStatuses") or []
+    found: Tree = next((each for each in every if each["name"] == CONTAINER), {})
+    return found
 
 
 def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:

@@ -70,14 +70,12 @@ class FailureReport:
             if error.code == HTTPStatus.FORBIDDEN:
                 return "; its events may not be read with these permissions"
             return ""
-        last = sorted(found, key=_event_time)[-REPORTED_EVENTS:]
-        lines = (f"{each.get('reason')}: {each.get('message')}" for each in last)
+        found.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
+        lines = (
+            f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED_EVENTS:]
+        )
         text = " ".join(" | ".join(lines).split())
         return f"; last events: {text}" if text else ""
-
-
-def _event_time(event: Tree) -> str:
-    return str(event.get("lastTimestamp") or event.get("eventTime") or "")
 
 
 class Restarts:

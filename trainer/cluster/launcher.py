@@ -34,12 +34,9 @@ class Job:
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:
-    """Return the command line of one task of a job; TF_CONFIG holds its role.
+    """Return the command line of one task in the folder `workdir`; TF_CONFIG holds its role.
 
-    Args:
-        job: the job.
-        config: the file with the job's configuration.
-        workdir: the folder of the task.
+    `config` is the file with the job's configuration.
     """
     stage = [sys.executable, "-m", "trainer", "task", "--config", str(config)]
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]

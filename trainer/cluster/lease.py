@@ -46,18 +46,13 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LeaseHolder:
-    """The holder of a lease, as its file says.
+    """The holder of a lease, as its file says; times are in seconds since 1970.
 
     Attributes:
         token: unique to this holder.
         job: the job whose attempts share the lease, or empty.
-        run: the id of the run.
         host: the machine, for people.
-        process: its process id there.
-        writer: the process with its machine and start time; empty where the system has none.
-        started: when the lease was acquired, in seconds since 1970.
-        renewed: when it was last renewed.
-        released: whether it was released.
+        writer: see `trainer.storage.local.writer`.
     """
 
     token: str
@@ -81,9 +76,8 @@ class LeaseHolder:
 
         Until then no other holder can get the same number and be mistaken for this one.
         """
-        if self.is_gone and not self.released:
-            return True
-        return time.time() >= self.until + ABANDONED_SECONDS
+        is_dead = self.is_gone and not self.released
+        return is_dead or time.time() >= self.until + ABANDONED_SECONDS
 
     @property
     def is_gone(self) -> bool:
@@ -255,10 +249,9 @@ class Lease(NoLease):
         readable = found.get(self._number)
         if newest == self._number and (readable is None or self._is_own(readable)):
             return
-        who = found.get(newest)
-        what = (
-            f"{self._uri} was taken over by {who}" if who else f"the lease of {self._uri} is gone"
-        )
+        what = f"the lease of {self._uri} is gone"
+        if who := found.get(newest):
+            what = f"{self._uri} was taken over by {who}"
         self._lost = (
             f"{what}; run {self._own.run} stops writing: decide which of the two should go on, and "
             "stop the other"
@@ -273,11 +266,8 @@ class Lease(NoLease):
                 raise LeaseHeldError(self._uri, holder)
         newest = found.get(max(found, default=0))
         if newest and not newest.released and not self._is_same_job(newest):
-            why = (
-                "has ended"
-                if newest.is_gone
-                else f"was last renewed at {clock_time(newest.renewed)}"
-            )
+            renewed = f"was last renewed at {clock_time(newest.renewed)}"
+            why = "has ended" if newest.is_gone else renewed
             log.warning("the lease of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
@@ -327,7 +317,11 @@ def acquire_waiting(
         # Logging would swallow an exception that a signal handler raises.
         with on_interrupt(partial(interrupts.append, None)):
             if first is None:
-                _report_wait(refused)
+                until = clock_time(holder.until)
+                log.warning(
+                    "%s holds the lease of %s until %s: it may be dead", holder, refused.uri, until
+                )
+                events.emit(events.LeaseAwaited(uri=refused.uri, holder=str(holder), until=until))
             pause(POLL_SECONDS)
         if interrupts:
             raise RunInterruptedError(
@@ -343,12 +337,6 @@ def _refusal(acquire: Callable[[], None]) -> LeaseHeldError | None:
     except LeaseHeldError as error:
         return error
     return None
-
-
-def _report_wait(error: LeaseHeldError) -> None:
-    until = clock_time(error.holder.until)
-    log.warning("%s holds the lease of %s until %s: it may be dead", error.holder, error.uri, until)
-    events.emit(events.LeaseAwaited(uri=error.uri, holder=str(error.holder), until=until))
 
 
 @contextmanager

@@ -189,12 +189,7 @@ class ObjectStore:
         return [join(uri, key.removeprefix(_prefix(uri))) for key in keys]
 
     def _place_file(
-        self,
-        uri: str,
-        source: Path,
-        entry: FileEntry,
-        there: Stored | None,
-        created: list[str],
+        self, uri: str, source: Path, entry: FileEntry, there: Stored | None, created: list[str]
     ) -> FileEntry:
         """Store one file; return its entry, with the path at which it is stored."""
         path = source / entry.path

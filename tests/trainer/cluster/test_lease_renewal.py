@@ -15,6 +15,7 @@ from trainer import events, storage
 from trainer.cluster import lease
 from trainer.cluster.lease import Lease, holders, lease_uri, remove_expired
 from trainer.errors import ClusterLostError, UserError
+from trainer.storage import local
 
 HOLD = """
 import sys
