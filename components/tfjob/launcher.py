@@ -18,7 +18,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -178,8 +178,16 @@ class _Launch:
         config = self._job.config
         pods = sum(replicas(config).values())
         deadlines = Deadlines(config.cluster.kubernetes.deadlines, pods)
-        relay = EventRelay(deadlines.progressed)
-        logs = Logs(self._api, _log_sink(leading(config), relay))
+        leader, relay = leading(config), EventRelay(deadlines.progressed)
+
+        def write(task: Task, text: str) -> None:
+            # The log of the step, in which the user looks for the logs of all tasks.
+            sys.stdout.write(f"[{task}] {text}\n")
+            sys.stdout.flush()
+            if task == leader:
+                relay.take(text)
+
+        logs = Logs(self._api, write)
         watches = [
             self._watch("TFJob", names.PLURAL, {"fieldSelector": f"metadata.name={self._name}"}),
             self._watch("Pod", "pods", {"labelSelector": f"{names.JOB_NAME}={self._name}"}),
@@ -250,14 +258,3 @@ class _Launch:
             self._job_events.put(({**item, "kind": kind}, deleted))
 
         return Watch(self._api, plural, query, put, self._job_events.put)
-
-
-def _log_sink(leader: Task, relay: EventRelay) -> Callable[[Task, str], None]:
-    def write(task: Task, text: str) -> None:
-        # The log of the step, in which the user looks for the logs of all tasks.
-        sys.stdout.write(f"[{task}] {text}\n")
-        sys.stdout.flush()
-        if task == leader:
-            relay.take(text)
-
-    return write

@@ -19,7 +19,7 @@ from components.tfjob import names, state
 from components.tfjob.client import Api, RefusedError, UnreachableError
 from components.tfjob.deadlines import Deadlines
 from components.tfjob.logs import Logs
-from components.tfjob.manifest import leading, replicas, restart_policy
+from components.tfjob.manifest import leading, restart_policy
 from components.tfjob.names import Tree
 from components.tfjob.retry import refused, unreachable
 from components.tfjob.state import TaskEnd
@@ -87,11 +87,7 @@ class Restarts:
         self._config = config
         self._count = 0
         # The count at the time when each task was last started.
-        self._count_at_start = {
-            Task(role=role, index=index): 0
-            for role, number in replicas(config).items()
-            for index in range(number)
-        }
+        self._count_at_start: dict[Task, int] = {}
 
     def is_final(self, end: TaskEnd) -> bool:
         """Return whether the operator does not restart the task, so that the job fails."""

@@ -19,6 +19,7 @@ from trainer.events import (
     Restart,
     TaskFailed,
 )
+from trainer.storage.manifest import MANIFEST
 
 pytestmark = pytest.mark.cluster
 
@@ -95,7 +96,7 @@ def test_damaged_checkpoints_are_passed_over_with_a_word(dataset, tmp_path):
     data = bytearray((paths[3 * EVERY] / DATA).read_bytes())
     data[100] ^= 1
     (paths[3 * EVERY] / DATA).write_bytes(data)
-    os.unlink(paths[2 * EVERY] / storage.MANIFEST)
+    os.unlink(paths[2 * EVERY] / MANIFEST)
     with launched(settings(4 * EVERY), dataset, tmp_path) as again:
         code, said = again.end()
     assert code == 0, said

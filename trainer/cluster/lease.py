@@ -76,18 +76,8 @@ class LeaseHolder:
 
         Until then no other holder can get the same number and be mistaken for this one.
         """
-        is_dead = self.is_gone and not self.released
+        is_dead = is_gone(self.writer) and not self.released
         return is_dead or time.time() >= self.until + ABANDONED_SECONDS
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it is known to have ended, which is only known of a process of this machine."""
-        return is_gone(self.writer)
-
-    @property
-    def is_living(self) -> bool:
-        """Whether it is known to be alive, which is only known of a process of this machine."""
-        return is_living(self.writer)
 
     def __str__(self) -> str:
         """Return the run, the process and the machine."""
@@ -267,7 +257,7 @@ class Lease(NoLease):
         newest = found.get(max(found, default=0))
         if newest and not newest.released and not self._is_same_job(newest):
             renewed = f"was last renewed at {clock_time(newest.renewed)}"
-            why = "has ended" if newest.is_gone else renewed
+            why = "has ended" if is_gone(newest.writer) else renewed
             log.warning("the lease of %s is taken over from %s, which %s", self._uri, newest, why)
             events.emit(events.LeaseTakenOver(uri=self._uri, holder=str(newest), reason=why))
 
@@ -279,7 +269,7 @@ class Lease(NoLease):
                 raise LeaseHeldError(self._uri, holder)
 
     def _is_free(self, holder: LeaseHolder) -> bool:
-        over = holder.released or self._now() >= holder.until or holder.is_gone
+        over = holder.released or self._now() >= holder.until or is_gone(holder.writer)
         return over or self._is_same_job(holder) or self._is_own(holder)
 
     def _is_same_job(self, holder: LeaseHolder) -> bool:
@@ -311,7 +301,7 @@ def acquire_waiting(
     waited = 0.0
     while refused := _refusal(acquire):
         holder = refused.holder
-        if holder.is_living or holder != (first or holder) or waited > LEASE_SECONDS:
+        if is_living(holder.writer) or holder != (first or holder) or waited > LEASE_SECONDS:
             raise refused
         interrupts: list[None] = []
         # Logging would swallow an exception that a signal handler raises.

@@ -17,12 +17,11 @@ from trainer.storage.errors import (
     Unavailable,
     UnknownSchema,
 )
-from trainer.storage.manifest import MANIFEST, FileEntry, Manifest
+from trainer.storage.manifest import Manifest
 from trainer.storage.publishing import (
     collect_garbage,
     create_bytes,
     delete,
-    exists,
     fetch,
     is_published,
     names,
@@ -38,10 +37,8 @@ from trainer.storage.publishing import (
 from trainer.storage.uri import join, local_path, name_of, uri_of
 
 __all__ = [
-    "MANIFEST",
     "Conflict",
     "Corrupt",
-    "FileEntry",
     "Manifest",
     "Missing",
     "NotPublished",
@@ -50,7 +47,6 @@ __all__ = [
     "collect_garbage",
     "create_bytes",
     "delete",
-    "exists",
     "fetch",
     "is_published",
     "join",

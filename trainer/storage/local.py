@@ -55,10 +55,6 @@ class FileStore:
             sync(path.parent)
         return True
 
-    def exists(self, uri: str) -> bool:
-        """Say whether there is a file."""
-        return _path(uri).is_file()
-
     def checksum(self, uri: str) -> Checksum:
         """Return size and crc32c of one file as it is stored now."""
         return checksum(_path(uri))
@@ -118,10 +114,8 @@ def _path(uri: str) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    sync(path)
 
 
 def _commit(stage: Path, target: Path) -> bool:

@@ -110,16 +110,7 @@ class ObjectStore:
 
     def create(self, uri: str, data: bytes) -> bool:
         """Create one object, checked before for stores without conditional writes."""
-        return not self.exists(uri) and self._create(uri, data)
-
-    def exists(self, uri: str) -> bool:
-        """Say whether there is an object."""
-        try:
-            with self._translated(uri):
-                self._bucket.stat(_key(uri))
-        except FileNotFoundError:
-            return False
-        return True
+        return not self._exists(uri) and self._create(uri, data)
 
     def checksum(self, uri: str) -> Checksum:
         """Return what the store vouches for, or read the object."""
@@ -169,7 +160,7 @@ class ObjectStore:
         """Remove manifests first, then the rest in parallel."""
         below = self._below(uri)
         manifests = [path for path in below if path.rpartition("/")[2] == MANIFEST]
-        itself = self.exists(uri)
+        itself = self._exists(uri)
         if not below and not itself:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), uri)
         if itself:
@@ -225,6 +216,14 @@ class ObjectStore:
         except FileExistsError:
             return False
         return self._create(uri, data)
+
+    def _exists(self, uri: str) -> bool:
+        try:
+            with self._translated(uri):
+                self._bucket.stat(_key(uri))
+        except FileNotFoundError:
+            return False
+        return True
 
     def _create(self, uri: str, data: bytes) -> bool:
         try:

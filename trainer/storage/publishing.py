@@ -251,12 +251,6 @@ def _readable(uri: str) -> Manifest | None:
         return None
 
 
-def exists(uri: str) -> bool:
-    """Say whether there is a file, or a published directory, at `uri`."""
-    with reported(f"look for {uri}"):
-        return store_for(uri).exists(uri) or store_for(uri).exists(join(uri, MANIFEST))
-
-
 def collect_garbage(uri: str) -> list[str]:
     """Remove the orphans of dead or beaten writers at `uri` and below; return their URIs.
 
@@ -317,14 +311,13 @@ def _scan(directory: Path) -> tuple[FileEntry, ...]:
                 raise UserError(f"cannot publish {Path(folder) / name}: a link to a folder")
         # The staging folder of a `fetch` that died is not part of the content.
         folders[:] = [name for name in folders if not is_staging(name)]
-        found += [_entry(directory, Path(folder) / name) for name in names]
-    return tuple(entry for entry in found if entry is not None)
+        paths = (Path(folder) / name for name in names)
+        found += [_entry(directory, path) for path in paths if path != directory / MANIFEST]
+    return tuple(found)
 
 
-def _entry(directory: Path, path: Path) -> FileEntry | None:
+def _entry(directory: Path, path: Path) -> FileEntry:
     name = path.relative_to(directory).as_posix()
-    if name == MANIFEST:
-        return None
     if path.exists() and not path.is_file():
         raise UserError(f"cannot publish {path}: neither a file nor a folder")
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 from trainer.errors import UserError
@@ -11,25 +10,22 @@ from trainer.storage.local import FileStore
 from trainer.storage.object_store import ObjectStore
 from trainer.storage.s3_endpoint import endpoint_of
 from trainer.storage.store import Store
-from trainer.storage.uri import SCHEMES, Location, Protocol, locate, scheme_of
+from trainer.storage.uri import Location, locate, scheme_of
 
 
 def store_for(uri: str) -> Store:
     """Return the store that serves `uri`, for one operation; raises `UserError`."""
-    protocol = SCHEMES[scheme_of(uri)]
-    if protocol == "file":
+    if scheme_of(uri) == "file":
         return FileStore()
     location = locate(uri)
-    return ObjectStore(location.home, partial(_BUCKETS[protocol], location))
+    return ObjectStore(location.home, partial(_bucket, location))
 
 
-def _gcs(location: Location, retry: Retrying) -> Bucket:
-    from trainer.storage.gcs import GcsBucket
+def _bucket(location: Location, retry: Retrying) -> Bucket:
+    if location.scheme == "gs":
+        from trainer.storage.gcs import GcsBucket
 
-    return GcsBucket(location.bucket, retry)
-
-
-def _s3(location: Location, retry: Retrying) -> Bucket:
+        return GcsBucket(location.bucket, retry)
     try:
         from trainer.storage.s3 import S3Bucket
     except ModuleNotFoundError as error:
@@ -37,6 +33,3 @@ def _s3(location: Location, retry: Retrying) -> Bucket:
             f"{location.scheme}:// needs {error.name}: pip install 'flotilla[s3]'"
         ) from None
     return S3Bucket(location.bucket, endpoint_of(location), retry)
-
-
-_BUCKETS: Mapping[Protocol, Callable[[Location, Retrying], Bucket]] = {"gcs": _gcs, "s3": _s3}

@@ -24,9 +24,6 @@ class Store(Protocol):
     def create(self, uri: str, data: bytes) -> bool:
         """Create one file atomically if there is none; return whether it was created."""
 
-    def exists(self, uri: str) -> bool:
-        """Say whether there is a file at a URI."""
-
     def checksum(self, uri: str) -> Checksum:
         """Return size and crc32c of one file as it is stored now."""
 

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
 from trainer.errors import UserError, nearest
 
-Protocol = Literal["file", "gcs", "s3"]
 #: Every scheme, with the protocol of its stores.
-SCHEMES: Mapping[str, Protocol] = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
+SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
 _IN_BUCKETS = [f"{scheme}://" for scheme in SCHEMES if scheme != "file"]
 #: How a URI is written, for messages.
 FORMS = f"file:///path, {', '.join(_IN_BUCKETS[:-1])} or {_IN_BUCKETS[-1]}"

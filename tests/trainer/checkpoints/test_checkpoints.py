@@ -14,6 +14,7 @@ from trainer.checkpoints.checkpoints import Checkpoints, restore
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
 from trainer.events import CheckpointPassedOver, CheckpointPublished
+from trainer.storage.manifest import MANIFEST
 
 DATA = "variables.data-00000-of-00001"
 
@@ -157,9 +158,9 @@ DAMAGES = {
     "a bit": lambda path: flip_a_bit(path / DATA),
     "a file": lambda path: (path / DATA).unlink(),
     "the end of a file": lambda path: (path / DATA).write_bytes(b"short"),
-    "the manifest's text": lambda path: (path / storage.MANIFEST).write_text("{"),
-    "the manifest": lambda path: (path / storage.MANIFEST).unlink(),
-    "its schema": lambda path: (path / storage.MANIFEST).write_text('{"schema": 99}'),
+    "the manifest's text": lambda path: (path / MANIFEST).write_text("{"),
+    "the manifest": lambda path: (path / MANIFEST).unlink(),
+    "its schema": lambda path: (path / MANIFEST).write_text('{"schema": 99}'),
 }
 
 

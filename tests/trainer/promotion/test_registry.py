@@ -14,6 +14,7 @@ from trainer import storage
 from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.promotion.registry import opponent
+from trainer.storage.manifest import MANIFEST
 
 NAME = "digits"
 LINEAGE = {"run_id": "digits-1", "metrics": {"accuracy": 0.9}}
@@ -276,7 +277,7 @@ def test_an_opponent_whose_version_is_gone_is_named(root: str, tmp_path: Path) -
 def damage(uri: str) -> None:
     folder = storage.local_path(uri)
     assert folder
-    (folder / storage.MANIFEST).write_text('{"schema": 1, "ki')
+    (folder / MANIFEST).write_text('{"schema": 1, "ki')
 
 
 def test_a_damaged_promotion_is_named_and_can_be_made_again(root: str, tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.storage import Corrupt, FileEntry, Manifest, UnknownSchema
-from trainer.storage.manifest import RESERVED
+from trainer.storage import Corrupt, Manifest, UnknownSchema
+from trainer.storage.manifest import RESERVED, FileEntry
 
 ENTRY = FileEntry("a", 1, "00000000")
 
