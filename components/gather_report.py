@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,14 +53,13 @@ def held_by(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"tasks": tasks, "gpus": cluster["gpus_per_worker"] * tasks.get("worker", 1)}
 
 
-def cost(config: Mapping[str, Any], steps: Iterable[StepRecord]) -> dict[str, Any]:
+def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, Any]:
     """Return the cost of a run by the records of its steps; nothing where it never trained.
 
     Args:
         config: the run's configuration; empty where it is not known.
         steps: the records; that of training may say itself what it held.
     """
-    steps = list(steps)
     train = next((step for step in steps if step.step == maker_of("checkpoint").name), None)
     held = (train and train.held) or (held_by(config) if config else {})
     if not (train and held):
@@ -118,10 +117,11 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     steps = shared or _published(state, root, run_id)
     tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or steps
     made = _Made(steps, root, run_id, every=bool(shared))
-    decision = made.read("decision", "decision.json")
-    evaluation = made.read("evaluation", "metrics.json")
-    registered = made.read("registration", "registration.json")
+    decision = made.read("decision", "decision.json") or {}
+    evaluation = made.read("evaluation", "metrics.json") or {}
+    registered = made.read("registration", "registration.json") or {}
     config = _config(folder, root, run_id)
+    lineage = registered.get("lineage") or {}
     verdict = _verdict(state, decision, registered, steps)
     return {
         "run_id": run_id,
@@ -139,10 +139,10 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
             to_tree(each) for each in run_events if isinstance(each, CheckpointPublished)
         ],
         "evaluation": evaluation,
-        "curves": made.curves(),
+        "curves": made.read("evaluation", "curves.json") or [],
         "pictures": made.pictures(evaluation),
         "registered": registered,
-        "lineage": _lineage(registered),
+        "lineage": {key: lineage[key] for key in _LINEAGE if key in lineage},
         "cost": cost(config, steps),
     }
 
@@ -160,10 +160,7 @@ def _is_incident(event: Event) -> bool:
 
 
 def _verdict(
-    state: str,
-    decision: dict[str, Any],
-    registered: dict[str, Any],
-    steps: list[StepRecord],
+    state: str, decision: dict[str, Any], registered: dict[str, Any], steps: list[StepRecord]
 ) -> str:
     for step in steps:
         if step.status not in ("done", "skipped"):
@@ -225,21 +222,15 @@ class _Made:
         known = next((each.uri for each in self._steps if each.step == maker), "")
         if known or self._every:
             return known
-        found = storage.published(storage.join(self._root, self._run_id, kind))
-        uri, _ = max(found, key=lambda pair: pair[1].created, default=("", None))
-        return uri
+        found = storage.newest(storage.join(self._root, self._run_id, kind))
+        return found[0] if found else ""
 
-    def read(self, kind: Output, name: str) -> dict[str, Any]:
+    def read(self, kind: Output, name: str) -> Any:
+        """Return the value of a JSON file; None where there is none."""
         with _left_out_if_unreadable():
             uri = self.uri(kind)
-            return dict(json.loads(storage.read_file(uri, name))) if uri else {}
-        return {}
-
-    def curves(self) -> list[dict[str, Any]]:
-        with _left_out_if_unreadable():
-            uri = self.uri("evaluation")
-            return list(json.loads(storage.read_file(uri, "curves.json"))) if uri else []
-        return []
+            return json.loads(storage.read_file(uri, name)) if uri else None
+        return None
 
     def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
         found = {}
@@ -250,11 +241,6 @@ class _Made:
                     content = storage.read_file(uri, path)
                     found[path] = base64.b64encode(content).decode()
         return found
-
-
-def _lineage(registered: dict[str, Any]) -> dict[str, Any]:
-    known = registered.get("lineage") or {}
-    return {key: known[key] for key in _LINEAGE if key in known}
 
 
 def _events(folder: Path) -> list[Event]:

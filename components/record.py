@@ -43,10 +43,7 @@ class StepOutput:
 
 @contextmanager
 def recorded(
-    name: str,
-    at: str = "",
-    *,
-    inputs: Mapping[str, str] | None = None,
+    name: str, at: str = "", *, inputs: Mapping[str, str] | None = None
 ) -> Iterator[StepOutput]:
     """Run a step in this block and record its course.
 

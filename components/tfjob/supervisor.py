@@ -44,38 +44,29 @@ JobEvent = tuple[Tree, bool] | RefusedError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 
 
-class FailureReport:
-    """Writes the lines about a failure; without permission for events it leaves them out."""
+def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
+    """Return the report of a task that has failed."""
+    if end.code in (FAILED, USAGE) and end.message:
+        return f"{end.message} ({end.task}, pod {end.pod})"
+    report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.pod)}"
+    lines = " | ".join(log_tail) or end.message
+    return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
 
-    def __init__(self, api: Api) -> None:
-        """Take the API of the job's namespace."""
-        self._api = api
 
-    def of_task(self, end: TaskEnd, log_tail: Iterable[str]) -> str:
-        """Return the report of a task that has failed."""
-        if end.code in (FAILED, USAGE) and end.message:
-            return f"{end.message} ({end.task}, pod {end.pod})"
-        report = f"{end.task} ended with {end.cause} (pod {end.pod}){self.events(end.pod)}"
-        lines = " | ".join(log_tail) or end.message
-        return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
-
-    def events(self, name: str) -> str:
-        """Return Kubernetes' last events of an object, or an empty string."""
-        try:
-            query = {"fieldSelector": f"involvedObject.name={name}"}
-            found, _ = self._api.list_of("events", query)
-        except UnreachableError:
-            return ""
-        except RefusedError as error:
-            if error.code == HTTPStatus.FORBIDDEN:
-                return "; its events may not be read with these permissions"
-            return ""
-        found.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
-        lines = (
-            f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED_EVENTS:]
-        )
-        text = " ".join(" | ".join(lines).split())
-        return f"; last events: {text}" if text else ""
+def last_events(api: Api, name: str) -> str:
+    """Return Kubernetes' last events of an object; empty for none, or if it does not answer."""
+    try:
+        found, _ = api.list_of("events", {"fieldSelector": f"involvedObject.name={name}"})
+    except UnreachableError:
+        return ""
+    except RefusedError as error:
+        if error.code == HTTPStatus.FORBIDDEN:
+            return "; its events may not be read with these permissions"
+        return ""
+    found.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
+    lines = (f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED_EVENTS:])
+    text = " ".join(" | ".join(lines).split())
+    return f"; last events: {text}" if text else ""
 
 
 class Restarts:
@@ -133,7 +124,6 @@ class Supervisor:
         self._logs = logs
         self._deadlines = deadlines
         self._job_events = job_events
-        self._report = FailureReport(api)
         self._restarts = Restarts(job.config)
         self._interrupts = 0
         self._is_job_deleted = False
@@ -247,7 +237,7 @@ class Supervisor:
         if end.code == DONE or is_deleted_with_job or self._restarts.count(end):
             return
         self._logs.drain(DRAIN_SECONDS, end.task)
-        report = self._report.of_task(end, self._logs.tail(end.task))
+        report = report_of(self._api, end, self._logs.tail(end.task))
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _is_ending(self) -> bool:
@@ -274,10 +264,10 @@ class Supervisor:
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
         final = [end for end in failed if self._restarts.is_final(end)]
         if final:
-            return self._report.of_task(final[0], self._logs.tail(final[0].task))
-        last = [self._report.of_task(end, self._logs.tail(end.task)) for end in failed[-1:]]
+            return report_of(self._api, final[0], self._logs.tail(final[0].task))
+        last = [report_of(self._api, end, self._logs.tail(end.task)) for end in failed[-1:]]
         report = "; ".join([f"the job {self._name} failed: {message}", *last])
-        return f"{report}{self._report.events(self._name)}"
+        return f"{report}{last_events(self._api, self._name)}"
 
     def _refresh_pods(self) -> None:
         """Record the pods as they are now, ahead of their events."""
@@ -288,7 +278,7 @@ class Supervisor:
     def _check_deadlines(self) -> None:
         exceeded = self._deadlines.exceeded(self._pods.values())
         if exceeded:
-            raise UserError(f"{exceeded} (job {self._name}){self._report.events(self._name)}")
+            raise UserError(f"{exceeded} (job {self._name}){last_events(self._api, self._name)}")
         limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
             raise UserError(unreachable(limit, f"the job {self._name} may still run"))
