@@ -96,9 +96,6 @@ def folder_of_run() -> Path:
     return Path(os.environ.get(RUN_FOLDER) or tempfile.mkdtemp(prefix="flotilla-"))
 
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Yield a temporary folder; raises `UserError` when the disk is full."""
@@ -106,7 +103,7 @@ def scratch_folder() -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
             yield Path(folder)
     except OSError as error:
-        if error.errno not in _FULL:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         where = tempfile.gettempdir()
         raise UserError(

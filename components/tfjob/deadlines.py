@@ -66,8 +66,11 @@ class Deadlines:
             return f"training has made no progress for {limit}"
         if late[0] == "running":
             return f"training was not done after {limit}"
+        waiting = [pod for pod in pods if state.stage(pod) == late[0]]
+        tasks = ", ".join(sorted(str(state.task_of(pod)) for pod in waiting)) or "the job"
         what = "has no node" if late[0] == "queueing" else "has not started"
-        return f"{_tasks_in(pods, late[0])} {what} after {limit}{_waiting_reason(pods, late[0])}"
+        reason = next(filter(None, map(state.waiting_reason, waiting)), "")
+        return ": ".join(filter(None, [f"{tasks} {what} after {limit}", " ".join(reason.split())]))
 
     def _enter(self, stage: str) -> None:
         if stage != self._stage:
@@ -80,16 +83,3 @@ class Deadlines:
             since["stalling"] = self._progressed_at
         limits = {key: getattr(self._config, key) for key in since}
         return {key: since[key] + limit for key, limit in limits.items() if limit}
-
-
-def _tasks_in(pods: Iterable[Tree], stage: str) -> str:
-    tasks = [str(state.task_of(pod)) for pod in pods if state.stage(pod) == stage]
-    return ", ".join(sorted(tasks)) or "the job"
-
-
-def _waiting_reason(pods: Iterable[Tree], stage: str) -> str:
-    for pod in pods:
-        reason = state.waiting_reason(pod)
-        if state.stage(pod) == stage and reason:
-            return f": {' '.join(reason.split())}"
-    return ""

@@ -39,8 +39,6 @@ GRACE_SECONDS = 120
 # Placeholders of a document without a run.
 _RUN_ID, _DATASET, _ROOT, _NAMESPACE = "RUN-ID", "DATASET", "gs://BUCKET", "NAMESPACE"
 _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
-# With this variable TensorFlow does not import Keras 3, which a server never uses.
-_NO_KERAS = {"TF_USE_LEGACY_KERAS": "1"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,32 +234,30 @@ def _container(
 
 def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
     """Return the variables of a role's tasks, apart from those of the launcher and the settings."""
-    task = Task(role=role, index=0)
-    gpus = int(resources.get("limits", {}).get(config.cluster.kubernetes.gpu_resource, 0))
+    task, settings, tree = (
+        Task(role=role, index=0),
+        config.cluster.kubernetes,
+        config.model_dump(mode="json"),
+    )
+    # Without defaults where only the launcher reads it.
+    tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
+    gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
     leads = topology_of(config.training.strategy).leads(task) or task == leading(config)
     # For a job of one task the operator sets no TF_CONFIG.
     is_alone = sum(replicas(config).values()) == 1
     alone = Cluster(addresses={role: (f"localhost:{PORT}",)})
     return {
         **({"TF_CONFIG": alone.tf_config(task)} if is_alone else {}),
-        CONFIG_VARIABLE: _config_text(config),
+        CONFIG_VARIABLE: json.dumps(tree),
         "PYTHONUNBUFFERED": "1",
         "TF_CPP_MIN_LOG_LEVEL": "2",
         # A dead peer is an error at once, without gRPC's own retries.
         "GRPC_FAIL_FAST": "use_caller",
         # In an image for GPUs a pod without one would see all GPUs of its node.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
-        **({} if leads or role == "evaluator" else _NO_KERAS),
+        # With it TensorFlow does not import Keras 3, which a server never uses.
+        **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
     }
-
-
-def _config_text(config: Config) -> str:
-    """Return the configuration as JSON, without defaults where only the launcher reads it."""
-    tree = config.model_dump(mode="json")
-    tree["cluster"]["kubernetes"] = config.cluster.kubernetes.model_dump(
-        mode="json", exclude_defaults=True
-    )
-    return json.dumps(tree)
 
 
 def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:

@@ -133,8 +133,7 @@ def lease_uri(uri: str, number: int) -> str:
 def _parse_holder(data: bytes) -> LeaseHolder | None:
     try:
         found = LeaseHolder(**json.loads(data))
-        times = float(found.started), float(found.renewed)
-        return replace(found, started=times[0], renewed=times[1])
+        return replace(found, started=float(found.started), renewed=float(found.renewed))
     except (ValueError, TypeError):
         return None
 

@@ -170,7 +170,9 @@ class GcsBucket:
             return Trouble.TRANSIENT
         if isinstance(error, auth.GoogleAuthError):
             return Trouble.NO_CREDENTIALS
-        if isinstance(error, _TRANSIENT) or _is_damaged_in_transit(error):
+        # The store refuses content with another checksum.
+        damaged = isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)
+        if damaged or isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
         code = _code(error)
         if code in _TRANSIENT_CODES:
@@ -233,8 +235,3 @@ def _code(error: BaseException) -> int:
     if isinstance(error, media.InvalidResponse):
         return int(error.response.status_code)
     return 0
-
-
-def _is_damaged_in_transit(error: BaseException) -> bool:
-    # The store refuses content with another checksum.
-    return isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)

@@ -101,8 +101,6 @@ class FileStore:
 
     def sweep(self, uri: str) -> list[str]:
         """Delete the staging folders of dead writers."""
-        if not _path(uri).is_dir():
-            return []
         return [uri_of(path) for path in delete_orphans(_path(uri))]
 
 
@@ -129,19 +127,16 @@ def _commit(stage: Path, target: Path) -> bool:
                 raise
             if (target / MANIFEST).exists():
                 return False
-            _refuse_parent(target)
+            # Only an unpublished directory may be replaced. A parent of published directories is a
+            # mistake in the URI, and replacing it would lose them all.
+            if inside := next(target.rglob(MANIFEST), None):
+                raise UserError(
+                    f"cannot publish at {target}: {inside.parent} is published below it"
+                ) from None
             _rename_away(target)
             os.rename(stage, target)
         sync(target.parent)
     return True
-
-
-def _refuse_parent(target: Path) -> None:
-    # Only an unpublished directory may be replaced. A parent of published directories is a mistake
-    # in the URI, and replacing it would lose them all.
-    inside = next(target.rglob(MANIFEST), None)
-    if inside is not None:
-        raise UserError(f"cannot publish at {target}: {inside.parent} is published below it")
 
 
 def _rename_away(path: Path) -> None:

@@ -6,7 +6,6 @@ import threading
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import TypeVar
 
 from trainer.errors import UserError
@@ -47,10 +46,14 @@ class Probe:
         """Choose the name; raises `UserError` for what is no URI."""
         self.uri = join(root, f"doctor-{uuid.uuid4().hex[:12]}")
         self._root = root
-        self._missing = _missing(local_path(root))
+        folder = local_path(root)
+        parents = (folder, *folder.parents) if folder else ()
+        # The folders that a write would create, the innermost first.
+        self._missing = [each for each in parents if not each.exists()]
         self._stopped = threading.Event()
         self._failed: list[Unfit] = []
-        self._written = False
+        #: Whether something was, or may have been, written and is not removed yet.
+        self.is_left = False
         self._writing = False
 
     def examine(self) -> None:
@@ -63,12 +66,12 @@ class Probe:
         with shorter_retry(SECONDS):
             store = store_for(self.uri)
             try:
-                self._written = self._writing = True
+                self.is_left = self._writing = True
                 self._do("write", lambda: store.write(self.uri, data))
                 self._writing = False
                 if self._failed:
                     # The file may exist, or folders that a file system created for it.
-                    self._written = self._failed[0].trouble in (SILENT, FILES)
+                    self.is_left = self._failed[0].trouble in (SILENT, FILES)
                     return
                 if self._do("read", lambda: store.read(self.uri)) not in (data, None):
                     said = f"{self.uri} does not hold what was written to it"
@@ -83,7 +86,7 @@ class Probe:
 
     def remove(self) -> None:
         """Remove what was written; raises an `OSError` if that fails."""
-        if not self._written:
+        if not self.is_left:
             return
         with shorter_retry(SECONDS):
             store_for(self.uri).discard(self.uri)
@@ -91,16 +94,11 @@ class Probe:
             with suppress(OSError):
                 folder.rmdir()
         # A write that is under way may still succeed.
-        self._written = self._writing
+        self.is_left = self._writing
 
     def stop(self) -> None:
         """Skip the rest of `examine`, but for the removal."""
         self._stopped.set()
-
-    @property
-    def is_left(self) -> bool:
-        """Whether something was, or may have been, written and is not removed yet."""
-        return self._written
 
     def _do(self, action: str, act: Callable[[], Result]) -> Result | None:
         silent = any(each.trouble == SILENT for each in self._failed)
@@ -122,10 +120,3 @@ class Probe:
             same = [each for each in self._failed if each.trouble == first.trouble]
             actions = tuple(action for each in same for action in each.actions)
             raise Unfit(first.trouble, actions, first.reason)
-
-
-def _missing(folder: Path | None) -> list[Path]:
-    """Return the folders that a write would create, the innermost first."""
-    if folder is None:
-        return []
-    return [each for each in (folder, *folder.parents) if not each.exists()]
