@@ -117,9 +117,9 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     steps = shared or _published(state, root, run_id)
     tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or steps
     made = _Made(steps, root, run_id, every=bool(shared))
-    decision = made.read("decision", "decision.json") or {}
-    evaluation = made.read("evaluation", "metrics.json") or {}
-    registered = made.read("registration", "registration.json") or {}
+    decision = made.read("decision", "decision.json")
+    evaluation = made.read("evaluation", "metrics.json")
+    registered = made.read("registration", "registration.json")
     config = _config(folder, root, run_id)
     lineage = registered.get("lineage") or {}
     verdict = _verdict(state, decision, registered, steps)
@@ -139,7 +139,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
             to_tree(each) for each in run_events if isinstance(each, CheckpointPublished)
         ],
         "evaluation": evaluation,
-        "curves": made.read("evaluation", "curves.json") or [],
+        "curves": made.read("evaluation", "curves.json", list),
         "pictures": made.pictures(evaluation),
         "registered": registered,
         "lineage": {key: lineage[key] for key in _LINEAGE if key in lineage},
@@ -225,12 +225,12 @@ class _Made:
         found = storage.newest(storage.join(self._root, self._run_id, kind))
         return found[0] if found else ""
 
-    def read(self, kind: Output, name: str) -> Any:
-        """Return the value of a JSON file; None where there is none."""
+    def read(self, kind: Output, name: str, of: type[Any] = dict) -> Any:
+        """Return the value of a JSON file, of type `of`; an empty one where there is none."""
         with _left_out_if_unreadable():
             uri = self.uri(kind)
-            return json.loads(storage.read_file(uri, name)) if uri else None
-        return None
+            return of(json.loads(storage.read_file(uri, name))) if uri else of()
+        return of()
 
     def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
         found = {}
