@@ -67,10 +67,7 @@ STEPS = (
     StepSpec(name="check_gate", output="decision", accepts="blessed", deadline_seconds=_HOUR),
     StepSpec(name="export_model", output="model", deadline_seconds=_DAY, may_use_gpus=True),
     StepSpec(
-        name="register_model",
-        output="registration",
-        accepts="promoted",
-        deadline_seconds=6 * _HOUR,
+        name="register_model", output="registration", accepts="promoted", deadline_seconds=6 * _HOUR
     ),
     StepSpec(
         name="finish", output="report", deadline_seconds=_HOUR, is_light=True, is_exit_step=True

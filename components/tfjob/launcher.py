@@ -88,7 +88,7 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
 
 
 class Heartbeat(threading.Thread):
-    """Renews the heartbeat of a job until stopped."""
+    """Renews the heartbeat of a job until `stopped` is set."""
 
     def __init__(self, api: Api, name: str, limit: float) -> None:
         """Send `HEARTBEATS` in the `limit` seconds after which the guard ends the job."""
@@ -98,20 +98,16 @@ class Heartbeat(threading.Thread):
         self._interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
         self._token = secrets.token_hex(4)
         self._count = 0
-        self._stopped = threading.Event()
+        self.stopped = threading.Event()
 
     def annotation(self) -> dict[str, str]:
         """Return the next heartbeat; two launchers never send the same."""
         self._count += 1
         return {names.HEARTBEAT: f"{self._token}-{self._count}"}
 
-    def stop(self) -> None:
-        """Send no further heartbeat."""
-        self._stopped.set()
-
     def run(self) -> None:
         """Send heartbeats."""
-        while not self._stopped.wait(self._interval):
+        while not self.stopped.wait(self._interval):
             try:
                 self._api.patch_job(self._name, {"metadata": {"annotations": self.annotation()}})
             except UnreachableError as error:
@@ -160,7 +156,7 @@ class _Launch:
                 self._uid = created["metadata"]["uid"]
                 self._supervise(created)
             finally:
-                self._heartbeat.stop()
+                self._heartbeat.stopped.set()
                 self._delete()
 
     def _adopt_or_create(self) -> Tree:
@@ -211,7 +207,7 @@ class _Launch:
         finally:
             logs.stop()
             for watch in watches:
-                watch.stop()
+                watch.stopped.set()
 
     def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""

@@ -92,15 +92,11 @@ class LogFollower(threading.Thread):
         self._sink = sink
         self._position = LogPosition()
         self._partial = ""
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Read no further."""
-        self._stopped.set()
+        self.stopped = threading.Event()
 
     def run(self) -> None:
-        """Read until the container has ended, then the rest of its log."""
-        while not self._stopped.is_set():
+        """Read until the container has ended, then the rest of its log, or until `stopped`."""
+        while not self.stopped.is_set():
             try:
                 pod = self._api.get_pod(self._pod)
                 if pod["metadata"]["uid"] != self._uid:
@@ -113,9 +109,9 @@ class LogFollower(threading.Thread):
             except RefusedError as error:
                 if error.is_missing:
                     break
-                self._stopped.wait(_RETRY_SECONDS)
+                self.stopped.wait(_RETRY_SECONDS)
             except UnreachableError as error:
-                self._stopped.wait(max(_RETRY_SECONDS, error.retry_after))
+                self.stopped.wait(max(_RETRY_SECONDS, error.retry_after))
         if self._partial:
             self._sink(self.task, self._partial)
 
@@ -132,7 +128,7 @@ class LogFollower(threading.Thread):
             text = self._position.take(line[:-1])
             if text is not None:
                 self._sink(self.task, text)
-            if self._stopped.is_set():
+            if self.stopped.is_set():
                 return
 
 
@@ -169,7 +165,7 @@ class Logs:
     def stop(self) -> None:
         """Read no further."""
         for follower in self._followers.values():
-            follower.stop()
+            follower.stopped.set()
 
     def _write(self, task: Task, text: str) -> None:
         with self._lock:

@@ -56,15 +56,13 @@ def with_retry(
 
 def refused(error: RefusedError) -> str:
     """Return the message for a request that the API refuses, with the remedy."""
+    remedy = "deploy/ holds the permissions that the step's service account needs"
     if error.is_missing:
-        return (
-            f"the Kubernetes API refuses: {error}; install the training operator (kubeflow.org/v1 "
-            "tfjobs), or correct the namespace: flotilla doctor shows which of them is missing"
+        remedy = (
+            "install the training operator (kubeflow.org/v1 tfjobs), or correct the namespace: "
+            "flotilla doctor shows which of them is missing"
         )
-    return (
-        f"the Kubernetes API refuses: {error}; deploy/ holds the permissions that the step's "
-        "service account needs"
-    )
+    return f"the Kubernetes API refuses: {error}; {remedy}"
 
 
 def unreachable(seconds: float, detail: str) -> str:

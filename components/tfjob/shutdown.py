@@ -39,11 +39,6 @@ class ShutdownServer:
         for connection in self._connections:
             _announce(connection)
 
-    def close(self) -> None:
-        """Close all connections, as the end of this process does."""
-        for connection in self._connections:
-            connection.close()
-
     def _accept(self) -> None:
         while True:
             connection, _ = self._server.accept()

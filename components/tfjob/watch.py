@@ -40,15 +40,11 @@ class Watch(threading.Thread):
         self._known: dict[str, Tree] = {}
         self._version = ""
         self._wait = FIRST_WAIT
-        self._stopped = threading.Event()
-
-    def stop(self) -> None:
-        """Report nothing more."""
-        self._stopped.set()
+        self.stopped = threading.Event()
 
     def run(self) -> None:
-        """List and watch until stopped."""
-        while not self._stopped.is_set():
+        """List and watch until `stopped` is set; report nothing after that."""
+        while not self.stopped.is_set():
             try:
                 if not self._version:
                     self._list()
@@ -61,7 +57,7 @@ class Watch(threading.Thread):
                 self._version = ""
             except UnreachableError as error:
                 log.warning("the watch of %s broke off, retrying: %s", self._kind, error)
-                self._stopped.wait(max(self._wait, error.retry_after))
+                self.stopped.wait(max(self._wait, error.retry_after))
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
 
     def _list(self) -> None:
@@ -82,11 +78,11 @@ class Watch(threading.Thread):
             self._wait = FIRST_WAIT
             if event["type"] != "BOOKMARK":
                 self._report(item, deleted=event["type"] == "DELETED")
-            if self._stopped.is_set():
+            if self.stopped.is_set():
                 break
 
     def _report(self, item: Tree, *, deleted: bool) -> None:
-        if self._stopped.is_set():
+        if self.stopped.is_set():
             return
         if deleted:
             self._known.pop(item["metadata"]["uid"], None)

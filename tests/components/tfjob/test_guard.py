@@ -141,7 +141,9 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
     # The leader has not ended yet.
     waited.join(0.2)
     assert waited.is_alive()
-    server.close()
+    # As the end of its process does.
+    for accepted in server._connections:
+        accepted.close()
     waited.join(30)
     assert not waited.is_alive()
 
