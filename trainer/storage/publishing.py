@@ -296,7 +296,7 @@ def names(uri: str) -> list[str]:
     with reported(f"list {uri}"):
         try:
             return store_for(uri).children(uri)
-        except (FileNotFoundError, NotADirectoryError):
+        except FileNotFoundError:
             return []
 
 
