@@ -22,8 +22,7 @@ class TaskEnd:
     """How a container of a task ended.
 
     Attributes:
-        pod: name of its pod.
-        uid: uid of its pod.
+        uid: of its pod.
         restart_count: how often the container had been restarted in this pod before.
         code: exit code; None where the pod was lost without one.
         reason: Kubernetes' reason, such as `OOMKilled` or `Evicted`.

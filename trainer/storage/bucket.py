@@ -37,8 +37,6 @@ class Stored:
     """One object, as the store describes it.
 
     Attributes:
-        key: its name in the bucket.
-        bytes: its size.
         digest: the store's own checksum of its content; empty without one.
         created: when, in seconds since 1970.
         writer: its metadata `WRITER`; None where the request does not return metadata.
