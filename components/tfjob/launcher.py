@@ -127,18 +127,12 @@ class _Launch:
     ) -> None:
         settings = job.config.cluster.kubernetes
         self._job = job
-        self._is_own_namespace = namespace == connection.namespace
-        place = Place(
-            namespace=namespace,
-            service_account=connection.service_account if self._is_own_namespace else "",
-            variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
-            defaults=defaults,
-        )
-        self._manifest = manifest(job, place)
+        self._manifest = manifest(job, _place(connection, namespace, defaults))
         self._name = self._manifest["metadata"]["name"]
         self._api = Api(connection, namespace)
         # The handler may run while a thread holds the lock of the other pool.
         self._handler_api = Api(connection, namespace)
+        self._is_own_namespace = namespace == connection.namespace
         self._unreachable = settings.deadlines.unreachable
         grace = max(
             settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
@@ -254,3 +248,13 @@ class _Launch:
             self._job_events.put(({**item, "kind": kind}, deleted))
 
         return Watch(self._api, plural, query, put, self._job_events.put)
+
+
+def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:
+    own = namespace == connection.namespace
+    return Place(
+        namespace=namespace,
+        service_account=connection.service_account if own else "",
+        variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
+        defaults=defaults,
+    )
