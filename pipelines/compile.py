@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +118,14 @@ class Package:
         declared = (_inputs(self.spec) or {}).get("image")
         return str(declared.get("defaultValue", "")) if isinstance(declared, Mapping) else ""
 
+    @contextmanager
+    def written(self) -> Iterator[str]:
+        """Write the YAML to a file, for the KFP client, until the block ends; yield its path."""
+        with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+            path = Path(folder, "pipeline.yaml")
+            path.write_text(self.text, encoding="utf-8")
+            yield str(path)
+
     def version(self) -> str:
         """Return the name of the version: digest of the content, and commit of the code."""
         commit, _, dirty = lineage.commit().partition("-")
@@ -131,17 +140,20 @@ def package_of(file: Path | None, image: str) -> Package:
         UserError: the file cannot be read.
     """
     if file is None:
-        with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-            path = Path(folder, "pipeline.yaml")
-            compile_all(path, image, None)
-            return _parse_package(path)
+        check_image(image)
+        return _package(_compiled(cluster_pipeline(image or IMAGE)), "the pipeline")
     if image:
         raise ConfigError(
             f"--image is for compiling, and {file} is compiled already: omit one of them"
         )
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} does not end with .yaml: give a compiled pipeline")
-    return _parse_package(file)
+    try:
+        return _package(file.read_text(encoding="utf-8"), str(file))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        return _package("", str(file))
 
 
 def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:
@@ -164,18 +176,12 @@ def _inputs(spec: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     return (root.get("inputDefinitions") or {}).get("parameters") or {}
 
 
-def _parse_package(path: Path) -> Package:
+def _package(text: str, source: str) -> Package:
     try:
-        text = path.read_text(encoding="utf-8")
         spec = next(iter(yaml.load_all(text, _LOADER)), None)
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, yaml.YAMLError):
-        spec = None
-    try:
         name = spec["pipelineInfo"]["name"]  # type: ignore[index]
-    except (KeyError, TypeError):
-        name = ""
+    except (ValueError, yaml.YAMLError, KeyError, TypeError):
+        spec, name = None, ""
     if not (isinstance(name, str) and name and isinstance(spec, dict) and "root" in spec):
-        raise ConfigError(f"{path} holds no compiled pipeline: write one with `flotilla compile`")
+        raise ConfigError(f"{source} holds no compiled pipeline: write one with `flotilla compile`")
     return Package(name=name, text=text, spec=spec)

@@ -29,14 +29,7 @@ class ModelVersion:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDetails:
-    """One version with its lineage, and every promotion of its model.
-
-    Attributes:
-        version: the version.
-        uri: of the published model.
-        lineage: what it was made from.
-        promotions: of all versions, oldest first.
-    """
+    """One version with its URI and lineage, and every promotion of its model, oldest first."""
 
     version: ModelVersion
     uri: str
@@ -52,7 +45,12 @@ def root_of(root: str, workdir: Path) -> str:
 def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
     """Return every version of one model, or of all; raises `ConfigError`."""
     wanted = [_known(root, name)] if name else registry.names(root)
-    return tuple(row for each in wanted for row in _versions(root, each))
+    champions = {each: registry.champion_number(root, each) for each in wanted}
+    return tuple(
+        _version(each, version, champions[each])
+        for each in wanted
+        for version in registry.versions(root, each)
+    )
 
 
 def details(root: str, name: str, number: int = 0) -> ModelDetails:
@@ -88,11 +86,6 @@ def _known(root: str, name: str) -> str:
         hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")
         raise ConfigError(f"no model {name!r} is registered below {root}{hint}")
     return name
-
-
-def _versions(root: str, name: str) -> list[ModelVersion]:
-    champion = registry.champion_number(root, name)
-    return [_version(name, each, champion) for each in registry.versions(root, name)]
 
 
 def _version(name: str, version: registry.Version, champion: int) -> ModelVersion:

@@ -286,7 +286,11 @@ def _duration(seconds: int) -> str:
 
 def _component(made: Any) -> str:
     spec = made.component_spec
-    rows = [*_inputs(spec), *_outputs(spec)]
+    outputs = (spec.outputs or {}).items()
+    rows = [
+        *_inputs(spec),
+        *(("output", code(name), _artifact_type(each), "") for name, each in outputs),
+    ]
     described = paragraph(made.description or "")
     return f"## `{made.name}`\n\n{described}\n\n{table(('', 'name', 'type', 'default'), rows)}\n"
 
@@ -300,17 +304,8 @@ def _inputs(spec: Any) -> Iterator[tuple[str, ...]]:
         yield "input", "[every run parameter](parameters.md) of the configuration", "", ""
     for name, each in given.items():
         if not (whole and name in keys):
-            yield (
-                "input",
-                code(name),
-                _artifact_type(each),
-                code(each.default) if each.optional else "",
-            )
-
-
-def _outputs(spec: Any) -> Iterator[tuple[str, ...]]:
-    for name, each in (spec.outputs or {}).items():
-        yield "output", code(name), _artifact_type(each), ""
+            default = code(each.default) if each.optional else ""
+            yield "input", code(name), _artifact_type(each), default
 
 
 def _artifact_type(each: Any) -> str:
@@ -379,15 +374,12 @@ def _option_row(parameter: Any) -> tuple[str, str, str]:
     if parameter.param_type_name == "argument":
         name = code(_called(parameter))
     else:
-        word = "" if parameter.is_flag else f" {parameter.metavar or _word(parameter)}"
-        name = ", ".join(code(f"{option}{word}") for option in _options(parameter))
+        word = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+        options = (*parameter.opts, *parameter.secondary_opts)
+        name = ", ".join(code(f"{option}{word}") for option in options)
     default = "" if parameter.default in (None, "", False) else code(str(parameter.default))
     meaning = f"{parameter.help} {_variables(parameter)}".strip()
     return name, "required" if parameter.required else default, meaning
-
-
-def _options(parameter: Any) -> list[str]:
-    return [*parameter.opts, *parameter.secondary_opts]
 
 
 def _variables(parameter: Any) -> str:
@@ -395,7 +387,3 @@ def _variables(parameter: Any) -> str:
     named = parameter.envvar or []
     names = [named] if isinstance(named, str) else named
     return f"Default: the environment variable {' or '.join(map(code, names))}." if names else ""
-
-
-def _word(option: Any) -> str:
-    return str(option.name).upper()

@@ -107,7 +107,8 @@ class Display:
                 for line in (f"{event.task} ended with {event.cause}:", *event.last_lines):
                     self._say_as_it_is(line)
             case _:
-                if text := _line_of(event):
+                wording = _LINES.get(type(event), lambda _event: "")
+                if text := wording(event):
                     self._say_as_it_is(text)
 
     def _say(self, text: str) -> None:
@@ -135,12 +136,6 @@ class Display:
         if self._bar is None:
             self._bar = self._bars.add_task("training", total=event.steps, metrics="")
         self._bars.update(self._bar, completed=event.global_step, metrics=line)
-
-
-def _line_of(event: Event) -> str:
-    """Return the line that an event is worth, or nothing."""
-    line = _LINES.get(type(event))
-    return line(event) if line else ""
 
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
@@ -196,12 +191,12 @@ def _where(step: StepRecord) -> str:
 
 
 def _metrics(metrics: Mapping[str, Any]) -> str:
-    plain = [(name, value) for name, value in metrics.items() if not isinstance(value, list | dict)]
-    return " ".join(f"{name}={_short(value)}" for name, value in plain[:4])
-
-
-def _short(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    plain = [
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
+        for name, value in metrics.items()
+        if not isinstance(value, list | dict)
+    ]
+    return " ".join(plain[:4])
 
 
 _WORDS = {

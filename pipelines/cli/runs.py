@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -15,8 +16,6 @@ from pipelines.runs.kfp_access import Instance, is_named
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    from pipelines.runs.outcome import RunResult
 
 
 @answers
@@ -80,14 +79,8 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
             artifacts={"run": found.page},
             more={"steps": found.states},
         )
-    return _answer_on(found)
-
-
-def _answer_on(result: RunResult) -> Answer:
-    """Return the answer on a run; the command itself went well."""
-    from dataclasses import replace
-
-    return replace(answer_of(result), code=0)
+    # The command itself went well.
+    return replace(answer_of(found), code=0)
 
 
 @answers

@@ -17,6 +17,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -285,23 +286,17 @@ def _in_time(call: Callable[[], Any], seconds: float) -> Any:
 
     Timeouts of sockets bound silence only, and do not cover the look-up of the host.
     """
-    ended: list[tuple[Any, BaseException | None]] = []
+    answer: Future[Any] = Future()
 
     def work() -> None:
         try:
-            ended.append((call(), None))
+            answer.set_result(call())
         except BaseException as error:
-            ended.append((None, error))
+            answer.set_exception(error)
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not ended:
-        raise TimeoutError
-    result, error = ended[0]
-    if error is not None:
-        raise error
-    return result
+    # No executor: it would wait for its thread when the process exits.
+    threading.Thread(target=work, daemon=True).start()
+    return answer.result(seconds)
 
 
 def connect(access: Access) -> Client:

@@ -15,7 +15,7 @@ the log from an archive, or not at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -29,7 +29,7 @@ from trainer.events import Event, parse
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _DRIVER = "-driver"
 _GROUP = re.compile(r"root|(exit-handler|condition|condition-branches|for-loop|iteration\S*)-\d+")
-_EXECUTOR = re.compile(r"executor(\(\d+\))?")
+_EXECUTOR, _TRY = re.compile(r"executor(\(\d+\))?"), re.compile(r"executor\(\d+\)")
 # Argo puts the template of a node into the name of its pod.
 _TEMPLATES = ("system-container-impl", "retry-system-container-impl")
 _EPOCH = 1970
@@ -146,8 +146,7 @@ def _step(name: str, node: Any, pods: tuple[str, ...], *, cached: bool = False) 
 
 
 def _is_cached(node: Any, by_hash: dict[str, Any], details: Sequence[Any]) -> bool:
-    children = (by_hash.get(_hash(child.pod_name or "")) for child in node.child_tasks or ())
-    found = [child for child in children if child is not None] or _within(node, details)
+    found = [child for _, child in _children(node, by_hash) if child] or _within(node, details)
     executors = [each for each in found if _EXECUTOR.fullmatch(str(each.display_name))]
     # KFP skips the pod of a step that is not skipped itself only for its cache.
     return bool(executors) and all(each.state == "SKIPPED" for each in executors)
@@ -166,29 +165,27 @@ def _within(node: Any, details: Sequence[Any]) -> list[Any]:
     ]
 
 
-def _pods(node: Any, by_hash: dict[str, Any]) -> Iterable[str]:
+def _children(node: Any, by_hash: dict[str, Any]) -> Iterator[tuple[str, Any | None]]:
+    """Yield the name of the pod of each child, and its node where the instance has it."""
     for child in node.child_tasks or ():
-        found = by_hash.get(_hash(child.pod_name or ""))
-        if found is None:
-            yield from _likely(child.pod_name or "")
-        elif _EXECUTOR.fullmatch(found.display_name):
-            tries = [each for each in _executors(found, by_hash) if each is not found]
+        name = child.pod_name or ""
+        yield name, by_hash.get(_hash(name))
+
+
+def _pods(node: Any, by_hash: dict[str, Any]) -> Iterator[str]:
+    for name, found in _children(node, by_hash):
+        workflow, dash, end = name.rpartition("-")
+        if found is None and dash:
+            yield from (f"{workflow}-{template}-{end}" for template in _TEMPLATES)
+            yield name
+        elif found is not None and _EXECUTOR.fullmatch(found.display_name):
+            tries = [
+                each
+                for _, each in _children(found, by_hash)
+                if each and each is not found and _TRY.fullmatch(each.display_name)
+            ]
             # The last retry is the one that counts.
             yield str(tries[-1].pod_name if tries else found.pod_name)
-
-
-def _executors(node: Any, by_hash: dict[str, Any]) -> Iterable[Any]:
-    for child in node.child_tasks or ():
-        found = by_hash.get(_hash(child.pod_name or ""))
-        if found is not None and re.fullmatch(r"executor\(\d+\)", found.display_name):
-            yield found
-
-
-def _likely(node_id: str) -> Iterable[str]:
-    workflow, dash, end = node_id.rpartition("-")
-    if dash:
-        yield from (f"{workflow}-{template}-{end}" for template in _TEMPLATES)
-        yield node_id
 
 
 def _hash(name: str) -> str:

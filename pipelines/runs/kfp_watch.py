@@ -6,12 +6,12 @@ The instance returns a log as a whole: each look reads it again and passes on wh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from pipelines.runs.kfp_access import Access, Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect
 from pipelines.runs.kfp_outcome import result_of
-from pipelines.runs.kfp_run import RemoteRun, Step, log_of, remedy, run_of, view
+from pipelines.runs.kfp_run import ENDED, RemoteRun, Step, log_of, remedy, run_of, view
 from pipelines.runs.outcome import RunResult
 from trainer.errors import UserError, nearest
 
@@ -86,7 +86,6 @@ def command(access: Access, verb: str, run: str) -> str:
 
 
 _BEGUN = ("RUNNING", "SUCCEEDED", "FAILED", "CANCELING", "CANCELED")
-_OVER = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 
 
 class LogFollower:
@@ -116,7 +115,7 @@ class LogFollower:
                     f"{step.name} was taken from KFP's cache: it did not run and has no log"
                 )
             elif step.state in _BEGUN:
-                over = step.state in _OVER or run.has_ended
+                over = step.state in ENDED or run.has_ended
                 self._read(run, step, over)
                 if over:
                     self._done.add(step.name)
@@ -165,7 +164,7 @@ def follow_logs(
     """
     names = [step.name for step in run.steps]
     if only and only not in names and (run.has_ended or not wait):
-        known = nearest(only, names) or f"; it has {_listed(names)}"
+        known = nearest(only, names) or f"; it has {', '.join(names) or 'none yet'}"
         raise UserError(f"the run {run.run_id} has no step {only!r}{known}")
     follower = LogFollower(client, only, on_text, on_note)
     if wait and not run.has_ended:
@@ -183,10 +182,6 @@ def follow_logs(
             f"read it by {remedy(client, first)}, or in the store where logs are archived"
         )
     return last
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(names) or "none yet"
 
 
 def _ignore(_seen: object) -> None:

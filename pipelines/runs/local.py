@@ -194,8 +194,12 @@ def require_current_folder() -> None:
 
 def new_run(config: Config, workdir: Path) -> LocalRun:
     """Lay out a fresh run below `workdir`; raises `ConfigError` when it cannot be written."""
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return _laid_out(config, workdir, f"{config.name}-{stamp}-{secrets.token_hex(2)}")
+    return _laid_out(config, workdir, run_name(config))
+
+
+def run_name(config: Config) -> str:
+    """Return a name for a run that no other run has."""
+    return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
 
 def resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
@@ -214,12 +218,10 @@ def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
     runs = [path.parent.name for path in workdir.glob("*/config.json")]
     if run_id not in runs:
-        known = nearest(run_id, runs) or (f" (newest: {max(runs, key=_stamp)})" if runs else "")
+        # By the stamp after the name.
+        newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
+        known = nearest(run_id, runs) or (f" (newest: {newest})" if newest else "")
         raise ConfigError(f"no run {run_id!r} below {workdir}{known}")
-
-
-def _stamp(run_id: str) -> list[str]:
-    return run_id.split("-")[-3:]
 
 
 def root_of(config: Config, workdir: Path) -> str:

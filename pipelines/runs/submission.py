@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect
-from pipelines.runs.local import configuration
+from pipelines.runs.local import configuration, run_name
 from pipelines.runs.upload import Version, page_of, version_of
 from pipelines.step_settings import assigned
 from trainer.config.run_parameters import to_parameters
@@ -160,7 +157,7 @@ def _started(client: Client, submission: Submission) -> str:
         what, spec = f"the pipeline {submission.package.name}", dict(submission.package.spec)
     named: dict[str, Any] = {
         "params": run_parameters(submission.config, assigned(submission.parameters), spec, what),
-        "job_name": submission.name or _run_name(submission.config),
+        "job_name": submission.name or run_name(submission.config),
         "experiment_id": experiment_id(client, submission.experiment),
         "pipeline_root": submission.pipeline_root or None,
         "service_account": submission.service_account or None,
@@ -181,11 +178,5 @@ def _created(
         ids = {"pipeline_id": version.pipeline_id, "version_id": version.version_id}
         return str(ask(client.run_pipeline, **named, **ids).run_id)
     assert package is not None
-    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-        path = Path(folder, "pipeline.yaml")
-        path.write_text(package.text, encoding="utf-8")
-        return str(ask(client.run_pipeline, **named, pipeline_package_path=str(path)).run_id)
-
-
-def _run_name(config: Config) -> str:
-    return f"{config.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    with package.written() as path:
+        return str(ask(client.run_pipeline, **named, pipeline_package_path=path).run_id)

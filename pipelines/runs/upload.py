@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kfp_server_api import V2beta1Pipeline
@@ -85,11 +83,9 @@ def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool
         if version.name.startswith(package.digest):
             return version, False
     wanted = package.version()
-    with tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
-        path = Path(folder, "pipeline.yaml")
-        path.write_text(package.text, encoding="utf-8")
+    with package.written() as path:
         try:
-            made = ask(client.upload_pipeline_version, str(path), wanted, pipeline_id=pipeline_id)
+            made = ask(client.upload_pipeline_version, path, wanted, pipeline_id=pipeline_id)
         except InstanceError as error:
             if error.status == _CONFLICT:
                 for version in versions(client, name, pipeline_id, wanted):
