@@ -4,27 +4,22 @@ from __future__ import annotations
 
 import inspect
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from types import FrameType
 from typing import IO, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from pipelines.cli.answer import Answer, failure
+from trainer.cluster.signals import on_interrupt
 from trainer.errors import RunInterruptedError, UserError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
 
 class DetachedError(RunInterruptedError):
-    """The person stopped watching a run that continues.
-
-    Attributes:
-        run_id: the run, empty where it is not known yet.
-    """
+    """The person stopped watching a run that continues; `run_id` is empty where not known yet."""
 
     def __init__(self, message: str, run_id: str) -> None:
         """Keep the line and the run."""
@@ -134,16 +129,12 @@ def detaching(describe: Callable[[], tuple[str, str]]) -> Iterator[None]:
     Raises:
         DetachedError: with the line and the run id that `describe` returns then.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
-        yield
+        with on_interrupt(_interrupt):
+            yield
     except KeyboardInterrupt:
         raise DetachedError(*describe()) from None
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+def _interrupt() -> NoReturn:
     raise KeyboardInterrupt

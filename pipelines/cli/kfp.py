@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,16 +16,11 @@ from pipelines.cli.options import (
     Config,
     Cron,
     Every,
-    Experiment,
     Image,
     Latest,
-    Parameters,
-    Pipeline,
-    PipelineRoot,
-    ServiceAccount,
     Timezone,
-    Version,
     of_instance,
+    of_submission,
 )
 from pipelines.cli.run import answer_of
 from pipelines.cli.runs import continues
@@ -34,8 +29,6 @@ from pipelines.runs.kfp_access import Access, Instance
 if TYPE_CHECKING:
     from pipelines.runs.schedule import Scheduled
     from pipelines.runs.submission import Submission
-
-PIPELINE, EXPERIMENT = "flotilla-training", "flotilla"
 
 
 @answers
@@ -80,21 +73,17 @@ def upload(
 
 @answers
 @of_instance
+@of_submission
 def submit(
     instance: Instance,
+    target: dict[str, Any],
     config: Config = None,
     assignments: Assignments = None,
     wait: Annotated[bool, typer.Option("--wait", help="Follow the run to its end.")] = False,
     file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Run this compiled pipeline.")
     ] = None,
-    pipeline: Pipeline = PIPELINE,
-    version: Version = "",
-    experiment: Experiment = EXPERIMENT,
     name: Annotated[str, typer.Option(help="Of the run; generated when left out.")] = "",
-    pipeline_root: PipelineRoot = "",
-    service_account: ServiceAccount = "",
-    parameters: Parameters = None,
 ) -> Answer:
     """Start a run on a KFP instance."""
     from pipelines.runs.local import configuration
@@ -103,14 +92,9 @@ def submit(
     access = instance.access()
     submission = Submission(
         config=configuration(config, assignments or ()),
-        package=package_to_send(file, version),
-        pipeline=pipeline,
-        version=version,
-        experiment=experiment,
+        package=package_to_send(file, target["version"]),
         name=name,
-        pipeline_root=pipeline_root,
-        service_account=service_account,
-        parameters=tuple(parameters or ()),
+        **target,
     )
     return _submit(access, submission, wait=wait)
 
@@ -148,23 +132,19 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
 
 @answers
 @of_instance
+@of_submission
 def schedule(
     instance: Instance,
+    target: dict[str, Any],
     config: Config = None,
     assignments: Assignments = None,
     cron: Cron = "",
     every: Every = "",
     timezone: Timezone = "UTC",
     name: Annotated[str, typer.Option(help="Of the schedule; the model's when left out.")] = "",
-    pipeline: Pipeline = PIPELINE,
-    version: Version = "",
     latest: Latest = False,
     catch_up: CatchUp = False,
     at_once: AtOnce = 1,
-    experiment: Experiment = EXPERIMENT,
-    pipeline_root: PipelineRoot = "",
-    service_account: ServiceAccount = "",
-    parameters: Parameters = None,
 ) -> Answer:
     """Start runs on a KFP instance regularly: one schedule of each name."""
     from pipelines.runs import schedule as scheduling
@@ -178,18 +158,13 @@ def schedule(
         catch_up=catch_up,
         at_once=at_once,
         latest=latest,
-        version=version,
+        version=target["version"],
     )
     access, loaded = instance.access(), configuration(config, assignments or ())
     submission = Submission(
         config=loaded,
-        pipeline=pipeline,
-        version=version,
-        experiment=experiment,
         name=name or loaded.name,
-        pipeline_root=pipeline_root,
-        service_account=service_account,
-        parameters=tuple(parameters or ()),
+        **target,
     )
     return _scheduled(scheduling.schedule(access, submission, timing))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,26 +89,52 @@ Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its n
 RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]
 
 
-_OPTIONS = {
-    "endpoint": Endpoint,
-    "namespace": Namespace,
-    "token_file": TokenFile,
-    "cookies_file": CookiesFile,
-    "ca_file": CaFile,
+_INSTANCE = {
+    "endpoint": (Endpoint, ""),
+    "namespace": (Namespace, ""),
+    "token_file": (TokenFile, ""),
+    "cookies_file": (CookiesFile, ""),
+    "ca_file": (CaFile, ""),
 }
+_TARGET = {
+    "pipeline": (Pipeline, "flotilla-training"),
+    "version": (Version, ""),
+    "experiment": (Experiment, "flotilla"),
+    "pipeline_root": (PipelineRoot, ""),
+    "service_account": (ServiceAccount, ""),
+    "parameters": (Parameters, None),
+}
+Options = Mapping[str, tuple[Any, str | None]]
 
 
 def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
     """Replace the parameter `instance` by the options that name one; `own` are other forms."""
+    options = {name: (own.get(name, option), "") for name, (option, _) in _INSTANCE.items()}
+    return _grouped(command, "instance", options, Instance)
+
+
+def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `target` by options; it gets them as fields of a `Submission`."""
+
+    def made(parameters: list[str] | None, **named: str) -> dict[str, Any]:
+        return {**named, "parameters": tuple(parameters or ())}
+
+    return _grouped(command, "target", _TARGET, made)
+
+
+def _grouped(
+    command: Callable[..., Any], parameter: str, options: Options, made: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Replace a parameter of a command by options, from which `made` makes its value."""
 
     def called(**named: Any) -> Any:
-        instance = Instance(**{name: named.pop(name) for name in _OPTIONS})
-        return command(instance=instance, **named)
+        value = made(**{name: named.pop(name) for name in options})
+        return command(**{parameter: value}, **named)
 
-    options = [
+    more = [
         inspect.Parameter(
-            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=option
+            name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=option
         )
-        for name, option in (_OPTIONS | own).items()
+        for name, (option, default) in options.items()
     ]
-    return with_options(called, command, options, without="instance")
+    return with_options(called, command, more, without=parameter)

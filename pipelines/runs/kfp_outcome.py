@@ -35,13 +35,7 @@ _STATUS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Seen:
-    """What the instance and the log of a step say about it.
-
-    Attributes:
-        record: of the step.
-        state: KFP's own word.
-        inputs: URI by name of what it took.
-    """
+    """What the instance and the log of a step say about it; `inputs` are URIs by name."""
 
     record: StepRecord
     state: str
@@ -132,15 +126,13 @@ def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
     except InstanceError as error:
         return _Seen(record=replace(record, error=str(error)), state=step.state)
     # The log also has what the user's own code prints.
-    begun: list[StepBegin] = []
-    ended: list[StepEnd] = []
-    for event in events_in(log):
-        if isinstance(event, StepBegin) and event.step == step.name:
-            begun.append(event)
-        elif isinstance(event, StepEnd) and event.step == step.name:
-            ended.append(event)
-    inputs = begun[0].inputs if begun else {}
-    if ended:
+    events = [
+        event
+        for event in events_in(log)
+        if isinstance(event, StepBegin | StepEnd) and event.step == step.name
+    ]
+    inputs = next((event.inputs for event in events if isinstance(event, StepBegin)), {})
+    if ended := [event for event in events if isinstance(event, StepEnd)]:
         # KFP decides how the step ended.
         own = record_of(ended[-1], began=record.began)
         record = replace(own, status=record.status)

@@ -40,10 +40,7 @@ class Step:
     """One step of a run.
 
     Attributes:
-        name: of the step.
         state: KFP's own word.
-        began: when.
-        ended: when, or None.
         pods: names that its pod could have, the likeliest first; none where it is cached.
         cached: whether KFP took its outputs from the cache, so that none of its code ran.
     """

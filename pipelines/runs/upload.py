@@ -35,13 +35,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An uploaded pipeline.
-
-    Attributes:
-        version: the version with its content.
-        created: whether the version was created now; false where it existed.
-        page: its page in the KFP user interface.
-    """
+    """An uploaded pipeline: `created` is false where it existed, `page` is in the KFP UI."""
 
     version: Version
     created: bool
