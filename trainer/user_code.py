@@ -27,8 +27,9 @@ _LIBRARIES = (
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
 )
 _INSTALLED = {"site-packages", "dist-packages"}
-# Where TensorFlow writes what it makes of the user's functions.
-_GENERATED = "__autograph_generated_file"
+# Where TensorFlow writes what it makes of the user's functions, and KFP the source of a component,
+# which the stack of a node of a graph begins with.
+_GENERATED = re.compile(r"__autograph_generated_file|/ephemeral_component\.py$")
 _FRAME = re.compile(r'File "([^"\n]+)", line (\d+)')
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 # Keras and TensorFlow put their own words before those of the error, and some after them.
@@ -142,7 +143,7 @@ def _frames(error: BaseException) -> list[tuple[str, int]]:
 
 
 def _is_users(file: str, module: str = "") -> bool:
-    if file.startswith("<") or _GENERATED in file:
+    if file.startswith("<") or _GENERATED.search(file):
         return False
     if module.partition(".")[0] in _imported:
         return True

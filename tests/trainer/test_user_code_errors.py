@@ -109,6 +109,13 @@ def test_a_node_of_a_graph_is_found_by_the_stack_in_the_text(blocks):
     assert "Graph execution error" not in line_of(error)
 
 
+def test_the_file_that_kfp_makes_of_a_component_is_not_the_users(tmp_path):
+    stack = f'  File "{tmp_path}/ephemeral_component.py", line 12, in evaluate_model\n'
+    error = RuntimeError(f"Graph execution error:\n\nDetected at node Add\n{stack}\nbad shape")
+    assert place_of(error) == ""
+    assert traceback_of(error) == ""
+
+
 def test_a_function_that_tensorflow_has_rewritten(blocks):
     error = raised(blocks.converted, 1.0)
     assert line_of(error) == f"ValueError: bad value (blocks.py:{line_with('bad value')})"
