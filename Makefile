@@ -35,8 +35,8 @@ HOUSE_RULES := tests/house_rules
 SINCE ?= HEAD
 
 check: style ## style, types, house rules, tests of the changed files: make check SINCE=main
-	$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) \
-		$$($(PYTHON) -m tests.mirror $(SINCE)) $(ARGS)
+	tests=$$($(PYTHON) -m tests.mirror $(SINCE)) && \
+		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
 # Three processes on two cores: some tests wait. Those that start clusters want both cores to
 # themselves: a second pass. 5: nothing was collected.

@@ -151,7 +151,9 @@ def main(base: str = "HEAD") -> None:
     """Print the tests of what differs from `base`."""
     untracked = git_lines("ls-files", "--others", "--exclude-standard")
     changed = sorted({*git_lines("diff", "--name-only", base), *untracked})
-    selection = select(changed, [*git_lines("ls-files"), *untracked])
+    # The index still has what was deleted since.
+    tracked = [name for name in git_lines("ls-files") if (ROOT / name).exists()]
+    selection = select(changed, [*tracked, *untracked])
     for name in selection.unmirrored:
         sys.stderr.write(f"{name}: no test mirrors it: `make test` shows what it breaks\n")
     sys.stdout.write("\n".join(selection.tests) + "\n")

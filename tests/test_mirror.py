@@ -70,15 +70,23 @@ def test_the_tests_elsewhere_exist():
 def test_what_git_sees_as_changed_is_selected(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(mirror, "ROOT", tmp_path)
     (tmp_path / "tests").mkdir()
-    for name in ("tests/test_kept.py", "tests/test_changed.py"):
+    for name in ("tests/test_kept.py", "tests/test_changed.py", "tests/test_deleted.py"):
         (tmp_path / name).write_text("")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
     for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "first"]):
         subprocess.run([*git, *command], cwd=tmp_path, check=True)
     (tmp_path / "tests/test_changed.py").write_text("pass\n")
+    (tmp_path / "tests/test_deleted.py").unlink()
     (tmp_path / "tests/test_new.py").write_text("")
     (tmp_path / "notes.txt").write_text("")
     mirror.main()
     printed = capsys.readouterr()
     assert printed.out.split() == ["tests/test_changed.py", "tests/test_new.py"]
     assert printed.err == "notes.txt: no test mirrors it: `make test` shows what it breaks\n"
+
+
+def test_check_fails_where_the_revision_does_not_exist():
+    command = ["make", "check", "--old-file=style", "SINCE=no-such-revision"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode != 0
+    assert "passed" not in ended.stdout
