@@ -32,7 +32,7 @@ from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.events import Event, RunBegin
+from trainer.events import Event, Interrupted, RunBegin
 
 OnEvent = Callable[[Event], None]
 
@@ -282,9 +282,19 @@ def execute(
         child.wait()
         shutil.rmtree(run.folder / "tmp", ignore_errors=True)
         os.close(run.lock)
+    if child.returncode == -signal.SIGTERM:
+        # The request came before the child could handle it.
+        happened.append(_interrupted(run))
     result = outcome_of(happened, child.returncode, interrupted=bool(interrupts))
     result = replace(result, run_id=run.run_id, folder=run.folder)
     return with_full_disk(result, run.folder)
+
+
+def _interrupted(run: LocalRun) -> Interrupted:
+    event = Interrupted()
+    with suppress(OSError):
+        events.append(run.folder / EVENTS, event)
+    return event
 
 
 def with_full_disk(result: RunResult, folder: Path) -> RunResult:

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from components.record import STOPPING
-from pipelines.runs import local
+from pipelines.runs import local, local_status
 from trainer import events, storage
 from trainer.config.load import load_config, parse_config
 from trainer.config.run_parameters import from_parameters
@@ -118,6 +118,15 @@ class TestExecuting:
         log = (run.folder / "pipeline.log").read_text(encoding="utf-8")
         assert "KeyError: 'no_such_pipeline'" in log
         assert not (run.folder / "tmp").exists()
+
+    def test_a_cancel_before_the_runner_can_handle_it(self, workdir, monkeypatch):
+        run = local.new_run(CONFIG, workdir)
+        ended = "import os, signal; os.kill(os.getpid(), signal.SIGTERM)"
+        started = subprocess.Popen([sys.executable, "-c", ended], start_new_session=True)
+        monkeypatch.setattr(local, "_started", lambda *_: started)
+        result = local.execute(run, "run", {})
+        assert (result.status, result.exit_code) == ("interrupted", 130)
+        assert local_status.status_of(workdir, run.run_id).status == "interrupted"
 
     def test_the_pipeline_gets_every_run_parameter(self, workdir):
         run = local.new_run(CONFIG, workdir)
