@@ -22,17 +22,21 @@ def _batches(run, size=10):
     return tf.data.Dataset.from_tensor_slices((run.images, run.labels)).batch(size)
 
 
+def measure(model, batches):
+    return evaluation.measurer(model)(batches)
+
+
 def test_measure_agrees_with_the_evaluation(run, tmp_path):
     output = storage.uri_of(tmp_path / "evaluation")
     whole = evaluation.evaluate(run.config, run.dataset, run.checkpoint, output, tmp_path)
-    measured = evaluation.measure(run.model, _batches(run))
+    measured = measure(run.model, _batches(run))
     expected = {name: whole.metrics[name] for name in ("loss", "accuracy")}
     assert measured == pytest.approx(expected, rel=1e-5)
     assert {type(value) for value in measured.values()} == {float}
 
 
 def test_measure_weighs_the_last_batch_by_its_examples(run):
-    by_one, by_all = (evaluation.measure(run.model, _batches(run, size)) for size in (1, 96))
+    by_one, by_all = (measure(run.model, _batches(run, size)) for size in (1, 96))
     assert by_one == pytest.approx(by_all, rel=1e-5)
 
 
@@ -47,22 +51,22 @@ def test_a_measurer_reads_the_weights_as_they_are(run):
 
 def test_measure_switches_dropout_off(run):
     dropout = keras.Sequential([keras.layers.Dropout(0.9), run.model])
-    expected = evaluation.measure(run.model, _batches(run))
-    assert evaluation.measure(dropout, _batches(run)) == pytest.approx(expected)
+    expected = measure(run.model, _batches(run))
+    assert measure(dropout, _batches(run)) == pytest.approx(expected)
 
 
 def test_measure_gives_a_loss_that_is_not_finite_as_it_is(run):
     model = small_run.template_model(run.config, *small_run.digits())
     model.variables[1].assign(np.full(10, np.nan, np.float32))
-    assert np.isnan(evaluation.measure(model, _batches(run))["loss"])
+    assert np.isnan(measure(model, _batches(run))["loss"])
 
 
 def test_measure_refuses_no_examples(run):
     with pytest.raises(UserError, match="no examples"):
-        evaluation.measure(run.model, _batches(run).take(0))
+        measure(run.model, _batches(run).take(0))
 
 
 def test_measure_takes_labels_of_any_whole_type(run):
     for dtype in ("uint8", "int32"):
         batches = tf.data.Dataset.from_tensor_slices((run.images, run.labels.astype(dtype)))
-        assert evaluation.measure(run.model, batches.batch(50))["accuracy"] > 0.5
+        assert measure(run.model, batches.batch(50))["accuracy"] > 0.5
