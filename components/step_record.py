@@ -124,16 +124,8 @@ def _tries(start: Sequence[Event]) -> list[StepRecord]:
     tries: list[StepRecord] = []
     for event in start:
         if isinstance(event, StepBegin):
-            seconds = round(start[-1].time - event.time, 2)
-            killed = StepRecord(
-                step=event.step,
-                status="failed",
-                exit_code=FAILED,
-                error=_KILLED_HERE,
-                began=event.time,
-                seconds=seconds,
-            )
-            tries.append(killed)
+            killed = StepRecord(step=event.step, status="running", began=event.time)
+            tries.append(_guessed(killed, start[-1].time, error=_KILLED_HERE))
         elif isinstance(event, StepEnd):
             ended = record_of(event, began=event.time - event.seconds, ended=event.time)
             for number, each in enumerate(tries):
@@ -251,16 +243,17 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
             ended.append(record)
             continue
         end = next((began for began in ends if began > record.began), time.time())
-        ended.append(_guessed(record, end, killed=last and not well))
+        ended.append(_guessed(record, end, error=_KILLED_POD if last and not well else ""))
     return ended
 
 
-def _guessed(record: StepRecord, end: float, *, killed: bool) -> StepRecord:
+def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:
+    """Return the record of a step that did not report its end; `error` where it was killed."""
     return replace(
         record,
-        status="failed" if killed else "done",
-        exit_code=FAILED if killed else 0,
-        error=_KILLED_POD if killed else "",
+        status="failed" if error else "done",
+        exit_code=FAILED if error else 0,
+        error=error,
         seconds=round(max(end - record.began, 0.0), 2),
         metrics={},
         uri="",

@@ -49,15 +49,6 @@ class Connection:
     namespace: str
     service_account: str
 
-    def pool(self) -> urllib3.PoolManager:
-        """Return a new pool of connections."""
-        return RESTClientObject(self.configuration, maxsize=_CONNECTIONS).pool_manager
-
-    def headers(self) -> Mapping[str, str]:
-        """Return the headers of every request; a renewed token is read again."""
-        token = self.configuration.auth_settings().get("BearerToken", {}).get("value")
-        return {"authorization": token} if token else {}
-
 
 def connect() -> Connection:
     """Return the connection of this pod, or of the kubeconfig; raises `UserError`."""
@@ -134,8 +125,9 @@ class Api:
 
     def __init__(self, connection: Connection, namespace: str) -> None:
         """Open no connection yet."""
-        self._connection = connection
-        self._pool = connection.pool()
+        self._configuration = connection.configuration
+        pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
+        self._pool = pool.pool_manager
         self._namespace = quote(namespace)
         self.answered_at = time.monotonic()
 
@@ -204,6 +196,34 @@ class Api:
         }
         return self._lines(f"{self._path('pods', pod)}/log", query)
 
+    def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Tree | None = None,
+        timeout: urllib3.Timeout = _TIMEOUT,
+        *,
+        stream: bool = False,
+    ) -> urllib3.BaseHTTPResponse:
+        """Return the answer, whatever its status; raises only `UnreachableError`."""
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        # Looked up for each request: a renewed token is read again.
+        token = self._configuration.auth_settings().get("BearerToken", {}).get("value")
+        try:
+            return self._pool.request(
+                method,
+                f"{self._configuration.host}{path}",
+                fields=query,
+                json=body,
+                headers={"Content-Type": kind, **({"authorization": token} if token else {})},
+                timeout=timeout,
+                preload_content=not stream,
+                retries=False,
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise UnreachableError(f"{method} {path}: {error}") from None
+
     def _path(self, kind: str, name: str = "") -> str:
         group = f"apis/{names.GROUP}/{names.VERSION}" if kind == names.PLURAL else "api/v1"
         path = f"/{group}/namespaces/{self._namespace}/{kind}"
@@ -217,12 +237,14 @@ class Api:
         body: Tree | None = None,
         timeout: urllib3.Timeout = _TIMEOUT,
     ) -> Tree:
-        tree: Tree = self._open(method, path, query, body, timeout, stream=False).json()
+        answer = self.request(method, path, query, body, timeout)
+        tree: Tree = self._checked(answer, f"{method} {path}").json()
         return tree
 
     def _lines(self, path: str, query: Mapping[str, str]) -> Iterator[str]:
         timeout = urllib3.Timeout(connect=5, read=STREAM_SECONDS)
-        with closing(self._open("GET", path, query, None, timeout, stream=True)) as answer:
+        opened = self.request("GET", path, query, timeout=timeout, stream=True)
+        with closing(self._checked(opened, f"GET {path}")) as answer:
             rest = b""
             try:
                 for chunk in answer.stream(2**16, decode_content=True):
@@ -234,37 +256,15 @@ class Api:
             if rest:
                 yield rest.decode(errors="replace")
 
-    def _open(
-        self,
-        method: str,
-        path: str,
-        query: Mapping[str, str] | None,
-        body: Tree | None,
-        timeout: urllib3.Timeout,
-        *,
-        stream: bool,
-    ) -> urllib3.BaseHTTPResponse:
-        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
-        try:
-            answer = self._pool.request(
-                method,
-                f"{self._connection.configuration.host}{path}",
-                fields=query,
-                json=body,
-                headers={**self._connection.headers(), "Content-Type": kind},
-                timeout=timeout,
-                preload_content=not stream,
-                retries=False,
-            )
-        except urllib3.exceptions.HTTPError as error:
-            raise UnreachableError(f"{method} {path}: {error}") from None
+    def _checked(self, answer: urllib3.BaseHTTPResponse, request: str) -> urllib3.BaseHTTPResponse:
+        failure = None
         if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
             with closing(answer):
-                failure = _error_of(answer, f"{method} {path}")
-            if isinstance(failure, RefusedError):
-                self.answered_at = time.monotonic()
+                failure = _error_of(answer, request)
+        if not isinstance(failure, UnreachableError):
+            self.answered_at = time.monotonic()
+        if failure:
             raise failure
-        self.answered_at = time.monotonic()
         return answer
 
 

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
+from rich.table import Column, Table
 
 from pipelines.cli.exit import discard
 from pipelines.runs.outcome import RunResult
@@ -46,6 +46,7 @@ _MARKS = {
     "cached": "[green]cached[/]",
     "failed": "[red]failed[/]",
     "interrupted": "[yellow]interrupted[/]",
+    "canceled": "[yellow]canceled[/]",
     "running": "[cyan]running[/]",
     "skipped": "skipped",
     "waiting": "waiting",
@@ -199,16 +200,12 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
     return " ".join(plain[:4])
 
 
-_WORDS = {
+# Where the instance's word for a state is not ours.
+_STATUS = {
     "PENDING": "waiting",
     "RUNTIME_STATE_UNSPECIFIED": "waiting",
-    "RUNNING": "[cyan]running[/]",
-    "SUCCEEDED": "[green]done[/]",
-    "SKIPPED": "skipped",
-    "FAILED": "[red]failed[/]",
-    "CANCELING": "[yellow]ending[/]",
-    "CANCELED": "[yellow]canceled[/]",
-    "PAUSED": "paused",
+    "SUCCEEDED": "done",
+    "CANCELING": "ending",
 }
 
 
@@ -249,9 +246,7 @@ class Steps:
 
 def steps_table(steps: Iterable[Step]) -> Table:
     """Return the table of steps: state and seconds."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("step", "status", "seconds"):
-        table.add_column(title, justify="right" if title == "seconds" else "left")
+    table = Table("step", "status", Column("seconds", justify="right"), box=None, pad_edge=False)
     for step in steps:
         table.add_row(escape(step.name), _word(step), f"{step.seconds:.0f}")
     return table
@@ -270,7 +265,8 @@ def runs_table(runs: Iterable[RemoteRun]) -> Table:
 
 def word(state: str) -> str:
     """Return our word for a state of KFP, with its colour."""
-    return _WORDS.get(state, escape(state.lower()))
+    status = _STATUS.get(state, state.lower())
+    return _MARKS.get(status, escape(status))
 
 
 def stamp(moment: datetime | None) -> str:
@@ -283,10 +279,8 @@ def _word(step: Step) -> str:
 
 
 def _line(step: Step) -> str:
-    if step.cached:
-        return f"{escape(step.name)} {_word(step)}"
-    if step.state == "RUNNING":
+    if step.state == "RUNNING" and not step.cached:
         return f"{escape(step.name)} ..."
-    if step.state in ("SUCCEEDED", "FAILED"):
-        return f"{escape(step.name)} {word(step.state)} in {step.seconds:.1f} s"
-    return f"{escape(step.name)} {word(step.state)}"
+    has_run = step.state in ("SUCCEEDED", "FAILED") and not step.cached
+    seconds = f" in {step.seconds:.1f} s" if has_run else ""
+    return f"{escape(step.name)} {_word(step)}{seconds}"

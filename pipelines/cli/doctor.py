@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -103,15 +103,7 @@ def _line(check: Check, finding: Finding) -> str:
 
 
 def _answer(found: Sequence[tuple[Check, Finding]]) -> Answer:
-    rows = [
-        {
-            "name": check.name,
-            "state": finding.state,
-            "message": finding.message,
-            "remedy": finding.remedy,
-        }
-        for check, finding in found
-    ]
+    rows = [{"name": check.name, **asdict(finding)} for check, finding in found]
     failed = [check.name for check, finding in found if finding.state == "fail"]
     return Answer(
         status="failed" if failed else "done",

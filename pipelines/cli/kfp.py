@@ -161,11 +161,7 @@ def schedule(
         version=target["version"],
     )
     access, loaded = instance.access(), configuration(config, assignments or ())
-    submission = Submission(
-        config=loaded,
-        name=name or loaded.name,
-        **target,
-    )
+    submission = Submission(config=loaded, name=name or loaded.name, **target)
     return _scheduled(scheduling.schedule(access, submission, timing))
 
 

@@ -10,10 +10,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import RunInterruptedError, UserError
+from trainer.storage.probe import Probe
 
 State = Literal["ok", "warn", "fail", "skipped"]
 SECONDS = 10.0
@@ -35,24 +36,6 @@ class Finding:
     remedy: str = ""
 
 
-class Trace(Protocol):
-    """What a check writes while it runs, and removes again."""
-
-    def stop(self) -> None:
-        """Let the check continue to its end."""
-
-    def remove(self) -> None:
-        """Remove what was left, from another thread too."""
-
-    @property
-    def is_left(self) -> bool:
-        """Whether something is left."""
-
-    @property
-    def uri(self) -> str:
-        """Its URI."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Check:
     """One thing to be checked.
@@ -62,7 +45,7 @@ class Check:
         look: looks; a `UserError` of it is a finding too.
         needs: names of the checks without which there is nothing to look at.
         seconds: how long it may take.
-        trace: what it leaves while it looks.
+        trace: what it writes while it looks, and removes again.
         show: the command that shows more where it does not come to a finding of its own.
     """
 
@@ -70,7 +53,7 @@ class Check:
     look: Callable[[], Finding]
     needs: tuple[str, ...] = ()
     seconds: float = SECONDS
-    trace: Trace | None = None
+    trace: Probe | None = None
     show: str = ""
 
 
@@ -167,7 +150,7 @@ class _Look:
         return trace.uri if trace.is_left else ""
 
 
-def _removed(trace: Trace) -> None:
+def _removed(trace: Probe) -> None:
     with suppress(OSError, UserError):
         trace.remove()
 

@@ -5,21 +5,18 @@ Whether the cluster knows TFJobs.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
-from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import quote
 
 import urllib3
 
-from components.tfjob.client import Connection, connect
-from components.tfjob.names import GROUP, PLURAL, VERSION
+from components.tfjob.client import Api, Connection, UnreachableError, connect
+from components.tfjob.names import GROUP, PLURAL, VERSION, Tree
 from pipelines.doctor.examination import Finding
 from trainer.errors import UserError
 
-Tree = dict[str, Any]
 _TIMEOUT = urllib3.Timeout(connect=3, read=5)
 _MOST_WORDS = 200
 SHOW = "kubectl cluster-info"
@@ -70,19 +67,18 @@ class Kubernetes:
     def __init__(self, namespace: str) -> None:
         """Ask nothing yet; an empty namespace is that of the context."""
         self._namespace = namespace
-        self._connection: Connection | None = None
-        self._pool: urllib3.PoolManager | None = None
 
-    def open(self) -> None:
-        """Find out where the API is, and as whom to ask; raises `UserError`."""
-        connection = connect()
-        self._pool = connection.pool()
-        self._connection = connection
+    @cached_property
+    def _connection(self) -> Connection:
+        return connect()
+
+    @cached_property
+    def _api(self) -> Api:
+        return Api(self._connection, self.namespace)
 
     @property
     def namespace(self) -> str:
-        """Return where the job is to run."""
-        assert self._connection
+        """Where the job is to run; raises `UserError`."""
         return self._namespace or self._connection.namespace
 
     @property
@@ -92,40 +88,30 @@ class Kubernetes:
 
     @property
     def host(self) -> str:
-        """Return the address of the API."""
-        assert self._connection
+        """The address of the API; raises `UserError`."""
         return str(self._connection.configuration.host)
-
-    def get(self, path: str, query: Mapping[str, str] | None = None) -> Answer:
-        """Return the answer to a GET; raises `NoAnswerError`."""
-        return self._ask("GET", f"{path}?{urlencode(query)}" if query else path, None)
 
     def find(self, kind: str, name: str = "") -> Answer:
         """Return an object of the namespace, or all of a kind; raises `NoAnswerError`."""
         path = f"/api/v1/namespaces/{quote(self.namespace)}/{kind}"
         return self.get(f"{path}/{quote(name)}" if name else path)
 
+    def get(self, path: str) -> Answer:
+        """Return the answer to a GET; raises `NoAnswerError`."""
+        return self._ask("GET", path)
+
     def post(self, path: str, body: Tree) -> Answer:
         """Return the answer to a review, which is a POST; raises `NoAnswerError`."""
         return self._ask("POST", path, body)
 
-    def _ask(self, method: str, path: str, body: Tree | None) -> Answer:
-        assert self._connection
-        assert self._pool
+    def _ask(self, method: str, path: str, body: Tree | None = None) -> Answer:
         try:
-            answer = self._pool.request(
-                method,
-                f"{self.host}{path}",
-                body=None if body is None else json.dumps(body),
-                headers={**self._connection.headers(), "Content-Type": "application/json"},
-                timeout=_TIMEOUT,
-                retries=False,
-            )
-        except urllib3.exceptions.HTTPError as error:
+            answer = self._api.request(method, path, body=body, timeout=_TIMEOUT)
+        except UnreachableError as error:
             words = " ".join(str(error).split())[:_MOST_WORDS]
-            raise NoAnswerError(f"{self.host} does not answer {method} {path}: {words}") from None
+            raise NoAnswerError(f"{self.host} does not answer {words}") from None
         try:
-            tree = json.loads(answer.data)
+            tree = answer.json()
         except ValueError:
             tree = {"message": "not the answer of a Kubernetes API"}
         return Answer(status=answer.status, tree=tree if isinstance(tree, dict) else {})
@@ -147,7 +133,7 @@ def unexpected(answer: Answer, what: str, command: str) -> Finding:
 def answers(kubernetes: Kubernetes) -> Finding:
     """Check that the API answers, and knows the caller."""
     try:
-        kubernetes.open()
+        host = kubernetes.host
     except UserError as error:
         return Finding("fail", str(error), "kubectl config get-contexts")
     try:
@@ -155,15 +141,15 @@ def answers(kubernetes: Kubernetes) -> Finding:
     except NoAnswerError as error:
         return Finding("fail", str(error), SHOW)
     if answer.status == HTTPStatus.UNAUTHORIZED:
-        message = f"{kubernetes.host} does not know the caller, or no longer ({answer.words})"
+        message = f"{host} does not know the caller, or no longer ({answer.words})"
         return Finding("fail", f"{message}: renew the login", "kubectl auth whoami")
     if answer.is_forbidden:
-        message = f"{kubernetes.host} answers, but does not return its version ({answer.words})"
+        message = f"{host} answers, but does not return its version ({answer.words})"
         return Finding("warn", message, "kubectl auth whoami")
     if not answer.is_good or "gitVersion" not in answer.tree:
-        message = f"{kubernetes.host} is no Kubernetes API ({answer.words})"
+        message = f"{host} is no Kubernetes API ({answer.words})"
         return Finding("fail", message, SHOW)
-    return Finding("ok", f"{answer.tree['gitVersion']} at {kubernetes.host}")
+    return Finding("ok", f"{answer.tree['gitVersion']} at {host}")
 
 
 def namespace(kubernetes: Kubernetes) -> Finding:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from components.image import IMAGE, is_image
+from components.tfjob.names import Tree
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, Tree, unexpected
+from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
 SECRETS, MAPS, CLAIMS = "secrets", "configmaps", "persistentvolumeclaims"
 ACCOUNTS, CLASSES, LOGINS = "serviceaccounts", "priorityclasses", "logins of image registries"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
 
-from components.tfjob.names import GROUP, PLURAL
+from components.tfjob.names import GROUP, PLURAL, Tree
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Answer, Kubernetes, Tree, unexpected
+from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 from pipelines.runs.kfp_access import NAMESPACE, found_namespace
 from trainer.errors import ConfigError
 

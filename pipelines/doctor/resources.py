@@ -12,15 +12,13 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Any
 
 from kubernetes.utils.quantity import parse_quantity
 
-from components.tfjob.names import GROUP, PLURAL
+from components.tfjob.names import GROUP, PLURAL, Tree
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
-Tree = dict[str, Any]
 Amounts = Mapping[str, Decimal]
 
 
@@ -35,48 +33,38 @@ class Role:
     pod: Tree
 
 
-@dataclass(frozen=True, kw_only=True)
-class Defaults:
-    """What a namespace lays below the pods that name nothing (`LimitRange`)."""
-
-    requests: Mapping[str, str]
-    limits: Mapping[str, str]
-
-
-NO_DEFAULTS = Defaults(requests={}, limits={})
-
-
-def roles(manifest: Tree, defaults: Defaults = NO_DEFAULTS) -> list[Role]:
-    """Return the roles of a TFJob, with what Kubernetes adds to what they say."""
+def roles(manifest: Tree, limit_ranges: Iterable[Tree] = ()) -> list[Role]:
+    """Return the roles of a TFJob, with what the LimitRanges of a namespace add to their pods."""
+    default_requests, default_limits = _defaults(limit_ranges)
     found = []
     for name, replica in manifest["spec"]["tfReplicaSpecs"].items():
         pod = replica["template"]["spec"]
         resources = pod["containers"][0].get("resources", {})
         limits = resources.get("limits", {})
         # A limit without a request requests as much.
-        requests = {**defaults.requests, **limits, **resources.get("requests", {})}
+        requests = {**default_requests, **limits, **resources.get("requests", {})}
         found.append(
             Role(
                 name=name,
                 count=replica["replicas"],
                 requests=_amounts(requests),
-                limits=_amounts({**defaults.limits, **limits}),
+                limits=_amounts({**default_limits, **limits}),
                 pod=pod,
             )
         )
     return found
 
 
-def defaults_of(limit_ranges: Iterable[Tree]) -> Defaults:
-    """Return what the LimitRanges of a namespace give to containers."""
-    requests: dict[str, str] = {}
-    limits: dict[str, str] = {}
+def _defaults(limit_ranges: Iterable[Tree]) -> tuple[Tree, Tree]:
+    """Return the requests and the limits of containers that name nothing."""
+    requests: Tree = {}
+    limits: Tree = {}
     for limit_range in limit_ranges:
         for each in limit_range["spec"].get("limits", []):
             if each.get("type") == "Container":
                 limits |= each.get("default", {})
                 requests |= {**each.get("default", {}), **each.get("defaultRequest", {})}
-    return Defaults(requests=requests, limits=limits)
+    return requests, limits
 
 
 def amount(text: object) -> Decimal:
@@ -112,7 +100,7 @@ def room(kubernetes: Kubernetes, manifest: Tree) -> Finding:
         return unexpected(answer, f"the quotas of {where}", show)
     if not answer.items:
         return Finding("ok", f"{where} has no quota")
-    wanted = roles(manifest, defaults_of(kubernetes.find("limitranges").items))
+    wanted = roles(manifest, kubernetes.find("limitranges").items)
     scoped = [each["metadata"]["name"] for each in answer.items if _is_scoped(each)]
     plain = [each for each in answer.items if not _is_scoped(each)]
     for quota in plain:

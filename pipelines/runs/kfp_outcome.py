@@ -44,8 +44,6 @@ class _Seen:
 
 def result_of(client: Client, run: RemoteRun) -> RunResult:
     """Return the result of a run, or how far it has come."""
-    states = {step.name: step.state for step in run.steps}
-    page = page_of(client.access, f"runs/details/{run.run_id}")
     if not run.has_ended:
         status, code, message = "running", DONE, ""
         records = tuple(map(_record, run.steps))
@@ -60,8 +58,8 @@ def result_of(client: Client, run: RemoteRun) -> RunResult:
         message=message,
         steps=records,
         state=run.state,
-        states=states,
-        page=page,
+        states={step.name: step.state for step in run.steps},
+        page=page_of(client.access, f"runs/details/{run.run_id}"),
     )
 
 
@@ -134,8 +132,7 @@ def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
     inputs = next((event.inputs for event in events if isinstance(event, StepBegin)), {})
     if ended := [event for event in events if isinstance(event, StepEnd)]:
         # KFP decides how the step ended.
-        own = record_of(ended[-1], began=record.began)
-        record = replace(own, status=record.status)
+        record = replace(record_of(ended[-1], began=record.began), status=record.status)
     else:
         record = replace(record, error=f"the log of {step.name} does not say how it ended")
     return _Seen(record=record, state=step.state, inputs=inputs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect
 from pipelines.runs.local import configuration, run_name
-from pipelines.runs.upload import Version, page_of, version_of
+from pipelines.runs.upload import page_of, version_of
 from pipelines.step_settings import assigned
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
@@ -149,34 +150,27 @@ def experiment_id(client: Client, name: str) -> str:
 
 
 def _started(client: Client, submission: Submission) -> str:
-    version: Version | None = None
-    if submission.package is None:
-        version = version_of(client, submission.pipeline, submission.version)
-        what, spec = f"version {version.name} of {version.pipeline}", version.spec
-    else:
-        what, spec = f"the pipeline {submission.package.name}", dict(submission.package.spec)
-    named: dict[str, Any] = {
-        "params": run_parameters(submission.config, assigned(submission.parameters), spec, what),
-        "job_name": submission.name or run_name(submission.config),
-        "experiment_id": experiment_id(client, submission.experiment),
-        "pipeline_root": submission.pipeline_root or None,
-        "service_account": submission.service_account or None,
-    }
-    try:
-        return _created(client, named, version, submission.package)
-    except InstanceError as error:
-        if error.status:
-            raise
-        unsure = "whether the run was started is not known, see `flotilla runs`"
-        raise UserError(f"{error}; {unsure}") from None
-
-
-def _created(
-    client: Client, named: dict[str, Any], version: Version | None, package: Package | None
-) -> str:
-    if version is not None:
-        ids = {"pipeline_id": version.pipeline_id, "version_id": version.version_id}
-        return str(ask(client.run_pipeline, **named, **ids).run_id)
-    assert package is not None
-    with package.written() as path:
-        return str(ask(client.run_pipeline, **named, pipeline_package_path=path).run_id)
+    with ExitStack() as stack:
+        if submission.package is None:
+            version = version_of(client, submission.pipeline, submission.version)
+            what, spec = f"version {version.name} of {version.pipeline}", version.spec
+            pipeline = {"pipeline_id": version.pipeline_id, "version_id": version.version_id}
+        else:
+            package = submission.package
+            what, spec = f"the pipeline {package.name}", dict(package.spec)
+            pipeline = {"pipeline_package_path": stack.enter_context(package.written())}
+        given = assigned(submission.parameters)
+        named = {
+            "params": run_parameters(submission.config, given, spec, what),
+            "job_name": submission.name or run_name(submission.config),
+            "experiment_id": experiment_id(client, submission.experiment),
+            "pipeline_root": submission.pipeline_root or None,
+            "service_account": submission.service_account or None,
+        }
+        try:
+            return str(ask(client.run_pipeline, **named, **pipeline).run_id)
+        except InstanceError as error:
+            if error.status:
+                raise
+            unsure = "whether the run was started is not known, see `flotilla runs`"
+            raise UserError(f"{error}; {unsure}") from None
