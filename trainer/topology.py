@@ -84,10 +84,8 @@ def from_tf_config(text: str) -> tuple[Cluster, Task]:
 def from_flags(hosts: Mapping[str, str], job_name: str, task_index: int) -> tuple[Cluster, Task]:
     """Read the flags of TensorFlow's published examples into the cluster and this task.
 
-    Args:
-        hosts: `host:port,host:port` by role; a role with an empty text is not in the cluster.
-        job_name: the role of this process.
-        task_index: its number among the tasks of its role.
+    `hosts` are `host:port,host:port` by role; a role with an empty text is not in the cluster.
+    `job_name` is the role of this process, `task_index` its number among the tasks of that role.
 
     Raises:
         ConfigError: the flags are wrong.

@@ -18,7 +18,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
 
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
 _OWN = {"components", "pipelines", "trainer"}
@@ -60,6 +60,16 @@ def import_module(name: str) -> ModuleType:
     if top not in _OWN:
         _imported.add(top)
     return importlib.import_module(name)
+
+
+def import_for(what: str, name: str) -> ModuleType:
+    """Import the module that `what` of the configuration names; raises `ConfigError`."""
+    try:
+        return import_module(name)
+    # A module of the user's may fail in any way while it is imported.
+    except Exception as error:
+        message = f"{what}: cannot import {name}: {line_of(error)}; {remedy(name)}"
+        raise ConfigError(message) from error
 
 
 def remedy(name: str) -> str:

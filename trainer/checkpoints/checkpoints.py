@@ -56,15 +56,11 @@ class Checkpoints:
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
     ) -> None:
-        """Keep the newest `keep` checkpoints below `uri`, and the best.
+        """Keep the newest `keep` checkpoints below `uri`, and the best; `scratch` is for copies.
 
-        Args:
-            uri: where they are published.
-            keep: how many of the newest are kept.
-            scratch: local folder for copies.
-            fingerprint: that of the dataset. No attempt may continue with other data than the one
-                before, whose training examples could be test examples by now.
-            awaited: whether an evaluator measures each checkpoint.
+        `fingerprint` is that of the dataset: no attempt may continue with other data than the one
+        before, whose training examples could be test examples by now. `awaited` says whether an
+        evaluator measures each checkpoint.
         """
         self.uri = uri
         self._fingerprint = fingerprint

@@ -284,11 +284,7 @@ class Lease(NoLease):
 def acquire_waiting(
     acquire: Callable[[], None], pause: Callable[[float], None] = time.sleep
 ) -> None:
-    """Call `acquire` again and again while the holder of the lease may be dead.
-
-    Args:
-        acquire: acquires the lease, or raises a `LeaseHeldError`.
-        pause: waits for so many seconds.
+    """Call `acquire` again while it raises `LeaseHeldError` and the lease holder may be dead.
 
     Raises:
         LeaseHeldError: the holder is alive, another one was faster, or the lease has not expired

@@ -65,9 +65,7 @@ class ServerMemory:
     def restart_grown(self, chief: TaskProcess, servers: list[TaskProcess]) -> None:
         """Kill the servers that another attempt of the chief would make too large.
 
-        Args:
-            chief: whose attempt has ended, and which is not restarted yet.
-            servers: those that may have served it.
+        The attempt of `chief` has ended; it is not restarted yet.
         """
         for server in servers:
             now = server.resident_bytes()

@@ -7,7 +7,7 @@ are validators of `Config`.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -45,13 +45,16 @@ OPTIMIZERS = (
 CHAMPION = "champion"
 
 
-def _known(kind: str, value: str, allowed: Collection[str]) -> str:
-    module, _, name = value.partition(":")
-    own = all(part.isidentifier() for part in [*module.split("."), name])
-    if own or value in allowed:
-        return value
-    hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
-    raise ValueError(f"no {kind} of this name{hint}")
+def _known(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
+    def check(value: str) -> str:
+        module, _, name = value.partition(":")
+        own = all(part.isidentifier() for part in [*module.split("."), name])
+        if own or value in allowed:
+            return value
+        hint = nearest(value, allowed) or f" (one of {', '.join(allowed)}, or package.module:name)"
+        raise ValueError(f"no {kind} of this name{hint}")
+
+    return check
 
 
 class DataConfig(Section):
@@ -83,10 +86,7 @@ class ModelConfig(Section):
     name: str = key("mlp", f"{', '.join(MODELS)}, or package.module:function")
     args: Free = key({}, "arguments of the model's function")
 
-    @field_validator("name")
-    @classmethod
-    def _known_model(cls, value: str) -> str:
-        return _known("model", value, MODELS)
+    _known_model = field_validator("name")(_known("model", MODELS))
 
 
 class OptimizerConfig(Section):
@@ -142,10 +142,7 @@ class TrainingConfig(Section):
             raise ValueError(f"neither {CHAMPION} nor the URI of a checkpoint ({FORMS}){hint}")
         return value.rstrip("/")
 
-    @field_validator("strategy")
-    @classmethod
-    def _known_strategy(cls, value: str) -> str:
-        return _known("strategy", value, STRATEGIES)
+    _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
 
 
 class ClusterConfig(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +20,26 @@ EMBEDDED = {"clicks": "trainer.data.clicks:Clicks", "digits": "trainer.data.digi
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     """Return the TFDS builder of `config.dataset`, in the configured or its newest version.
 
-    A name may carry a TFDS config, as in `glue/cola`.
-
-    Args:
-        config: the data section.
-        data_dir: where TFDS keeps what it downloads and prepares.
+    A name may carry a TFDS config, as in `glue/cola`. TFDS keeps what it downloads and prepares in
+    `data_dir`.
 
     Raises:
         ConfigError: no such dataset, config of it, version or class.
     """
     name = EMBEDDED.get(config.dataset, config.dataset)
-    own = _own_class(name) if ":" in name else None
+    make = _own_class(name) if ":" in name else partial(tfds.builder, name)
+    version = {"version": config.version} if config.version else {}
     try:
-        if own:
-            return own(data_dir=data_dir, **_version(config))
-        return tfds.builder(config.dataset, data_dir=data_dir, **_version(config))
+        return make(data_dir=data_dir, **version)
     except tfds.core.DatasetNotFoundError as error:
+        known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
-            f"data.dataset: there is no dataset {config.dataset!r} in TFDS"
-            f"{nearest(config.dataset, _names())}; a builder of your own is package.module:Builder"
+            f"data.dataset: there is no dataset {name!r} in TFDS{nearest(name, known)}; a builder "
+            "of your own is package.module:Builder"
         ) from error
     # Whatever a builder's constructor raises: a wrong version, config or argument.
     except Exception as error:
         raise ConfigError(_refusal(config, error)) from error
-
-
-def _version(config: DataConfig) -> dict[str, str]:
-    return {"version": config.version} if config.version else {}
-
-
-def _names() -> list[str]:
-    return [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
 
 
 def _own_class(name: str) -> type[Any]:
@@ -59,14 +49,7 @@ def _own_class(name: str) -> type[Any]:
             f"data.dataset: {name!r} names a version; set data.dataset to {module!r} and "
             f"data.version to {attribute!r}"
         )
-    try:
-        loaded = user_code.import_module(module)
-    # A module of the user's may fail in any way while it is imported.
-    except Exception as error:
-        raise ConfigError(
-            f"data.dataset: cannot import {module}: {user_code.line_of(error)}; "
-            f"{user_code.remedy(module)}"
-        ) from error
+    loaded = user_code.import_for("data.dataset", module)
     found = getattr(loaded, attribute, None)
     if not (isinstance(found, type) and issubclass(found, tfds.core.DatasetBuilder)):
         hint = nearest(attribute, [word for word in vars(loaded) if not word.startswith("_")])

@@ -86,12 +86,8 @@ _FILES_NAMED = 8
 def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> None:
     """Make the builder's dataset ready to be read; at once where it is prepared already.
 
-    Files that are in `manual_dir` are taken from there, without the network.
-
-    Args:
-        name: of the dataset, for errors.
-        builder: its data_dir is where the download goes.
-        manual_dir: folder with the official files, or empty.
+    The download goes to the builder's data_dir. Official files that are in the folder `manual_dir`,
+    where it is not empty, are taken from there, without the network.
 
     Raises:
         ConfigError: there is no such folder.
@@ -210,10 +206,6 @@ def _failure(name: str, error: Exception) -> str:
         )
     if isinstance(error, OSError) and error.filename:
         return f"data.dataset: {name}: {error.filename}: {error.strerror}"
-    where = "" if place_of(error) else f" ({_innermost(error)})"
-    return f"data.dataset: {name} could not be prepared: {line_of(error)}{where}"
-
-
-def _innermost(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{os.path.basename(frame.filename)}:{frame.lineno}"
+    where = "" if place_of(error) else f" ({os.path.basename(frame.filename)}:{frame.lineno})"
+    return f"data.dataset: {name} could not be prepared: {line_of(error)}{where}"

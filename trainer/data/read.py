@@ -60,14 +60,9 @@ def training_batches(
     An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
     nothing is skipped at the seam. The same seed gives the same order.
 
-    Args:
-        spec: of the dataset.
-        files: paths, or one pattern such as "shards/*.tfrecord", which is resolved where the
-            dataset runs.
-        batch_size: examples of one batch.
-        seed: of the order.
-        shuffle_buffer: examples that are held in memory; by default as many as take 256 MiB. Where
-            the whole split fits, it is read and parsed once and every order is equally likely.
+    A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
+    `shuffle_buffer` examples are held in memory; by default as many as take 256 MiB. Where the
+    whole split fits, it is read and parsed once and every order is equally likely.
     """
     held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
     if spec.examples("train") <= held:

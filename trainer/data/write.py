@@ -1,12 +1,8 @@
-"""Read a prepared TFDS dataset in batches and write its examples into shards.
-
-Write the shards of one split, any number of them, with one file open at a time. TensorFlow-free.
+"""Read a prepared TFDS dataset in batches, in the order of its files, and write it into shards.
 
 The format is TFRecord: for each record its length (8 bytes, little-endian), the masked crc32c of
 the length, the record, and its masked crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord,
 "TFRecords format details").
-
-Read the examples of a prepared TFDS dataset in batches, in the order of its files.
 """
 
 from __future__ import annotations
@@ -101,12 +97,6 @@ def batches(
     name: str, source: tfds.core.DatasetBuilder, selection: Selection, split: str
 ) -> Iterator[dict[str, Any]]:
     """Yield the selected features of a split's examples as arrays, by feature name.
-
-    Args:
-        name: of the dataset, for errors.
-        source: a builder whose dataset is prepared.
-        selection: the features to read.
-        split: of the source.
 
     Raises:
         UserError: a file is missing or damaged, or holds not as many examples as announced.

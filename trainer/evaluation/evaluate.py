@@ -54,9 +54,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
 ) -> Evaluation:
     """Measure the model of `checkpoint` on the test split of `dataset` and publish it at `output`.
 
-    The champion answers the same examples, batch by batch.
-
-    The same checkpoint and dataset again is a no-op that returns the metrics published before.
+    The champion answers the same examples, batch by batch. The same checkpoint and dataset again is
+    a no-op that returns the metrics published before.
 
     Args:
         config: says how the model is built and how many examples make a batch.
@@ -166,12 +165,17 @@ def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
     return there.kind == kind and there.fields.get("made_from") == made_from
 
 
+def build_model(config: Config, spec: DatasetSpec) -> keras.Model:
+    """Return the configured model for a dataset, with new weights."""
+    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
+    return registry.build(config.model, inputs, config.training.seed)
+
+
 def restored(
     config: Config, spec: DatasetSpec, checkpoint: str, scratch: Path
 ) -> tuple[keras.Model, int]:
     """Return the model with the weights of the checkpoint, and the checkpoint's global step."""
-    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    model = registry.build(config.model, inputs, config.training.seed)
+    model = build_model(config, spec)
     manifest = restore_model(checkpoint, model, scratch)
     return model, int(manifest.fields["global_step"])
 

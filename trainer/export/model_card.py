@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,10 +30,7 @@ class Facts:
 def written(facts: Facts, parity: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]) -> str:
     """Return the card of a model, as Markdown.
 
-    Args:
-        facts: where everything is published.
-        parity: of the written forms, as `parity.prove` returns it, with `smoke`.
-        inputs: as the manifest of the model describes them.
+    `parity` is what `parity.prove` returns, with `smoke`; `inputs` are those of the manifest.
     """
     decided = json.loads(storage.read_file(facts.decision, "decision.json"))
     measured = json.loads(storage.read_file(decided["evaluation"], "metrics.json"))
@@ -63,7 +60,10 @@ def _head(facts: Facts, measured: Mapping[str, Any]) -> str:
 
 
 def _use(name: str, inputs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
-    rows = ([f"`{each['name']}`", each["dtype"], _shape(each["shape"])] for each in inputs)
+    rows = (
+        [f"`{each['name']}`", each["dtype"], f"({', '.join(map(str, ['n', *each['shape']]))})"]
+        for each in inputs
+    )
     names = ", ".join(map(_cell, labels[:_MOST_NAMES]))
     names += ", ..." if len(labels) > _MOST_NAMES else ""
     return (
@@ -160,13 +160,8 @@ def _unknown(measured: Mapping[str, Any]) -> str:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    def lines() -> Iterator[str]:
-        yield f"| {' | '.join(heads)} |"
-        yield f"|{'---|' * len(heads)}"
-        for row in rows:
-            yield f"| {' | '.join(row)} |"
-
-    return "\n".join(lines())
+    head, *lines = (f"| {' | '.join(row)} |" for row in (heads, *rows))
+    return "\n".join([head, f"|{'---|' * len(heads)}", *lines])
 
 
 def _cell(text: str) -> str:
@@ -177,10 +172,6 @@ def _cell(text: str) -> str:
 
 def _code(text: str) -> str:
     return " ".join(text.replace("`", "'").split())
-
-
-def _shape(sizes: Sequence[int]) -> str:
-    return "(" + ", ".join(["n", *map(str, sizes)]) + ")"
 
 
 def _number(value: float | int | None) -> str:

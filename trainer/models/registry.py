@@ -1,7 +1,4 @@
-"""Make a model by its name, or by the user's own `package.module:function`.
-
-The error of a model that refuses an example, in one line.
-"""
+"""Make a model by its name, or by the user's own `package.module:function`."""
 
 from __future__ import annotations
 
@@ -81,14 +78,7 @@ def require_compilable(model: keras.Model) -> None:
 
 def _function(name: str) -> ModelFunction:
     place, _, function = MODELS.get(name, name).partition(":")
-    try:
-        module = user_code.import_module(place)
-    # A module of the user's may fail in any way while it is imported.
-    except Exception as error:
-        raise ConfigError(
-            f"model {name}: cannot import {place}: {user_code.line_of(error)}; "
-            f"{user_code.remedy(place)}"
-        ) from error
+    module = user_code.import_for(f"model {name}", place)
     found = getattr(module, function, None)
     if not callable(found):
         hint = nearest(function, vars(module))

@@ -81,10 +81,7 @@ class Decision:
 def check(config: Config, evaluation: str, output: str) -> Decision:
     """Compare the evaluated metrics with the thresholds of the configuration.
 
-    Args:
-        config: the run's configuration, with the rules in `gate`.
-        evaluation: URI of a published evaluation.
-        output: URI at which the decision is published; the same decision again is a no-op.
+    The decision is published at the URI `output`; the same decision again is a no-op.
 
     Raises:
         UserError: a rule names a metric that was not measured, or `evaluation` is none.

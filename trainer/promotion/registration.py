@@ -41,15 +41,9 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A model to register.
+    """A model to register: URIs of the registry's root, the exported model and the registration.
 
-    Attributes:
-        config: has the name, and the limits of the registry.
-        root: URI below which the registry is.
-        model: URI of the exported model.
-        output: URI of the registration.
-        lineage: the origin of the version.
-        by: the run or the person that asks for it.
+    `lineage` is the origin of the version; `by` is the run or the person that asks for it.
     """
 
     config: Config

@@ -79,10 +79,7 @@ def names(root: str) -> list[str]:
 def versions(root: str, name: str) -> list[Version]:
     """Return the registered versions of a model, oldest first."""
     found = storage.published(storage.join(home(root, name), "versions"), MODEL)
-    return [
-        Version(number=manifest.fields["version"], uri=uri, manifest=manifest)
-        for uri, manifest in found
-    ]
+    return [Version(number=made.fields["version"], uri=uri, manifest=made) for uri, made in found]
 
 
 def version(root: str, name: str, number: int) -> Version:
@@ -298,11 +295,6 @@ def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     A resumed run whose own model is the champion is compared with the champion before, so that it
     ends with the same decision. Where another model was promoted since, it is compared with that
     one, and never promoted over a better one.
-
-    Args:
-        root: URI below which the registry is.
-        name: of the model.
-        checkpoint: URI of a published checkpoint.
     """
     created = storage.read_manifest(checkpoint).created
     known = {each.number: each for each in versions(root, name)}

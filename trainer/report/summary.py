@@ -21,9 +21,7 @@ _LINEAGE = ("image", "commit", "dataset", "checkpoint")
 def as_markdown(facts: Facts, report: str) -> bytes:
     """Return the summary of a run as Markdown; all that `facts` say is escaped.
 
-    Args:
-        facts: what is known of the run.
-        report: URI of the whole report, or empty.
+    `report` is the URI of the whole report, or empty.
     """
     verdict = str(facts.get("verdict") or "unknown")
     cost = facts.get("cost") or {}
@@ -48,7 +46,7 @@ def _reasons(facts: Facts) -> list[str]:
     refusals = registered.get("reasons") or () if registered.get("decision") == "refused" else ()
     decided = facts.get("reasons") or ()
     unsaid = [facts["error"]] if facts.get("error") else []
-    return [*errors, *map(str, unsaid), *map(str, decided), *map(str, refusals)]
+    return [*errors, *map(str, [*unsaid, *decided, *refusals])]
 
 
 def _rules(facts: Facts) -> list[Facts]:
@@ -77,16 +75,8 @@ def _lineage(facts: Facts) -> list[tuple[str, object]]:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     if not rows:
         return []
-    lines = [_row(heads), _row(["---"] * len(heads))]
-    return [*lines, *(_row([_plain(_cell(value)) for value in row]) for row in rows)]
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(value: object) -> str:
-    return value if isinstance(value, str) else formatted(value)
+    shown = ([_plain(v if isinstance(v, str) else formatted(v)) for v in row] for row in rows)
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *shown)]
 
 
 def _plain(text: object) -> str:

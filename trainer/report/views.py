@@ -63,23 +63,16 @@ class Chart:
 def line_chart(
     title: str, table: Sequence[Mapping[str, Any]], across: str, series: Mapping[str, str]
 ) -> Chart | None:
-    """Draw columns of a table over another one.
+    """Draw the columns `series`, with their labels, over the column `across`.
 
-    Args:
-        title: what the chart shows.
-        table: rows; one that lacks a column, or holds no finite number there, adds no point.
-        across: the column of the horizontal axis.
-        series: the columns that are drawn, with their labels.
-
-    Returns:
-        The chart, or None where there is not one point.
+    A row that lacks a column, or holds no finite number there, adds no point. None where there is
+    not one point.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     every = [point for points in found.values() for point in points]
     if not every:
         return None
-    columns = _ticks([x for x, _ in every])
-    rows = _ticks([y for _, y in every])
+    columns, rows = (_ticks(values) for values in zip(*every, strict=True))
 
     def place(point: Point) -> Point:
         x = _share(point[0], columns) * (WIDTH - LEFT - RIGHT)
@@ -254,13 +247,12 @@ def calibration(evaluation: Facts) -> Chart | None:
 
 def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
     """Return the parts of every slice, the least accurate first: `slice`, `rows`."""
-    return [
-        {
-            "slice": name,
-            "rows": sorted(rows, key=lambda row: row["metrics"]["accuracy"])[:_MOST_PARTS],
-        }
-        for name, rows in (evaluation.get("slices") or {}).items()
-    ]
+    slices = evaluation.get("slices") or {}
+    by_accuracy = {
+        name: sorted(rows, key=lambda row: row["metrics"]["accuracy"])
+        for name, rows in slices.items()
+    }
+    return [{"slice": name, "rows": rows[:_MOST_PARTS]} for name, rows in by_accuracy.items()]
 
 
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
@@ -275,15 +267,10 @@ def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:
 def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
     """Return the steps as bars over the time of the run, each with the events of its time.
 
-    Args:
-        tries: of the steps, with the time at which they `began`, and `seconds`.
-        events: checkpoints and incidents with their `time`.
+    `tries` have the time at which they `began`, and `seconds`; `events` have a `time`.
     """
-    timed = [
-        each
-        for each in tries
-        if _number(each.get("began")) is not None and _number(each.get("seconds")) is not None
-    ]
+    numbers = ("began", "seconds")
+    timed = [each for each in tries if None not in (_number(each.get(name)) for name in numbers)]
     if not timed:
         return []
     begin: float = min(each["began"] for each in timed)

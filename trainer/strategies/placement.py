@@ -32,10 +32,7 @@ class Sized:
 def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> list[int]:
     """Return the index of a parameter server for each variable.
 
-    Args:
-        variables: in any order.
-        servers: how many parameter servers there are.
-        named: a glob over paths to a server such as "ps:0"; the first that fits counts.
+    `named` maps a glob over paths to a server such as "ps:0"; the first that fits counts.
 
     Raises:
         ConfigError: a server that does not exist, or a glob that fits no variable.

@@ -29,9 +29,7 @@ from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
-from trainer.models import registry as models
-from trainer.models.registry import refused_input
-from trainer.models.spec import InputSpec
+from trainer.models.registry import refused_input, require_compilable
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
@@ -56,11 +54,7 @@ _LOST = (
 def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     """Train from the newest valid checkpoint to the end.
 
-    Args:
-        job: what is trained.
-        cluster: all tasks that train.
-        task: this one.
-        lease: that of the checkpoints, which this task holds where it publishes them.
+    `lease` is that of the checkpoints, which this task holds where it publishes them.
 
     Raises:
         UserError: training fails for good; see `trainer.training.loop.train`.
@@ -111,8 +105,7 @@ def hooks_of(
     Where an evaluator runs, its validations are read in place of validating here.
     """
     spec = DatasetSpec.from_manifest(dataset)
-    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    make_problem = partial(_problem, config, spec, partial(_build_model, config, inputs))
+    make_problem = partial(_problem, config, spec)
     validates = spec.examples("validation") and not config.cluster.evaluator
 
     def should_stop() -> bool:
@@ -153,19 +146,17 @@ def is_lost(error: tf.errors.OpError) -> bool:
     return isinstance(error, _LOST)
 
 
-def _build_model(config: Config, inputs: InputSpec) -> keras.Model:
-    model = models.build(config.model, inputs, config.training.seed)
+def _build_model(config: Config, spec: DatasetSpec) -> keras.Model:
+    model = evaluate.build_model(config, spec)
     if config.training.jit_compile:
-        models.require_compilable(model)
+        require_compilable(model)
     return model
 
 
-def _problem(
-    config: Config, spec: DatasetSpec, build_model: Callable[[], keras.Model], start: int
-) -> Problem:
+def _problem(config: Config, spec: DatasetSpec, start: int) -> Problem:
     training = config.training
     return Problem(
-        build_model=build_model,
+        build_model=partial(_build_model, config, spec),
         build_optimizer=partial(build_optimizer, training),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         chance_loss=math.log(max(2, spec.num_classes)),

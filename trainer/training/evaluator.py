@@ -20,14 +20,11 @@ from trainer.checkpoints.history import Validations
 from trainer.checkpoints.index import KIND
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER
-from trainer.config.schema import Config
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation import evaluate
-from trainer.models import registry
 from trainer.models.registry import refused_input
-from trainer.models.spec import InputSpec
 
 # A store sends no event for a new checkpoint.
 POLL_SECONDS = 1.0
@@ -87,7 +84,9 @@ def metrics_of(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
 def _measure(job: Job) -> Measure:
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
-    model = _model(job.config, spec)
+    if job.config.training.mixed_precision:
+        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    model = evaluate.build_model(job.config, spec)
     measured = evaluate.measurer(model)
     batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
 
@@ -97,10 +96,3 @@ def _measure(job: Job) -> Measure:
             return measured(batches)
 
     return measure
-
-
-def _model(config: Config, spec: DatasetSpec) -> keras.Model:
-    if config.training.mixed_precision:
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    return registry.build(config.model, inputs, config.training.seed)

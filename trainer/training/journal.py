@@ -102,10 +102,9 @@ class Journal:
     def progress(self, row: Mapping[str, Any]) -> None:
         """Emit the progress of training."""
         speed = row["steps_per_second"]
-        left = (self._steps - row["global_step"]) / speed if speed else 0.0
+        left = round((self._steps - row["global_step"]) / speed, 1) if speed else 0.0
         known = {name: value for name, value in row.items() if name in _PROGRESS}
         metrics = {name: value for name, value in row.items() if name not in _PROGRESS}
-        left = round(left, 1)
         events.emit(events.Progress(steps=self._steps, seconds_left=left, metrics=metrics, **known))
 
     def add(self, row: dict[str, Any]) -> None:

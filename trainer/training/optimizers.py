@@ -136,9 +136,7 @@ def learning_rate(training: TrainingConfig) -> float | Schedule:
     rate = training.optimizer.learning_rate
     warmup = training.schedule.warmup_steps
     after = _after(training, rate)
-    if not warmup:
-        return after
-    return Warmup(after=after, rate=rate, steps=warmup)
+    return Warmup(after=after, rate=rate, steps=warmup) if warmup else after
 
 
 def _after(training: TrainingConfig, rate: float) -> float | Schedule:

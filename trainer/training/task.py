@@ -14,7 +14,7 @@ import argparse
 import os
 import subprocess
 import threading
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 from trainer import topology, user_code
@@ -74,7 +74,10 @@ def run(options: argparse.Namespace) -> None:
         from trainer.training.chief import lead
 
         liveness.begin()
-        with _lease(job, tasks, this) as held:
+        # The lease is held by the task that publishes.
+        publishes = this == leader(tasks)
+        unheld = nullcontext(lease.NoLease())
+        with lease.held(job.checkpoints, job.run_id) if publishes else unheld as held:
             lead(job, tasks, this, held)
     else:
         from trainer.training.server import serve
@@ -112,13 +115,6 @@ def start_first_worker(cluster: Cluster, command: list[str], restarts: int) -> N
             subprocess.run(command, cwd=here, env=settings, stdin=subprocess.DEVNULL, check=False)
 
     threading.Thread(target=supervise, name="worker-0", daemon=True).start()
-
-
-def _lease(job: Job, tasks: Cluster, this: Task) -> AbstractContextManager[lease.NoLease]:
-    """Hold the lease of the checkpoints, if this task is the one that publishes."""
-    if this != leader(tasks):
-        return nullcontext(lease.NoLease())
-    return lease.held(job.checkpoints, job.run_id)
 
 
 def _evaluate(job: Job) -> None:
