@@ -75,8 +75,8 @@ def _lineage(facts: Facts) -> list[tuple[str, object]]:
 def _table(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
     if not rows:
         return []
-    shown = ([_plain(v if isinstance(v, str) else formatted(v)) for v in row] for row in rows)
-    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *shown)]
+    texts = ([_plain(v if isinstance(v, str) else formatted(v)) for v in row] for row in rows)
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *texts)]
 
 
 def _plain(text: object) -> str:
