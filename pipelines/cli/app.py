@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     name="flotilla",
     help="Declarative training pipelines on Kubeflow Pipelines: laptop and cluster alike.",
-    # Typer's own options guess the shell from the process tree; `completion` is told which one.
+    # Typer's own options guess the shell from the process tree; `completion` takes its name.
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -210,7 +210,7 @@ _STATUS = {
 
 
 class Steps:
-    """Shows the steps of one run while it goes on; to be used as a context manager."""
+    """Shows the steps of one run while it is running; to be used as a context manager."""
 
     def __init__(self) -> None:
         """Write to standard error: a table that changes on a terminal, else a line a change."""

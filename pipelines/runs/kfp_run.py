@@ -54,7 +54,7 @@ class Step:
 
     @property
     def seconds(self) -> float:
-        """How long it has taken, until now if it goes on."""
+        """How long it has taken, until now if it is running."""
         if self.began is None:
             return 0.0
         return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)

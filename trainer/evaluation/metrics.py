@@ -192,7 +192,7 @@ def _log_softmax(logits: Floats) -> Floats:
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
-# Figures that are means over the examples.
+# Metrics that are means over the examples.
 MEANS = ("loss", "accuracy", "top_3_accuracy")
 AVERAGES = tuple(
     f"{average}_{name}"

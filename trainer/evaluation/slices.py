@@ -1,4 +1,4 @@
-"""Figures of parts of the examples: by label, or by any feature that is one value an example."""
+"""Metrics of parts of the examples: by label, or by any feature that is one value an example."""
 
 from __future__ import annotations
 

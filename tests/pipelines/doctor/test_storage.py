@@ -148,7 +148,7 @@ def test_an_interrupt_removes_the_probe(gcs, tmp_path, number):
     def before(request):
         # It has been written, and is being read.
         if request.startswith("GET") and name in request and not sent:
-            # Once: a second one, for a request beside it, would end all at once.
+            # Once: a second one, for a request next to it, would end all at once.
             sent.append(number)
             process.send_signal(number)
 

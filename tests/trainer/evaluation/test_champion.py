@@ -34,7 +34,7 @@ def champion(run):
 
 
 def measured(run, champion, folder):
-    """Evaluate beside the champion; return the URI, `metrics.json` and the decision."""
+    """Evaluate next to the champion; return the URI, `metrics.json` and the decision."""
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     output = storage.uri_of(folder / "evaluation")
     evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)

@@ -171,7 +171,7 @@ def test_a_service_for_kserve(exported):
     assert model["modelFormat"] == {"name": "tensorflow"}
     assert model["storageUri"] == f"{result.uri}/serving/digits"
     versions = [path.name for path in (folder / "serving" / "digits").iterdir()]
-    assert versions == ["7"], "a number, and nothing beside it"
+    assert versions == ["7"], "a number, and nothing next to it"
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
-    """Return the facts of an evaluation with worst examples, beside a champion."""
+    """Return the facts of an evaluation with worst examples, next to a champion."""
     generator, count = np.random.default_rng(0), max(400, 4 * len(names))
     labels = generator.integers(0, len(names), count)
     logits = generator.normal(size=(count, len(names))).astype(np.float32)
@@ -148,13 +148,13 @@ def test_a_page_that_is_wrong_is_noticed(chromium: Browser, tmp_path: Path) -> N
     bad = tmp_path / "bad.html"
     bad.write_text(
         '<meta name="viewport" content="width=device-width">'
-        '<p style="width: 2000px">wide</p><img src="beside.png">'
+        '<p style="width: 2000px">wide</p><img src="elsewhere.png">'
         '<div class="table" style="overflow: auto"><p style="width: 3000px">long</p></div>'
         '<script>console.error("oh"); throw new Error("no")</script>'
     )
     seen = chromium.look(bad, width=360, height=740, scheme="light")
     assert [each for each in seen.outside if "wide" in each]
     assert seen.scrolling == ["long"]
-    assert seen.requests == [(tmp_path / "beside.png").as_uri()]
+    assert seen.requests == [(tmp_path / "elsewhere.png").as_uri()]
     assert any("oh" in each for each in seen.complaints)
     assert any("Error: no" in each for each in seen.complaints)

@@ -79,7 +79,7 @@ def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) 
 def test_the_page_shows_all_of_it(facts: dict[str, Any]) -> None:
     page = Page(report.render(facts))
     for head in [
-        "Test metrics", "Beside the champion", "Time line", "Confusion matrix", "Curves",
+        "Test metrics", "Next to the champion", "Time line", "Confusion matrix", "Curves",
         "Weakest parts by digit", "Worst examples", "Steps", "Cost", "Lineage",
     ]:  # fmt: skip
         assert head in page.words
