@@ -40,7 +40,7 @@ def list_local(workdir: str | Path = RUNS, limit: int = 20) -> tuple[RunResult, 
     """Return the runs on this machine, newest first."""
     folder = Path(workdir)
     return tuple(
-        local_status.status_of(folder, run_id) for run_id in local_status.run_ids(folder)[:limit]
+        local_status.status_of(folder, run) for run in local_status.run_ids(folder)[:limit]
     )
 
 

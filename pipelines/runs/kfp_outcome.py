@@ -147,9 +147,8 @@ def _has_log(step: Step) -> bool:
 
 
 def _failure(run: RemoteRun, seen: Mapping[str, _Seen]) -> str:
-    failed = [each.record for each in seen.values() if each.state == "FAILED"]
-    if failed:
-        # The exit step runs after the failure and may fail because of it.
-        first = failed[0]
+    # The exit step runs after the failure and may fail because of it.
+    first = next((each.record for each in seen.values() if each.state == "FAILED"), None)
+    if first:
         return f"{first.step}: {first.error or run.error or 'failed'}"
     return run.error or f"the run ended as {run.state}"

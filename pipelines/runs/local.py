@@ -161,7 +161,6 @@ class LocalRun:
     """One run on this machine.
 
     Attributes:
-        run_id: its id.
         folder: all of it that is on this machine.
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.

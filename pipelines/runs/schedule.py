@@ -216,8 +216,6 @@ class Scheduled:
     """A schedule as it is on the instance now.
 
     Attributes:
-        name: of the schedule.
-        schedule_id: its id.
         action: what was done, such as `was created` or `is there already`.
         timing: when it runs, in words.
         next: the next time in UTC; empty for an interval.
