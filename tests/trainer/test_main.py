@@ -22,6 +22,16 @@ from trainer.config.schema import Config
 ROOT = Path(module.__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def _environment():
+    """A task that runs in the test's own process sets variables for its children."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture
 def options(tmp_path, monkeypatch):
     # A task changes into its folder.
