@@ -33,9 +33,12 @@ def main(arguments: list[str] | None = None) -> int:
         return error.exit_code
     except SystemExit as end:
         # Flotilla itself never does this, and a restart would not help.
-        _report(options.workdir, f"the code that it was given called sys.exit({end.code!r})")
+        place = user_code.place_of(end)
+        where = f" ({place})" if place else ""
+        message = f"the code that it was given called sys.exit({end.code!r}){where}"
+        _report(options.workdir, message, user_code.traceback_of(end))
         return FAILED
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:
         if trace := user_code.traceback_of(error):
             line = user_code.line_of(error)
             _report(options.workdir, f"the code that it was given raised {line}", trace)

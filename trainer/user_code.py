@@ -67,17 +67,24 @@ def import_for(what: str, name: str) -> ModuleType:
     try:
         return import_module(name)
     # A module of the user's may fail in any way while it is imported.
-    except Exception as error:
-        message = f"{what}: cannot import {name}: {line_of(error)}; {remedy(name)}"
+    except (Exception, SystemExit) as error:
+        message = f"{what}: cannot import {name}: {line_of(error)}{_remedy(name, error)}"
         raise ConfigError(message) from error
 
 
-def remedy(name: str) -> str:
-    """Say where a module that cannot be imported has to be, or why it is hidden."""
+def _remedy(name: str, error: BaseException) -> str:
+    """Say where a module that was not found has to be; one that was found needs its own fix."""
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    return f"; {hidden(error.name or name) or f'it has to be in {folder()} or on PYTHONPATH'}"
+
+
+def hidden(name: str) -> str:
+    """Say why a module of the user's is not found under this name, or return an empty text."""
     top = name.partition(".")[0]
-    if top in _OWN or top in sys.stdlib_module_names:
-        return f"{top} is a name of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
-    return f"it has to be in {folder()} or on PYTHONPATH"
+    if top not in _OWN and top not in sys.stdlib_module_names:
+        return ""
+    return f"{top} is a name of {'Flotilla' if top in _OWN else 'Python'} itself; rename yours"
 
 
 def line_of(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from trainer import __main__ as module
-from trainer import errors, events, topology
+from trainer import errors, events, topology, user_code
 from trainer.__main__ import main
 from trainer.cluster import termination
 from trainer.config.schema import Config
@@ -226,6 +226,28 @@ def test_the_traceback_of_a_wrapped_error_is_that_of_its_cause(monkeypatch, opti
     assert "ConfigError" not in event.traceback
 
 
+@pytest.mark.parametrize(
+    ("statement", "said"),
+    [
+        ("raise SystemExit('bye')", "called sys.exit('bye')"),
+        ("raise KeyboardInterrupt", "raised KeyboardInterrupt"),
+    ],
+)
+def test_what_is_no_exception_in_the_users_code_is_a_line_with_its_place(
+    capsys, monkeypatch, options, statement, said
+):
+    monkeypatch.setenv("TF_CONFIG", tf_config())
+    Path("ending_blocks.py").write_text(f"def block(*_):\n    {statement}\n")
+    monkeypatch.syspath_prepend(Path.cwd())
+    monkeypatch.delitem(sys.modules, "ending_blocks", raising=False)
+    own = user_code.import_module("ending_blocks")
+    monkeypatch.setattr(topology, "check_port", own.block)
+    assert main(flat(options)) == errors.FAILED
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"flotilla: the code that it was given {said} (ending_blocks.py:2)"
+    )
+
+
 @pytest.mark.parametrize("code", [None, 0, 5, "a text"])
 def test_code_of_the_user_that_ends_the_process_has_failed_for_good(
     capsys, monkeypatch, options, code
@@ -234,7 +256,7 @@ def test_code_of_the_user_that_ends_the_process_has_failed_for_good(
     monkeypatch.setattr(topology, "check_port", fails_with(SystemExit(code)))
     assert main(flat(options)) == errors.FAILED
     line = one_line(capsys.readouterr().err)
-    assert line == f"flotilla: the code that it was given called sys.exit({code!r})"
+    assert line.startswith(f"flotilla: the code that it was given called sys.exit({code!r}) (")
     assert one_line(words(options)) == line.removeprefix("flotilla: ")
 
 

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 
 from trainer import user_code
+from trainer.errors import ConfigError
 
 LOADED = """
 import json, sys
@@ -82,6 +84,19 @@ def test_a_child_of_a_child_keeps_the_folder(monkeypatch, tmp_path):
         ("blocks", "it has to be in /own or on PYTHONPATH"),
     ],
 )
-def test_what_to_do_about_a_module_that_cannot_be_imported(monkeypatch, name, expected):
+def test_what_to_do_about_a_module_that_is_not_found(monkeypatch, name, expected):
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, "/own")
-    assert user_code.remedy(name) == expected
+    error = ModuleNotFoundError("not found", name=name)
+    monkeypatch.setattr(user_code, "import_module", Mock(side_effect=error))
+    with pytest.raises(ConfigError) as caught:
+        user_code.import_for("model x", "models")
+    assert str(caught.value) == (
+        f"model x: cannot import models: ModuleNotFoundError: not found; {expected}"
+    )
+
+
+def test_a_module_that_was_found_and_failed_is_not_sought_elsewhere(monkeypatch):
+    error = ImportError("cannot import name 'block' from 'blocks'")
+    monkeypatch.setattr(user_code, "import_module", Mock(side_effect=error))
+    with pytest.raises(ConfigError, match="ImportError: cannot import name 'block' from 'blocks'$"):
+        user_code.import_for("model x", "models")

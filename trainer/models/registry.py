@@ -81,13 +81,17 @@ def _function(name: str) -> ModelFunction:
     module = user_code.import_for(f"model {name}", place)
     found = getattr(module, function, None)
     if not callable(found):
-        hint = nearest(function, vars(module))
+        hidden = user_code.hidden(place)
+        hint = f"; {hidden}" if hidden else nearest(function, vars(module))
         raise ConfigError(f"model {name}: {place} has no function {function!r}{hint}")
     return cast("ModelFunction", found)
 
 
 def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]) -> None:
-    _, *parameters = inspect.signature(function).parameters.values()
+    parameters = [*inspect.signature(function).parameters.values()]
+    if not parameters:
+        raise ConfigError(f"model {name}: it takes no argument; its first is the `InputSpec`")
+    parameters = parameters[1:]
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return
     allowed = [parameter.name for parameter in parameters]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes
 
-from trainer.errors import UserError, nearest
+from trainer.errors import ConfigError, UserError, nearest
 
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
@@ -125,8 +125,15 @@ def local_path(uri: str) -> Path | None:
 
 
 def uri_of(path: str | Path) -> str:
-    """Return the `file://` URI of a path, made absolute; symbolic links stay as they are."""
-    absolute = "/" + os.path.abspath(path).lstrip("/")
+    """Return the `file://` URI of a path, made absolute; symbolic links stay as they are.
+
+    Raises:
+        ConfigError: the path is relative, and the current folder was removed.
+    """
+    try:
+        absolute = "/" + os.path.abspath(path).lstrip("/")
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed; change to one that is there") from None
     return "file://" + quote(os.fsencode(absolute))
 
 

@@ -277,7 +277,7 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
     try:
         strategy = getattr(user_code.import_module(module_name), class_name)
     # A module of the user's may fail in any way while it is imported.
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         line = user_code.line_of(error)
         raise ConfigError(f"training.strategy: cannot import {name!r}: {line}") from error
     if not (isinstance(strategy, type) and issubclass(strategy, Strategy)):

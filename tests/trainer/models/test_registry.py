@@ -98,6 +98,9 @@ MODULE = """
     def needs(spec, size):
         return functional(spec, units=size)
 
+    def without_arguments():
+        return keras.Sequential()
+
     NOT_A_FUNCTION = 3
 """
 
@@ -201,6 +204,27 @@ def test_module_that_fails_while_it_is_imported(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="cannot import broken_models: SyntaxError") as caught:
         registry.build(ModelConfig(name="broken_models:model"), SPEC, 0)
     assert "\n" not in str(caught.value)
+
+
+def test_module_that_ends_the_process_while_it_is_imported(tmp_path, monkeypatch):
+    (tmp_path / "script_models.py").write_text("import sys\nsys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError) as caught:
+        registry.build(ModelConfig(name="script_models:model"), SPEC, 0)
+    assert str(caught.value).endswith(
+        f"cannot import script_models: SystemExit: 3 ({tmp_path}/script_models.py:2)"
+    )
+
+
+def test_module_that_one_of_pythons_own_hides():
+    with pytest.raises(ConfigError, match="json is a name of Python itself; rename yours"):
+        registry.build(ModelConfig(name="json:model"), SPEC, 0)
+
+
+def test_own_function_without_an_argument(own):
+    assert _refusal(own, "without_arguments") == (
+        "model own_models:without_arguments: it takes no argument; its first is the `InputSpec`"
+    )
 
 
 def test_unknown_function_names_the_nearest(own):
