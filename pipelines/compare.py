@@ -53,7 +53,7 @@ def compare(runs: Sequence[str], workdir: Path) -> Comparison:
 
 def _facts(workdir: Path, run: str) -> dict[str, Any]:
     folder = workdir.absolute() / run
-    found = gather_report.gathered("", storage.uri_of(workdir.absolute()), run, folder)
+    found = gather_report.gathered("", storage.uri_of(workdir), run, folder)
     root = (found["config"].get("storage") or {}).get("root")
     return gather_report.gathered("", root, run, folder) if root else found
 

@@ -14,9 +14,24 @@ from trainer.errors import INTERRUPTED
 def main() -> NoReturn:
     """Handle interrupts, then load what takes time and run the command line."""
     signal.signal(signal.SIGINT, _end)
+    _open_closed_streams()
     from pipelines.cli.app import called
 
     sys.exit(called(sys.argv[1:]))
+
+
+def _open_closed_streams() -> None:
+    """Discard what is written to a stream that was closed by `>&-`.
+
+    Python has None in its place, and the first file that is opened would get its number.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            if nowhere != number:
+                os.dup2(nowhere, number)
+                os.close(nowhere)
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:

@@ -22,7 +22,7 @@ from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
-from trainer.errors import DONE, FAILED, USAGE
+from trainer.errors import DONE, FAILED, USAGE, UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -210,7 +210,11 @@ def called(arguments: list[str]) -> int:
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "command_path", "flotilla")
         words = " ".join(error.format_message().split()).rstrip(".")
+        words = words.replace(": Value error, ", ": ")
         return fail(f"{words}; see `{command} --help`", USAGE, as_json=as_json)
+    except UserError as error:
+        # The version is written while typer parses.
+        return fail(str(error), error.exit_code, as_json=as_json)
     except OSError as error:
         # Typer prints help by itself.
         if error.errno != errno.ENOSPC:

@@ -120,8 +120,11 @@ def cancel(
     """Cancel a run, which ends with a last checkpoint; raises `UserError`."""
     folder = Path(workdir)
     if local_status.is_local(folder, run):
-        was_running = _interrupt((folder / run).absolute())
-        message = f"run {run} is being cancelled; it publishes a last checkpoint, as at Ctrl-C"
+        # A second signal would end the upload of the last checkpoint.
+        was_cancelled = local_status.is_cancelled(folder, run)
+        was_running = was_cancelled or _interrupt((folder / run).absolute())
+        already = "already " if was_cancelled else ""
+        message = f"run {run} is {already}being cancelled; it publishes a last checkpoint"
         if not was_running:
             message = f"run {run} has already ended: {local_status.status_of(folder, run).status}"
         return Cancellation(run_id=run, was_running=was_running, message=message)

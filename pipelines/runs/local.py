@@ -70,8 +70,17 @@ class RunOptions:
         """Refuse what cannot be run; raises `ConfigError`."""
         if self.pipeline not in _PIPELINES:
             raise ConfigError(f"pipeline {self.pipeline!r} is none of {', '.join(_PIPELINES)}")
-        if isinstance(self.settings, str):
-            raise ConfigError(f"settings {self.settings!r} is a text: give a list of texts")
+        texts = self.settings
+        if isinstance(texts, str | Mapping) or not all(isinstance(each, str) for each in texts):
+            raise ConfigError(
+                f'settings {texts!r} is no list of texts: write ["section.key=value", ...]'
+            )
+        if not isinstance(self.config, Config | str | os.PathLike | None):
+            raise ConfigError(
+                f"config {self.config!r} is neither a Config nor the path of a YAML file"
+            )
+        if not isinstance(self.workdir, str | os.PathLike):
+            raise ConfigError(f"workdir {self.workdir!r} is no path of a folder")
         if self.dataset and self.pipeline != "train":
             raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
 
@@ -185,10 +194,7 @@ def start(options: RunOptions) -> LocalRun:
 
 def require_current_folder() -> None:
     """Raise a `ConfigError` where it was removed: the steps import the user's modules from it."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise ConfigError("the current folder was removed; change to one that is there") from None
+    storage.uri_of(Path())
 
 
 def new_run(config: Config, workdir: Path) -> LocalRun:
@@ -225,7 +231,7 @@ def check_run_id(workdir: Path, run_id: str) -> None:
 
 def root_of(config: Config, workdir: Path) -> str:
     """Return the URI below which a run on this machine publishes."""
-    return config.storage.root or storage.uri_of(workdir.absolute())
+    return config.storage.root or storage.uri_of(workdir)
 
 
 def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:

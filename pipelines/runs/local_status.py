@@ -47,6 +47,16 @@ def status_of(workdir: Path, run_id: str) -> RunResult:
     return replace(result, run_id=run_id, folder=folder)
 
 
+def is_cancelled(workdir: Path, run_id: str) -> bool:
+    """Return whether a run that is still running was asked to end."""
+    folder = (workdir / run_id).absolute()
+    if not process_of(folder):
+        return False
+    return any(
+        isinstance(each, Interrupted) for each in last_start(events.read(folder / local.EVENTS))
+    )
+
+
 def process_of(folder: Path) -> int:
     """Return the id of the process in which the run of this folder works, or 0."""
     for pid, words in _processes():

@@ -118,11 +118,10 @@ def test_a_file_in_the_place_of_the_workdir(refused, here, below):
     assert line.endswith("choose another --workdir")
 
 
-def test_a_current_folder_that_was_removed(refused, here):
+@pytest.mark.parametrize("arguments", [["run", "--workdir", "/"], ["gc"], ["models", "list"]])
+def test_a_current_folder_that_was_removed(refused, here, arguments):
     here.rmdir()
-    assert refused("run", "--workdir", here) == (
-        "the current folder was removed; change to one that is there"
-    )
+    assert refused(*arguments) == ("the current folder was removed; change to one that is there")
 
 
 def test_a_run_that_is_not_there(refused):
@@ -277,7 +276,29 @@ def test_bash_completes_commands_and_options(tmp_path):
 def test_an_unknown_shell_is_refused(flotilla):
     code, _, err = flotilla("completion", "tcsh")
     assert (code, err.count("\n")) == (2, 1)
-    assert "'bash', 'zsh', 'fish'" in err
+    assert "'SHELL': 'tcsh' is not one of 'bash', 'zsh', 'fish'" in err
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["completion", "bash", "--json"], ["runs"]])
+def test_standard_output_that_takes_nothing(arguments):
+    command = [FLOTILLA, *arguments]
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, check=False)
+    assert process.stderr == (
+        b"flotilla: cannot write to standard output: No space left on device\n"
+    )
+    assert process.returncode == 1
+
+
+@pytest.mark.parametrize("arguments", [["--version"], ["completion", "bash", "--json"], ["runs"]])
+def test_streams_that_are_closed(arguments):
+    command = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", FLOTILLA, *arguments]
+    assert subprocess.run(command, check=False).returncode == 0
+
+
+def test_an_error_where_its_stream_is_closed():
+    command = ["sh", "-c", '"$@" >&- 2>&-', "sh", FLOTILLA, "status", "nothing"]
+    assert subprocess.run(command, check=False).returncode == 2
 
 
 def test_a_mistake_is_reported_without_loading_the_pipelines():

@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.runs import local_status
 from tests.pipelines.called import calling, setting
-from trainer.events import Progress, RunBegin, RunEnd, StepBegin, StepEnd, to_tree
+from trainer.events import Interrupted, Progress, RunBegin, RunEnd, StepBegin, StepEnd, to_tree
 
 # A process that starts another one with the words of a run's child, and says how it was ended.
 STARTER = """
@@ -185,6 +185,15 @@ def test_cancel_signals_the_process_of_the_run_and_not_its_starter(flotilla, goi
     assert (answer.code, answer.json["status"]) == (0, "canceling")
     assert going.stdout.readline() == f"child {-signal.SIGTERM}\n"
     assert going.wait(30) == 0
+
+
+def test_cancel_again_leaves_the_last_checkpoint_to_be_published(flotilla, folder, going):
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(line(Interrupted()))
+    answer = flotilla("cancel", "digits-1", "--json")
+    assert (answer.code, answer.json["status"]) == (0, "canceling")
+    assert "run digits-1 is already being cancelled" in answer.err
+    assert going.poll() is None
 
 
 def test_cancel_of_what_has_ended(flotilla):
