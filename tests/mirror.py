@@ -141,16 +141,20 @@ def find_tests(path: PurePosixPath, files: Sequence[PurePosixPath]) -> list[str]
 
 
 def git_lines(*arguments: str) -> list[str]:
-    """Return the lines that a git command prints; raises `CalledProcessError`."""
-    command = ["git", *arguments, "-z"]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True)
+    """Return the lines that a git command prints; ends the process where git refuses."""
+    verb, *others = arguments
+    command = ["git", verb, "-z", *others]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, check=False, text=True)
+    if listed.returncode:
+        reason = (listed.stderr.strip() or "git failed").splitlines()[0]
+        sys.exit(f"{reason}; SINCE is a revision of this git repository")
     return [name for name in listed.stdout.split("\0") if name]
 
 
 def main(base: str = "HEAD") -> None:
     """Print the tests of what differs from `base`."""
     untracked = git_lines("ls-files", "--others", "--exclude-standard")
-    changed = sorted({*git_lines("diff", "--name-only", base), *untracked})
+    changed = sorted({*git_lines("diff", "--name-only", "--no-renames", base, "--"), *untracked})
     # The index still has what was deleted since.
     tracked = [name for name in git_lines("ls-files") if (ROOT / name).exists()]
     selection = select(changed, [*tracked, *untracked])

@@ -90,3 +90,14 @@ def test_check_fails_where_the_revision_does_not_exist():
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode != 0
     assert "passed" not in ended.stdout
+
+
+def test_a_revision_that_does_not_exist_is_one_line():
+    with pytest.raises(SystemExit, match="'no-such-revision'; SINCE is a revision of this git"):
+        mirror.main("no-such-revision")
+
+
+def test_outside_of_a_repository_it_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(mirror, "ROOT", tmp_path)
+    with pytest.raises(SystemExit, match="not a git repository"):
+        mirror.main()

@@ -265,7 +265,7 @@ def append(path: Path, event: Event) -> None:
 
 def read(path: Path) -> Iterator[Event]:
     """Yield the events of a file in order; none where there is no such file."""
-    if not path.exists():
+    if not path.is_file():
         return
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
@@ -283,7 +283,8 @@ def parse(line: str) -> Event | None:
         return None
     try:
         tree = json.loads(line[at:])
-    except ValueError:
+    # The latter of junk that is nested too deep.
+    except (ValueError, RecursionError):
         return None
     kind = _kinds().get(str(tree["event"]))
     return from_tree(kind, tree) if kind and "time" in tree else None

@@ -122,7 +122,7 @@ class Display:
         if self._bar is not None:
             self._bars.remove_task(self._bar)
             self._bar = None
-        self._say(f"{event.step} {_MARKS[event.status]} in {event.seconds:.1f} s")
+        self._say(f"{event.step} {_mark(event.status)} in {event.seconds:.1f} s")
 
     def _progress(self, event: Progress) -> None:
         line = (
@@ -160,6 +160,11 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
 }
 
 
+def _mark(status: str) -> str:
+    # That of a newer version may be none of these.
+    return _MARKS.get(status, escape(status))
+
+
 def closing_table(result: RunResult) -> Table:
     """Return the table of all steps: status, seconds, key metrics, where."""
     table = Table(box=None, pad_edge=False)
@@ -168,7 +173,7 @@ def closing_table(result: RunResult) -> Table:
     for step in result.steps:
         table.add_row(
             step.step,
-            _MARKS[step.status],
+            _mark(step.status),
             f"{step.seconds:.1f}",
             escape(_metrics(step.metrics)),
             escape(_where(step)),

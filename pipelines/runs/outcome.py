@@ -96,8 +96,9 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         if step is None or not row.accepts:
             continue
-        if step.metrics["decision"] != row.accepts:
-            message = "; ".join(step.metrics["reasons"])
+        if step.metrics.get("decision") != row.accepts:
+            reasons = step.metrics.get("reasons", [f"{row.name} reported no decision"])
+            message = "; ".join(reasons)
             return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
         accepted = row.accepts
     status = "blessed" if accepted else "done"

@@ -126,6 +126,15 @@ def test_fields_of_a_newer_version_are_ignored(file):
     assert list(events.read(file)) == [ATTEMPT]
 
 
+def test_a_line_that_is_nested_too_deep_is_passed_over(file):
+    file.write_text(f'{LINE[:-1]}, "more": {"[" * 100_000}\n{LINE}}}\n')
+    assert list(events.read(file)) == [ATTEMPT]
+
+
+def test_a_folder_in_the_place_of_the_file_is_no_events(tmp_path):
+    assert list(events.read(tmp_path)) == []
+
+
 def test_no_file_is_no_events(file):
     assert list(events.read(file)) == []
 

@@ -116,6 +116,14 @@ def test_a_run_that_goes_on(flotilla, going):
     assert going.poll() is None
 
 
+def test_a_status_of_a_newer_version_is_printed_as_it_is(flotilla, folder):
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(ended("teleport_model", status="[sent]") + line(RunEnd()))
+    answer = flotilla("status", "digits-1")
+    assert "teleport_model  [sent]" in answer.out
+    assert answer.code == 0
+
+
 def test_a_run_that_was_killed(flotilla, folder):
     (folder / "events.jsonl").write_text(
         ended("prepare_data") + line(StepBegin(step="train_model"))

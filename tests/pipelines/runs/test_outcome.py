@@ -41,6 +41,11 @@ def test_refused_with_every_reason():
     assert judge(events) == ("refused", 3, "accuracy is below; loss is above")
 
 
+def test_a_decision_that_cannot_be_read_does_not_bless():
+    events = [*done("check_gate"), *FINISHED]
+    assert judge(events) == ("refused", 3, "check_gate reported no decision")
+
+
 def test_blessed_but_not_exported():
     events = [*judged("blessed", "accuracy 1.0"), *FINISHED]
     message = "the model was blessed, but export_model was not run; see pipeline.log"
