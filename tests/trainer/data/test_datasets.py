@@ -131,7 +131,7 @@ def test_a_module_that_fails(find, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     message = refusal(find, "failing_module:Builder")
     place = tmp_path / "failing_module.py"
-    assert f"cannot import failing_module: RuntimeError: broken ({place}:1); " in message
+    assert f"cannot import failing_module: RuntimeError: broken ({place}:1)" in message
 
 
 @pytest.mark.parametrize(
