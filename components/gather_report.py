@@ -93,13 +93,9 @@ def write(
 ) -> dict[str, Any]:
     """Write `report.html` to `path` from whatever the run has left so far; return the facts.
 
-    Args:
-        state: the final state that KFP gives the pipeline, such as `SUCCEEDED`.
-        root: URI below which the run has published.
-        run_id: the run.
-        folder: the run's folder on this machine, which may hold its events.
-        path: the file to be written.
-        words: what KFP says of a failure, if anything.
+    `state` is KFP's final state of the pipeline, such as `SUCCEEDED`, and `words` what KFP says of
+    a failure. The run has published below the URI `root`; `folder`, on this machine, may hold its
+    events.
     """
     facts = gathered(state, root, run_id, folder, words)
     report.write(facts, path)

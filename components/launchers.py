@@ -34,10 +34,7 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 def end(launcher: str, kubernetes: str, run_id: str) -> None:
     """Delete what a run has left on a cluster; raises `UserError`.
 
-    Args:
-        launcher: `cluster.launcher`, as the run parameter has it.
-        kubernetes: `cluster.kubernetes`, likewise.
-        run_id: the run.
+    `launcher` and `kubernetes` are `cluster.launcher` and `cluster.kubernetes` as run parameters.
     """
     if launcher != "tfjob":
         return

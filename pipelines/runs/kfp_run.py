@@ -77,10 +77,6 @@ class RemoteRun:
         """Whether the run has ended."""
         return self.state in ENDED
 
-    def step(self, name: str) -> Step | None:
-        """Return a step by its name."""
-        return next((step for step in self.steps if step.name == name), None)
-
 
 def run_of(client: Client, run: str) -> RemoteRun:
     """Return a run by its id, or by its name where that is one run's; raises `UserError`."""

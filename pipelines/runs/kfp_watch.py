@@ -49,13 +49,7 @@ def follow(
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
-    """Return the run once it has ended.
-
-    Args:
-        client: of the instance.
-        run_id: the run.
-        on_change: called with the run at each look.
-        on_note: called with a line when the instance stops answering.
+    """Return the run once it has ended; `on_change` and `on_note` as in `follow`.
 
     Raises:
         UserError: the instance did not answer for `RETRY_SECONDS`, or refused for good.

@@ -272,11 +272,7 @@ def execute(
     In the main thread SIGINT and SIGTERM end it with a last checkpoint; a second one ends it at
     once. Python delivers signals to no other thread.
 
-    Args:
-        run: the run, laid out.
-        pipeline: its name.
-        extra: further arguments of the pipeline.
-        on_event: called with every event as it comes.
+    `extra` are further arguments of the pipeline; `on_event` is called with every event.
     """
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})
     try:

@@ -105,15 +105,7 @@ def pipeline_id_of(client: Client, name: str) -> str:
 def versions(
     client: Client, name: str, pipeline_id: str, part: str = "", most: int = 0
 ) -> Iterator[Version]:
-    """Yield the versions of a pipeline, newest first.
-
-    Args:
-        client: of the instance.
-        name: of the pipeline.
-        pipeline_id: of the pipeline.
-        part: of the name of a version; all versions when empty.
-        most: how many at most; all when 0.
-    """
+    """Yield the versions of a pipeline, newest first, with `part` in their names; `most` or all."""
     found = pages(
         client.list_pipeline_versions,
         "pipeline_versions",
@@ -128,15 +120,9 @@ def versions(
 
 
 def version_of(client: Client, name: str, wanted: str) -> Version:
-    """Return an uploaded version of the pipeline `name`.
+    """Return an uploaded version of the pipeline `name`; raises `UserError` where there is none.
 
-    Args:
-        client: of the instance.
-        name: of the pipeline.
-        wanted: name or id of the version, or the beginning of its name; the newest when empty.
-
-    Raises:
-        UserError: there is none.
+    `wanted` is name or id of the version, or the beginning of its name; the newest when empty.
     """
     pipeline_id = pipeline_id_of(client, name)
     if not pipeline_id:

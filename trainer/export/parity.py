@@ -41,11 +41,8 @@ Batch = tuple[Inputs, Labels]
 class Subject:
     """The original: the model in memory, its dataset, and real examples.
 
-    Attributes:
-        model: with its weights.
-        spec: of the dataset.
-        batches: returns the test examples at each call: inputs by feature name, and labels.
-        calibration: training examples by feature name, where a form needs them.
+    `batches` returns the test examples at each call: inputs by feature name, and labels.
+    `calibration` are training examples by feature name, where a form needs them.
     """
 
     model: keras.Model
