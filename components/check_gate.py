@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.image import component
 from components.locations import output_of, run_at
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer.config.schema import Config
 from trainer.promotion import gate
 
@@ -24,7 +24,8 @@ def check_gate(
 
 def run_step(config: str, root: str, run_id: str, evaluation: str, decision_path: str) -> str:
     """Return `blessed` or `refused`; the file `decision_path` gets the URI of the reasons."""
-    with recorded("check_gate", run_at(root, run_id)) as record:
+
+    def work(record: StepOutput) -> str:
         policy = Config.model_validate_json(config)
         output = output_of(root, run_id, "decision", evaluation, policy.gate.digest())
         decision = gate.check(policy, evaluation, output)
@@ -32,3 +33,5 @@ def run_step(config: str, root: str, run_id: str, evaluation: str, decision_path
         record.done(decision.uri, {"decision": word, "reasons": list(decision.reasons)})
         Path(decision_path).write_text(decision.uri, encoding="utf-8")
         return word
+
+    return tried("check_gate", run_at(root, run_id), work)

@@ -8,7 +8,7 @@ from kfp import dsl
 from components import ui
 from components.image import component
 from components.locations import output_of, run_at, scratch_folder
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.promotion.registry import opponent
@@ -42,20 +42,23 @@ def run_step(
     roc: Any,
 ) -> str:
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
-    at, took = run_at(root, run_id), {"dataset": dataset}
-    with recorded("evaluate_model", at, inputs=took) as record, scratch_folder() as scratch:
-        from trainer.evaluation import evaluate
 
-        settings = Config.model_validate_json(config)
-        found = opponent(root, settings.name, checkpoint)
-        champion = found.uri if found else ""
-        created = storage.read_manifest(checkpoint).created
-        origin = (dataset, created, champion, *settings.evaluation.slices)
-        output = output_of(root, run_id, "evaluation", checkpoint, *origin)
-        result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
-        record.done(result.uri, result.metrics)
-        ui.log_metrics(metrics, result.metrics, result.uri)
-        measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-        ui.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
-        ui.log_roc(roc, measured.get("roc", ()))
-        return result.uri
+    def work(record: StepOutput) -> str:
+        with scratch_folder() as scratch:
+            from trainer.evaluation import evaluate
+
+            settings = Config.model_validate_json(config)
+            found = opponent(root, settings.name, checkpoint)
+            champion = found.uri if found else ""
+            created = storage.read_manifest(checkpoint).created
+            origin = (dataset, created, champion, *settings.evaluation.slices)
+            output = output_of(root, run_id, "evaluation", checkpoint, *origin)
+            result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
+            record.done(result.uri, result.metrics)
+            ui.log_metrics(metrics, result.metrics, result.uri)
+            measured = json.loads(storage.read_file(result.uri, "metrics.json"))
+            ui.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
+            ui.log_roc(roc, measured.get("roc", ()))
+            return result.uri
+
+    return tried("evaluate_model", run_at(root, run_id), work, inputs={"dataset": dataset})

@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.image import component
 from components.locations import output_of, run_at, scratch_folder
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
 
@@ -31,18 +31,21 @@ def run_step(
     config: str, root: str, run_id: str, dataset: str, checkpoint: str, decision: str, artifact: Any
 ) -> str:
     """Export; `artifact` is a KFP Model."""
-    at, took = run_at(root, run_id), {"dataset": dataset}
-    with recorded("export_model", at, inputs=took) as record, scratch_folder() as scratch:
-        from trainer.export import export
 
-        settings = Config.model_validate_json(config)
-        # A decision against another champion is another decision, and leads to another model.
-        created = storage.read_manifest(checkpoint).created
-        origin = (dataset, created, decision, *settings.export.formats)
-        output = output_of(root, run_id, "model", checkpoint, *origin)
-        exported = export.export(settings, dataset, checkpoint, decision, output, scratch)
-        forms = exported.parity["formats"]
-        differences = {name: form["max_difference"] for name, form in forms.items()}
-        record.done(exported.uri, differences)
-        artifact.metadata = {"uri": exported.uri, **differences}
-        return exported.uri
+    def work(record: StepOutput) -> str:
+        with scratch_folder() as scratch:
+            from trainer.export import export
+
+            settings = Config.model_validate_json(config)
+            # A decision against another champion is another decision, and leads to another model.
+            created = storage.read_manifest(checkpoint).created
+            origin = (dataset, created, decision, *settings.export.formats)
+            output = output_of(root, run_id, "model", checkpoint, *origin)
+            exported = export.export(settings, dataset, checkpoint, decision, output, scratch)
+            forms = exported.parity["formats"]
+            differences = {name: form["max_difference"] for name, form in forms.items()}
+            record.done(exported.uri, differences)
+            artifact.metadata = {"uri": exported.uri, **differences}
+            return exported.uri
+
+    return tried("export_model", run_at(root, run_id), work, inputs={"dataset": dataset})

@@ -9,7 +9,7 @@ from kfp import dsl
 from components import gather_report, launchers
 from components.image import component
 from components.locations import folder_of_run, root_of, run_at_first, run_id_of
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer import storage
 from trainer.errors import UserError
 from trainer.report import summary as run_summary
@@ -53,20 +53,22 @@ def run_step(
         report: a KFP HTML artifact.
         summary: a KFP Markdown artifact.
     """
-    at = run_at_first(root, report.uri, kfp_run_id)
-    with recorded("finish", at) as record:
-        run_id, folder = run_id_of(kfp_run_id), folder_of_run()
+
+    def work(record: StepOutput) -> None:
+        run_id, folder, found = run_id_of(kfp_run_id), folder_of_run(), root
         # Without a root the first step has failed, and its own error says so.
         with suppress(UserError):
-            root = root_of(root, report.uri, kfp_run_id)
+            found = root_of(root, report.uri, kfp_run_id)
         try:
             launchers.end(launcher, kubernetes, run_id)
         finally:
             page, words = folder / "report.html", status.error_message or ""
-            uri = storage.join(root, run_id, page.name) if root else ""
-            facts = gather_report.write(status.state, root, run_id, folder, page, words)
+            uri = storage.join(found, run_id, page.name) if found else ""
+            facts = gather_report.write(status.state, found, run_id, folder, page, words)
             Path(report.path).write_bytes(page.read_bytes())
             Path(summary.path).write_bytes(run_summary.as_markdown(facts, uri))
-            if root:
+            if found:
                 storage.write_bytes(uri, page.read_bytes())
                 record.done(uri, {})
+
+    tried("finish", run_at_first(root, report.uri, kfp_run_id), work)

@@ -111,7 +111,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         if each.step != EXIT_STEP.name
     ]
     steps = shared or _published(state, root, run_id)
-    tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or steps
+    tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or _all_of(steps)
     made = _Made(steps, root, run_id, every=bool(shared))
     decision = made.read("decision", "decision.json")
     evaluation = made.read("evaluation", "metrics.json")
@@ -124,7 +124,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "verdict": verdict,
         "error": _unsaid(steps, words, shared=bool(shared)) if verdict == "failed" else "",
         "config": config,
-        "steps": [to_tree(each) for each in steps],
+        "steps": [_facts(each) for each in steps],
         "tries": [to_tree(each) for each in tries],
         "metrics": evaluation.get("metrics", {}),
         "rules": decision.get("rules", []),
@@ -141,6 +141,18 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "lineage": {key: lineage[key] for key in _LINEAGE if key in lineage},
         "cost": cost(config, steps),
     }
+
+
+def _facts(step: StepRecord) -> dict[str, Any]:
+    return {**to_tree(step), "tries": step.tries, "earlier_seconds": step.earlier_seconds}
+
+
+def _all_of(steps: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return every try of these steps, in the order in which they began."""
+    earlier = [
+        StepRecord(step=step.step, **to_tree(each)) for step in steps for each in step.earlier
+    ]
+    return sorted([*earlier, *steps], key=lambda each: each.began)
 
 
 def _with_traceback(step: StepRecord, run_events: Sequence[Event]) -> StepRecord:

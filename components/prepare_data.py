@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components import locations, pinned_inputs
 from components.image import component
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer import events
 from trainer.config.schema import DataConfig
 
@@ -26,20 +26,26 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
     and again when the dataset is gone or damaged, so that the cache never returns its URI then.
     """
     at = locations.run_at(root, locations.run_id_in(dataset.uri, "prepare-data"))
-    with recorded("prepare_data", at) as record, locations.scratch_folder() as scratch:
-        from trainer.data import prepare
 
-        section = DataConfig.model_validate_json(data)
-        key = f"version of {section.dataset}"
-        chosen = section.version or pinned_inputs.pinned(key)
-        prepared = prepare.prepare(section.model_copy(update={"version": chosen}), root, scratch)
-        fields = prepared.manifest.fields
-        version = fields["version"]
-        pinned_inputs.pin(key, version)
-        if not chosen:
-            events.emit(events.NewestVersion(dataset=section.dataset, version=version))
-        examples = {split: each["examples"] for split, each in fields["splits"].items()}
-        record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
-        origin = {"fingerprint": fields["fingerprint"], "version": version}
-        dataset.metadata = {"uri": prepared.uri, **origin, **examples}
-        return prepared.uri
+    def work(record: StepOutput) -> str:
+        with locations.scratch_folder() as scratch:
+            from trainer.data import prepare
+
+            section = DataConfig.model_validate_json(data)
+            key = f"version of {section.dataset}"
+            chosen = section.version or pinned_inputs.pinned(key)
+            prepared = prepare.prepare(
+                section.model_copy(update={"version": chosen}), root, scratch
+            )
+            fields = prepared.manifest.fields
+            version = fields["version"]
+            pinned_inputs.pin(key, version)
+            if not chosen:
+                events.emit(events.NewestVersion(dataset=section.dataset, version=version))
+            examples = {split: each["examples"] for split, each in fields["splits"].items()}
+            record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
+            origin = {"fingerprint": fields["fingerprint"], "version": version}
+            dataset.metadata = {"uri": prepared.uri, **origin, **examples}
+            return prepared.uri
+
+    return tried("prepare_data", at, work)

@@ -1,4 +1,10 @@
-"""The frame around the work of one step: its events, its published record, and its exit."""
+"""The frame around the work of one step: its events, its published record, its tries, its exit.
+
+On a KFP instance a step that fails for a reason that may pass is tried again here, in its own pod:
+KFP itself starts only lost pods again, and never a step that ended with an error. What the step has
+published stays, and the next try finds it. On this machine a user sees the failure, and one try is
+enough.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +14,37 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
+import tenacity
+
+from components.locations import is_local_run
 from components.step_record import PublishedRecord
-from components.table import EXIT_STEP
+from components.table import EXIT_STEP, step_of
 from trainer import events
 from trainer.cluster import signals
-from trainer.errors import DONE, FAILED, INTERRUPTED, RunInterruptedError, UserError
+from trainer.errors import (
+    DONE,
+    FAILED,
+    INTERRUPTED,
+    RunInterruptedError,
+    TransientError,
+    UserError,
+)
 from trainer.events import StepBegin, StepEnd
 from trainer.user_code import line_of, traceback_of
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
 STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
+# What fails has tried for its own deadline already, which is minutes for a store.
+FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
 log = logging.getLogger(__name__)
+_Result = TypeVar("_Result")
 
 
 @dataclass(kw_only=True)
@@ -54,28 +73,84 @@ def recorded(
             of this run has written it down.
 
     Raises:
-        SystemExit: the block raised a `UserError`; its line was written to standard error.
+        SystemExit: the block raised a `UserError`, or the user's code failed; the line was written
+            to standard error.
     """
+    with _framed(_Course(name, at, inputs or {})) as course:
+        yield course.output
+
+
+def tried(
+    name: str,
+    at: str,
+    work: Callable[[StepOutput], _Result],
+    *,
+    inputs: Mapping[str, str] | None = None,
+) -> _Result:
+    """Return what `work` returns, recorded as the course of a step.
+
+    On a KFP instance it is called again, as often as the row of the step allows, while it raises a
+    `TransientError`; each try is one in the record of the step. Never after a request to end.
+
+    Args:
+        name: see `recorded`, as for the other arguments.
+        at: likewise.
+        work: is given the output of its try.
+        inputs: likewise.
+
+    Raises:
+        SystemExit: see `recorded`.
+    """
+    with _framed(_Course(name, at, inputs or {})) as course:
+        return _retrying(course, step_of(name).retries)(lambda: work(course.output))
+
+
+def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
+    tries = 1 if is_local_run() else 1 + retries
+
+    def again(state: tenacity.RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        pause = state.next_action.sleep if state.next_action else 0.0
+        number = state.attempt_number + 1
+        log.warning("%s; trying again in %.0f s (try %d of %d)", error, pause, number, tries)
+        course.again(str(error))
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception(
+            lambda error: isinstance(error, TransientError) and not course.is_asked_to_end
+        ),
+        stop=tenacity.stop_after_attempt(tries),
+        wait=tenacity.wait_exponential(multiplier=FIRST_PAUSE_SECONDS, max=MOST_PAUSE_SECONDS),
+        before_sleep=again,
+        reraise=True,
+    )
+
+
+@contextmanager
+def _framed(course: _Course) -> Iterator[_Course]:
     signals.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    course = _Course(name, at)
-    events.emit(StepBegin(step=name, inputs=dict(inputs or {})))
+    course.begin()
     try:
-        with _interruptible():
+        with _interruptible(course):
             # The exit step works even when the run was asked to end.
-            if os.environ.get(STOPPING) and name != EXIT_STEP.name:
+            if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
-            yield course.output
+            yield course
     except UserError as error:
         course.fail(str(error), error.exit_code, traceback_of(error))
         raise SystemExit(error.exit_code) from None
-    except Exception as error:
+    # The latter where the user's code calls `sys.exit`: none of ours does so inside a step.
+    except (Exception, SystemExit) as error:
         if trace := traceback_of(error):
             course.fail(f"the code that it was given raised {line_of(error)}", FAILED, trace)
             raise SystemExit(FAILED) from None
         words = " ".join(f"{type(error).__name__}: {error}".split())
-        course.end("failed", FAILED, f"bug in {name}: {words}")
+        course.end("failed", FAILED, f"bug in {course.name}: {words}")
+        if isinstance(error, SystemExit):
+            # Its own code may be that of success.
+            raise SystemExit(FAILED) from error
         raise
     course.end("done", DONE)
 
@@ -83,21 +158,44 @@ def recorded(
 class _Course:
     """What is known of a step while it runs, and how its end is reported."""
 
-    def __init__(self, name: str, at: str) -> None:
-        self._name, self._began = name, time.monotonic()
+    def __init__(self, name: str, at: str, inputs: Mapping[str, str]) -> None:
+        self.name, self._inputs, self._began = name, dict(inputs), time.monotonic()
         self.output, self.published = StepOutput(), PublishedRecord(name, at)
+        self.is_asked_to_end = False
+
+    def begin(self) -> None:
+        """Emit that a try begins."""
+        self._began = time.monotonic()
+        events.emit(StepBegin(step=self.name, inputs=self._inputs))
+
+    def again(self, error: str) -> None:
+        """Report the end of a try, and begin the next one, which waits first."""
+        failed = self._ended("failed", FAILED, error)
+        events.emit(failed)
+        self.begin()
+        self.output = StepOutput()
+        self.published.again(failed)
 
     def fail(self, error: str, code: int, trace: str) -> None:
         """Report an error that the user can fix: one line, and the traceback of the user's code."""
         if trace:
             log.error("%s", trace)
         status = "interrupted" if code == INTERRUPTED else "failed"
-        self.end(status, code, error, trace, f"flotilla: {self._name}: {error}\n")
+        self.end(status, code, error, trace, f"flotilla: {self.name}: {error}\n")
 
     def end(self, status: str, code: int, error: str = "", trace: str = "", line: str = "") -> None:
         """Emit and publish the end of the step; `line` goes to standard error."""
-        ended = StepEnd(
-            step=self._name,
+        ended = self._ended(status, code, error, trace)
+        events.emit(ended)
+        # Before the store is asked, which may not answer for longer than a step has to end. On a
+        # full disk the line may be lost, and with a traceback in its place the record as well.
+        with suppress(OSError):
+            sys.stderr.write(line)
+        self.published.end(ended, self.output.held)
+
+    def _ended(self, status: str, code: int, error: str = "", trace: str = "") -> StepEnd:
+        return StepEnd(
+            step=self.name,
             status=status,
             exit_code=code,
             error=error,
@@ -106,26 +204,23 @@ class _Course:
             metrics=dict(self.output.metrics),
             uri=self.output.uri,
         )
-        events.emit(ended)
-        # Before the store is asked, which may not answer for longer than a step has to end.
-        sys.stderr.write(line)
-        self.published.end(ended, self.output.held)
 
 
 @contextmanager
-def _interruptible() -> Iterator[None]:
+def _interruptible(course: _Course) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _interrupt)
+
+    def interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+        course.is_asked_to_end = True
+        # Libraries catch every `Exception`, give it other words, or go on.
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except KeyboardInterrupt:
         raise RunInterruptedError(_ASKED) from None
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
-    # Libraries catch every `Exception`, give it other words, or go on.
-    raise KeyboardInterrupt

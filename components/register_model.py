@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components.image import component
 from components.locations import is_local_run, output_of, run_at, scratch_folder
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.promotion import lineage, registration
@@ -24,22 +24,26 @@ def register_model(
 
 def run_step(config: str, root: str, run_id: str, model: str, image: str, artifact: Any) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
-    with recorded("register_model", run_at(root, run_id)) as record, scratch_folder() as scratch:
-        settings = Config.model_validate_json(config)
-        request = registration.Request(
-            config=settings,
-            root=root,
-            model=model,
-            output=output_of(root, run_id, "registration", model, settings.registry.digest()),
-            lineage=_lineage(settings, run_id, model, image),
-            by=f"run {run_id}",
-        )
-        made = registration.register(request, scratch)
-        word = registration.PROMOTED if made.promoted else registration.REFUSED
-        numbers = {"version": made.version, "promotion": made.promotion}
-        record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
-        artifact.metadata = {"uri": model, "decision": word, **numbers}
-        return word
+
+    def work(record: StepOutput) -> str:
+        with scratch_folder() as scratch:
+            settings = Config.model_validate_json(config)
+            request = registration.Request(
+                config=settings,
+                root=root,
+                model=model,
+                output=output_of(root, run_id, "registration", model, settings.registry.digest()),
+                lineage=_lineage(settings, run_id, model, image),
+                by=f"run {run_id}",
+            )
+            made = registration.register(request, scratch)
+            word = registration.PROMOTED if made.promoted else registration.REFUSED
+            numbers = {"version": made.version, "promotion": made.promotion}
+            record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
+            artifact.metadata = {"uri": model, "decision": word, **numbers}
+            return word
+
+    return tried("register_model", run_at(root, run_id), work)
 
 
 def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from kfp import dsl
 
 from components import locations, pinned_inputs, step_record
 from components.image import component
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import DataConfig
 
@@ -64,7 +64,8 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
     """
     place, kfp_run_id = values["place"].uri, values["kfp_run_id"]
     at = locations.run_at_first(values["storage_root"], place, kfp_run_id)
-    with recorded("resolve_config", at) as record:
+
+    def work(record: StepOutput) -> Resolved:
         config = from_parameters(values)
         root = locations.root_of(config.storage.root, place, kfp_run_id)
         config = pinned_inputs.with_champion(config, root)
@@ -80,6 +81,8 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             run_id=run_id,
             seal=_seal(data, root) or run_id,
         )
+
+    return tried("resolve_config", at, work)
 
 
 def _seal(data: DataConfig, root: str) -> str:

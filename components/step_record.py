@@ -1,10 +1,10 @@
-"""The record of each step of a run: its last try, and what the tries before it have taken.
+"""The record of each step of a run: its last try, and the tries before it.
 
 Where the steps share a folder, records are made from their events. On a KFP instance every step is
 a pod of its own, and its disk goes with it: a step publishes its record when it begins and again
 when it ends, at `<root>/<run id>/steps/NAME.json`. A record without an end is that of a step that
-was killed. A step that is tried again replaces the record of its earlier try, and adds up the time
-that was spent before.
+was killed. A step that is tried again replaces the record of its earlier try, and lists that one
+among its earlier tries: by itself (`components.record`), by KFP, or by a person in the UI.
 """
 
 from __future__ import annotations
@@ -46,22 +46,40 @@ _KILLED_POD = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Try:
+    """A try of a step that another one followed; it `began` so many seconds after 1970."""
+
+    began: float
+    seconds: float
+    status: str
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepRecord(StepResult):
     """One step of a run; the fields of `StepResult` are those of its last try.
 
     Attributes:
         began: seconds since 1970.
         ended: the same, None until the step has ended.
-        tries: the last one included.
-        earlier_seconds: of all tries before the last.
+        earlier: the tries before the last.
         held: what it holds of the cluster, see `components.gather_report`.
     """
 
     began: float
     ended: float | None = None
-    tries: int = 1
-    earlier_seconds: float = 0.0
+    earlier: tuple[Try, ...] = ()
     held: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def tries(self) -> int:
+        """How many there were, the last one included."""
+        return len(self.earlier) + 1
+
+    @property
+    def earlier_seconds(self) -> float:
+        """The seconds of all tries before the last."""
+        return round(sum(each.seconds for each in self.earlier), 2)
 
     @property
     def spent(self) -> float:
@@ -145,12 +163,14 @@ def _summed(earlier: Sequence[StepRecord], last: Sequence[StepRecord]) -> tuple[
         if each.step in newest and each is not newest[each.step]:
             before[each.step].append(each)
     return tuple(
-        replace(
-            each,
-            tries=each.tries + len(before[name]),
-            earlier_seconds=round(sum(one.seconds for one in before[name]), 2),
-        )
+        replace(each, earlier=tuple(_try(one, one.seconds) for one in before[name]))
         for name, each in newest.items()
+    )
+
+
+def _try(record: StepRecord, seconds: float) -> Try:
+    return Try(
+        began=record.began, seconds=round(seconds, 2), status=record.status, error=record.error
     )
 
 
@@ -163,16 +183,26 @@ class PublishedRecord:
         self._record = StepRecord(step=step, status="running", began=now())
 
     def begin(self) -> None:
-        """Publish that the step has begun, and add up what its earlier tries have taken."""
+        """Publish that the step has begun, and which tries there were before."""
         if not self._at:
             return
         with self._never_in_the_way():
             if before := _read(_uri(self._at, self._record.step)):
-                spent = before.earlier_seconds + max(self._seconds_of(before), 0.0)
-                self._record = replace(
-                    self._record, tries=before.tries + 1, earlier_seconds=round(spent, 2)
-                )
+                ended = before if before.ended is not None else _killed(before)
+                last = _try(ended, max(self._seconds_of(before), 0.0))
+                self._record = replace(self._record, earlier=(*before.earlier, last))
             self._write()
+
+    def again(self, failed: StepResult) -> None:
+        """Publish that the step has begun once more, after a try that ended like this."""
+        record = self._record
+        last = Try(
+            began=record.began, seconds=failed.seconds, status=failed.status, error=failed.error
+        )
+        self._record = replace(record, began=now(), earlier=(*record.earlier, last))
+        if self._at:
+            with self._never_in_the_way():
+                self._write()
 
     def end(self, result: StepResult, held: Mapping[str, Any]) -> None:
         """Publish how the step ended, and what it held of the cluster."""
@@ -183,8 +213,7 @@ class PublishedRecord:
             result,
             began=began,
             ended=round(began + result.seconds, 3),
-            tries=self._record.tries,
-            earlier_seconds=self._record.earlier_seconds,
+            earlier=self._record.earlier,
             held=dict(held),
         )
         with self._never_in_the_way():
@@ -245,6 +274,10 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
         end = next((began for began in ends if began > record.began), time.time())
         ended.append(_guessed(record, end, error=_KILLED_POD if last and not well else ""))
     return ended
+
+
+def _killed(record: StepRecord) -> StepRecord:
+    return replace(record, status="failed", error=_KILLED_POD)
 
 
 def _guessed(record: StepRecord, end: float, *, error: str) -> StepRecord:

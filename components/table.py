@@ -25,8 +25,9 @@ class StepSpec:
             None for nothing. On a KFP instance only a step with an output has a log that is read.
         accepts: for a step that judges the model, the word in its record with which the run goes
             on; with any other the run ends as refused. Empty for a step that does not judge.
-        deadline_seconds: limit of one attempt, waiting for the image included.
-        retries: further attempts; 0 where a second one would find what the first one found.
+        deadline_seconds: limit of one pod: waiting for the image, and all tries in it.
+        retries: further tries in a pod after a failure that may pass, and further pods after one
+            that was lost; 0 where a second one would find what the first one found.
         is_light: needs little CPU and memory, whatever the run parameters say.
         may_use_gpus: computes with the model.
         is_cached: KFP may take its output from the cache.

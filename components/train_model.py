@@ -7,7 +7,7 @@ from kfp import dsl
 from components import gather_report, launchers, ui
 from components.image import PodDefaults, component
 from components.locations import folder_of_run, run_at
-from components.record import recorded
+from components.record import StepOutput, tried
 from trainer import storage
 from trainer.checkpoints.index import best_of, index_of, newest_checkpoint
 from trainer.cluster.launcher import Job
@@ -47,8 +47,8 @@ def run_step(
 
     The pods of a TFJob get the image and the secret of the run where its settings name none.
     """
-    at = run_at(root, run_id)
-    with recorded("train_model", at, inputs={"dataset": dataset}) as record:
+
+    def work(record: StepOutput) -> str:
         settings = Config.model_validate_json(config)
         record.held = gather_report.held_by(settings.model_dump())
         job = Job(
@@ -72,3 +72,5 @@ def run_step(
         record.done(uri, metrics)
         model.metadata = {"uri": uri, "tensorboard": logs, **metrics}
         return uri
+
+    return tried("train_model", run_at(root, run_id), work, inputs={"dataset": dataset})

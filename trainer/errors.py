@@ -36,6 +36,13 @@ class UserError(Exception):
     traceback = ""
 
 
+class TransientError(UserError):
+    """What failed may succeed later without a change, such as a store that did not answer.
+
+    The code that raises it has tried for as long as its own deadline allows.
+    """
+
+
 class ConfigError(UserError):
     """A wrong command line or configuration."""
 

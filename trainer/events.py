@@ -17,7 +17,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -297,8 +297,14 @@ def name_of(kind: type[Event]) -> str:
 
 def to_tree(record: Any) -> dict[str, Any]:
     """Return the fields of a record, to be written as a JSON object; of an event the name too."""
-    tree = {each.name: getattr(record, each.name) for each in fields(record)}
+    tree = {each.name: _plain(getattr(record, each.name)) for each in fields(record)}
     return {"event": name_of(type(record)), **tree} if isinstance(record, Event) else tree
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(each) for each in value]
+    return to_tree(value) if is_dataclass(value) else value
 
 
 def from_tree(kind: type[Record], tree: object) -> Record | None:
@@ -322,12 +328,10 @@ def _kinds() -> dict[str, type[Event]]:
 
 def _checked(value: Any, hint: Any) -> Any:
     """Return a JSON value as the type of a field; raises `TypeError` where it is another one."""
-    if hint is Any:
+    if hint is Any or (hint in (int, str, bool, NoneType) and type(value) is hint):
         return value
     if hint is float and type(value) in (int, float) and math.isfinite(value):
         return float(value)
-    if hint in (int, str, bool, NoneType) and type(value) is hint:
-        return value
     parts = get_args(hint)
     if get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_checked(each, parts[0]) for each in value)
@@ -335,4 +339,7 @@ def _checked(value: Any, hint: Any) -> Any:
         return {name: _checked(each, parts[1]) for name, each in value.items()}
     if NoneType in parts:
         return None if value is None else _checked(value, parts[0])
+    record = from_tree(cast(Any, hint), value) if is_dataclass(hint) else None
+    if record is not None:
+        return record
     raise TypeError(f"{value!r} is no {hint}")

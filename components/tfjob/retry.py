@@ -9,7 +9,7 @@ from typing import TypeVar
 import tenacity
 
 from components.tfjob.client import RefusedError, UnreachableError
-from trainer.errors import UserError
+from trainer.errors import TransientError
 
 log = logging.getLogger(__name__)
 MAX_BACKOFF_SECONDS = 10.0
@@ -27,7 +27,7 @@ def with_retry(
         sleep: waits between two attempts, and may raise to stop them.
 
     Raises:
-        UserError: the API did not answer in time.
+        TransientError: the API did not answer in time.
     """
     stop = tenacity.stop_after_delay(seconds) if seconds else tenacity.stop_never
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
@@ -51,7 +51,7 @@ def with_retry(
     try:
         return retrying(call)
     except UnreachableError as error:
-        raise UserError(unreachable(seconds, str(error))) from None
+        raise TransientError(unreachable(seconds, str(error))) from None
 
 
 def refused(error: RefusedError) -> str:

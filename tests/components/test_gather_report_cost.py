@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from components.gather_report import cost, held_by
-from components.step_record import StepRecord
+from components.step_record import StepRecord, Try
 from trainer.config.load import parse_config
 
 TRAIN = StepRecord(step="train_model", status="failed", began=200.0, seconds=1800.0)
@@ -41,7 +41,10 @@ def test_a_failed_training_costs_what_it_held():
 
 
 def test_earlier_tries_count():
-    found = cost(config(), [PREPARE, replace(TRAIN, tries=2, earlier_seconds=1800.0)])
+    found = cost(
+        config(),
+        [PREPARE, replace(TRAIN, earlier=(Try(began=0.0, seconds=1800.0, status="failed"),))],
+    )
     assert (found["task_hours"], found["seconds_of_all_steps"]) == (4.0, 3800.0)
 
 

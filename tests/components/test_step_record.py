@@ -45,7 +45,7 @@ def written(at, step):
 
 def put(at, step, **fields):
     """Write a record as a step does, with times of its own."""
-    whole = {"step": step, "status": "running", "tries": 1, "earlier_seconds": 0.0, **fields}
+    whole = {"step": step, "status": "running", **fields}
     if "ended" in whole:
         end = {"status": "done", "error": "", "uri": "", "metrics": {}, "held": {}}
         whole = {**whole, **end, "seconds": whole["ended"] - whole["began"], **fields}
@@ -68,7 +68,7 @@ def test_a_step_publishes_its_end(at):
         "step": "train_model", "status": "done", "exit_code": 0, "error": "", "uri": "gs://b/c",
     }  # fmt: skip
     assert (found["metrics"], found["held"]) == ({"global_step": 7}, HELD)
-    assert (found["tries"], found["earlier_seconds"]) == (1, 0)
+    assert found["earlier"] == []
     assert [each.step for each in read(at, well=True)] == ["train_model"]
 
 
@@ -108,18 +108,25 @@ def test_the_last_try_wins_and_the_earlier_ones_time_counts(at):
         pass
     found = written(at, "train_model")
     assert (found["status"], found["error"]) == ("done", "")
-    assert (found["tries"], found["earlier_seconds"]) == (2, 40)
+    first = {"began": 100.0, "seconds": 40.0, "status": "failed", "error": "worker-0 died"}
+    assert found["earlier"] == [first]
     fail(at, UserError("again"))
-    found = written(at, "train_model")
-    assert (found["tries"], found["error"]) == (3, "again")
-    assert 40 <= found["earlier_seconds"] < 100
+    (found,) = read(at, well=False)
+    assert (found.tries, found.error) == (3, "again")
+    assert [(each.status, each.error) for each in found.earlier] == [
+        ("failed", "worker-0 died"), ("done", ""),
+    ]  # fmt: skip
+    assert 40 <= found.earlier_seconds < 100
 
 
 def test_a_try_that_was_killed_went_on_until_the_next_one_began(disk):
     put(disk, "train_model", began=time.time() - 1000)
     with recorded("train_model", disk):
         pass
-    assert 999 < written(disk, "train_model")["earlier_seconds"] < 1100
+    (killed,) = written(disk, "train_model")["earlier"]
+    assert 999 < killed["seconds"] < 1100
+    assert killed["status"] == "failed"
+    assert "its pod was killed" in killed["error"]
 
 
 def test_or_until_the_exit_step_saw_it(disk):
@@ -128,7 +135,8 @@ def test_or_until_the_exit_step_saw_it(disk):
     put(disk, "finish", began=began + 30)
     with recorded("train_model", disk):
         pass
-    assert written(disk, "train_model")["earlier_seconds"] == pytest.approx(30, abs=0.1)
+    (killed,) = written(disk, "train_model")["earlier"]
+    assert killed["seconds"] == pytest.approx(30, abs=0.1)
 
 
 def test_records_are_read_in_the_order_in_which_the_steps_began(disk):
@@ -177,7 +185,8 @@ def test_what_was_killed_ended_when_the_exit_step_began(disk):
     ["", "{", "[]", "null", '{"step": "train_model"}', '{"step": 1, "began": 1}', "\udcff",
      '{"step": "a", "status": "done", "began": NaN}', '{"step": "a", "status": "done"}',
      '{"step": "a", "status": "done", "began": 1, "ended": "now"}',
-     '{"step": "a", "status": "done", "began": 1, "held": ["cpu"]}'],
+     '{"step": "a", "status": "done", "began": 1, "held": ["cpu"]}',
+     '{"step": "a", "status": "done", "began": 1, "earlier": [{"began": 1, "seconds": "2"}]}'],
 )  # fmt: skip
 def test_a_damaged_record_is_passed_over_and_replaced(disk, caplog, text):
     uri = storage.join(disk, "steps", "train_model.json")
@@ -186,7 +195,7 @@ def test_a_damaged_record_is_passed_over_and_replaced(disk, caplog, text):
     assert "is no record of a step" in caplog.text
     with recorded("train_model", disk):
         pass
-    assert written(disk, "train_model")["tries"] == 1
+    assert written(disk, "train_model")["earlier"] == []
 
 
 def test_a_run_without_records(at, place):

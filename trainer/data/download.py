@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 import requests
 import tensorflow_datasets as tfds
 
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, TransientError, UserError
 from trainer.user_code import line_of, message_of, place_of
 
 SECONDS = 8.0
@@ -81,6 +81,15 @@ def _reason(error: Exception) -> str:
 
 
 _FILES_NAMED = 8
+# RetryError: TFDS has asked ten times within seconds.
+_BROKEN = (
+    ConnectionError,
+    TimeoutError,
+    requests.ConnectionError,
+    requests.Timeout,
+    requests.exceptions.ChunkedEncodingError,
+    requests.exceptions.RetryError,
+)
 
 
 def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> None:
@@ -91,6 +100,7 @@ def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> N
 
     Raises:
         ConfigError: there is no such folder.
+        TransientError: a host is out of reach or too busy, or the connection broke.
         UserError: files are missing and cannot be downloaded, are not the official ones, or the
             builder failed.
     """
@@ -109,12 +119,20 @@ def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> N
     except UserError:
         raise
     except tfds.download.DownloadError as error:
-        raise UserError(
+        raise _kind(error)(
             f"data.dataset: {name} cannot be downloaded: {message_of(error)}"
         ) from error
     # Beneath is the builder's code, which may fail in any way, and may be the user's own.
     except Exception as error:
-        raise UserError(_failure(name, error)) from error
+        raise _kind(error)(_failure(name, error)) from error
+
+
+def _kind(error: Exception) -> type[UserError]:
+    """Return `TransientError` for a failure of the network or of a server that is too busy."""
+    status = re.search(r"HTTP code: (\d+)", str(error))
+    busy = status is not None and int(status[1]) in (408, 429, *UNAVAILABLE)
+    broken = isinstance(error, _BROKEN) and not isinstance(error, requests.exceptions.SSLError)
+    return TransientError if busy or broken else UserError
 
 
 def _folder(manual_dir: str) -> Path | None:
@@ -173,7 +191,7 @@ def _reach_or_explain(name: str, builder: Any, folder: Path | None) -> Callable[
         try:
             reach(url)
         except UnreachableError as error:
-            raise UserError(
+            raise TransientError(
                 f"data.dataset: {name} cannot be downloaded, {host} is out of reach ({error}); "
                 f"{_remedy(url, builder, _manual_folder(builder, folder), bool(folder))}"
             ) from error

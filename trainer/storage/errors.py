@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trainer.errors import UserError
+from trainer.errors import TransientError, UserError
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, or set storage.root to a place with more",
@@ -46,7 +46,7 @@ class Conflict(UserError):  # noqa: N818
     """Other content is published at the URI already."""
 
 
-class Unavailable(UserError):  # noqa: N818
+class Unavailable(TransientError):  # noqa: N818
     """The store was not available until the deadline of the operation."""
 
 

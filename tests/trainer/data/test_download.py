@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import requests
 import tensorflow_datasets as tfds
 
 from tests.trainer.data import builders
 from trainer.data import download as module
 from trainer.data.download import UnreachableError, download
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, TransientError, UserError
 
 MNIST = [
     "train-images-idx3-ubyte.gz",
@@ -215,6 +216,37 @@ def test_an_answer_that_is_no_file(data_dir, monkeypatch):
     monkeypatch.setattr(builders.Small, "_split_generators", fail)
     message = refusal(UserError, "own", builders.Small(data_dir=data_dir), "")
     assert message == "data.dataset: own cannot be downloaded: Failed to get url. HTTP code: 404."
+
+
+@pytest.mark.parametrize(
+    ("error", "is_transient"),
+    [
+        (tfds.download.DownloadError("Failed to get url u. HTTP code: 404."), False),
+        (tfds.download.DownloadError("Failed to get url u. HTTP code: 429."), True),
+        (requests.ConnectionError("Connection aborted."), True),
+        (requests.exceptions.ChunkedEncodingError("Connection broken"), True),
+        (requests.exceptions.SSLError("certificate verify failed"), False),
+        (requests.exceptions.InvalidURL("no host"), False),
+        (TimeoutError("timed out"), True),
+        (ValueError("no such column"), False),
+        (FileNotFoundError(2, "No such file", "/data/a"), False),
+    ],
+    ids=str,
+)
+def test_only_a_failure_of_the_network_may_pass(data_dir, monkeypatch, error, is_transient):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(builders.Small, "_split_generators", fail)
+    with pytest.raises(UserError) as caught:
+        download("own", builders.Small(data_dir=data_dir), "")
+    assert isinstance(caught.value, TransientError) == is_transient
+
+
+def test_a_host_out_of_reach_may_come_back(data_dir, unreachable, monkeypatch):
+    monkeypatch.setattr(builders.Downloading, "urls", [f"{REMOTE}/a"])
+    refusal(TransientError, "own", builders.Downloading(data_dir=data_dir), "")
+    assert unreachable
 
 
 def test_standard_output_is_given_back(data_dir):
