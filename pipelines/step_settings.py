@@ -145,6 +145,8 @@ def apply(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
     kubernetes.add_node_selector_json(task, given["step_node_selector"])
     kubernetes.add_toleration_json(task, given["step_tolerations"])
     kubernetes.set_timeout(task, step.deadline_seconds)
+    # All else that the Pod Security Standard `restricted` requires KFP sets by itself.
+    kubernetes.set_security_context(task, run_as_non_root=True)
     if step.retries:
         task.set_retry(
             step.retries,

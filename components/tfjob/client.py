@@ -119,6 +119,8 @@ class UnreachableError(Exception):
 class Api:
     """The API in one namespace; its methods raise `RefusedError` and `UnreachableError`.
 
+    Without a namespace it is that of the connection.
+
     Attributes:
         answered_at: monotonic time of the last answer.
     """
@@ -128,7 +130,7 @@ class Api:
         self._configuration = connection.configuration
         pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
         self._pool = pool.pool_manager
-        self._namespace = quote(namespace)
+        self._namespace = quote(namespace or connection.namespace)
         self.answered_at = time.monotonic()
 
     def create_job(self, job: Tree) -> Tree:

@@ -20,7 +20,14 @@ from trainer import storage
 from trainer.cluster import lease, termination
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import gpu_count
-from trainer.config.kubernetes import SCRATCH, SHARED_MEMORY, WORKING_FOLDER, JobConfig, PodConfig
+from trainer.config.kubernetes import (
+    SCRATCH,
+    SHARED_MEMORY,
+    TEMPORARY,
+    WORKING_FOLDER,
+    JobConfig,
+    PodConfig,
+)
 from trainer.config.schema import Config
 from trainer.storage.uri import speaks_s3
 from trainer.topology import Cluster, Task, topology_of
@@ -36,8 +43,10 @@ CONFIG_VARIABLE, CONFIG_FILE = "FLOTILLA_CONFIG", "config.json"
 LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
 # The default grace period: a chief publishes a last checkpoint in it.
 GRACE_SECONDS = 120
+# Python, TensorFlow and KFP write here whatever the working folder is.
+TEMPORARY_FOLDER = "/tmp"
 # Placeholders of a document without a run.
-_RUN_ID, _DATASET, _ROOT, _NAMESPACE = "RUN-ID", "DATASET", "gs://BUCKET", "NAMESPACE"
+_RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
 _NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 
 
@@ -46,7 +55,7 @@ class Place:
     """Where a job runs, with which service account, and with which variables of its launcher.
 
     Attributes:
-        namespace: where the settings name none.
+        namespace: where the settings name none; empty: that of who creates the job.
         service_account: where the settings name none; empty: the namespace's default.
         variables: endpoints of the object store and the like, for every task; never a secret.
         defaults: the image and the secret where the settings name none.
@@ -76,7 +85,7 @@ def manifest(job: Job, place: Place) -> Tree:
         **place.variables,
         LAUNCHER_VARIABLE: json.dumps(watched),
         # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
-        lease.VARIABLE: f"TFJob {namespace}/{name}",
+        lease.VARIABLE: f"TFJob {'/'.join(filter(None, [namespace, name]))}",
     }
     place = replace(place, variables=variables)
     tree: Tree = {
@@ -84,7 +93,7 @@ def manifest(job: Job, place: Place) -> Tree:
         "kind": "TFJob",
         "metadata": {
             "name": name,
-            "namespace": namespace,
+            **({"namespace": namespace} if namespace else {}),
             "labels": {**settings.job.labels, **queue, **labels},
             "annotations": dict(settings.job.annotations),
         },
@@ -108,6 +117,7 @@ def manifest(job: Job, place: Place) -> Tree:
 def document(config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
     """Return the TFJob of `config`, with placeholders for what only a run knows.
 
+    Without a namespace where the configuration names none: that is what `kubectl apply -n` sets.
     `defaults` are the image and the secret of pods for which the configuration names none.
     """
     root = config.storage.root or _ROOT
@@ -117,7 +127,7 @@ def document(config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
         checkpoints=storage.join(root, _RUN_ID, "checkpoints"),
         workdir=Path(),
     )
-    return manifest(job, Place(namespace=_NAMESPACE, defaults=defaults))
+    return manifest(job, Place(namespace="", defaults=defaults))
 
 
 def replicas(config: Config) -> dict[str, int]:
@@ -173,6 +183,7 @@ def _pod_template(job: Job, role: str, place: Place, labels: Mapping[str, str]) 
     spec: Tree = {
         "containers": [_container(job.config, role, pod, arguments, place.variables)],
         "volumes": _volumes(pod),
+        "securityContext": _pod_security(pod),
         "terminationGracePeriodSeconds": pod.grace_seconds or GRACE_SECONDS,
         "serviceAccountName": pod.service_account or place.service_account,
         "priorityClassName": pod.priority_class,
@@ -225,6 +236,7 @@ def _container(
             "ports": [{"name": PORT_NAME, "containerPort": PORT}],
             "resources": resources,
             "volumeMounts": _mounts(pod, folder),
+            "securityContext": _container_security(pod),
             # The termination message reaches the launcher even where the log is lost.
             "terminationMessagePath": f"{folder}/{termination.FILE}",
             "terminationMessagePolicy": "FallbackToLogsOnError",
@@ -283,11 +295,35 @@ def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
     return _without_empty({"requests": dict(pod.resources.requests), "limits": limits})
 
 
+def _pod_security(pod: PodConfig) -> Tree:
+    """Return what the Pod Security Standard `restricted` requires of a pod, and the settings."""
+    required = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {**({} if pod.security == "image" else required), **pod.security_context}
+
+
+def _container_security(pod: PodConfig) -> Tree:
+    """Return what it requires of a container, and the read-only root that it does not require."""
+    if pod.security == "image":
+        return {}
+    required = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {**required, "readOnlyRootFilesystem": True} if _has_read_only_root(pod) else required
+
+
+def _has_read_only_root(pod: PodConfig) -> bool:
+    return pod.security in ("", "restricted")
+
+
+def _needs_temporary(pod: PodConfig) -> bool:
+    mounted = {pod.working_folder, *(volume.mount_path.rstrip("/") for volume in pod.volumes)}
+    return _has_read_only_root(pod) and TEMPORARY_FOLDER not in mounted
+
+
 def _volumes(pod: PodConfig) -> list[Tree]:
     scratch = {"sizeLimit": pod.scratch} if pod.scratch else {}
     memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
     return [
         {"name": SCRATCH, "emptyDir": scratch},
+        *([{"name": TEMPORARY, "emptyDir": {}}] if _needs_temporary(pod) else []),
         *([{"name": SHARED_MEMORY, "emptyDir": memory}] if pod.shared_memory else []),
         *({"name": volume.name, **volume.source} for volume in pod.volumes),
     ]
@@ -296,6 +332,7 @@ def _volumes(pod: PodConfig) -> list[Tree]:
 def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
     return [
         {"name": SCRATCH, "mountPath": folder},
+        *([{"name": TEMPORARY, "mountPath": TEMPORARY_FOLDER}] if _needs_temporary(pod) else []),
         *([{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}] if pod.shared_memory else []),
         *(
             {"name": each.name, "mountPath": each.mount_path, "readOnly": each.read_only}

@@ -98,7 +98,8 @@ class Control:
     def _namespace(self, name: str) -> Tree:
         if name in self.absent:
             raise RefusedError(404, "NotFound", f'namespaces "{name}" not found')
-        return {"metadata": {"name": name}, "status": {"phase": "Active"}}
+        metadata = {"name": name, "labels": self._store.labels.get(name, {})}
+        return {"metadata": metadata, "status": {"phase": "Active"}}
 
     def _nodes(self) -> Tree:
         return {"items": self._store.all("nodes")}

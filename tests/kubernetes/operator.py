@@ -7,6 +7,7 @@ and follows `cleanPodPolicy`, `activeDeadlineSeconds`, `ttlSecondsAfterFinished`
 
 from __future__ import annotations
 
+import hashlib
 import json
 import socket
 import threading
@@ -153,7 +154,26 @@ class Operator:
         metadata["labels"] = {**metadata.get("labels", {}), **labels}
         metadata |= {"name": name, "ownerReferences": [owner]}
         pod = {"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}}
-        self._store.create("pods", job["metadata"]["namespace"], pod)
+        try:
+            self._store.create("pods", job["metadata"]["namespace"], pod)
+        except RefusedError as error:
+            self._event(job, "FailedCreatePod", f"Error creating: {error}")
+            raise
+
+    def _event(self, job: Tree, reason: str, message: str) -> None:
+        """Write an event of a job, once: the real one only counts its repetitions."""
+        meta = job["metadata"]
+        digest = hashlib.sha256(message.encode()).hexdigest()[:8]
+        tree = {
+            "metadata": {"name": f"{meta['name']}.{digest}"},
+            "involvedObject": {"kind": "TFJob", "name": meta["name"], "uid": meta["uid"]},
+            "type": "Warning",
+            "reason": reason,
+            "message": message,
+            "lastTimestamp": now(),
+        }
+        with suppress(RefusedError):
+            self._store.create("events", meta["namespace"], tree)
 
     def _tf_config(self, job: Tree, role: str, index: int) -> str:
         name = job["metadata"]["name"]

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
+from tests.kubernetes import admission
+
 Tree = dict[str, Any]
 SECONDS = 60
 
@@ -40,11 +42,13 @@ class Store:
     Attributes:
         changed: notified at every change; also the lock of the store.
         graceful: kinds that another process removes once they are marked for deletion.
+        labels: those of namespaces, by which Pod Security admits pods.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.graceful: set[str] = set()
+        self.labels: dict[str, dict[str, str]] = {}
         self.history: list[tuple[int, str, str, Tree]] = []
         self._objects: dict[tuple[str, str, str], Tree] = {}
         self._version = 1
@@ -52,6 +56,9 @@ class Store:
 
     def create(self, kind: str, namespace: str, tree: Tree) -> Tree:
         with self.changed:
+            refused = kind == "pods" and admission.refusal(tree, self.labels.get(namespace, {}))
+            if refused:
+                raise RefusedError(403, "Forbidden", refused)
             key = (kind, namespace, tree["metadata"]["name"])
             if key in self._objects:
                 raise RefusedError(409, "AlreadyExists", f'{kind} "{key[2]}" already exists')

@@ -12,6 +12,7 @@ from components.table import STEPS
 from pipelines.compile import compile_all, compile_components, compile_pipeline
 from pipelines.step_settings import check_image
 from pipelines.training import COMPONENTS
+from tests.kubernetes.admission import ENFORCE, refusal
 from trainer.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,23 @@ def test_the_pods_of_every_step_take_what_they_need_of_the_secret(compiled, exec
         assert keys == {key: key for key in SECRET_KEYS}
         name = secret["secretNameParameter"]["componentInputParameter"]
         assert name.removeprefix("pipelinechannel--") == "store_secret"
+
+
+def test_the_pods_of_every_step_are_admitted_by_pod_security_restricted(compiled):
+    # KFP 2.16 and later gives the container of a step this, and the pod the profile; what it takes
+    # from the pipeline is the user.
+    least = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    whole = {"seccompProfile": {"type": "RuntimeDefault"}}
+    pods = documents(compiled)[1]["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
+    for name, pod in pods.items():
+        own = pod.get("securityContext", {})
+        assert set(own) <= {"runAsUser", "runAsGroup", "runAsNonRoot"}
+        spec = {
+            "containers": [{"name": "main", "securityContext": {**least, **own}}],
+            "securityContext": whole,
+        }
+        made = {"metadata": {"name": name}, "spec": spec}
+        assert refusal(made, {ENFORCE: "restricted"}) == ""
 
 
 def test_it_holds_no_path_of_this_machine(compiled):

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
 
 from trainer.config.base import Free, Section, Whole, key
+from trainer.errors import nearest
 from trainer.topology import ROLES
 
-SHARED_MEMORY, SCRATCH = "shared-memory", "scratch"
+SHARED_MEMORY, SCRATCH, TEMPORARY = "shared-memory", "scratch", "temporary"
 WORKING_FOLDER = "/flotilla"
 # A year: what Kubernetes counts in 32 bits stays far below its limit.
 MOST_SECONDS = 365 * 24 * 3600
@@ -74,6 +75,22 @@ _refuse_reserved_variables = _refuse_reserved("TF_CONFIG", "FLOTILLA_")
 _refuse_reserved_keys = _refuse_reserved("training.kubeflow.org/", "flotilla/")
 
 
+# Those of a container are set by `security`; an unknown one would be dropped silently by the API.
+_SECURITY_FIELDS = (
+    "appArmorProfile", "fsGroup", "fsGroupChangePolicy", "runAsGroup", "runAsNonRoot", "runAsUser",
+    "seLinuxChangePolicy", "seLinuxOptions", "seccompProfile", "supplementalGroups",
+    "supplementalGroupsPolicy", "sysctls", "windowsOptions",
+)  # fmt: skip
+
+
+def _refuse_unknown_security(fields: dict[str, Any]) -> dict[str, Any]:
+    for name in fields:
+        if name not in _SECURITY_FIELDS:
+            hint = nearest(name, _SECURITY_FIELDS) or "; security sets those of the container"
+            raise ValueError(f"{name} is no field of a pod's securityContext{hint}")
+    return fields
+
+
 class ResourcesConfig(Section):
     """Resources of a pod, by name: cpu, memory, ephemeral-storage, ..."""
 
@@ -120,6 +137,14 @@ class PodConfig(Section):
     env_from_secrets: tuple[Named, ...] = key((), "secrets; every key is a variable")
     env_from_config_maps: tuple[Named, ...] = key((), "config maps; every key is a variable")
     secret_env: dict[Variable, SecretKey] = key({}, "variable to secret/key")
+    security: Literal["", "restricted", "writable", "image"] = key(
+        "",
+        "restricted (when empty): what the Pod Security Standard of this name requires, and a "
+        "read-only root; writable: without the latter; image: nothing but security_context",
+    )
+    security_context: Free = key(
+        {}, "fields of the pod's securityContext, over those of security, such as {fsGroup: 2000}"
+    )
     restart_policy: Literal["", "ExitCode", "OnFailure", "Always", "Never"] = key(
         "", "ExitCode when empty, of the evaluator OnFailure"
     )
@@ -129,10 +154,11 @@ class PodConfig(Section):
 
     _variables_of_the_user = field_validator("env", "secret_env")(_refuse_reserved_variables)
     _keys_of_the_user = field_validator("labels", "annotations")(_refuse_reserved_keys)
+    _security_fields = field_validator("security_context")(_refuse_unknown_security)
 
     @model_validator(mode="after")
     def _volumes_apart(self) -> PodConfig:
-        names = [SHARED_MEMORY, SCRATCH, *(volume.name for volume in self.volumes)]
+        names = [SHARED_MEMORY, SCRATCH, TEMPORARY, *(volume.name for volume in self.volumes)]
         paths = [volume.mount_path.rstrip("/") for volume in self.volumes]
         for kind, all_of_them in (("name", names), ("mount_path", paths)):
             twice = [each for each in all_of_them if all_of_them.count(each) > 1]

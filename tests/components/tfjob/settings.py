@@ -63,6 +63,8 @@ def pods():
             "env_from_secrets": st.lists(names, max_size=2),
             "env_from_config_maps": st.lists(names, max_size=2),
             "secret_env": mapping(variables.map(lambda name: f"S{name}"), st.just("store/key")),
+            "security": st.sampled_from(["", "restricted", "writable", "image"]),
+            "security_context": st.sampled_from([{}, {"fsGroup": 2000, "runAsUser": 1234}]),
             "restart_policy": st.sampled_from(["", "ExitCode", "OnFailure", "Never"]),
             "grace_seconds": st.integers(0, 600),
         },

@@ -15,7 +15,7 @@ from hypothesis import settings as tried
 from kubeflow import training
 
 from components.tfjob import names
-from components.tfjob.manifest import REPLICAS, Place, leading, manifest, replicas
+from components.tfjob.manifest import REPLICAS, Place, document, leading, manifest, replicas
 from tests.components.tfjob.settings import configurations
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
@@ -256,6 +256,13 @@ def test_secrets_are_optional_references():
         assert {"secretRef": {"name": "more", "optional": True}} in own["envFrom"]
         assert variables(job, role)["AWS_REGION"] == "eu-1"
         assert template(job, role)["spec"]["imagePullSecrets"] == [{"name": "pull"}]
+
+
+def test_a_document_names_a_namespace_only_where_the_configuration_does():
+    # `kubectl apply --namespace` refuses a document with another namespace than its own.
+    assert "namespace" not in document(parse_config({}))["metadata"]
+    named = document(parse_config({"cluster": {"kubernetes": {"namespace": "models"}}}))
+    assert named["metadata"]["namespace"] == "models"
 
 
 def test_istio_injects_no_sidecar_unless_configured():

@@ -19,6 +19,15 @@ from trainer.errors import ConfigError
         ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A is both in env and"),
         ({"ps": {"resources": {"limits": {"cpu": -1}}}}, "limits.cpu: '-1' is not allowed"),
         ({"ps": {"resources": {"limits": {"cpu": True}}}}, "limits.cpu: True is not allowed"),
+        ({"pod": {"security": "none"}}, "pod.security: 'none' is not allowed"),
+        (
+            {"pod": {"security_context": {"fsgroup": 1}}},
+            "fsgroup is no field of a pod's securityContext; did you mean 'fsGroup'?",
+        ),
+        (
+            {"ps": {"security_context": {"readOnlyRootFilesystem": False}}},
+            "readOnlyRootFilesystem is no field of a pod's securityContext; security sets",
+        ),
         ({"pod": {"imag": "x"}}, "pod.imag: no such key; did you mean 'image'?"),
         (
             {"pod": {"volumes": [{"name": "a", "mount_path": "/flotilla", "source": {"x": 1}}]}},
