@@ -12,7 +12,6 @@ from components.locations import folder_of_run, root_of, run_at_first, run_id_of
 from components.record import StepOutput, tried
 from trainer import storage
 from trainer.errors import UserError
-from trainer.report import summary as run_summary
 
 
 @component
@@ -62,11 +61,13 @@ def run_step(
         try:
             launchers.end(launcher, kubernetes, run_id)
         finally:
-            page, words = folder / "report.html", status.error_message or ""
+            page, words = folder / gather_report.PAGE, status.error_message or ""
             uri = storage.join(found, run_id, page.name) if found else ""
             facts = gather_report.write(status.state, found, run_id, folder, page, words)
-            Path(report.path).write_bytes(page.read_bytes())
-            Path(summary.path).write_bytes(run_summary.as_markdown(facts, uri))
+            artifacts = {"report": report, "summary": summary}
+            for name, content in gather_report.displayed(facts, page, uri).items():
+                Path(artifacts[name].path).write_bytes(content)
+            record.displays = {name: each.uri for name, each in artifacts.items()}
             if found:
                 storage.write_bytes(uri, page.read_bytes())
                 record.done(uri, {})

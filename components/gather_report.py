@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import logging
+import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -20,6 +21,7 @@ from components.step_record import (
     CONFIG,
     StepRecord,
     all_step_records,
+    harmless,
     last_start,
     read,
     tries_of,
@@ -40,7 +42,7 @@ from trainer.events import (
     UserCodeFailed,
     to_tree,
 )
-from trainer.report import report
+from trainer.report import report, summary
 from trainer.topology import topology_of
 
 
@@ -83,7 +85,10 @@ _LINEAGE = (
 # the local runner says `SUCCESS` too.
 _WELL = ("SUCCEEDED", "SUCCESS", "COMPLETE", "CACHED")
 _ILL = ("FAILED", "CANCELED", "CANCELLED")
+#: The state of a run of which steps are tried again after its end.
+AGAIN = "AGAIN"
 _MOST_WORDS = 500
+PAGE = "report.html"
 # The exit step is the one that writes the report.
 _WORKING = tuple(step for step in STEPS if not step.is_exit_step)
 
@@ -100,6 +105,26 @@ def write(
     facts = gathered(state, root, run_id, folder, words)
     report.write(facts, path)
     return facts
+
+
+def write_again(at: str, state: str, displays: Mapping[str, str]) -> None:
+    """Write the report of the run at the URI `at` again; what cannot be written is one line.
+
+    `displays` are the URIs of the artifacts of the exit step, by the name of each.
+    """
+    with harmless("the report"), tempfile.TemporaryDirectory(prefix="flotilla-") as folder:
+        page = Path(folder, PAGE)
+        uri = storage.join(at, PAGE)
+        facts = write(state, storage.parent_of(at), storage.name_of(at), Path(folder), page)
+        storage.write_bytes(uri, page.read_bytes())
+        for name, content in displayed(facts, page, uri).items():
+            if name in displays:
+                storage.write_bytes(displays[name], content)
+
+
+def displayed(facts: Mapping[str, Any], page: Path, uri: str) -> dict[str, bytes]:
+    """Return what the UI shows of a report, by the name of the exit step's artifact."""
+    return {"report": page.read_bytes(), "summary": summary.as_markdown(facts, uri)}
 
 
 def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") -> dict[str, Any]:
@@ -173,6 +198,8 @@ def _verdict(
     for step in steps:
         if step.status not in ("done", "skipped"):
             return step.status
+    if state == AGAIN:
+        return "running"
     if state in _ILL or (state and state not in _WELL and not decision):
         return "failed"
     if registered.get("decision") == "refused":
@@ -212,7 +239,10 @@ def _without_record(names: Collection[str]) -> str:
 def _published(state: str, root: str, run_id: str) -> list[StepRecord]:
     with _left_out_if_unreadable():
         if root:
-            return read(storage.join(root, run_id), well=state in _WELL)
+            steps = read(storage.join(root, run_id), well=state in (*_WELL, AGAIN))
+            if state == AGAIN and steps and steps[-1].ended is None:
+                steps[-1] = replace(steps[-1], status="running")
+            return steps
     return []
 
 

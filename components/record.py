@@ -24,7 +24,7 @@ import tenacity
 
 from components.locations import is_local_run
 from components.step_record import PublishedRecord
-from components.table import EXIT_STEP, step_of
+from components.table import EXIT_STEP, ends_run, step_of
 from trainer import events
 from trainer.cluster import signals
 from trainer.errors import (
@@ -49,11 +49,15 @@ _Result = TypeVar("_Result")
 
 @dataclass(kw_only=True)
 class StepOutput:
-    """What a step leaves for the closing table and the report; `held` is for its cost."""
+    """What a step leaves for the closing table and the report.
+
+    For `held` and `displays` see `components.step_record.StepRecord`.
+    """
 
     uri: str = ""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     held: Mapping[str, Any] = field(default_factory=dict)
+    displays: Mapping[str, str] = field(default_factory=dict)
 
     def done(self, uri: str, metrics: Mapping[str, Any]) -> None:
         """Note what was published, and its key metrics."""
@@ -137,6 +141,7 @@ def _framed(course: _Course) -> Iterator[_Course]:
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
+            course.report()
             yield course
     except UserError as error:
         course.fail(str(error), error.exit_code, traceback_of(error))
@@ -191,7 +196,25 @@ class _Course:
         # full disk the line may be lost, and with a traceback in its place the record as well.
         with suppress(OSError):
             sys.stderr.write(line)
-        self.published.end(ended, self.output.held)
+        self.published.end(ended, held=dict(self.output.held), displays=dict(self.output.displays))
+        self.report(ended)
+
+    def report(self, ended: StepEnd | None = None) -> None:
+        """Write the report again where the exit step has written it: it will not run once more.
+
+        So it is in a run that a person retries in the KFP UI after its end.
+        """
+        if not self.published.reported:
+            return
+        # The report takes a tenth of a second to load, which no other step needs.
+        from components.gather_report import AGAIN, write_again
+
+        state = AGAIN
+        if ended and ended.status != "done":
+            state = "FAILED"
+        elif ended and ends_run(self.name, ended.metrics.get("decision")):
+            state = "SUCCEEDED"
+        write_again(self.published.at, state, self.published.reported.displays)
 
     def _ended(self, status: str, code: int, error: str = "", trace: str = "") -> StepEnd:
         return StepEnd(

@@ -64,12 +64,14 @@ class StepRecord(StepResult):
         ended: the same, None until the step has ended.
         earlier: the tries before the last.
         held: what it holds of the cluster, see `components.gather_report`.
+        displays: of the exit step, URIs of the artifacts by which the UI shows the report.
     """
 
     began: float
     ended: float | None = None
     earlier: tuple[Try, ...] = ()
     held: Mapping[str, Any] = field(default_factory=dict)
+    displays: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tries(self) -> int:
@@ -179,15 +181,19 @@ class PublishedRecord:
 
     def __init__(self, step: str, at: str) -> None:
         """Publish below `at`, the URI of the run; nothing at all where that is empty."""
-        self._at, self._has_failed = at, False
+        self.at, self._has_failed = at, False
+        # Of the exit step, where it has run before this step began.
+        self.reported: StepRecord | None = None
         self._record = StepRecord(step=step, status="running", began=now())
 
     def begin(self) -> None:
         """Publish that the step has begun, and which tries there were before."""
-        if not self._at:
+        if not self.at:
             return
         with self._never_in_the_way():
-            if before := _read(_uri(self._at, self._record.step)):
+            if self._record.step != EXIT_STEP.name:
+                self.reported = _read(_uri(self.at, EXIT_STEP.name))
+            if before := _read(_uri(self.at, self._record.step)):
                 ended = before if before.ended is not None else _killed(before)
                 last = _try(ended, max(self._seconds_of(before), 0.0))
                 self._record = replace(self._record, earlier=(*before.earlier, last))
@@ -200,13 +206,13 @@ class PublishedRecord:
             began=record.began, seconds=failed.seconds, status=failed.status, error=failed.error
         )
         self._record = replace(record, began=now(), earlier=(*record.earlier, last))
-        if self._at:
+        if self.at:
             with self._never_in_the_way():
                 self._write()
 
-    def end(self, result: StepResult, held: Mapping[str, Any]) -> None:
-        """Publish how the step ended, and what it held of the cluster."""
-        if not self._at:
+    def end(self, result: StepResult, **more: Mapping[str, Any]) -> None:
+        """Publish how the step ended, with more fields of its record."""
+        if not self.at:
             return
         began = self._record.began
         self._record = record_of(
@@ -214,7 +220,7 @@ class PublishedRecord:
             began=began,
             ended=round(began + result.seconds, 3),
             earlier=self._record.earlier,
-            held=dict(held),
+            **more,
         )
         with self._never_in_the_way():
             self._write()
@@ -223,7 +229,7 @@ class PublishedRecord:
     def _never_in_the_way(self) -> Iterator[None]:
         # One line is enough: the end is tried all the same.
         what = "" if self._has_failed else f"the record of {self._record.step}"
-        with _harmless(what) as failures:
+        with harmless(what) as failures:
             yield
         self._has_failed = self._has_failed or bool(failures)
 
@@ -234,19 +240,18 @@ class PublishedRecord:
         """
         if before.ended is not None:
             return before.ended - before.began
-        exit_step = _read(_uri(self._at, EXIT_STEP.name))
-        seen = exit_step.began if exit_step else 0.0
+        seen = self.reported.began if self.reported else 0.0
         return (seen if seen > before.began else self._record.began) - before.began
 
     def _write(self) -> None:
         data = json.dumps(to_tree(self._record), indent=2, default=str).encode()
-        storage.write_bytes(_uri(self._at, self._record.step), data)
+        storage.write_bytes(_uri(self.at, self._record.step), data)
 
 
 def publish_config(at: str, text: str) -> None:
     """Publish the configuration of the run at `at`, for its report; a failure is one line."""
     if at:
-        with _harmless("the configuration"):
+        with harmless("the configuration"):
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
 
 
@@ -312,7 +317,7 @@ def _read(uri: str) -> StepRecord | None:
 
 
 @contextmanager
-def _harmless(what: str) -> Iterator[list[Exception]]:
+def harmless(what: str) -> Iterator[list[Exception]]:
     """Let no failure of the store leave this block; say on standard error what is missing."""
     failed: list[Exception] = []
     # A step has its own end to report, whatever fails here.

@@ -92,6 +92,17 @@ def step_of(name: str) -> StepSpec:
     raise LookupError(f"components/table.py has no row for the step {name!r}: add one")
 
 
+def ends_run(name: str, word: object) -> bool:
+    """Say whether no step but the exit step follows this one, which has left `word` if it judges.
+
+    Raises:
+        LookupError: there is no such step.
+    """
+    row = step_of(name)
+    is_last = row is [step for step in STEPS if not step.is_exit_step][-1]
+    return is_last or bool(row.accepts and word != row.accepts)
+
+
 def published_by(name: str) -> Output | None:
     """Return the kind of what a step publishes; None for nothing, and for a step without a row."""
     return next((step.output for step in STEPS if step.name == name), None)

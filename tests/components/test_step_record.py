@@ -98,7 +98,7 @@ def test_metrics_that_are_no_json_hide_no_error(disk, capsys):
     record.begin()
     loop = {}
     loop["itself"] = loop
-    record.end(StepResult(step="train_model", status="done", metrics=loop), {})
+    record.end(StepResult(step="train_model", status="done", metrics=loop))
     assert "could not be published" in capsys.readouterr().err
 
 

@@ -3,7 +3,7 @@
 The facts of a run are plain data; every part may be missing, as it is when a run failed early:
 
     run_id      text
-    verdict     "blessed", "refused", "done", "failed" or "interrupted"
+    verdict     "blessed", "refused", "done", "failed", "interrupted" or "running"
     config      the configuration, nested
     steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error"}], of one
                 that was tried again also "tries" and "earlier_seconds", of one that failed in the
@@ -52,6 +52,7 @@ HEADLINES = {
     "refused": "The model was refused; the champion stays as it was.",
     "done": "Every step of the run is done.",
     "failed": "The run failed.",
+    "running": "The run is tried again after its end; this page was written while it was going on.",
     "interrupted": "The run was interrupted; what was published before is kept.",
 }
 _SIZE = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT}

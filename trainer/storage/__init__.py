@@ -34,7 +34,7 @@ from trainer.storage.publishing import (
     verify,
     write_bytes,
 )
-from trainer.storage.uri import join, local_path, name_of, uri_of
+from trainer.storage.uri import join, local_path, name_of, parent_of, uri_of
 
 __all__ = [
     "Conflict",
@@ -54,6 +54,7 @@ __all__ = [
     "name_of",
     "names",
     "newest",
+    "parent_of",
     "publish",
     "published",
     "read_bytes",

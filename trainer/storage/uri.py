@@ -107,6 +107,13 @@ def join(uri: str, *parts: str) -> str:
     return f"{scheme}://" + "/".join([rest.rstrip("/"), *names]) + mark + query
 
 
+def parent_of(uri: str) -> str:
+    """Return the URI that `join` was given for this one, where it added one name."""
+    # In a file URI a question mark of a name is quoted.
+    path, mark, query = uri.partition("?")
+    return path.rstrip("/").rpartition("/")[0] + mark + query
+
+
 def name_of(uri: str) -> str:
     """Return the last name of a URI, as it was given to `join`."""
     path = local_path(uri)

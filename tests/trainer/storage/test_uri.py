@@ -65,6 +65,18 @@ def test_join(uri: str, parts: tuple[str, ...], expected: str) -> None:
     assert storage.join(uri, *parts) == expected
 
 
+@pytest.mark.parametrize(
+    "uri",
+    ["file:///a", "file:///a%20b", "gs://bucket", "gs://bucket/k",
+     "minio://bucket/p?endpoint=http://h:9&disableSSL=true"],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["x", "a b", "what?", "100%"])
+def test_the_parent_is_what_a_name_was_joined_to(uri: str, name: str) -> None:
+    below = storage.join(uri, name)
+    assert storage.parent_of(below) == uri
+    assert storage.name_of(below) == name
+
+
 @pytest.mark.parametrize("part", ["", "/a", "a/", "a//b", "..", "a/../b", "."])
 def test_join_does_not_climb(part: str) -> None:
     with pytest.raises(UserError, match="is not a plain name"):
