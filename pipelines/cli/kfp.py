@@ -24,7 +24,7 @@ from pipelines.cli.options import (
 )
 from pipelines.cli.run import answer_of
 from pipelines.cli.runs import continues
-from pipelines.runs.kfp_access import Access, Instance
+from pipelines.runs.kfp_access import UI, Access, Instance
 
 if TYPE_CHECKING:
     from pipelines.runs.schedule import Scheduled
@@ -50,7 +50,7 @@ def upload(
     made = upload_package(access, package, name)
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"
-    note(f"{action}: {version.pipeline} version {version.name}\n{made.page}")
+    note(f"{action}: {version.pipeline} version {version.name}\n{made.page or _no_page(access)}")
     newest = newest_of(access, version)
     is_newest = newest.version_id == version.version_id
     if not is_newest:
@@ -68,7 +68,17 @@ def upload(
         "created": made.created,
         "newest": is_newest,
     }
-    return Answer(artifacts={"pipeline": made.page}, more={"version": found})
+    return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
+
+
+def _pages(**pages: str) -> dict[str, str]:
+    """Return those pages whose address is known."""
+    return {name: page for name, page in pages.items() if page}
+
+
+def _no_page(access: Access) -> str:
+    """Return the line in place of a link, which would lead nowhere."""
+    return f"no link: {access.endpoint} serves no user interface; name it by --ui or {UI[0]}"
 
 
 @answers
@@ -117,9 +127,12 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
     with detaching(detached):
         started = start(client, submission)
         run_id = started.run_id
-        note(f"run {run_id}\n{started.page}")
+        note(f"run {run_id}\n{started.page or _no_page(access)}")
         if not wait:
-            return Answer(status="submitted", run_id=run_id, artifacts={"run": started.page})
+            if not started.page:
+                note(f"see the run with: {command(access, 'status', run_id)}")
+            pages = _pages(run=started.page)
+            return Answer(status="submitted", run_id=run_id, artifacts=pages)
         with Steps() as steps:
             last = watch(client, run_id, steps.show, steps.say)
         result = result_of(client, last)

@@ -51,6 +51,14 @@ CaFile = Annotated[
     str,
     typer.Option(metavar="FILE", help="PEM of the authority behind its TLS; or KFP_CA_FILE."),
 ]
+Ui = Annotated[
+    str,
+    typer.Option(
+        "--ui",
+        metavar="URL",
+        help="Its user interface, for links; or FLOTILLA_KFP_UI. The endpoint if it serves one.",
+    ),
+]
 Image = Annotated[
     str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
 ]
@@ -95,6 +103,7 @@ _INSTANCE = {
     "token_file": (TokenFile, ""),
     "cookies_file": (CookiesFile, ""),
     "ca_file": (CaFile, ""),
+    "ui": (Ui, ""),
 }
 _TARGET = {
     "pipeline": (Pipeline, "flotilla-training"),

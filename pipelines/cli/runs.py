@@ -76,7 +76,7 @@ def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
         return Answer(
             status=found.status,
             run_id=found.run_id,
-            artifacts={"run": found.page},
+            artifacts={"run": found.page} if found.page else {},
             more={"steps": found.states},
         )
     # The command itself went well.

@@ -51,7 +51,8 @@ def list_remote(
     client = connect((instance or Instance()).access())
     named: dict[str, Any] = {}
     if experiment:
-        found = next(_experiments(client, equals("display_name", experiment)), None)
+        listed = _experiments(client, equals("display_name", experiment))
+        found = next((each for each in listed if each.display_name == experiment), None)
         if found is None:
             known = [str(each.display_name) for each in _experiments(client)]
             hint = nearest(experiment, known)

@@ -21,6 +21,7 @@ TOKEN = ("KFP_EXISTING_TOKEN",)
 TOKEN_FILE = ("KF_PIPELINES_SA_TOKEN_PATH",)
 COOKIES = ("KFP_COOKIES",)
 CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
+UI = ("FLOTILLA_KFP_UI",)
 # Where pods have the token whose audience is KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 HIDDEN = "***"
@@ -37,6 +38,8 @@ class Instance:
         token_file: file with a bearer token; else KFP_EXISTING_TOKEN, KF_PIPELINES_SA_TOKEN_PATH.
         cookies_file: file with the session's Cookie header; else KFP_COOKIES.
         ca_file: PEM of the authority that signed its certificate; else KFP_CA_FILE.
+        ui: URL of its user interface, for links; else FLOTILLA_KFP_UI, else the endpoint's if it
+            serves the interface.
     """
 
     endpoint: str = ""
@@ -44,6 +47,7 @@ class Instance:
     token_file: str = ""
     cookies_file: str = ""
     ca_file: str = ""
+    ui: str = ""
 
     def access(self, environment: Mapping[str, str] = os.environ) -> Access:
         """Return endpoint and credentials; raises `UserError`."""
@@ -60,13 +64,14 @@ class Instance:
         if not (token or file or cookies) and TOKEN_VOLUME.is_file():
             file = str(TOKEN_VOLUME)
         access = Access(
-            # As the SDK has it.
-            endpoint=(where if "://" in where else f"https://{where}").rstrip("/"),
+            endpoint=_url(where),
             namespace=found_namespace(self.namespace, environment),
             token=token.strip(),
             token_file="" if token else file,
             cookies=cookies.strip(),
             ca_file=_either(self.ca_file, CA_FILE, environment),
+            # Copied from a browser it has the page behind it.
+            ui=_url(_either(self.ui, UI, environment).strip().partition("#")[0]),
         )
         access.check()
         return access
@@ -83,6 +88,7 @@ class Access:
         token_file: file with a bearer token, read again for each request, or empty.
         cookies: value of the Cookie header, or empty. A secret.
         ca_file: certificates in PEM that the endpoint's is checked against, or empty.
+        ui: URL of the user interface, likewise without a slash at its end, or empty.
     """
 
     endpoint: str
@@ -91,10 +97,13 @@ class Access:
     token_file: str = ""
     cookies: str = field(default="", repr=False)
     ca_file: str = ""
+    ui: str = ""
 
     def check(self) -> None:
         """Raise a `ConfigError` for a wrong value, before anything is sent."""
-        _check_endpoint(self.endpoint)
+        _check_url("the endpoint", self.endpoint)
+        if self.ui:
+            _check_url("--ui", self.ui)
         for name, value in (("the token", self.token), ("the cookies", self.cookies)):
             _check_header(name, value)
         if self.token_file and not self.token:
@@ -144,20 +153,25 @@ def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) 
     return given or next((environment[name] for name in names if environment.get(name)), "")
 
 
-def _check_endpoint(endpoint: str) -> None:
+def _url(text: str) -> str:
+    """Return a URL with a scheme, which is that of the SDK where none is given."""
+    return (text if "://" in text or not text else f"https://{text}").rstrip("/")
+
+
+def _check_url(name: str, url: str) -> None:
     try:
-        parts = urlsplit(endpoint)
+        parts = urlsplit(url)
         wrong = parts.scheme not in ("http", "https") or not parts.hostname or parts.port == 0
     except ValueError:
         wrong, parts = True, urlsplit("")
     if parts.username is not None or parts.password is not None:
         raise ConfigError(
-            "the endpoint carries a user or password: "
+            f"{name} carries a user or password: "
             f"leave them out, and name a token or cookies by file or by {TOKEN[0]}, {COOKIES[0]}"
         )
-    if wrong or parts.query or parts.fragment or any(c.isspace() for c in endpoint):
+    if wrong or parts.query or parts.fragment or any(c.isspace() for c in url):
         raise ConfigError(
-            f"the endpoint {endpoint!r} is not the URL of a KFP instance, "
+            f"{name} {url!r} is not the URL of a KFP instance, "
             "such as https://kfp.example.com or http://localhost:8888"
         )
 

@@ -77,6 +77,9 @@ def refused(access: Access, where: str, error: Any) -> InstanceError:
         said += f" ({words})"
     if status // 100 == _REDIRECTED:
         remedy = _redirected(access, error)
+    elif status >= _SERVER and "not found" in words.lower():
+        # The server wraps some refusals in an error of its own.
+        remedy = _REMEDIES[404]
     elif status >= _SERVER:
         remedy = "the instance or a proxy before it is in trouble: try again, or ask its owner"
     else:
@@ -157,7 +160,8 @@ def _words(access: Access, error: Any) -> str:
     try:
         tree = json.loads(text)
     except ValueError:
-        return ""
+        # Some refusals are plain words, those of a proxy too.
+        tree = {} if text.lstrip().startswith("<") else {"message": text}
     if not isinstance(tree, dict):
         return ""
     said = tree.get("message") or tree.get("error_message") or tree.get("error") or ""
@@ -173,6 +177,9 @@ READ_SECONDS = 8.0
 # Of a request with its retries and the look-up of the host. A log may be long.
 WHOLE_SECONDS = 22.0
 LOG_SECONDS = 300.0
+PAGE_SECONDS = 5.0
+# In the page that the user interface answers everything else with.
+_UI = b"Kubeflow Pipelines"
 BUSY = (429, 502, 503, 504)
 _HEALTH = ("/apis/v2beta1/healthz", "/apis/v1beta1/healthz")
 _PAGE = 100
@@ -230,23 +237,42 @@ class Client(sdk.Client):  # type: ignore[misc]
         """Set the namespace of this client alone."""
         self._context_setting["namespace"] = namespace
 
+    def page(self, path: str) -> str:
+        """Return the URL of a page of the user interface; empty where its address is not known."""
+        return f"{self._ui}/#/{path}" if self._ui else ""
+
+    @functools.cached_property
+    def _ui(self) -> str:
+        """The address of the user interface: the one that is named, else the endpoint if it is one.
+
+        The API server alone answers every page with 404.
+        """
+        if self.access.ui:
+            return self.access.ui
+        with suppress(InstanceError):
+            answer = self._send("page", "/")
+            if _UI in answer.data:
+                return self.access.endpoint
+        return ""
+
     def get_json(self, path: str) -> dict[str, Any]:
         """Return the JSON object at `path`; raises `InstanceError`."""
-        tree: dict[str, Any] = json.loads(self._get(path).data)
+        tree: dict[str, Any] = json.loads(self._send("request", path).data)
         return tree
 
     def get_text(self, path: str) -> str:
         """Return the plain text at `path`, which may be empty; raises `InstanceError`."""
-        return str(self._get(path, plain=True).data.decode("utf-8", "replace"))
+        return str(self._send("text", path).data.decode("utf-8", "replace"))
 
-    def _get(self, path: str, *, plain: bool = False) -> Any:
+    def _send(self, method: str, path: str) -> Any:
+        """Get what is at `path`, by a method of `_Requests`."""
         api = self._healthz_api.api_client
         headers: dict[str, str] = {**api.default_headers, "Accept": "text/plain, application/json"}
         if api.cookie:
             headers["Cookie"] = api.cookie
         api.update_params_for_auth(headers, [], ["Bearer"])
         url = self.access.endpoint + path
-        return api.rest_client.request("GET", url, headers=headers, plain=plain)
+        return getattr(api.rest_client, method)("GET", url, headers=headers)
 
 
 class _Requests(RESTClientObject):  # type: ignore[misc]
@@ -256,22 +282,9 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         self._access = access
         super().__init__(config)
 
-    def request(self, method: str, url: str, *, plain: bool = False, **named: Any) -> Any:
-        named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
-        where = f"{method} {urlsplit(url).path}"
-        send = functools.partial(super().request, method, url, **named)
-        try:
-            answer = _in_time(send, LOG_SECONDS if plain else WHOLE_SECONDS)
-        except TimeoutError:
-            raise no_end(self._access, where) from None
-        except ApiException as error:
-            raise refused(self._access, where, error) from None
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise no_answer(self._access, where, error) from None
-        if plain:
-            if "html" in (answer.getheader("content-type") or ""):
-                raise no_json(self._access, where, answer)
-            return answer
+    def request(self, method: str, url: str, **named: Any) -> Any:
+        """Return a response that is a JSON object."""
+        answer, where = self._answered(method, url, WHOLE_SECONDS, **named)
         try:
             tree = json.loads(answer.data)
         except ValueError:
@@ -279,6 +292,31 @@ class _Requests(RESTClientObject):  # type: ignore[misc]
         if not isinstance(tree, dict):
             raise strange_answer(self._access, where)
         return answer
+
+    def text(self, method: str, url: str, **named: Any) -> Any:
+        """Return a response that is no web page, and may be long."""
+        answer, where = self._answered(method, url, LOG_SECONDS, **named)
+        if "html" in (answer.getheader("content-type") or ""):
+            raise no_json(self._access, where, answer)
+        return answer
+
+    def page(self, method: str, url: str, **named: Any) -> Any:
+        """Return any response, soon: a link is no reason to wait."""
+        return self._answered(method, url, PAGE_SECONDS, **named)[0]
+
+    def _answered(self, method: str, url: str, seconds: float, **named: Any) -> tuple[Any, str]:
+        """Return the response, and what was asked in words."""
+        named["_request_timeout"] = (CONNECT_SECONDS, READ_SECONDS)
+        where = f"{method} {urlsplit(url).path}"
+        send = functools.partial(super().request, method, url, **named)
+        try:
+            return _in_time(send, seconds), where
+        except TimeoutError:
+            raise no_end(self._access, where) from None
+        except ApiException as error:
+            raise refused(self._access, where, error) from None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            raise no_answer(self._access, where, error) from None
 
 
 def _in_time(call: Callable[[], Any], seconds: float) -> Any:

@@ -17,7 +17,6 @@ from components.table import maker_of, published_by
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_run import RemoteRun, Step, events_in, log_of
 from pipelines.runs.outcome import RunResult
-from pipelines.runs.upload import page_of
 from trainer.errors import DONE, FAILED, REFUSED
 from trainer.events import StepBegin, StepEnd
 
@@ -59,7 +58,7 @@ def result_of(client: Client, run: RemoteRun) -> RunResult:
         steps=records,
         state=run.state,
         states={step.name: step.state for step in run.steps},
-        page=page_of(client.access, f"runs/details/{run.run_id}"),
+        page=client.page(f"runs/details/{run.run_id}"),
     )
 
 

@@ -82,9 +82,8 @@ def run_of(client: Client, run: str) -> RemoteRun:
     """Return a run by its id, or by its name where that is one run's; raises `UserError`."""
     if is_id(run.lower()):
         return view(ask(client.get_run, run_id=run.lower()))
-    found = list(
-        pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
-    )
+    listed = pages(client.list_runs, "runs", sort_by=NEWEST, filter=equals("display_name", run))
+    found = [each for each in listed if each.display_name == run]
     if not found:
         raise UserError(f"{client.access.endpoint} has no run {run!r}; see `flotilla runs`")
     if len(found) > 1:

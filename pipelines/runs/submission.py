@@ -8,17 +8,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kfp_server_api import V2beta1Experiment
+
 from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
-from pipelines.runs.kfp_client import Client, InstanceError, ask, connect
+from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
-from pipelines.runs.upload import page_of, version_of
+from pipelines.runs.upload import equals, version_of
 from pipelines.step_settings import assigned
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
 
 EXPERIMENT = "flotilla"
+_CONFLICT = 409
 PIPELINE = "flotilla-training"
 
 
@@ -57,7 +60,7 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A run that was started; `page` shows it in the KFP user interface."""
+    """A run that was started; `page` shows it in the KFP user interface, empty without one."""
 
     run_id: str
     page: str
@@ -119,7 +122,7 @@ def package_to_send(file: str | Path | None, version: str) -> Package | None:
 def start(client: Client, submission: Submission) -> Submitted:
     """Start a run; raises `UserError`."""
     run_id = _started(client, submission)
-    return Submitted(run_id=run_id, page=page_of(client.access, f"runs/details/{run_id}"))
+    return Submitted(run_id=run_id, page=client.page(f"runs/details/{run_id}"))
 
 
 def run_parameters(
@@ -145,8 +148,31 @@ def run_parameters(
 
 def experiment_id(client: Client, name: str) -> str:
     """Return the id of an experiment, which is created where it does not exist."""
-    made = ask(client.create_experiment, name=name, namespace=client.access.namespace or None)
+    if found := _found_experiment(client, name):
+        return found
+    namespace = client.access.namespace or None
+    body = V2beta1Experiment(display_name=name, namespace=namespace)
+    try:
+        made = ask(client.experiments.experiment_service_create_experiment, experiment=body)
+    except InstanceError as error:
+        # Another client has created it in the meantime.
+        found = _found_experiment(client, name) if error.status == _CONFLICT else ""
+        if not found:
+            raise
+        return found
     return str(made.experiment_id)
+
+
+def _found_experiment(client: Client, name: str) -> str:
+    for each in pages(
+        client.list_experiments,
+        "experiments",
+        namespace=client.access.namespace or None,
+        filter=equals("display_name", name),
+    ):
+        if each.display_name == name:
+            return str(each.experiment_id)
+    return ""
 
 
 def _started(client: Client, submission: Submission) -> str:

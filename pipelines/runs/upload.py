@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 from kfp_server_api import V2beta1Pipeline
 
@@ -35,7 +36,7 @@ class Version:
 
 @dataclass(frozen=True, kw_only=True)
 class Upload:
-    """An uploaded pipeline: `created` is false where it existed, `page` is in the KFP UI."""
+    """An uploaded pipeline: `created` is false where it existed; `page` as in `Client.page`."""
 
     version: Version
     created: bool
@@ -58,7 +59,7 @@ def upload(access: Access, package: Package, name: str = "") -> Upload:
     client = connect(access)
     version, created = uploaded(client, package, name or package.name)
     path = f"pipelines/details/{version.pipeline_id}/version/{version.version_id}"
-    return Upload(version=version, created=created, page=page_of(access, path))
+    return Upload(version=version, created=created, page=client.page(path))
 
 
 def newest_of(access: Access, version: Version) -> Version:
@@ -145,22 +146,24 @@ def version_of(client: Client, name: str, wanted: str) -> Version:
 
 
 def equals(key: str, value: str) -> str:
-    """Return a filter of the API."""
-    return json.dumps({"predicates": [{"operation": "EQUALS", "key": key, "stringValue": value}]})
+    """Return a filter of the API for a text as the instance compares it: capitals are the same."""
+    return _filter("EQUALS", key, value)
 
 
 def containing(key: str, value: str) -> str:
     """Return a filter of the API for texts that contain `value`.
 
-    For pipelines and versions: an instance that keeps them in Kubernetes has no other filter.
+    For pipelines and versions: an instance that keeps them in Kubernetes has no other filter. It
+    lets through more than it should: `%` and `_` match anything there.
     """
-    predicate = {"operation": "IS_SUBSTRING", "key": key, "stringValue": value}
-    return json.dumps({"predicates": [predicate]})
+    # A backslash would take the meaning of the letter after it.
+    return _filter("IS_SUBSTRING", key, max(value.split("\\"), key=len))
 
 
-def page_of(access: Access, path: str) -> str:
-    """Return the URL of a page of the user interface."""
-    return f"{access.endpoint}/#/{path}"
+def _filter(operation: str, key: str, value: str) -> str:
+    predicate = {"operation": operation, "key": key, "stringValue": value}
+    # The server decodes it once more than any other parameter: a `+` would become a space.
+    return quote(json.dumps({"predicates": [predicate]}), safe="")
 
 
 def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version | None:

@@ -8,14 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from tests.kfp_instance.listing import page_of
 from tests.kfp_instance.store import RefusedError, Tree, found
 
 if TYPE_CHECKING:
     from tests.kfp_instance.server import Instance
 
 V2 = "/apis/v2beta1"
-OPERATIONS = {1: "EQUALS", 9: "IS_SUBSTRING"}
 HEALTH = {"commit_sha": "0123abc", "tag_name": "2.17.0"}
+# The user interface answers every page that it does not know with this one.
+UI = b"<!DOCTYPE html><html><head><title>Kubeflow Pipelines</title></head></html>"
 Handle = Callable[..., Tree]
 # The namespace of pods, where the instance is for one user.
 NAMESPACE = "kubeflow"
@@ -57,33 +59,6 @@ def _log(instance: Instance, run: str, pod: str, served: bool) -> tuple[int, str
         return 200, "text/plain", workflow.logs[pod].encode()
 
 
-def _listed(
-    things: Iterable[Tree], name: str, query: dict[str, str], operations: tuple[str, ...] = ()
-) -> Tree:
-    """Return a page of what the filter lets through, in the requested order."""
-    rows = list(things)
-    for predicate in json.loads(query.get("filter") or "{}").get("predicates", ()):
-        # The SDK sends the number of the operation.
-        operation = OPERATIONS.get(predicate["operation"], predicate["operation"])
-        if operation not in (operations or OPERATIONS.values()):
-            raise RefusedError(400, f"invalid filter: operation {operation} is not supported")
-        wanted, key = predicate["stringValue"], predicate["key"]
-        if operation == "EQUALS":
-            rows = [row for row in rows if row.get(key) == wanted]
-        else:
-            # The database compares as people do.
-            rows = [row for row in rows if wanted.lower() in str(row.get(key, "")).lower()]
-    if sort := query.get("sort_by"):
-        key, _, order = sort.partition(" ")
-        rows.sort(key=lambda row: row[key], reverse=order == "desc")
-    first = int(query.get("page_token") or 0)
-    size = int(query.get("page_size") or 20)
-    page: Tree = {name: rows[first : first + size], "total_size": len(rows)}
-    if first + size < len(rows):
-        page["next_page_token"] = str(first + size)
-    return page if rows else {}
-
-
 def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:
     """Return what belongs to the requested namespace or experiment."""
     if experiment := query.get("experiment_id"):
@@ -103,20 +78,19 @@ def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> l
 
 
 def _kept(instance: Instance) -> tuple[str, ...]:
-    """Return the operations of a filter that the store of pipelines knows."""
-    known = tuple(OPERATIONS.values())
-    return known if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
+    """Return the operations of a filter of a store of pipelines that has few, else none."""
+    return () if instance.pipeline_store == "database" else ("IS_SUBSTRING",)
 
 
 def _pipelines(instance: Instance, request: Request) -> Tree:
     place = request.query.get("namespace", "")
     rows = [p for p in instance.store.pipelines.values() if p.get("namespace", "") == place]
-    return _listed(rows, "pipelines", request.query, _kept(instance))
+    return page_of(rows, "pipelines", request.query, operations=_kept(instance))
 
 
 def _versions(instance: Instance, pipeline: str, request: Request) -> Tree:
     rows = [v for v in instance.store.versions.values() if v["pipeline_id"] == pipeline]
-    return _listed(rows, "pipeline_versions", request.query, _kept(instance))
+    return page_of(rows, "pipeline_versions", request.query, operations=_kept(instance))
 
 
 def _upload_version(instance: Instance, request: Request) -> Tree:
@@ -161,7 +135,7 @@ def _delete(instance: Instance, key: str, _request: Request) -> Tree:
 def _list_of(name: str, attribute: str) -> Handle:
     def listed(instance: Instance, request: Request) -> Tree:
         rows = _owned(instance, getattr(instance.store, attribute).values(), request.query)
-        return _listed(rows, name, request.query)
+        return page_of(rows, name, request.query)
 
     return listed
 

@@ -13,10 +13,11 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 from tests.kfp_instance import api
 from tests.kfp_instance.faults import Fault, Faults
-from tests.kfp_instance.shapes import ShapeError, check, with_text
+from tests.kfp_instance.shapes import check, with_text
 from tests.kfp_instance.store import RefusedError, Store
 
 GRPC_CODES = {400: 3, 401: 16, 403: 7, 404: 5, 409: 6, 429: 8, 500: 13, 503: 14}
+TYPE = "type.googleapis.com/ml_pipelines.Status"
 TRICKLE = -2
 UPLOADED = re.compile(rb'name="uploadfile".*?\r\n\r\n(.*)\r\n--', re.DOTALL)
 
@@ -29,6 +30,7 @@ class Instance(ThreadingHTTPServer):
         cookies: what the Cookie header has to be, or empty.
         multi_user: whether what belongs to a namespace has to name it.
         pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
+        has_ui: whether the address is that of the user interface, which passes the API on.
         has_logs: where logs are served: `api`, `page` (of the user interface), or neither.
         requests: `METHOD /path?query` of each.
     """
@@ -43,6 +45,7 @@ class Instance(ThreadingHTTPServer):
         self.cookies = ""
         self.multi_user = False
         self.pipeline_store = "database"
+        self.has_ui = False
         self.has_logs = "api"
         self.requests: list[str] = []
         self.closing = threading.Event()
@@ -113,6 +116,8 @@ class Handler(BaseHTTPRequestHandler):
             parts = urlsplit(self.path)
             query = {key: values[0] for key, values in parse_qs(parts.query).items()}
             path = unquote(parts.path)
+            if path == "/" and self.server.has_ui:
+                return 200, "text/html", api.UI
             if text := api.plain(self.server, path, query):
                 return text
             for route in api.ROUTES:
@@ -121,6 +126,8 @@ class Handler(BaseHTTPRequestHandler):
                     return self._handled(route, found.groups(), query, body)
             return self._refusal(404, "Not Found")
         except RefusedError as error:
+            if "/upload" in self.path:
+                return self._refused_upload(error)
             return self._refusal(error.status, str(error))
 
     def _handled(
@@ -130,14 +137,15 @@ class Handler(BaseHTTPRequestHandler):
         if route.takes == "file":
             found = UPLOADED.search(body)
             if found is None:
-                return self._refusal(400, "uploadfile is missing")
+                raise RefusedError(400, "Failed to read pipeline from file")
             sent = found[1].decode()
         elif route.takes:
-            sent = with_text(json.loads(body or b"{}"))
             try:
+                sent = with_text(json.loads(body or b"{}"))
                 check(sent, route.takes)
-            except ShapeError as error:
-                return self._refusal(400, str(error))
+            except ValueError as error:
+                # A `ShapeError` is one too.
+                raise RefusedError(400, f"proto: syntax error: {error}") from None
         with self.server.store.lock:
             tree = route.handle(self.server, *words, api.Request(query=query, sent=sent))
         # A bug of the stand-in has to fail the test; the client would not report it.
@@ -153,8 +161,15 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(401, "there is no user identity header")
 
     def _refusal(self, status: int, message: str) -> tuple[int, str, bytes]:
-        tree = {"error": message, "code": GRPC_CODES.get(status, 2), "message": message}
-        return status, "application/json", json.dumps({**tree, "details": []}).encode()
+        details = [{"@type": TYPE, "error_message": message, "error_details": f"{message}\nstack"}]
+        tree = {"code": GRPC_CODES.get(status, 2), "message": message, "details": details}
+        return status, "application/json", json.dumps(tree).encode()
+
+    def _refused_upload(self, error: RefusedError) -> tuple[int, str, bytes]:
+        tree = {"error_message": str(error), "error_details": f"Error: {error}"}
+        # Early refusals come before the type is set, which the server then guesses.
+        kind = "text/plain; charset=utf-8" if error.status == 400 else "application/json"
+        return error.status, kind, json.dumps(tree).encode()
 
     def _fail(self, fault: Fault) -> None:
         if fault.status == TRICKLE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 import uuid
 from collections.abc import Callable
@@ -17,7 +18,16 @@ Tree = dict[str, Any]
 NOT_FOUND, CONFLICT, INVALID = 404, 409, 400
 ENDED = ("SUCCEEDED", "FAILED", "CANCELED", "SKIPPED")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-TYPES = {"STRING": str, "NUMBER_INTEGER": int, "NUMBER_DOUBLE": (int, float), "BOOLEAN": bool}
+# An integer is any number to the API.
+TYPES = {
+    "STRING": str,
+    "NUMBER_INTEGER": (int, float),
+    "NUMBER_DOUBLE": (int, float),
+    "BOOLEAN": bool,
+    "LIST": list,
+    "STRUCT": dict,
+}
+BROKEN = 500
 
 
 class RefusedError(Exception):
@@ -60,6 +70,7 @@ class Store:
         return made
 
     def upload_version(self, pipeline_id: str, name: str, description: str, text: str) -> Tree:
+        found(self.pipelines, pipeline_id, "Failed to create a pipeline version: pipeline", INVALID)
         documents = [tree for tree in yaml.load_all(text, _LOADER) if tree]
         valid = bool(documents) and "pipelineInfo" in documents[0]
         _require(valid, INVALID, "invalid pipeline spec")
@@ -69,7 +80,6 @@ class Store:
         return self.add_version(pipeline_id, name, description, spec)
 
     def add_version(self, pipeline_id: str, name: str, description: str, spec: Tree) -> Tree:
-        found(self.pipelines, pipeline_id, "pipeline")
         mine = [each for each in self.versions.values() if each["pipeline_id"] == pipeline_id]
         same = [each for each in mine if each["display_name"] == name]
         _require(not same, CONFLICT, f"Pipeline version {name} already exists")
@@ -86,16 +96,27 @@ class Store:
         return made
 
     def create_experiment(self, body: Tree) -> Tree:
+        name, place = body.get("display_name"), body.get("namespace", "")
+        _require(bool(name), INVALID, "The experiment name is empty")
+        same = [
+            each
+            for each in self.experiments.values()
+            if (each["display_name"], each.get("namespace", "")) == (name, place)
+        ]
+        _require(not same, CONFLICT, f"Already exist error: experiment {name} already exists")
         made = {**body, "experiment_id": _id(), "created_at": self._now()}
         made["storage_state"] = "AVAILABLE"
         self.experiments[made["experiment_id"]] = made
         return made
 
     def create_run(self, body: Tree) -> Tree:
-        spec = self._spec(body)
+        _require(bool(body.get("display_name")), BROKEN, "The run name is empty")
+        spec, reference = self._spec(body)
         parameters = (body.get("runtime_config") or {}).get("parameters") or {}
         check_parameters(spec, parameters)
-        found(self.experiments, body["experiment_id"], "experiment")
+        experiment = body.get("experiment_id") or self._default_experiment()
+        found(self.experiments, experiment, "experiment")
+        body = {**body, "experiment_id": experiment, **reference}
         made = {**body, "run_id": _id(), "created_at": self._now(), "state": "PENDING"}
         made["service_account"] = body.get("service_account") or "pipeline-runner"
         made["finished_at"] = "1970-01-01T00:00:00Z"
@@ -126,14 +147,16 @@ class Store:
     def create_recurring(self, body: Tree) -> Tree:
         most = int(body.get("max_concurrency", 0))
         _require(1 <= most <= 10, INVALID, "Max concurrency must be at least 1 and at most 10")
-        reference = body["pipeline_version_reference"]
-        spec = self._spec(body) if reference.get("pipeline_version_id") else self._latest(reference)
+        _require(bool(body.get("display_name")), INVALID, "Recurring run name is empty")
+        spec, _ = self._spec(body)
         check_parameters(spec, body["runtime_config"].get("parameters") or {})
         cron = body["trigger"].get("cron_schedule", {}).get("cron")
-        _require(cron is None or len(cron.split()) in (5, 6), INVALID, "cron is not supported")
+        _require(cron is None or is_cron(cron), INVALID, f"Schedule cron is not supported: {cron}")
         made = {**body, "recurring_run_id": _id(), "created_at": self._now()}
         made["status"] = "ENABLED" if body.get("mode") == "ENABLE" else "DISABLED"
-        made["service_account"] = body.get("service_account") or "pipeline-runner"
+        # What takes the newest version at each run is no workflow yet, which would get the default.
+        if body["pipeline_version_reference"].get("pipeline_version_id"):
+            made["service_account"] = body.get("service_account") or "pipeline-runner"
         self.recurring[made["recurring_run_id"]] = made
         return made
 
@@ -143,27 +166,46 @@ class Store:
         each["status"] = f"{each['mode']}D"
         return {}
 
-    def _spec(self, body: Tree) -> Tree:
+    def _spec(self, body: Tree) -> tuple[Tree, Tree]:
+        """Return the spec, and the reference to its version: the newest where none is given."""
         if given := body.get("pipeline_spec"):
-            return given
-        reference = body["pipeline_version_reference"]
-        version = found(self.versions, reference["pipeline_version_id"], "pipeline version")
-        same = version["pipeline_id"] == reference["pipeline_id"]
-        _require(same, INVALID, "Pipeline version belongs to another pipeline")
-        return version["pipeline_spec"]
+            return given, {}
+        reference = body.get("pipeline_version_reference") or {}
+        pipeline = reference.get("pipeline_id")
+        if key := reference.get("pipeline_version_id"):
+            # Seen as 500, not as 404: the server wraps the one in the other.
+            version = found(self.versions, key, "PipelineVersion", BROKEN)
+            same = version["pipeline_id"] == pipeline
+            _require(same, INVALID, f"Pipeline version {key} belongs to another pipeline")
+        else:
+            mine = [each for each in self.versions.values() if each["pipeline_id"] == pipeline]
+            _require(bool(mine), NOT_FOUND, "the pipeline has no version")
+            version = max(mine, key=lambda each: each["created_at"])
+        whole = {"pipeline_id": pipeline, "pipeline_version_id": version["pipeline_version_id"]}
+        return version["pipeline_spec"], {"pipeline_version_reference": whole}
 
-    def _latest(self, reference: Tree) -> Tree:
-        mine = [v for v in self.versions.values() if v["pipeline_id"] == reference["pipeline_id"]]
-        _require(bool(mine), NOT_FOUND, "the pipeline has no version")
-        return max(mine, key=lambda version: version["created_at"])["pipeline_spec"]
+    def _default_experiment(self) -> str:
+        for each in self.experiments.values():
+            if each["display_name"] == "Default":
+                return str(each["experiment_id"])
+        return str(self.create_experiment({"display_name": "Default"})["experiment_id"])
 
     def _now(self) -> str:
         return moment(next(self._seconds))
 
 
-def found(things: dict[str, Tree], key: str, what: str) -> Tree:
-    _require(key in things, NOT_FOUND, f"{what} {key} not found")
+def found(things: dict[str, Tree], key: str, what: str, status: int = NOT_FOUND) -> Tree:
+    _require(key in things, status, f"{what} {key} not found")
     return things[key]
+
+
+def is_cron(text: str) -> bool:
+    """Return whether the scheduler reads a cron expression: the first field is of seconds."""
+    words = text.split()
+    most = (59, 59, 23, 31, 12, 7)[: len(words)]
+    numbers = [[int(each) for each in re.findall(r"\d+", word)] for word in words]
+    fits = all(max(each, default=0) <= top for each, top in zip(numbers, most, strict=False))
+    return len(words) in (5, 6) and fits
 
 
 def check_parameters(spec: Tree, values: Tree) -> None:
@@ -176,6 +218,9 @@ def check_parameters(spec: Tree, values: Tree) -> None:
         right = isinstance(value, TYPES[kind])
         right = right and (kind == "BOOLEAN" or not isinstance(value, bool))
         _require(right, INVALID, f"parameter {name} = {json.dumps(value)} is no {kind}")
+        literals = known[name].get("literals")
+        some = f"does not match any of the allowed literal values: {literals}"
+        _require(not literals or value in literals, INVALID, f"input parameter {name} {some}")
 
 
 def _id() -> str:

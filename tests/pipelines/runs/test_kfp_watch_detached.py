@@ -118,6 +118,7 @@ def test_before_the_start_is_known(instance, calling):
 
 def test_retries_are_not_printed_one_by_one(instance, calling, uploaded):
     instance.faults.add("GET .*/pipelines", 503, times=2)
+    instance.has_ui = True
     process = calling("submit")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, uploaded

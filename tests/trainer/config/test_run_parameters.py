@@ -179,3 +179,8 @@ def test_a_parameter_says_which_words_it_takes():
 def test_a_parameter_says_that_it_is_json():
     for parameter in run_parameters():
         assert parameter.description.endswith("(JSON)") == parameter.is_json, parameter.name
+
+
+def test_a_fraction_for_an_integer_is_one_line():
+    # The API of KFP takes any number for an integer.
+    assert refused(training_steps=3.5).startswith("training.steps: 3.5 is not allowed")
