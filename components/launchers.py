@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 
 from components.image import DEFAULTS, PodDefaults
-from trainer.cluster import local
+from trainer import events
+from trainer.cluster import local, task_logs
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Launcher
@@ -13,7 +16,18 @@ from trainer.errors import ConfigError
 
 
 def _local(job: Job, _defaults: PodDefaults) -> None:
-    local.launch(job)
+    if os.environ.get(events.VARIABLE):
+        # Who started the run follows the events of its tasks.
+        local.launch(job)
+        return
+    with task_logs.relayed(job.workdir, _write):
+        local.launch(job)
+
+
+def _write(task: str, line: str) -> None:
+    """Write a line of a task to the log of the step, in which the user looks for it."""
+    sys.stdout.write(f"[{task}] {line}\n")
+    sys.stdout.flush()
 
 
 def _tfjob(job: Job, defaults: PodDefaults) -> None:

@@ -191,11 +191,18 @@ class EvaluatorLeft(Event):
 
 
 class Validation(Event):
-    """The evaluator measured a checkpoint; `created` is the time in its manifest."""
+    """The model was measured on the validation split.
+
+    Attributes:
+        global_step: of the model.
+        metrics: by name.
+        created: the time in the manifest of the checkpoint that the evaluator measured; empty where
+            the chief measured during training.
+    """
 
     global_step: int
-    created: str
     metrics: Mapping[str, Any]
+    created: str = ""
 
 
 class LeaseTakenOver(Event):

@@ -20,13 +20,12 @@ from components.tfjob import state
 from components.tfjob.client import Api, RefusedError, UnreachableError
 from components.tfjob.names import Tree
 from trainer import events
+from trainer.cluster.event_lines import LogLines
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
 # So many lines of a failed task are part of its report.
 TAIL = 5
-# Where no command line follows the events, progress is logged at most so often.
-LINE_SECONDS = 10.0
 _RETRY_SECONDS = 1.0
 _TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
 # The events of training; any other event in the log of the leading task is just a line.
@@ -35,6 +34,7 @@ _TRAINING_EVENTS = (
     events.Progress,
     events.CheckpointPublished,
     events.CheckpointPassedOver,
+    events.Validation,
     events.UserCodeFailed,
 )
 
@@ -185,7 +185,7 @@ class EventRelay:
         self._on_progress = on_progress
         self.traceback = ""
         self._step = -1
-        self._logged_at = -LINE_SECONDS
+        self._lines = LogLines()
 
     def take(self, text: str) -> None:
         """Take one line of the log."""
@@ -201,18 +201,5 @@ class EventRelay:
         if os.environ.get(events.VARIABLE):
             # With the clock of this machine, as all events of the file.
             events.emit(replace(event, time=events.now()))
-        elif isinstance(event, events.Progress):
-            self._log(event)
-
-    def _log(self, progress: events.Progress) -> None:
-        if time.monotonic() - self._logged_at < LINE_SECONDS:
-            return
-        self._logged_at = time.monotonic()
-        log.info(
-            "global step %s/%s  loss %.4f  %.0f steps/s  %.0f s left",
-            progress.global_step,
-            progress.steps,
-            progress.loss,
-            progress.steps_per_second,
-            progress.seconds_left,
-        )
+        elif line := self._lines.take(event):
+            log.info("%s", line)

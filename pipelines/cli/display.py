@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,30 +17,13 @@ from rich.table import Column, Table
 from pipelines.cli.exit import discard
 from pipelines.runs.outcome import RunResult
 from trainer import storage
-from trainer.events import (
-    AttemptBegin,
-    CheckpointPassedOver,
-    EvaluatorLeft,
-    Event,
-    FromScratch,
-    LeaseAwaited,
-    LeaseTakenOver,
-    NewestVersion,
-    Progress,
-    Restart,
-    Stalled,
-    StepBegin,
-    StepEnd,
-    TaskFailed,
-    WarmStart,
-)
+from trainer.cluster.event_lines import LogLines, line_of, metrics_of
+from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed
 
 if TYPE_CHECKING:
     from components.step_record import StepRecord
     from pipelines.runs.kfp_run import RemoteRun, Step
 
-# Without a terminal a line of progress comes at most so often.
-LINE_SECONDS = 5.0
 _MARKS = {
     "done": "[green]done[/]",
     "cached": "[green]cached[/]",
@@ -84,7 +67,7 @@ class Display:
             disable=not self._console.is_terminal,
         )
         self._bar: TaskID | None = None
-        self._line_at = 0.0
+        self._lines = LogLines()
 
     def __enter__(self) -> Display:
         """Begin to draw."""
@@ -108,8 +91,7 @@ class Display:
                 for line in (f"{event.task} ended with {event.cause}:", *event.last_lines):
                     self._say_as_it_is(line)
             case _:
-                wording = _LINES.get(type(event), lambda _event: "")
-                if text := wording(event):
+                if text := line_of(event):
                     self._say_as_it_is(text)
 
     def _say(self, text: str) -> None:
@@ -125,39 +107,13 @@ class Display:
         self._say(f"{event.step} {_mark(event.status)} in {event.seconds:.1f} s")
 
     def _progress(self, event: Progress) -> None:
-        line = (
-            f"loss {event.loss:.4f}  {event.steps_per_second:.0f} steps/s  "
-            f"{event.seconds_left:.0f} s left"
-        )
         if not self._console.is_terminal:
-            if event.time - self._line_at >= LINE_SECONDS:
-                self._line_at = event.time
-                self._say(f"global step {event.global_step}/{event.steps}  {line}")
+            if text := self._lines.take(event):
+                self._say(text)
             return
         if self._bar is None:
             self._bar = self._bars.add_task("training", total=event.steps, metrics="")
-        self._bars.update(self._bar, completed=event.global_step, metrics=line)
-
-
-_LINES: dict[type[Event], Callable[[Any], str]] = {
-    AttemptBegin: lambda event: (
-        f"training resumes from global step {event.global_step}" if event.resumed else ""
-    ),
-    NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
-    WarmStart: lambda event: f"training begins with the weights of {event.uri}",
-    FromScratch: lambda event: f"training begins from scratch: {event.reason}",
-    Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
-    Stalled: lambda event: f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent",
-    EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
-    CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
-    LeaseAwaited: lambda event: (
-        f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
-        f"{event.until}"
-    ),
-    LeaseTakenOver: lambda event: (
-        f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
-    ),
-}
+        self._bars.update(self._bar, completed=event.global_step, metrics=metrics_of(event))
 
 
 def _mark(status: str) -> str:

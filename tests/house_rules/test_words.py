@@ -26,6 +26,7 @@ SEEN = {
 }
 # Programs, and what has to be written when nobody is left to return it to.
 WRITERS = {
+    "components/launchers.py": "the log of a step's own tasks, as the log of the step",
     "components/record.py": "the line of a step that failed, in the log of its pod",
     "components/step_record.py": "a record that cannot be published fails no step",
     "components/tfjob/guard.py": "a program: it reports that it was called wrongly",

@@ -107,6 +107,10 @@ class Journal:
         metrics = {name: value for name, value in row.items() if name not in _PROGRESS}
         events.emit(events.Progress(steps=self._steps, seconds_left=left, metrics=metrics, **known))
 
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Emit what a validation at a global step measured."""
+        events.emit(events.Validation(global_step=step, metrics=metrics))
+
     def add(self, row: dict[str, Any]) -> None:
         """Add one row to the history, unless there are too many.
 
@@ -136,6 +140,9 @@ class UnpublishedJournal(Journal):
         """Emit nothing."""
 
     def progress(self, row: Mapping[str, Any]) -> None:
+        """Emit nothing."""
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Emit nothing."""
 
     def add(self, row: dict[str, Any]) -> None:

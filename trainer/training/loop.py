@@ -254,6 +254,7 @@ class _OuterLoop:
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)
+        self._journal.validated(step, metrics)
         return {f"validation_{name}": value for name, value in metrics.items()}
 
     def _note_validation(self, row: dict[str, Any]) -> None:

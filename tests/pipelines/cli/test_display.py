@@ -80,11 +80,9 @@ def test_an_interrupted_step(lines_of):
 
 
 def test_progress_without_a_terminal_is_a_line_now_and_then(lines_of):
-    times = {20: 1000.0, 40: 1004.9, 60: 1005.0, 80: 1009.9, 100: 1010.1}
-    assert lines_of(*(progress(step, time) for step, time in times.items())) == [
+    assert lines_of(progress(20, 1000.0), progress(40, 1004.9), progress(60, 1005.0)) == [
         "global step 20/300  loss 0.2500  100 steps/s  12 s left",
         "global step 60/300  loss 0.2500  100 steps/s  12 s left",
-        "global step 100/300  loss 0.2500  100 steps/s  12 s left",
     ]
 
 

@@ -1,0 +1,61 @@
+"""Events as lines of a log: enough to follow a training by, and not more."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.cluster.event_lines import LogLines, line_of
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPublished,
+    Progress,
+    Saved,
+    UploadFailed,
+    Validation,
+)
+
+
+def progress(step, time):
+    return Progress(
+        time=time,
+        global_step=step,
+        steps=300,
+        loss=0.25,
+        steps_per_second=100.0,
+        seconds_left=12.0,
+    )
+
+
+def test_progress_is_a_line_every_few_seconds():
+    lines = LogLines()
+    times = {20: 1000.0, 40: 1004.9, 60: 1005.0, 80: 1009.9, 100: 1010.1}
+    taken = [lines.take(progress(step, time)) for step, time in times.items()]
+    assert [line.partition("  ")[0] for line in taken] == [
+        "global step 20/300", "", "global step 60/300", "", "global step 100/300",
+    ]  # fmt: skip
+    assert taken[0] == "global step 20/300  loss 0.2500  100 steps/s  12 s left"
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (
+            CheckpointPublished(uri="gs://b/c", global_step=7),
+            "checkpoint of global step 7: gs://b/c",
+        ),
+        (UploadFailed(reason="no answer"), "a checkpoint is not uploaded yet: no answer"),
+        (
+            Validation(global_step=7, metrics={"loss": 0.5, "accuracy": 0.25}),
+            "validation of global step 7: loss 0.5000  accuracy 0.2500",
+        ),
+    ],
+)
+def test_what_a_log_shows_and_a_progress_bar_does_not(event, line):
+    assert LogLines().take(event) == line
+    assert line_of(event) == ""
+
+
+def test_what_both_show_and_what_neither_does():
+    resumed = AttemptBegin(global_step=9, steps=20, resumed=True)
+    assert LogLines().take(resumed) == line_of(resumed) == "training resumes from global step 9"
+    assert LogLines().take(Saved(uri="u", global_step=1, seconds=0.1)) == ""

@@ -1,0 +1,92 @@
+"""Events of a run as lines for people, where the log of a step or a terminal shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from trainer.events import (
+    AttemptBegin,
+    CheckpointPassedOver,
+    CheckpointPublished,
+    EvaluatorLeft,
+    Event,
+    FromScratch,
+    LeaseAwaited,
+    LeaseTakenOver,
+    NewestVersion,
+    Progress,
+    Restart,
+    Stalled,
+    UploadFailed,
+    Validation,
+    WarmStart,
+)
+
+# Progress is a line at most so often.
+LINE_SECONDS = 5.0
+
+_LINES: dict[type[Event], Callable[[Any], str]] = {
+    AttemptBegin: lambda event: (
+        f"training resumes from global step {event.global_step}" if event.resumed else ""
+    ),
+    NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
+    WarmStart: lambda event: f"training begins with the weights of {event.uri}",
+    FromScratch: lambda event: f"training begins from scratch: {event.reason}",
+    Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    Stalled: lambda event: f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent",
+    EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
+    CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",
+    LeaseAwaited: lambda event: (
+        f"waiting for the lease of {event.uri}: {event.holder} may be dead, and holds it until "
+        f"{event.until}"
+    ),
+    LeaseTakenOver: lambda event: (
+        f"took over the lease of {event.uri} from {event.holder}, which {event.reason}"
+    ),
+}
+# What a terminal with a progress bar does not show.
+_LINES_OF_LOG: dict[type[Event], Callable[[Any], str]] = {
+    CheckpointPublished: lambda event: (
+        f"checkpoint of global step {event.global_step}: {event.uri}"
+    ),
+    UploadFailed: lambda event: f"a checkpoint is not uploaded yet: {event.reason}",
+    Validation: lambda event: (
+        f"validation of global step {event.global_step}: "
+        + "  ".join(f"{name} {value:.4f}" for name, value in event.metrics.items())
+    ),
+}
+
+
+def line_of(event: Event) -> str:
+    """Return the line of an event; empty for one that has none, such as progress."""
+    return _LINES.get(type(event), lambda _event: "")(event)
+
+
+def metrics_of(progress: Progress) -> str:
+    """Return loss, speed and time left."""
+    return (
+        f"loss {progress.loss:.4f}  {progress.steps_per_second:.0f} steps/s  "
+        f"{progress.seconds_left:.0f} s left"
+    )
+
+
+class LogLines:
+    """The lines of a log; of progress only so many that a reader sees it."""
+
+    def __init__(self) -> None:
+        """Begin with a line of the first progress."""
+        self._progress_at = -LINE_SECONDS
+
+    def take(self, event: Event) -> str:
+        """Return the line of the next event, or an empty text."""
+        if isinstance(event, Progress):
+            return self._progress(event)
+        wording = _LINES_OF_LOG.get(type(event))
+        return wording(event) if wording else line_of(event)
+
+    def _progress(self, event: Progress) -> str:
+        if event.time - self._progress_at < LINE_SECONDS:
+            return ""
+        self._progress_at = event.time
+        return f"global step {event.global_step}/{event.steps}  {metrics_of(event)}"

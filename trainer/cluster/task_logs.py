@@ -1,0 +1,92 @@
+"""Follow the logs of the tasks of this machine, so that they are lines of the launcher's own log.
+
+A task writes to a file in its folder, which is gone with the pod that it ran in.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trainer import events
+from trainer.cluster.event_lines import LogLines
+from trainer.cluster.process import LOG
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+# A file sends no event when it grows.
+_LOOK_SECONDS = 0.5
+# Takes the name of a task and a line of its log.
+LineSink = Callable[[str, str], None]
+
+
+class TaskLogs:
+    """The logs below a working folder; each line is taken once.
+
+    Attributes:
+        traceback: of an error in the user's code that ended a task; empty where there is none.
+    """
+
+    def __init__(self, workdir: Path, sink: LineSink) -> None:
+        """Begin behind what earlier attempts have left there."""
+        self.traceback = ""
+        self._sink = sink
+        self._workdir = workdir
+        self._lines = LogLines()
+        self._positions = {path: path.stat().st_size for path in self._logs()}
+
+    def take(self) -> None:
+        """Take what is new: events are logged in words, any other line goes to the sink."""
+        for path in self._logs():
+            # Its folder can be removed while it is read.
+            with suppress(OSError):
+                for line in self._new(path):
+                    self._pass_on(path.parent.name, line)
+
+    def _logs(self) -> list[Path]:
+        return sorted(self._workdir.glob(f"*/{LOG}"))
+
+    def _new(self, path: Path) -> Iterator[str]:
+        with path.open("rb") as file:
+            file.seek(self._positions.get(path, 0))
+            for line in file:
+                # Of a line that is not complete yet the rest comes with the next look.
+                if line.endswith(b"\n"):
+                    self._positions[path] = file.tell()
+                    yield line.decode("utf-8", errors="replace").rstrip("\n")
+
+    def _pass_on(self, task: str, line: str) -> None:
+        event = events.parse(line)
+        if isinstance(event, events.UserCodeFailed):
+            self.traceback = event.traceback
+        if not event:
+            self._sink(task, line)
+        elif words := self._lines.take(event):
+            log.info("%s", words)
+
+
+@contextmanager
+def relayed(workdir: Path, sink: LineSink) -> Iterator[None]:
+    """Pass on the logs of the tasks below `workdir` until the block ends, to their last line."""
+    logs = TaskLogs(workdir, sink)
+    ended = threading.Event()
+
+    def follow() -> None:
+        while not ended.wait(_LOOK_SECONDS):
+            logs.take()
+
+    follower = threading.Thread(target=follow, name="task logs", daemon=True)
+    follower.start()
+    try:
+        try:
+            yield
+        finally:
+            ended.set()
+            follower.join()
+            logs.take()
+    except UserError as error:
+        error.traceback = error.traceback or logs.traceback
+        raise
