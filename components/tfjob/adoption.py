@@ -16,6 +16,7 @@ from components.tfjob import names, state
 from components.tfjob.client import Api, RefusedError
 from components.tfjob.names import Tree
 from components.tfjob.retry import refused, with_retry
+from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -25,10 +26,10 @@ POLL_SECONDS = 1.0
 class Adoption:
     """Ensures that the job of a manifest exists."""
 
-    def __init__(self, api: Api, unreachable: float, wait: Callable[[float], None]) -> None:
-        """Take the API, how many seconds it may be unreachable, and a function that sleeps."""
+    def __init__(self, api: Api, deadlines: DeadlinesConfig, wait: Callable[[float], None]) -> None:
+        """Take the API, how long it and the operator may be silent, and a function that sleeps."""
         self._api = api
-        self._unreachable = unreachable
+        self._deadlines = deadlines
         self._wait = wait
 
     def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
@@ -86,7 +87,8 @@ class Adoption:
     def _ask(self, call: Callable[[], Any], unless: HTTPStatus | None = None) -> Any:
         """Return the result of a call; None where the API refuses it with the status `unless`."""
         try:
-            return with_retry(call, self._unreachable, self._wait)
+            limits = self._deadlines
+            return with_retry(call, limits.unreachable, self._wait, limits.operator)
         except RefusedError as error:
             if error.code == unless:
                 return None

@@ -11,6 +11,7 @@ import base64
 import binascii
 import json
 import os
+import re
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -36,6 +37,8 @@ _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
 STREAM_SECONDS = 60
 # 401 among them: an expired token is renewed on its node after a while.
 _RETRYABLE = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+# An internal error (500) of the API server, when its request to the operator has failed.
+_SILENT_OPERATOR = re.compile(r"failed calling webhook .*training-operator")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +93,17 @@ def _service_account(token: str) -> str:
 
 
 class RefusedError(Exception):
-    """The API has answered that it does not do what was requested."""
+    """The API has answered that it does not do what was requested.
 
-    def __init__(self, code: int, message: str) -> None:
+    Attributes:
+        is_unserved: whether it does not know the resource at all.
+    """
+
+    def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
         """Take the HTTP status and the message of the API."""
         super().__init__(f"{message} (HTTP {code})")
         self.code = code
+        self.is_unserved = is_unserved
 
     @property
     def is_missing(self) -> bool:
@@ -114,6 +122,10 @@ class UnreachableError(Exception):
         """Take the cause and the seconds."""
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class SilentOperatorError(UnreachableError):
+    """The training operator does not answer the API, which has it judge every TFJob."""
 
 
 class Api:
@@ -272,11 +284,15 @@ class Api:
 
 def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
     try:
-        message = json.loads(answer.data).get("message") or answer.reason or ""
+        message, is_object = json.loads(answer.data).get("message"), True
     except (ValueError, AttributeError, urllib3.exceptions.HTTPError):
-        message = answer.reason or ""
-    text = f"{request}: {' '.join(str(message).split())}"
+        message, is_object = "", False
+    text = f"{request}: {' '.join(str(message or answer.reason or '').split())}"
+    if _SILENT_OPERATOR.search(text):
+        return SilentOperatorError(text)
     if answer.status in _RETRYABLE or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
         seconds = answer.headers.get("Retry-After", "")
         return UnreachableError(text, float(seconds) if seconds.isdigit() else 0.0)
-    return RefusedError(answer.status, text)
+    # What the API server has no resource for, its HTTP server refuses without an object.
+    is_unserved = answer.status == HTTPStatus.NOT_FOUND and not is_object
+    return RefusedError(answer.status, text, is_unserved=is_unserved)

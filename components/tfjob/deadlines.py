@@ -1,21 +1,37 @@
-"""The deadlines of a job: to be scheduled, to start, to make progress, and to end."""
+"""The deadlines of a job: to be taken up, to be scheduled, to start, to make progress, to end."""
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 from components.tfjob import state
 from components.tfjob.names import Tree
+from components.tfjob.retry import silent_operator
 from trainer.config.kubernetes import DeadlinesConfig
+
+log = logging.getLogger(__name__)
+_ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
+_REMEDIES = {
+    "image": (
+        "correct --image or cluster.kubernetes.pod.image, or name the secret of its registry in "
+        "cluster.kubernetes.pod.image_pull_secrets"
+    ),
+    "container": "correct what it names, or cluster.kubernetes.pod",
+}
 
 
 class Deadlines:
     """The stage of a job as a whole, and how long it may last.
 
     A job that has run once stays in the stage `running`: when a worker is lost and its replacement
-    waits for a node, training continues, and if it does not, it stalls.
+    waits for a node, training continues, and if it does not, it stalls. Only a job that is
+    suspended begins to queue again.
+
+    Attributes:
+        is_taken_up: whether the operator has reacted to the job.
     """
 
     def __init__(
@@ -36,9 +52,41 @@ class Deadlines:
         self._clock = clock
         self._stage = state.QUEUEING
         self._entered_at = self._progressed_at = clock()
+        self._uid = ""
+        self._made_at = clock()
+        self.is_taken_up = self._is_suspended = False
+        # When each pod that cannot start was first seen so.
+        self._failing_since: dict[str, float] = {}
 
-    def observe(self, pods: Iterable[Tree]) -> None:
+    @property
+    def has_run(self) -> bool:
+        """Whether all tasks have run."""
+        return self._stage == state.RUNNING
+
+    def observe_job(self, job: Tree) -> None:
+        """Note whether the operator has taken up the job, and whether it is suspended."""
+        uid = job["metadata"]["uid"]
+        if uid != self._uid:
+            self._uid, self._made_at, self.is_taken_up = uid, self._clock(), False
+        if job.get("status", {}).get("conditions"):
+            self.take_up()
+        suspended = state.is_suspended(job)
+        if suspended and not self._is_suspended:
+            log.info("the job waits for admission: it is suspended")
+            self._enter(state.QUEUEING)
+        self._is_suspended = suspended
+
+    def take_up(self) -> None:
+        """Note that the operator has reacted to the job."""
+        self.is_taken_up = True
+
+    def observe(self, pods: Collection[Tree]) -> None:
         """Update the stage from the current pods."""
+        if pods:
+            self.take_up()
+        now = self._clock()
+        failing = [each["metadata"]["uid"] for each in pods if state.start_failure(each)]
+        self._failing_since = {uid: self._failing_since.get(uid, now) for uid in failing}
         if self._stage == state.RUNNING:
             return
         stages = [state.stage(pod) for pod in pods]
@@ -46,6 +94,10 @@ class Deadlines:
             self._enter(state.QUEUEING)
         else:
             self._enter(state.STARTING if state.STARTING in stages else state.RUNNING)
+
+    def lacks_pods(self, pods: Collection[Tree]) -> bool:
+        """Return whether the operator should have made more pods."""
+        return len(pods) < self._expected_pods and not self._is_suspended
 
     def progressed(self) -> None:
         """Restart the deadline for progress: the global step has changed."""
@@ -55,22 +107,37 @@ class Deadlines:
         """Return the seconds to the next deadline; infinite where there is none."""
         return min(self._ends().values(), default=math.inf) - self._clock()
 
-    def exceeded(self, pods: Iterable[Tree]) -> str:
-        """Return one line about the deadline that was exceeded, or an empty string."""
+    def exceeded(self, pods: Collection[Tree]) -> str:
+        """Return one line about what cannot start, or about the deadline that was exceeded."""
+        malformed = [pod for pod in pods if state.start_failure(pod) == state.MALFORMED]
+        if malformed and not self.has_run:
+            return _not_starting(malformed, "")
         late = [key for key, end in self._ends().items() if end <= self._clock()]
-        if not late:
-            return ""
-        seconds = getattr(self._config, late[0])
-        limit = f"{seconds:g} s (cluster.kubernetes.deadlines.{late[0]})"
-        if late[0] == "stalling":
-            return f"training has made no progress for {limit}"
-        if late[0] == "running":
-            return f"training was not done after {limit}"
-        waiting = [pod for pod in pods if state.stage(pod) == late[0]]
-        tasks = ", ".join(sorted(str(state.task_of(pod)) for pod in waiting)) or "the job"
-        what = "has no node" if late[0] == "queueing" else "has not started"
-        reason = next(filter(None, map(state.waiting_reason, waiting)), "")
-        return ": ".join(filter(None, [f"{tasks} {what} after {limit}", " ".join(reason.split())]))
+        return self._past(late[0], pods) if late else ""
+
+    def _past(self, key: str, pods: Collection[Tree]) -> str:
+        seconds = getattr(self._config, key)
+        limit = f"{seconds:g} s (cluster.kubernetes.deadlines.{key})"
+        of_the_job = {
+            "operator": silent_operator(seconds, "the job has neither a condition nor a pod"),
+            "stalling": f"training has made no progress for {limit}",
+            "running": f"training was not done after {limit}",
+        }
+        if key in of_the_job:
+            return of_the_job[key]
+        if key == "container":
+            return _not_starting([pod for pod in pods if state.start_failure(pod)], limit)
+        return self._waiting(pods, key, limit)
+
+    def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:
+        waiting = [pod for pod in pods if state.stage(pod) == stage]
+        if stage == state.QUEUEING and self._is_suspended:
+            return f"the job was not admitted after {limit}: {_ADMISSION}"
+        missing = self._expected_pods - len(pods)
+        if stage == state.QUEUEING and missing > 0:
+            return f"{missing} of {self._expected_pods} pods were not made after {limit}"
+        what = "has no node" if stage == state.QUEUEING else "has not started"
+        return _sentence(waiting, f"{what} after {limit}")
 
     def _enter(self, stage: str) -> None:
         if stage != self._stage:
@@ -79,7 +146,23 @@ class Deadlines:
 
     def _ends(self) -> dict[str, float]:
         since = {self._stage: self._entered_at}
+        if not self.is_taken_up:
+            since["operator"] = self._made_at
         if self._stage == state.RUNNING:
             since["stalling"] = self._progressed_at
+        elif self._failing_since:
+            since["container"] = min(self._failing_since.values())
         limits = {key: getattr(self._config, key) for key in since}
         return {key: since[key] + limit for key, limit in limits.items() if limit}
+
+
+def _not_starting(pods: Collection[Tree], limit: str) -> str:
+    kind = "image" if any("Image" in state.start_failure(pod) for pod in pods) else "container"
+    what = f"cannot start, for {limit}" if limit else "cannot start"
+    return f"{_sentence(pods, what)}; {_REMEDIES[kind]}"
+
+
+def _sentence(pods: Collection[Tree], what: str) -> str:
+    tasks = ", ".join(sorted(str(state.task_of(pod)) for pod in pods))
+    reason = next(filter(None, map(state.waiting_reason, pods)), "")
+    return ": ".join(filter(None, [f"{tasks} {what}", " ".join(reason.split())]))

@@ -83,6 +83,9 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
             log.warning("deleting the job %s, which its launcher has left", name)
             with_retry(partial(api.delete_job, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
+        # Where the kind is not served there is no job.
+        if error.is_unserved:
+            return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
     return [orphan["metadata"]["name"] for orphan in orphans]
 
@@ -133,7 +136,6 @@ class _Launch:
         # The handler may run while a thread holds the lock of the other pool.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
-        self._unreachable = settings.deadlines.unreachable
         grace = max(
             settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
         )
@@ -161,7 +163,8 @@ class _Launch:
         if name and uid and self._is_own_namespace:
             owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
             own["ownerReferences"] = [owner]
-        adoption = Adoption(self._api, self._unreachable, self._wait)
+        deadlines = self._job.config.cluster.kubernetes.deadlines
+        adoption = Adoption(self._api, deadlines, self._wait)
         return adoption.adopt_or_create(self._manifest, own, self._deletion_seconds)
 
     def _supervise(self, created: Tree) -> None:
@@ -188,20 +191,24 @@ class _Launch:
             watch.start()
         try:
             supervisor.run()
-            self._delete()
-            if not supervisor.wait_until_deleted(self._deletion_seconds):
-                log.warning("pods of the job %s are still on their nodes", self._name)
+            self._end(supervisor)
             logs.drain(DRAIN_SECONDS)
         except UserError as error:
             # A job that is being deleted also fails, which is not an error of the run.
-            if not self._is_interrupted:
-                error.traceback = relay.traceback
-                raise
-            raise self._interrupted(supervisor, logs) from None
+            if self._is_interrupted:
+                raise self._interrupted(supervisor, logs) from None
+            error.traceback = relay.traceback
+            self._end(supervisor)
+            raise
         finally:
             logs.stop()
             for watch in watches:
                 watch.stopped.set()
+
+    def _end(self, supervisor: Supervisor) -> None:
+        """Delete the job and wait for its pods: with the step nothing of it is left."""
+        if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
+            log.warning("pods of the job %s are still on their nodes", self._name)
 
     def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""
@@ -227,14 +234,16 @@ class _Launch:
             self._handler_api.delete_job(self._name, quick=True)
         self._job_events.put(None)
 
-    def _delete(self) -> None:
-        """Delete the job, unless it is gone or another job has its name by now."""
+    def _delete(self) -> bool:
+        """Delete the job, unless it is gone or another job has its name by now; say whether."""
         try:
             with_retry(
                 lambda: self._api.delete_job(self._name, self._uid), REMOVAL_SECONDS, time.sleep
             )
         except (RefusedError, UserError) as error:
             log.warning("the job %s could not be deleted: %s", self._name, error)
+            return False
+        return True
 
     def _wait(self, seconds: float) -> None:
         """Sleep; raise `RunInterruptedError` at a signal."""

@@ -119,10 +119,7 @@ class LogFollower(threading.Thread):
         since = self._position.since()
         for line in self._api.log(self._pod, since=since, follow=follow, previous=previous):
             if not line.endswith("\n"):
-                # Cut off: the next request repeats it, unless the task died while writing it.
-                # Without a time it is the kubelet's message that it has lost the log.
-                timestamp, _, partial = line.partition(" ")
-                self._partial = partial if _TIME.fullmatch(timestamp) else ""
+                self._cut_off(line)
                 return
             self._partial = ""
             text = self._position.take(line[:-1])
@@ -130,6 +127,15 @@ class LogFollower(threading.Thread):
                 self._sink(self.task, text)
             if self.stopped.is_set():
                 return
+
+    def _cut_off(self, line: str) -> None:
+        """Keep a line that the next request repeats, unless the task died while writing it."""
+        timestamp, _, partial = line.partition(" ")
+        is_of_the_task = bool(_TIME.fullmatch(timestamp))
+        self._partial = partial if is_of_the_task else ""
+        if not is_of_the_task:
+            # The answer of a kubelet that no longer has the log.
+            log.warning("the log of %s (pod %s) is lost: %s", self.task, self._pod, line)
 
 
 class Logs:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import TypeVar
 
 import tenacity
 
-from components.tfjob.client import RefusedError, UnreachableError
+from components.tfjob.client import RefusedError, SilentOperatorError, UnreachableError
 from trainer.errors import TransientError
 
 log = logging.getLogger(__name__)
@@ -17,7 +18,10 @@ _Result = TypeVar("_Result")
 
 
 def with_retry(
-    call: Callable[[], _Result], seconds: float, sleep: Callable[[float], None]
+    call: Callable[[], _Result],
+    seconds: float,
+    sleep: Callable[[float], None],
+    operator: float = 0.0,
 ) -> _Result:
     """Return the result of `call`, retried while the API does not answer.
 
@@ -25,12 +29,17 @@ def with_retry(
         call: may raise `UnreachableError`; any other exception propagates.
         seconds: how long to retry; 0: without end.
         sleep: waits between two attempts, and may raise to stop them.
+        operator: the same for what the training operator has to judge; 0: `seconds`.
 
     Raises:
-        TransientError: the API did not answer in time.
+        TransientError: the API, or the operator, did not answer in time.
     """
-    stop = tenacity.stop_after_delay(seconds) if seconds else tenacity.stop_never
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
+
+    def stop(state: tenacity.RetryCallState) -> bool:
+        error = state.outcome.exception() if state.outcome else None
+        limit = (isinstance(error, SilentOperatorError) and operator) or seconds
+        return bool(limit) and (state.seconds_since_start or 0.0) >= limit
 
     def pause(state: tenacity.RetryCallState) -> float:
         error = state.outcome.exception() if state.outcome else None
@@ -38,7 +47,9 @@ def with_retry(
 
     def warn(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        log.warning("the Kubernetes API is unreachable, retrying: %s", error)
+        silent = isinstance(error, SilentOperatorError)
+        who = "training operator does not answer" if silent else "Kubernetes API is unreachable"
+        log.warning("the %s, retrying: %s", who, error)
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnreachableError),
@@ -50,19 +61,41 @@ def with_retry(
     )
     try:
         return retrying(call)
+    except SilentOperatorError as error:
+        raise TransientError(silent_operator(operator or seconds, str(error))) from None
     except UnreachableError as error:
         raise TransientError(unreachable(seconds, str(error))) from None
 
 
+_OPERATOR = (
+    "kubectl get deployments --all-namespaces --selector control-plane=kubeflow-training-operator"
+)
+
+
 def refused(error: RefusedError) -> str:
     """Return the message for a request that the API refuses, with the remedy."""
-    remedy = "deploy/ holds the permissions that the step's service account needs"
-    if error.is_missing:
-        remedy = (
-            "install the training operator (kubeflow.org/v1 tfjobs), or correct the namespace: "
-            "flotilla doctor shows which of them is missing"
+    return "; ".join(filter(None, [f"the Kubernetes API refuses: {error}", _remedy(error)]))
+
+
+def _remedy(error: RefusedError) -> str:
+    if error.is_unserved:
+        return (
+            "this cluster does not serve TFJobs: the training operator, or its CRD "
+            "tfjobs.kubeflow.org, is not installed; flotilla doctor shows how to install it"
         )
-    return f"the Kubernetes API refuses: {error}; {remedy}"
+    if error.is_missing:
+        return "correct the namespace: flotilla doctor shows which one is missing"
+    if error.code == HTTPStatus.FORBIDDEN and " cannot " in str(error):
+        return "deploy/ holds the permissions that the step's service account needs"
+    return ""
+
+
+def silent_operator(seconds: float, detail: str) -> str:
+    """Return the message for an operator that has left a job alone for so many seconds."""
+    return (
+        f"the training operator has not reacted for {seconds:g} s "
+        f"(cluster.kubernetes.deadlines.operator): {detail}; is it running? {_OPERATOR}"
+    )
 
 
 def unreachable(seconds: float, detail: str) -> str:

@@ -14,6 +14,15 @@ _SIGNAL_BASE = 128
 _SIGNALS = (
     signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
 )  # fmt: skip
+# The kubelet's reasons why a container is not made; it tries again, with growing pauses.
+MALFORMED = "InvalidImageName"
+_START_FAILURES = (
+    MALFORMED, "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError",
+    "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
+    "RunContainerError",
+)  # fmt: skip
+# On the way to its start every container waits for these.
+_USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
 
 
@@ -104,13 +113,29 @@ def stage(pod: Tree) -> str:
 
 def waiting_reason(pod: Tree) -> str:
     """Return Kubernetes' reason why a pod does not run, or an empty string."""
-    waiting = _container(pod).get("state", {}).get("waiting", {})
+    waiting = _waiting(pod)
     if waiting:
         return ": ".join(filter(None, [waiting.get("reason"), waiting.get("message")]))
     for each in pod.get("status", {}).get("conditions") or []:
         if each["type"] == "PodScheduled" and each["status"] == "False":
             return str(each.get("message") or each.get("reason") or "")
     return ""
+
+
+def waits_as_usual(pod: Tree) -> bool:
+    """Return whether a pod is on the way to its start: its image is pulled, its volumes mounted."""
+    return _waiting(pod).get("reason") in _USUAL
+
+
+def start_failure(pod: Tree) -> str:
+    """Return why the kubelet cannot make the container, such as `ErrImagePull`; else empty."""
+    reason = str(_waiting(pod).get("reason", ""))
+    return reason if reason in _START_FAILURES else ""
+
+
+def is_suspended(job: Tree) -> bool:
+    """Return whether a job waits until someone, such as Kueue, lets it run."""
+    return bool(job["spec"].get("runPolicy", {}).get("suspend"))
 
 
 def condition(job: Tree, kind: str) -> Tree | None:
@@ -121,6 +146,14 @@ def condition(job: Tree, kind: str) -> Tree | None:
     return found
 
 
+def is_past_its_deadline(failed: Tree) -> bool:
+    """Return whether the condition of a failed job names its active deadline.
+
+    The operator gives every failure the same reason, and says the cause in words.
+    """
+    return "active longer than specified deadline" in str(failed.get("message"))
+
+
 def is_finished(job: Tree) -> bool:
     """Return whether a job has succeeded or failed."""
     return bool(condition(job, "Succeeded") or condition(job, "Failed"))
@@ -128,6 +161,11 @@ def is_finished(job: Tree) -> bool:
 
 def _phase(pod: Tree) -> str:
     return str(pod.get("status", {}).get("phase", ""))
+
+
+def _waiting(pod: Tree) -> Tree:
+    found: Tree = _container(pod).get("state", {}).get("waiting") or {}
+    return found
 
 
 def _container(pod: Tree) -> Tree:

@@ -13,11 +13,11 @@ import queue
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from http import HTTPStatus
 
 from components.tfjob import names, state
 from components.tfjob.client import Api, RefusedError, UnreachableError
 from components.tfjob.deadlines import Deadlines
+from components.tfjob.kubernetes_events import PodRefusals, last_events
 from components.tfjob.logs import Logs
 from components.tfjob.manifest import leading, restart_policy
 from components.tfjob.names import Tree
@@ -26,7 +26,15 @@ from components.tfjob.state import TaskEnd
 from trainer import events
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
-from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, RunInterruptedError, UserError
+from trainer.errors import (
+    BEGIN_AGAIN,
+    DONE,
+    FAILED,
+    USAGE,
+    RunInterruptedError,
+    TransientError,
+    UserError,
+)
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
@@ -34,8 +42,6 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 5.0
 # How long the rest of a log is waited for once its task has ended.
 DRAIN_SECONDS = 10.0
-# So many of Kubernetes' events are part of a report.
-REPORTED_EVENTS = 3
 # The operator's policy `ExitCode` restarts a task that ends with this code or a higher one.
 RETRYABLE = 128
 
@@ -48,25 +54,13 @@ def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
     """Return the report of a task that has failed."""
     if end.code in (FAILED, USAGE) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
-    report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.pod)}"
+    report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
     lines = " | ".join(log_tail) or end.message
     return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
 
 
-def last_events(api: Api, name: str) -> str:
-    """Return Kubernetes' last events of an object; empty for none, or if it does not answer."""
-    try:
-        found, _ = api.list_of("events", {"fieldSelector": f"involvedObject.name={name}"})
-    except UnreachableError:
-        return ""
-    except RefusedError as error:
-        if error.code == HTTPStatus.FORBIDDEN:
-            return "; its events may not be read with these permissions"
-        return ""
-    found.sort(key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime") or ""))
-    lines = (f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED_EVENTS:])
-    text = " ".join(" | ".join(lines).split())
-    return f"; last events: {text}" if text else ""
+def _is_done(end: TaskEnd) -> bool:
+    return end.code == DONE and not end.pod_deleted
 
 
 class Restarts:
@@ -125,7 +119,9 @@ class Supervisor:
         self._deadlines = deadlines
         self._job_events = job_events
         self._restarts = Restarts(job.config)
+        self._refusals = PodRefusals(api, self._uid, deadlines)
         self._interrupts = 0
+        self._is_blind = self._is_holding = False
         self._is_job_deleted = False
         self._pods: dict[str, Tree] = {}
         self._ends: dict[tuple[str, int], TaskEnd] = {}
@@ -139,7 +135,8 @@ class Supervisor:
             RunInterruptedError: the launcher was interrupted; raised at once.
         """
         while True:
-            job_event = self._next(min(CHECK_SECONDS, self._deadlines.seconds_left()))
+            left = CHECK_SECONDS if self._is_holding else self._deadlines.seconds_left()
+            job_event = self._next(min(CHECK_SECONDS, left))
             if self._interrupts:
                 raise RunInterruptedError("interrupted")
             if job_event is None:
@@ -151,11 +148,11 @@ class Supervisor:
                 return
 
     def wait_until_deleted(self, seconds: float) -> bool:
-        """Wait until neither the job nor a pod is left; return whether that came in time."""
+        """Wait until neither the job nor a pod is left; return whether that was seen in time."""
         end = time.monotonic() + seconds
         while not self._is_job_deleted or self._pods:
             left = end - time.monotonic()
-            if left <= 0:
+            if left <= 0 or self._is_blind:
                 return False
             job_event = self._next(left)
             if job_event is not None:
@@ -178,6 +175,7 @@ class Supervisor:
         except queue.Empty:
             return None
         if isinstance(job_event, RefusedError):
+            self._is_blind = True
             raise UserError(refused(job_event))
         self._interrupts += job_event is None
         return job_event
@@ -196,6 +194,9 @@ class Supervisor:
             if state.condition(item, "Failed"):
                 raise UserError(self._job_failure(item))
             return False
+        # The operator writes no status while it is away, or may not make a pod of another task.
+        if any(end.task == self._leader and _is_done(end) for end in new_ends):
+            return True
         for end in new_ends:
             self._count_restart(end)
         self._check_deadlines()
@@ -206,6 +207,8 @@ class Supervisor:
         uid = item["metadata"]["uid"]
         if item["kind"] == "TFJob":
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
+            if uid == self._uid and not deleted:
+                self._deadlines.observe_job(item)
             return []
         self._logs.follow(item)
         ends = {(end.uid, end.restart_count): end for end in state.ends(item)}
@@ -229,7 +232,8 @@ class Supervisor:
         key = (pod["metadata"]["uid"], reason.partition(":")[0])
         if reason and key not in self._logged_reasons:
             self._logged_reasons.add(key)
-            log.warning("%s waits: %s", state.task_of(pod), reason)
+            level = logging.INFO if state.waits_as_usual(pod) else logging.WARNING
+            log.log(level, "%s waits: %s", state.task_of(pod), reason)
 
     def _count_restart(self, end: TaskEnd) -> None:
         """Count the restart of a task; raise `UserError` past the limit."""
@@ -256,8 +260,12 @@ class Supervisor:
         """Return the report of a job that has failed."""
         condition = state.condition(job, "Failed") or {}
         message = " ".join(str(condition.get("message", "")).split())
-        if condition.get("reason") == "DeadlineExceeded":
-            return f"the job {self._name} was active too long: {message}"
+        if state.is_past_its_deadline(condition):
+            limit = job["spec"]["runPolicy"].get("activeDeadlineSeconds")
+            return (
+                f"the job {self._name} was not done after {limit} s "
+                f"(cluster.kubernetes.job.active_deadline_seconds): {message}"
+            )
         self._refresh_pods()
         for end in self._ends.values():
             self._logs.drain(DRAIN_SECONDS, end.task)
@@ -267,7 +275,7 @@ class Supervisor:
             return report_of(self._api, final[0], self._logs.tail(final[0].task))
         last = [report_of(self._api, end, self._logs.tail(end.task)) for end in failed[-1:]]
         report = "; ".join([f"the job {self._name} failed: {message}", *last])
-        return f"{report}{last_events(self._api, self._name)}"
+        return f"{report}{last_events(self._api, self._uid)}"
 
     def _refresh_pods(self) -> None:
         """Record the pods as they are now, ahead of their events."""
@@ -276,9 +284,32 @@ class Supervisor:
                 self._observe({**pod, "kind": "Pod"}, False)
 
     def _check_deadlines(self) -> None:
-        exceeded = self._deadlines.exceeded(self._pods.values())
+        pods = self._pods.values()
+        refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
+        if refusal:
+            raise UserError(f"the pods of the job {self._name} are refused: {refusal}")
+        exceeded = self._exceeded()
         if exceeded:
-            raise UserError(f"{exceeded} (job {self._name}){last_events(self._api, self._name)}")
+            # An operator that is away comes back, as after its update.
+            kind = UserError if self._deadlines.is_taken_up else TransientError
+            raise kind(f"{exceeded} (job {self._name}){last_events(self._api, self._uid)}")
         limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
             raise UserError(unreachable(limit, f"the job {self._name} may still run"))
+
+    def _exceeded(self) -> str:
+        """Return which deadline the job exceeds as it is now: an outage delays its watches."""
+        seen = self._deadlines.exceeded(self._pods.values())
+        self._is_holding = False
+        if not seen:
+            return ""
+        try:
+            self._deadlines.observe_job(self._api.get_job(self._name))
+            pods = self._api.labelled("pods", f"{names.JOB_NAME}={self._name}")
+        except RefusedError:
+            return seen
+        except UnreachableError:
+            self._is_holding = True
+            return ""
+        self._deadlines.observe(pods)
+        return self._deadlines.exceeded(pods)

@@ -6,9 +6,8 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from tests.kubernetes import pods
+from tests.kubernetes import events, pods
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.operator import Operator
 from tests.kubernetes.server import Server
@@ -20,8 +19,9 @@ NAMESPACE = "models"
 class Cluster:
     """What a test does and sees; without a kubelet the test sets the states of pods itself."""
 
-    def __init__(self, server: Server, kubeconfig: Path) -> None:
+    def __init__(self, server: Server, operator: Operator, kubeconfig: Path) -> None:
         self.server = server
+        self.operator = operator
         self.store: Store = server.store
         self.faults = server.faults
         self.kubeconfig = kubeconfig
@@ -89,23 +89,17 @@ class Cluster:
         return pods.finished(self.store, pod, code, message, reason)
 
     def event(self, involved: str, reason: str, message: str) -> None:
-        """Write an event of a job or a pod."""
-        name = f"{involved}.{len(self.store.all('events'))}"
-        tree: dict[str, Any] = {
-            "metadata": {"name": name},
-            "involvedObject": {"name": involved},
-            "reason": reason,
-            "message": message,
-            "type": "Warning",
-        }
-        self.store.create("events", NAMESPACE, tree)
+        """Write an event of a job or a pod that is there."""
+        objects = [*self.jobs(), *self.store.all("pods", NAMESPACE)]
+        [found] = [each for each in objects if each["metadata"]["name"] == involved]
+        events.warn(self.store, found, reason, message)
 
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Yield a cluster whose pods have the states that the test sets."""
-    with Server() as server, Operator(server.store):
-        yield Cluster(server, _kubeconfig(folder, server.url))
+    with Server() as server, Operator(server.store) as operator:
+        yield Cluster(server, operator, _kubeconfig(folder, server.url))
 
 
 @contextmanager
@@ -114,11 +108,12 @@ def real_cluster(
 ) -> Iterator[Cluster]:
     """Yield a cluster that runs the command of every pod as a process of this machine."""
     with Server() as server:
-        made = Cluster(server, _kubeconfig(folder, server.url))
+        operator = Operator(server.store)
+        made = Cluster(server, operator, _kubeconfig(folder, server.url))
         environment = {"KUBECONFIG": str(made.kubeconfig)}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
         made.kubelet = kubelet
-        with Operator(server.store), kubelet:
+        with operator, kubelet:
             yield made
 
 

@@ -6,9 +6,16 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.kubernetes.store import RefusedError, Store, Tree
+from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree
 
 USER = "ann@example.com"
+# The operator installs it with `failurePolicy: Fail`, for CREATE and UPDATE.
+WEBHOOK_FAILED = (
+    "Internal error occurred: failed calling webhook "
+    '"validator.tfjob.training-operator.kubeflow.org": failed to call webhook: Post '
+    '"https://training-operator.kubeflow.svc:443/validate-kubeflow-org-v1-tfjob?timeout=10s": '
+    'no endpoints available for service "training-operator"'
+)
 _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
@@ -20,6 +27,7 @@ class Control:
         denied: `(user, verb, resource)`; everything else is allowed.
         kinds: the resources of each group and version.
         absent: namespaces that do not exist.
+        is_webhook_silent: whether TFJobs are judged by a webhook that nobody answers.
         reviews: the specifications of all access reviews so far.
     """
 
@@ -28,6 +36,7 @@ class Control:
         self.denied: set[tuple[str, str, str]] = set()
         self.kinds = {"kubeflow.org/v1": ["tfjobs", "tfjobs/status", "pytorchjobs"]}
         self.absent: set[str] = set()
+        self.is_webhook_silent = False
         self.reviews: list[Tree] = []
         self._store = store
         self._answers: list[tuple[str, Callable[..., Tree]]] = [
@@ -46,7 +55,17 @@ class Control:
             found = re.fullmatch(pattern, f"{method} {path}")
             if found:
                 return answer(**found.groupdict())
-        raise RefusedError(404, "NotFound", f"no such path: {path}")
+        raise NotServedError
+
+    def check_served(self, group: str, version: str, kind: str) -> None:
+        """Refuse what the cluster has no resource for, as its HTTP server does."""
+        if group and kind not in self.kinds.get(f"{group}/{version}", []):
+            raise NotServedError
+
+    def call_webhook(self) -> None:
+        """Have the operator judge a TFJob that is written, where its webhook is installed."""
+        if self.is_webhook_silent:
+            raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
 
     def deny(self, user: str, *permissions: str) -> None:
         """Take permissions such as `create tfjobs` or `get pods/log` from a user."""
@@ -86,20 +105,24 @@ class Control:
     def _group(self, group: str) -> Tree:
         versions = [each.partition("/")[2] for each in self.kinds if each.startswith(f"{group}/")]
         if not versions:
-            raise RefusedError(404, "NotFound", f"no such group: {group}")
+            raise NotServedError
         return {"versions": [{"version": each} for each in versions]}
 
     def _kinds(self, group: str, version: str) -> Tree:
         kinds = self.kinds.get(f"{group}/{version}")
         if kinds is None:
-            raise RefusedError(404, "NotFound", f"no such version: {group}/{version}")
+            raise NotServedError
         return {"kind": "APIResourceList", "resources": [{"name": each} for each in kinds]}
 
-    def _namespace(self, name: str) -> Tree:
+    def check_namespace(self, name: str) -> None:
+        """Refuse to create anything where there is no namespace."""
         if name in self.absent:
             raise RefusedError(404, "NotFound", f'namespaces "{name}" not found')
-        metadata = {"name": name, "labels": self._store.labels.get(name, {})}
-        return {"metadata": metadata, "status": {"phase": "Active"}}
+
+    def _namespace(self, name: str) -> Tree:
+        self.check_namespace(name)
+        labels = self._store.labels.get(name, {})
+        return {"metadata": {"name": name, "labels": labels}, "status": {"phase": "Active"}}
 
     def _nodes(self) -> Tree:
         return {"items": self._store.all("nodes")}

@@ -16,10 +16,14 @@ def stamp(nanoseconds: int) -> str:
 
 @dataclass(kw_only=True)
 class ContainerLog:
-    """The log of a container between two restarts; `ended` once it is complete."""
+    """The log of a container between two restarts; `ended` once it is complete.
+
+    A `lost` one is no longer on its node.
+    """
 
     lines: list[tuple[int, str]] = field(default_factory=list)
     ended: bool = False
+    lost: bool = False
 
 
 class Logs:
@@ -42,3 +46,8 @@ class Logs:
         with self._changed:
             self.of(uid, restarts).ended = True
             self._changed.notify_all()
+
+    def lose(self, uid: str, restarts: int) -> None:
+        """Remove the file of a log, as the garbage collection of a container does."""
+        with self._changed:
+            self.of(uid, restarts).lost = True

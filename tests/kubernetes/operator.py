@@ -7,7 +7,6 @@ and follows `cleanPodPolicy`, `activeDeadlineSeconds`, `ttlSecondsAfterFinished`
 
 from __future__ import annotations
 
-import hashlib
 import json
 import socket
 import threading
@@ -15,6 +14,7 @@ import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from tests.kubernetes import events
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 JOB_NAME = "training.kubeflow.org/job-name"
@@ -52,9 +52,14 @@ def is_finished(job: Tree) -> bool:
 
 
 class Operator:
-    """Reconciles the pods and the status of all jobs, in a thread of its own."""
+    """Reconciles the pods and the status of all jobs, in a thread of its own.
+
+    Attributes:
+        down: whether it is not running: jobs then have no conditions and no new pods.
+    """
 
     def __init__(self, store: Store) -> None:
+        self.down = False
         self._store = store
         self._ports = ExitStack()
         self._addresses: dict[str, int] = {}
@@ -75,7 +80,7 @@ class Operator:
         reconciled = -1
         while not self._stopping:
             with self._store.changed:
-                for job in self._store.all("tfjobs"):
+                for job in [] if self.down else self._store.all("tfjobs"):
                     with suppress(RefusedError):
                         self._reconcile(job)
                 # The same version twice: there is nothing to do until the next event.
@@ -85,7 +90,10 @@ class Operator:
 
     def _reconcile(self, job: Tree) -> None:
         meta, policy = job["metadata"], job["spec"]["runPolicy"]
-        if meta.get("deletionTimestamp") or policy.get("suspend"):
+        if meta.get("deletionTimestamp"):
+            return
+        if policy.get("suspend"):
+            self._status(job, "Suspended", "TFJobSuspended", f"TFJob {meta['name']} is suspended.")
             return
         created_at = self._created_at.setdefault(meta["uid"], time.monotonic())
         if not is_finished(job):
@@ -104,7 +112,6 @@ class Operator:
     def _pods(self, job: Tree) -> None:
         pods = {pod["metadata"]["name"]: pod for pod in self._of(job)}
         specs = job["spec"]["tfReplicaSpecs"]
-        self._status(job, "Created")
         for role, spec in specs.items():
             for index in range(spec["replicas"]):
                 name = f"{job['metadata']['name']}-{role.lower()}-{index}"
@@ -112,6 +119,8 @@ class Operator:
                     self._create(job, role, index, name)
                     continue
                 self._check(job, pods[name], spec["restartPolicy"])
+        # The condition is written with the first status, for which all pods have to be made.
+        self._status(job, "Created")
         role = "chief" if "Chief" in specs else "worker"
         leader = pods.get(f"{job['metadata']['name']}-{role}-0")
         if leader and leader["status"]["phase"] == "Succeeded":
@@ -157,23 +166,8 @@ class Operator:
         try:
             self._store.create("pods", job["metadata"]["namespace"], pod)
         except RefusedError as error:
-            self._event(job, "FailedCreatePod", f"Error creating: {error}")
+            events.warn(self._store, job, "FailedCreatePod", f"Error creating: {error}")
             raise
-
-    def _event(self, job: Tree, reason: str, message: str) -> None:
-        """Write an event of a job, once: the real one only counts its repetitions."""
-        meta = job["metadata"]
-        digest = hashlib.sha256(message.encode()).hexdigest()[:8]
-        tree = {
-            "metadata": {"name": f"{meta['name']}.{digest}"},
-            "involvedObject": {"kind": "TFJob", "name": meta["name"], "uid": meta["uid"]},
-            "type": "Warning",
-            "reason": reason,
-            "message": message,
-            "lastTimestamp": now(),
-        }
-        with suppress(RefusedError):
-            self._store.create("events", meta["namespace"], tree)
 
     def _tf_config(self, job: Tree, role: str, index: int) -> str:
         name = job["metadata"]["name"]

@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from contextlib import suppress
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -14,10 +15,10 @@ from urllib.parse import parse_qs, urlsplit
 from tests.kubernetes.control import Control
 from tests.kubernetes.faults import SILENCE, Faults
 from tests.kubernetes.logs import Logs, stamp
-from tests.kubernetes.store import RefusedError, Store, Tree, selected
+from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree, selected
 
 PATH = re.compile(
-    r"/(?:api/v1|apis/kubeflow\.org/v1)/namespaces/(?P<namespace>[^/]+)"
+    r"/(?:api/v1|apis/(?P<group>kubeflow\.org)/(?P<version>v1))/namespaces/(?P<namespace>[^/]+)"
     r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
     r"|resourcequotas|limitranges)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
 )
@@ -106,6 +107,8 @@ class Handler(BaseHTTPRequestHandler):
             answer = self._route(body)
         except RefusedError as error:
             return self._send(error.code, error.status)
+        except NotServedError:
+            return self._send_text(404, "404 page not found\n", "text/plain; charset=utf-8")
         if fault:
             return self._fail(fault.status, fault.headers)
         if answer is not None:
@@ -123,19 +126,40 @@ class Handler(BaseHTTPRequestHandler):
             "kind": "Status",
             "code": status,
             "reason": "Fault",
-            "message": "on demand",
+            "message": self._forbidden() if status == HTTPStatus.FORBIDDEN else "on demand",
         }
         self._send(status, status_object, headers)
 
+    def _forbidden(self) -> str:
+        """Return what RBAC says of this request."""
+        parts = urlsplit(self.path)
+        found = PATH.fullmatch(parts.path)
+        who = f'User "{self.server.control.user}" cannot'
+        if not found:
+            return f'forbidden: {who} {self.command.lower()} path "{parts.path}"'
+        verbs = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
+        reads = "get" if found["name"] else "watch" if "watch=" in parts.query else "list"
+        resource = f"{found['kind']}{found['log'] or ''}"
+        return (
+            f"{found['kind']} is forbidden: {who} {verbs.get(self.command, reads)} resource "
+            f'"{resource}" in API group "{found["group"] or ""}" in the namespace '
+            f'"{found["namespace"]}"'
+        )
+
     def _send(self, code: int, tree: Tree, headers: dict[str, str] | None = None) -> None:
-        text = json.dumps(tree).encode()
+        self._send_text(code, json.dumps(tree), "application/json", headers)
+
+    def _send_text(
+        self, code: int, text: str, kind: str, headers: dict[str, str] | None = None
+    ) -> None:
+        data = text.encode()
         self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(text)))
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(text)
+        self.wfile.write(data)
 
     def _route(self, body: Tree) -> Tree | None:
         """Return the answer of a request; None where it was a stream."""
@@ -145,12 +169,19 @@ class Handler(BaseHTTPRequestHandler):
             return self.server.control.answer(self.command, parts.path, body)
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
+        self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
         if found["log"]:
             return self._log(namespace, name, query)
         if self.command == "GET" and not name:
             if query.get("watch") in ("true", "True"):
                 return self._watch(kind, namespace, query)
             return self._list(kind, namespace, query)
+        if self.command == "POST":
+            self.server.control.check_namespace(namespace)
+        if kind == "tfjobs" and self.command in ("POST", "PATCH"):
+            self.server.control.call_webhook()
+        if self.command == "POST" and query.get("dryRun") == "All":
+            return self.server.store.admitted(kind, namespace, body)
         return self._object(kind, namespace, name, body)
 
     def _object(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
@@ -205,6 +236,9 @@ class Handler(BaseHTTPRequestHandler):
             raise RefusedError(400, "BadRequest", f'container in pod "{name}" is waiting to start')
         start = states[0]["restartCount"] - (query.get("previous") in ("true", "True"))
         log = self.server.logs.of(pod["metadata"]["uid"], start)
+        if log.lost:
+            lost = f"unable to retrieve container logs for containerd://{'9c1b' * 16}"
+            return self._send_text(200, lost, "text/plain")
         # The kubelet compares whole seconds.
         since = query.get("sinceTime", "")[:19]
         follow = query.get("follow") in ("true", "True")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from tests.kubernetes import admission
+from tests.kubernetes import admission, limits
 
 Tree = dict[str, Any]
 SECONDS = 60
@@ -29,6 +29,10 @@ class RefusedError(Exception):
             "reason": reason,
             "message": message or reason,
         }
+
+
+class NotServedError(Exception):
+    """No part of the API server knows the path: the answer is 404, and no object."""
 
 
 def now() -> str:
@@ -56,20 +60,36 @@ class Store:
 
     def create(self, kind: str, namespace: str, tree: Tree) -> Tree:
         with self.changed:
-            refused = kind == "pods" and admission.refusal(tree, self.labels.get(namespace, {}))
-            if refused:
-                raise RefusedError(403, "Forbidden", refused)
-            key = (kind, namespace, tree["metadata"]["name"])
-            if key in self._objects:
-                raise RefusedError(409, "AlreadyExists", f'{kind} "{key[2]}" already exists')
+            made = self.admitted(kind, namespace, tree)
+            self._objects[kind, namespace, made["metadata"]["name"]] = made
+            return self._record("ADDED", kind, made)
+
+    def admitted(self, kind: str, namespace: str, tree: Tree) -> Tree:
+        """Return an object as it would be created: what `dryRun=All` answers."""
+        with self.changed:
+            name = tree["metadata"]["name"]
+            if (kind, namespace, name) in self._objects:
+                raise RefusedError(409, "AlreadyExists", f'{kind} "{name}" already exists')
+            self._admit(kind, namespace, tree)
             made = copy.deepcopy(tree)
             made["metadata"] |= {
                 "namespace": namespace,
                 "uid": str(uuid.uuid4()),
                 "creationTimestamp": now(),
             }
-            self._objects[key] = made
-            return self._record("ADDED", kind, made)
+            return made
+
+    def _admit(self, kind: str, namespace: str, tree: Tree) -> None:
+        quotas = self.all("resourcequotas", namespace)
+        if kind == "pods":
+            accounts = {each["metadata"]["name"] for each in self.all("serviceaccounts", namespace)}
+            there = self.all("pods", namespace)
+            refusal = admission.refusal(tree, self.labels.get(namespace, {}))
+            refusal = refusal or limits.excess(tree, namespace, accounts, quotas, there)
+        else:
+            refusal = limits.too_many(kind, tree, quotas, len(self.all(kind, namespace)))
+        if refusal:
+            raise RefusedError(403, "Forbidden", refusal)
 
     def get(self, kind: str, namespace: str, name: str) -> Tree:
         with self.changed:

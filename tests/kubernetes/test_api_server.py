@@ -227,6 +227,59 @@ def test_a_deleted_job_ends_its_processes_with_sigterm(real_kube):
     assert [text for _, text in log.lines] == ["ready", "ended"]
 
 
+def test_a_resource_that_is_not_served_is_a_404_without_an_object(kube, jobs):
+    kube.server.control.kinds.clear()
+    for call in (
+        lambda: jobs.list_namespaced_custom_object(*ARGS),
+        lambda: jobs.create_namespaced_custom_object(*ARGS, tfjob()),
+    ):
+        error = refused(call)
+        assert (error.status, error.reason, error.body) == (
+            404,
+            "Not Found",
+            "404 page not found\n",
+        )
+
+
+def test_without_the_operator_a_job_has_no_condition(kube, jobs):
+    kube.operator.down = True
+    jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    jobs.create_namespaced_custom_object(*ARGS, tfjob("other", suspend=True))
+    assert [each.get("status") for each in kube.jobs()] == [None, None]
+    kube.operator.down = False
+    assert len(kube.all_pods()) == 4
+    kube.store.wait(lambda: all(each.get("status") for each in kube.jobs()))
+    kinds = {
+        each["metadata"]["name"]: [one["type"] for one in each["status"]["conditions"]]
+        for each in kube.jobs()
+    }
+    assert (kinds["job"][0], kinds["other"][-1]) == ("Created", "Suspended")
+
+
+def test_a_webhook_without_its_operator_refuses_to_write_jobs(kube, jobs):
+    jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    kube.server.control.is_webhook_silent = True
+    for call in (
+        lambda: jobs.create_namespaced_custom_object(*ARGS, tfjob("other")),
+        lambda: jobs.patch_namespaced_custom_object(*ARGS, "job", {"metadata": {}}),
+    ):
+        error = refused(call)
+        assert error.status == 500
+        assert 'failed calling webhook \\"validator.tfjob.training-operator' in error.body
+    assert jobs.get_namespaced_custom_object(*ARGS, "job")
+    jobs.delete_namespaced_custom_object(*ARGS, "job")
+
+
+def test_a_log_that_is_lost_is_a_message_without_time_and_newline(kube, jobs, core):
+    jobs.create_namespaced_custom_object(*ARGS, tfjob(roles={"Chief": 1, "PS": 1}))
+    pod = kube.run_all()["chief-0"]["metadata"]
+    kube.write_log("chief-0", "one")
+    kube.server.logs.lose(pod["uid"], 0)
+    text = core.read_namespaced_pod_log(pod["name"], NAMESPACE, timestamps=True, follow=True)
+    assert text.startswith("unable to retrieve container logs for containerd://")
+    assert not text.endswith("\n")
+
+
 def test_requests_are_recorded_as_they_come(kube, jobs):
     done = threading.Event()
 

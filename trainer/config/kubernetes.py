@@ -202,8 +202,10 @@ class JobConfig(Section):
 class DeadlinesConfig(Section):
     """Seconds after which the launcher ends the job; 0: no limit."""
 
+    operator: Seconds = key(60, "until the training operator reacts to the job")
     queueing: Seconds = key(3600, "until every pod has a node")
     starting: Seconds = key(900, "then, until every task runs")
+    container: Seconds = key(120, "with an image or a container that fails to start")
     running: Seconds = key(0, "then, until the end")
     stalling: Seconds = key(1800, "without progress of the chief")
     unreachable: Seconds = key(900, "without an answer of the Kubernetes API")

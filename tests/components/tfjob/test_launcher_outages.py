@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from components.tfjob import launcher, names, watch
+from components.tfjob.launcher import delete_jobs
 from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_attempt
+from tests.kubernetes.cluster import NAMESPACE
+from trainer.config.schema import Config
 
 
 def test_an_outage_of_the_api_loses_no_line(kube, capfd):
@@ -106,9 +109,43 @@ def test_a_refused_heartbeat_is_retried(kube):
     attempt.succeed()
 
 
-def test_without_the_operator_the_message_names_the_remedy(kube):
-    kube.faults.add("POST .*tfjobs", 404)
-    assert "install the training operator" in Attempt(job_of(settings())).failure()
+def test_without_the_kind_the_message_names_what_to_install(kube):
+    kube.server.control.kinds.clear()
+    message = Attempt(job_of(settings())).failure()
+    assert "tfjobs: Not Found (HTTP 404); this cluster does not serve TFJobs" in message
+    assert "its CRD tfjobs.kubeflow.org, is not installed" in message
+    assert "permission" not in message
+    # Where there is no kind, a run has left no job.
+    assert delete_jobs(Config().cluster.kubernetes, "run-1") == []
+
+
+def test_without_the_namespace_the_message_names_it(kube):
+    kube.server.control.absent.add(NAMESPACE)
+    message = Attempt(job_of(settings())).failure()
+    assert f'namespaces "{NAMESPACE}" not found (HTTP 404); correct the namespace' in message
+
+
+def test_a_job_that_admission_refuses_is_not_a_missing_permission(kube):
+    hard = {"count/tfjobs.kubeflow.org": "0"}
+    quota = {"metadata": {"name": "team"}, "spec": {"hard": hard}}
+    kube.store.create("resourcequotas", NAMESPACE, quota)
+    message = Attempt(job_of(settings())).failure()
+    assert "exceeded quota: team, requested: count/tfjobs.kubeflow.org=1" in message
+    assert "permission" not in message
+
+
+def test_an_operator_that_does_not_answer_its_webhook_is_named(kube):
+    kube.server.control.is_webhook_silent = True
+    message = Attempt(job_of(settings(operator=1))).failure()
+    assert message.startswith("the training operator has not reacted for 1 s (cluster.kubernetes.")
+    assert 'no endpoints available for service "training-operator"; is it running? kubectl' in (
+        message
+    )
+    kube.server.control.is_webhook_silent = False
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
 
 
 def test_without_permission_for_jobs_the_message_names_the_remedy(kube):

@@ -100,14 +100,17 @@ def test_the_last_lines_before_a_restart_in_place_are_not_lost(kube, read):
     assert sorted(lines) == ["worker-0 again", "worker-0 dying"]
 
 
-def test_the_kubelets_message_about_a_lost_log_is_not_a_line_of_the_task(kube, read):
+def test_a_lost_log_is_said_and_is_no_line_of_the_task(kube, read, caplog):
     followed, lines = read
-    # With status 200, and without a time and a newline.
-    kube.faults.add("GET .*/log", 200)
-    kube.finish("chief-0", 0)
-    followed.follow(kube.pod("chief-0"))
+    pod = kube.finish("chief-0", 0)
+    kube.server.logs.lose(pod["metadata"]["uid"], 0)
+    followed.follow(pod)
     followed.drain(10)
-    assert (lines, len(kube.faults.hits)) == ([], 1)
+    assert (lines, followed.tail(Task(role="chief", index=0))) == ([], [])
+    [message] = caplog.messages
+    name = pod["metadata"]["name"]
+    words = "is lost: unable to retrieve container logs for containerd://"
+    assert message.startswith(f"the log of chief-0 (pod {name}) {words}")
 
 
 def test_a_follower_ends_when_its_pod_is_deleted(kube, read):

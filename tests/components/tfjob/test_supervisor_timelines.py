@@ -59,35 +59,6 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     assert not run_events(StepEnd)
 
 
-def test_pending_pods_are_reported_with_the_schedulers_message(kube):
-    attempt = watching_attempt(kube, queueing=2)
-    for pod in kube.all_pods().values():
-        pods.unschedulable(
-            kube.store, pod, "0/3 nodes are available: 3 Insufficient nvidia.com/gpu"
-        )
-    message = attempt.failure()
-    assert message.startswith("chief-0, ps-0, worker-0 has no node after 2 s (cluster.kubernetes.")
-    assert "deadlines.queueing): 0/3 nodes are available: 3 Insufficient nvidia.com/gpu" in message
-    kube.wait_until_deleted()
-
-
-def test_a_suspended_job_exceeds_the_deadline_of_its_queue(kube):
-    tree = settings(queueing=1)
-    tree["cluster"]["kubernetes"]["job"] = {"suspend": True, "queue_name": "gpus"}
-    assert "the job has no node after 1 s" in Attempt(job_of(tree)).failure()
-    kube.wait_until_deleted()
-
-
-def test_an_image_that_cannot_be_pulled_is_reported(kube):
-    attempt = watching_attempt(kube, starting=2)
-    for pod in kube.all_pods().values():
-        pods.waiting(kube.store, pod, "ImagePullBackOff", 'Back-off pulling image "nowhere"')
-        kube.event(pod["metadata"]["name"], "Failed", "not found")
-    message = attempt.failure()
-    assert 'deadlines.starting): ImagePullBackOff: Back-off pulling image "nowhere"' in message
-    kube.wait_until_deleted()
-
-
 def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
     attempt = watching_attempt(kube)
     worker = kube.run_all()["worker-0"]
@@ -179,10 +150,45 @@ def test_a_failed_job_fails_the_step(kube):
 
 
 def test_an_exceeded_active_deadline_is_reported(kube):
-    tree = settings()
-    tree["cluster"]["kubernetes"]["job"] = {"active_deadline_seconds": 1}
-    assert "was active too long" in Attempt(job_of(tree)).failure()
+    attempt = watching_attempt(kube)
+    job = kube.job()["metadata"]["name"]
+    kube.run_all()
+    words = f"Job {job} has failed because it was active longer than specified deadline"
+    kube.store.change(
+        "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "TFJobFailed", words)
+    )
+    assert attempt.failure() == (
+        f"the job {job} was not done after 604800 s "
+        f"(cluster.kubernetes.job.active_deadline_seconds): {words}"
+    )
     kube.wait_until_deleted()
+
+
+def test_a_leader_that_is_done_ends_the_job_without_the_operator(kube):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.operator.down = True
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+
+
+def test_a_step_that_fails_ends_after_its_pods(kube):
+    kube.store.graceful.add("pods")
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.finish("chief-0", 1, "the loss is nan")
+    kube.store.wait(lambda: all(_is_ending(each) for each in kube.pods().values()))
+    attempt.join(1)
+    assert attempt.is_alive()
+    for name in (each["metadata"]["name"] for each in kube.pods().values()):
+        kube.store.remove("pods", NAMESPACE, name)
+    assert "the loss is nan" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+def _is_ending(pod):
+    return bool(pod["metadata"].get("deletionTimestamp"))
 
 
 def test_the_deletion_by_someone_else_is_reported(kube):
