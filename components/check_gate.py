@@ -1,9 +1,11 @@
 """Hold the metrics of a model against the policy of the configuration."""
 
 from pathlib import Path
+from typing import Any
 
 from kfp import dsl
 
+from components import descriptor
 from components.image import component
 from components.locations import output_of, run_at
 from components.record import StepOutput, tried
@@ -14,24 +16,41 @@ from trainer.promotion import gate
 # The word is the single output: KFP's local runner resolves a condition on no other.
 @component
 def check_gate(
-    config: str, root: str, run_id: str, evaluation: str, decision: dsl.OutputPath(str)
+    config: str,
+    root: str,
+    run_id: str,
+    evaluation: str,
+    decision_uri: dsl.OutputPath(str),
+    decision: dsl.Output[dsl.Artifact],
+    evaluation_descriptor: dsl.Input[dsl.Metrics] = None,
 ) -> str:
-    """Return "blessed" or "refused"; `decision` is the URI of the reasons."""
+    """Return "blessed" or "refused"; `decision_uri` is the URI of the reasons."""
     from components.check_gate import run_step
 
-    return run_step(config, root, run_id, evaluation, decision)
+    return run_step(config, root, run_id, evaluation, decision_uri, decision, evaluation_descriptor)
 
 
-def run_step(config: str, root: str, run_id: str, evaluation: str, decision_path: str) -> str:
-    """Return `blessed` or `refused`; the file `decision_path` gets the URI of the reasons."""
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    evaluation: str,
+    uri_path: str,
+    artifact: Any,
+    evaluation_descriptor: Any = None,
+) -> str:
+    """Return `blessed` or `refused`; the file `uri_path` gets the URI of the reasons."""
 
     def work(record: StepOutput) -> str:
+        descriptor.check(evaluation_descriptor, evaluation)
         policy = Config.model_validate_json(config)
         output = output_of(root, run_id, "decision", evaluation, policy.gate.digest())
         decision = gate.check(policy, evaluation, output)
         word = "blessed" if decision.blessed else "refused"
-        record.done(decision.uri, {"decision": word, "reasons": list(decision.reasons)})
-        Path(decision_path).write_text(decision.uri, encoding="utf-8")
+        judged = {"decision": word, "reasons": list(decision.reasons)}
+        record.done(decision.uri, judged)
+        descriptor.describe(artifact, decision.uri, judged)
+        Path(uri_path).write_text(decision.uri, encoding="utf-8")
         return word
 
     return tried("check_gate", run_at(root, run_id), work)

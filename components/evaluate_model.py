@@ -5,7 +5,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components import ui
+from components import descriptor, ui
 from components.image import component
 from components.locations import output_of, run_at, scratch_folder
 from components.record import StepOutput, tried
@@ -21,14 +21,27 @@ def evaluate_model(
     run_id: str,
     dataset: str,
     checkpoint: str,
-    metrics: dsl.Output[dsl.Metrics],
-    confusion: dsl.Output[dsl.ClassificationMetrics],
-    roc: dsl.Output[dsl.ClassificationMetrics],
+    evaluation_metrics: dsl.Output[dsl.Metrics],
+    confusion_matrix: dsl.Output[dsl.ClassificationMetrics],
+    roc_curve: dsl.Output[dsl.ClassificationMetrics],
+    dataset_descriptor: dsl.Input[dsl.Dataset] = None,
+    checkpoint_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
     """Evaluate the checkpoint on the dataset; return the URI of the evaluation."""
     from components.evaluate_model import run_step
 
-    return run_step(config, root, run_id, dataset, checkpoint, metrics, confusion, roc)
+    return run_step(
+        config,
+        root,
+        run_id,
+        dataset,
+        checkpoint,
+        evaluation_metrics,
+        confusion_matrix,
+        roc_curve,
+        dataset_descriptor,
+        checkpoint_descriptor,
+    )
 
 
 def run_step(
@@ -40,11 +53,15 @@ def run_step(
     metrics: Any,
     confusion: Any,
     roc: Any,
+    dataset_descriptor: Any = None,
+    checkpoint_descriptor: Any = None,
 ) -> str:
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
+            descriptor.check(dataset_descriptor, dataset)
+            descriptor.check(checkpoint_descriptor, checkpoint)
             from trainer.evaluation import evaluate
 
             settings = Config.model_validate_json(config)
@@ -55,7 +72,7 @@ def run_step(
             output = output_of(root, run_id, "evaluation", checkpoint, *origin)
             result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
             record.done(result.uri, result.metrics)
-            ui.log_metrics(metrics, result.metrics, result.uri)
+            descriptor.describe(metrics, result.uri, ui.scalars(result.metrics))
             measured = json.loads(storage.read_file(result.uri, "metrics.json"))
             ui.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
             ui.log_roc(roc, measured.get("roc", ()))

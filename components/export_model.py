@@ -4,6 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
+from components import descriptor
 from components.image import component
 from components.locations import output_of, run_at, scratch_folder
 from components.record import StepOutput, tried
@@ -19,21 +20,47 @@ def export_model(
     dataset: str,
     checkpoint: str,
     decision: str,
-    exported: dsl.Output[dsl.Model],
+    model: dsl.Output[dsl.Model],
+    dataset_descriptor: dsl.Input[dsl.Dataset] = None,
+    checkpoint_descriptor: dsl.Input[dsl.Model] = None,
+    decision_descriptor: dsl.Input[dsl.Artifact] = None,
 ) -> str:
     """Export the checkpoint that the decision at its URI has blessed; return the model's URI."""
     from components.export_model import run_step
 
-    return run_step(config, root, run_id, dataset, checkpoint, decision, exported)
+    return run_step(
+        config,
+        root,
+        run_id,
+        dataset,
+        checkpoint,
+        decision,
+        model,
+        dataset_descriptor,
+        checkpoint_descriptor,
+        decision_descriptor,
+    )
 
 
 def run_step(
-    config: str, root: str, run_id: str, dataset: str, checkpoint: str, decision: str, artifact: Any
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    checkpoint: str,
+    decision: str,
+    model: Any,
+    dataset_descriptor: Any = None,
+    checkpoint_descriptor: Any = None,
+    decision_descriptor: Any = None,
 ) -> str:
-    """Export; `artifact` is a KFP Model."""
+    """Export; `model` is a KFP Model."""
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
+            descriptor.check(dataset_descriptor, dataset)
+            descriptor.check(checkpoint_descriptor, checkpoint)
+            descriptor.check(decision_descriptor, decision)
             from trainer.export import export
 
             settings = Config.model_validate_json(config)
@@ -45,7 +72,7 @@ def run_step(
             forms = exported.parity["formats"]
             differences = {name: form["max_difference"] for name, form in forms.items()}
             record.done(exported.uri, differences)
-            artifact.metadata = {"uri": exported.uri, **differences}
+            descriptor.describe(model, exported.uri, differences)
             return exported.uri
 
     return tried("export_model", run_at(root, run_id), work, inputs={"dataset": dataset})

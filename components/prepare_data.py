@@ -4,7 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components import locations, pinned_inputs
+from components import descriptor, locations, pinned_inputs
 from components.image import component
 from components.record import StepOutput, tried
 from trainer import events
@@ -45,7 +45,7 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
             examples = {split: each["examples"] for split, each in fields["splits"].items()}
             record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
             origin = {"fingerprint": fields["fingerprint"], "version": version}
-            dataset.metadata = {"uri": prepared.uri, **origin, **examples}
+            descriptor.describe(dataset, prepared.uri, {**origin, **examples})
             return prepared.uri
 
     return tried("prepare_data", at, work)

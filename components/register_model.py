@@ -4,6 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
+from components import descriptor
 from components.image import component
 from components.locations import is_local_run, output_of, run_at, scratch_folder
 from components.record import StepOutput, tried
@@ -14,19 +15,34 @@ from trainer.promotion import lineage, registration
 
 @component
 def register_model(
-    config: str, root: str, run_id: str, model: str, image: str, registered: dsl.Output[dsl.Model]
+    config: str,
+    root: str,
+    run_id: str,
+    model: str,
+    image: str,
+    registration: dsl.Output[dsl.Model],
+    model_descriptor: dsl.Input[dsl.Model] = None,
 ) -> str:
     """Return "promoted" or "refused" for the exported model at its URI."""
     from components.register_model import run_step
 
-    return run_step(config, root, run_id, model, image, registered)
+    return run_step(config, root, run_id, model, image, registration, model_descriptor)
 
 
-def run_step(config: str, root: str, run_id: str, model: str, image: str, artifact: Any) -> str:
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    model: str,
+    image: str,
+    artifact: Any,
+    model_descriptor: Any = None,
+) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
+            descriptor.check(model_descriptor, model)
             settings = Config.model_validate_json(config)
             request = registration.Request(
                 config=settings,
@@ -40,7 +56,7 @@ def run_step(config: str, root: str, run_id: str, model: str, image: str, artifa
             word = registration.PROMOTED if made.promoted else registration.REFUSED
             numbers = {"version": made.version, "promotion": made.promotion}
             record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
-            artifact.metadata = {"uri": model, "decision": word, **numbers}
+            descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})
             return word
 
     return tried("register_model", run_at(root, run_id), work)

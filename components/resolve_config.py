@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import locations, pinned_inputs, step_record
+from components import descriptor, locations, pinned_inputs, step_record
 from components.image import component
 from components.record import StepOutput, tried
 from trainer.config.run_parameters import from_parameters
@@ -33,7 +33,7 @@ def resolve_config(
     evaluation_batch_size: int, evaluation_slices: str, gate_min: str, gate_max: str,
     gate_champion: str, gate_min_gain: float, gate_significance: float,
     export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
-    storage_root: str, kfp_run_id: str, place: dsl.Output[dsl.Artifact]
+    storage_root: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact]
 ) -> NamedTuple(
     "Resolved",
     [("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str)],
@@ -59,21 +59,23 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
     """Check all run parameters; the data section alone is what preparing data depends on.
 
     Args:
-        values: the run parameters, KFP's run id, and an artifact `place` whose URI shows the
-            pipeline root.
+        values: the run parameters, KFP's run id, and an artifact `configuration` whose URI shows
+            the pipeline root.
     """
-    place, kfp_run_id = values["place"].uri, values["kfp_run_id"]
-    at = locations.run_at_first(values["storage_root"], place, kfp_run_id)
+    artifact, kfp_run_id = values["configuration"], values["kfp_run_id"]
+    at = locations.run_at_first(values["storage_root"], artifact.uri, kfp_run_id)
 
     def work(record: StepOutput) -> Resolved:
         config = from_parameters(values)
-        root = locations.root_of(config.storage.root, place, kfp_run_id)
+        root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
         config = pinned_inputs.with_champion(config, root)
         step_record.publish_config(at, config.model_dump_json(indent=2))
         # A local run has no KFP cache, and preparing finds the version itself.
         data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
         record.metrics = {"name": config.name, "data_version": data.version}
         run_id = locations.run_id_of(kfp_run_id)
+        descriptor.write(artifact, config.model_dump(mode="json"))
+        artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
         return Resolved(
             config=config.model_dump_json(),
             data=data.model_dump_json(),

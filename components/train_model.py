@@ -4,7 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components import gather_report, launchers, ui
+from components import descriptor, gather_report, launchers, ui
 from components.image import PodDefaults, component
 from components.locations import folder_of_run, run_at
 from components.record import StepOutput, tried
@@ -22,14 +22,23 @@ def train_model(
     dataset: str,
     image: str,
     store_secret: str,
-    model: dsl.Output[dsl.Model],
+    checkpoint: dsl.Output[dsl.Model],
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
+    dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
     """Train on the dataset at URI `dataset`; return the URI of the final checkpoint."""
     from components.train_model import run_step
 
     return run_step(
-        config, root, run_id, dataset, image, store_secret, model, mlpipeline_ui_metadata
+        config,
+        root,
+        run_id,
+        dataset,
+        image,
+        store_secret,
+        checkpoint,
+        mlpipeline_ui_metadata,
+        dataset_descriptor,
     )
 
 
@@ -40,15 +49,17 @@ def run_step(
     dataset: str,
     image: str,
     store_secret: str,
-    model: Any,
+    checkpoint: Any,
     viewers: Any,
+    dataset_descriptor: Any = None,
 ) -> str:
-    """Train; `model` is a KFP Model, and `viewers` a file by which the UI shows TensorBoard.
+    """Train; `checkpoint` is a KFP Model, and `viewers` a file by which the UI shows TensorBoard.
 
     The pods of a TFJob get the image and the secret of the run where its settings name none.
     """
 
     def work(record: StepOutput) -> str:
+        descriptor.check(dataset_descriptor, dataset)
         settings = Config.model_validate_json(config)
         record.held = gather_report.held_by(settings.model_dump())
         job = Job(
@@ -70,7 +81,7 @@ def run_step(
         if best:
             metrics |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
         record.done(uri, metrics)
-        model.metadata = {"uri": uri, "tensorboard": logs, **metrics}
+        descriptor.describe(checkpoint, uri, {"tensorboard": logs, **metrics})
         return uri
 
     return tried("train_model", run_at(root, run_id), work, inputs={"dataset": dataset})

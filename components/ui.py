@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
+
+from components import descriptor
 
 # The UI cannot draw a larger matrix readably, and KFP stores its cells in a database.
 MOST_CLASSES = 50
@@ -14,22 +14,22 @@ MOST_CLASSES = 50
 VIEWERS = "mlpipeline_ui_metadata"
 
 
-def log_metrics(metrics: Any, found: Mapping[str, float], uri: str) -> None:
-    """Log all finite metrics, and the URI with the rest; `metrics` is KFP Metrics."""
-    for name, value in found.items():
-        if math.isfinite(value):
-            metrics.log_metric(name, float(value))
-    metrics.metadata["uri"] = uri
+def scalars(found: Mapping[str, float]) -> dict[str, float]:
+    """Return all finite metrics: KFP's database takes no others."""
+    return {name: float(value) for name, value in found.items() if math.isfinite(value)}
 
 
 def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
     """Log the matrix, whose rows are the true classes; `confusion` is ClassificationMetrics."""
     if len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
-        return
-    # The UI finds a row by its name, and two classes may have the same name.
-    names = [f"{name} ({i})" if labels.count(name) > 1 else name for i, name in enumerate(labels)]
-    confusion.log_confusion_matrix(names, [[int(cell) for cell in row] for row in matrix])
+    else:
+        # The UI finds a row by its name, and two classes may have the same name.
+        names = [
+            f"{each} ({i})" if labels.count(each) > 1 else each for i, each in enumerate(labels)
+        ]
+        confusion.log_confusion_matrix(names, [[int(cell) for cell in row] for row in matrix])
+    descriptor.write(confusion, confusion.metadata)
 
 
 def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
@@ -41,6 +41,9 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
         columns = zip(*curve, strict=True)
         false, true, thresholds = ([float(value) for value in each] for each in columns)
         roc.log_roc_curve(false, true, thresholds)
+    else:
+        roc.metadata["left_out"] = "the evaluation has no curve"
+    descriptor.write(roc, roc.metadata)
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
@@ -48,7 +51,5 @@ def write_viewers(artifact: Any, logs: str) -> None:
     # The viewer gets its endpoint from KFP.
     source, _, _ = logs.partition("?")
     tree = {"version": 1, "outputs": [{"type": "tensorboard", "source": source}]}
-    path = Path(artifact.path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(tree), encoding="utf-8")
+    descriptor.write(artifact, tree)
     artifact.metadata["tensorboard"] = source

@@ -19,7 +19,7 @@ from components.image import IMAGE
 from components.prepare_data import prepare_data
 from components.register_model import register_model
 from components.resolve_config import resolve_config
-from components.table import STEPS, StepSpec, maker_of, step_of
+from components.table import STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
 from pipelines import step_settings
 from pipelines.step_settings import StepParameter, step_parameters
@@ -80,20 +80,33 @@ class Wiring:
         run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
         return self.step(resolve_config, **parameters, kfp_run_id=run_id).outputs
 
-    def prepared(self, resolved: Any) -> Any:
-        """Prepare the dataset; return its URI."""
+    def prepared(self, resolved: Any) -> dict[str, Any]:
+        """Prepare the dataset; return it as the inputs of the next steps."""
         inputs = {key: resolved[key] for key in ("data", "root", "seal")}
-        return self.step(prepare_data, **inputs).outputs["Output"]
+        return flows(self.step(prepare_data, **inputs), "dataset")
 
-    def trained(self, run: dict[str, Any], dataset: Any) -> Any:
-        """Train; return the URI of the final checkpoint."""
+    def trained(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
+        """Train; return the final checkpoint as the inputs of the next steps."""
         pods = {key: self.given[key] for key in ("image", "store_secret")}
-        return self.step(train_model, **run, dataset=dataset, **pods).outputs["Output"]
+        return flows(self.step(train_model, **run, **dataset, **pods), "checkpoint")
 
 
 def run_of(resolved: Any) -> dict[str, Any]:
     """Return what every step after the first two takes."""
     return {key: resolved[key] for key in ("config", "root", "run_id")}
+
+
+def flows(task: Any, output: Output, *, artifact: str = "", uri: str = "Output") -> dict[str, Any]:
+    """Return what a step publishes as inputs of others: its URI, and its descriptor next to it.
+
+    Args:
+        task: of the step.
+        output: what it publishes, which names the inputs.
+        artifact: name of its artifact, where that is another one.
+        uri: name of the output with the URI.
+    """
+    made = {output: uri, f"{output}_descriptor": artifact or output}
+    return {name: task.outputs[key] for name, key in made.items()}
 
 
 def training(place: Place, *values: Any) -> None:
@@ -111,14 +124,14 @@ def training(place: Place, *values: Any) -> None:
         resolved = wiring.resolved()
         run = run_of(resolved)
         dataset = wiring.prepared(resolved)
-        made = {"dataset": dataset, "checkpoint": wiring.trained(run, dataset)}
+        made = {**dataset, **wiring.trained(run, dataset)}
         evaluated = wiring.step(evaluate_model, **run, **made)
-        gate = wiring.step(check_gate, **run, evaluation=evaluated.outputs["Output"])
+        evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
+        gate = wiring.step(check_gate, **run, **evaluation)
+        decision = flows(gate, "decision", uri="decision_uri")
         with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
-            decision = gate.outputs["decision"]
-            exported = wiring.step(export_model, **run, **made, decision=decision)
-            model = exported.outputs["Output"]
-            wiring.step(register_model, **run, model=model, image=given["image"])
+            model = flows(wiring.step(export_model, **run, **made, **decision), "model")
+            wiring.step(register_model, **run, **model, image=given["image"])
 
 
 def preparing(place: Place, *values: Any) -> None:
@@ -138,7 +151,7 @@ def training_on(place: Place, *values: Any) -> None:
     """Train on a published dataset, whose URI is the last value."""
     *parameters, dataset = values
     wiring = Wiring(place, tuple(parameters))
-    wiring.trained(run_of(wiring.resolved()), dataset)
+    wiring.trained(run_of(wiring.resolved()), {"dataset": dataset})
 
 
 def _on_this_machine(_task: Any, _row: StepSpec, _given: Mapping[str, Any]) -> None:

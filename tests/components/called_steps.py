@@ -5,6 +5,7 @@ import os
 import resource
 from contextlib import contextmanager
 from unittest import mock
+from uuid import uuid4
 
 import pytest
 from kfp import dsl
@@ -42,18 +43,25 @@ def refused(step, *given, capsys):
     return ended.value.code, err.removeprefix(f"flotilla: {name}: ").strip()
 
 
-def evaluated(run, root):
+def artifact_in(folder, kind=dsl.Artifact):
+    """Return a new output artifact of a step, whose file is below the folder."""
+    return kind(uri=str(folder / "kfp" / uuid4().hex))
+
+
+def evaluated(run, root, folder):
     """Evaluate a run's checkpoint; return the URI and the three artifacts of the UI."""
-    displayed = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+    displayed = [artifact_in(folder, kind) for kind in kinds]
     uri = evaluate_model.run_step(text_of(run), root, RUN, run.dataset, run.checkpoint, *displayed)
     return uri, *displayed
 
 
 def gated(run, root, folder, accuracy):
     """Evaluate a run and hold it against this accuracy; return the word and the decision."""
-    evaluation, *_ = evaluated(run, root)
+    evaluation, *_ = evaluated(run, root, folder)
     path = folder / "decision.txt"
-    word = check_gate.run_step(text_of(run, accuracy=accuracy), root, RUN, evaluation, str(path))
+    given = (text_of(run, accuracy=accuracy), root, RUN, evaluation, str(path))
+    word = check_gate.run_step(*given, artifact_in(folder))
     return word, path.read_text(encoding="utf-8")
 
 

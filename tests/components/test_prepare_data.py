@@ -7,6 +7,7 @@ import tensorflow_datasets as tfds
 from kfp import dsl
 
 from components import locations, prepare_data
+from tests.components.called_steps import artifact_in
 from trainer import storage
 from trainer.config.schema import DataConfig
 from trainer.data.digits import Digits
@@ -31,7 +32,7 @@ def prepared(root, emitted, monkeypatch, tmp_path):
 
     def prepare(run, **section):
         monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / run))
-        artifact = dsl.Dataset()
+        artifact = artifact_in(tmp_path, dsl.Dataset)
         uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", artifact)
         version = storage.read_manifest(uri).fields["version"]
         *_, before, step = emitted()

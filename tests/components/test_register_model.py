@@ -7,6 +7,7 @@ import pytest
 from kfp import dsl
 
 from components import check_gate, evaluate_model, export_model, locations, register_model
+from tests.components.called_steps import artifact_in
 from tests.trainer import small_run
 from trainer import events, storage
 from trainer.promotion import registry
@@ -34,19 +35,27 @@ def pipeline(run, tmp_path, monkeypatch):
             *given,
             run.dataset,
             checkpoint,
-            dsl.Metrics(),
-            *(dsl.ClassificationMetrics() for _ in range(2)),
+            artifact_in(tmp_path, dsl.Metrics),
+            *(artifact_in(tmp_path, dsl.ClassificationMetrics) for _ in range(2)),
         )
-        word = check_gate.run_step(*given, measured, str(tmp_path / "decision"))
+        word = check_gate.run_step(
+            *given, measured, str(tmp_path / "decision"), artifact_in(tmp_path)
+        )
         decision = (tmp_path / "decision").read_text()
         if word == "refused":
             return SimpleNamespace(word=word, decision=decision, metrics={})
-        uri = export_model.run_step(*given, run.dataset, checkpoint, decision, dsl.Model())
-        artifact = dsl.Model()
+        made = (*given, run.dataset, checkpoint, decision)
+        uri = export_model.run_step(*made, artifact_in(tmp_path, dsl.Model))
+        artifact = artifact_in(tmp_path, dsl.Model)
         word = register_model.run_step(*given, uri, "our/image:2", artifact)
         last = list(events.read(tmp_path / "events.jsonl"))[-1]
         return SimpleNamespace(
-            word=word, model=uri, decision=decision, metrics=last.metrics, artifact=artifact
+            word=word,
+            model=uri,
+            decision=decision,
+            uri=last.uri,
+            metrics=last.metrics,
+            artifact=artifact,
         )
 
     return SimpleNamespace(go=go, root=root)
@@ -58,9 +67,8 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     monkeypatch.setenv(locations.RUN_ID, "first")
     first = pipeline.go("first")
     assert (first.word, first.metrics["version"], first.metrics["promotion"]) == ("promoted", 1, 1)
-    assert first.artifact.metadata == {
-        "uri": first.model, "decision": "promoted", "version": 1, "promotion": 1,
-    }  # fmt: skip
+    shown = {"model": first.model, "decision": "promoted", "version": 1, "promotion": 1}
+    assert first.artifact.metadata == {"uri": first.uri, **shown}
     champion = registry.champion(pipeline.root, "digits")
     lineage = champion.manifest.fields["lineage"]
     assert lineage["checkpoint"] == run.checkpoint

@@ -5,7 +5,7 @@ import tensorflow_datasets as tfds
 from kfp import dsl
 
 from components import locations, resolve_config
-from tests.components.called_steps import RUN, refused
+from tests.components.called_steps import RUN, artifact_in, refused
 from trainer import storage
 from trainer.config.run_parameters import run_parameters, to_parameters
 from trainer.config.schema import Config, DataConfig
@@ -17,10 +17,10 @@ pytestmark = pytest.mark.usefixtures("emitted")
 
 class TestResolveConfig:
     @pytest.fixture
-    def values(self):
+    def values(self, tmp_path):
         given = {parameter.name: parameter.default for parameter in run_parameters()}
-        place = dsl.Artifact(uri="/here/flotilla-training/123/resolve-config/place")
-        return {**given, "storage_root": "file:///r", "kfp_run_id": "123", "place": place}
+        own = {"kfp_run_id": "123", "configuration": artifact_in(tmp_path)}
+        return {**given, "storage_root": "file:///r", **own}
 
     def test_it_passes_on_what_the_others_need(self, values):
         resolved = resolve_config.run_step({**values, "data_seed": 5})
@@ -90,9 +90,9 @@ class TestResolveConfig:
     @pytest.mark.parametrize(
         ("output", "root"),
         [
-            ("gs://b/k/p/123/resolve-config/7/place", "gs://b/k/flotilla"),
+            ("gs://b/k/p/123/resolve-config/7/configuration", "gs://b/k/flotilla"),
             (
-                "minio://mlpipeline/v2/p/123/resolve-config/7/place?endpoint=a:1&region=x",
+                "minio://mlpipeline/v2/p/123/resolve-config/7/configuration?endpoint=a:1&region=x",
                 "minio://mlpipeline/v2/flotilla?endpoint=a:1&region=x",
             ),
         ],
@@ -101,9 +101,12 @@ class TestResolveConfig:
         # Without a request to the store of a real bucket.
         assert locations.root_of("", output, values["kfp_run_id"]) == root
 
-    def test_the_first_step_finds_the_root_itself(self, values, tmp_path):
-        place = dsl.Artifact(uri=storage.uri_of(tmp_path / "k/p/123/resolve-config/7/place"))
-        resolved = resolve_config.run_step({**values, "storage_root": "", "place": place})
+    def test_the_first_step_finds_the_root_itself(self, values, tmp_path, monkeypatch):
+        # To KFP, a URI of a file is a path like any other.
+        monkeypatch.chdir(tmp_path)
+        uri = storage.uri_of(tmp_path / "k/p/123/resolve-config/7/configuration")
+        given = {**values, "storage_root": "", "configuration": dsl.Artifact(uri=uri)}
+        resolved = resolve_config.run_step(given)
         assert resolved.root == storage.uri_of(tmp_path / "k/flotilla")
 
     def test_a_wrong_value_is_the_users(self, values, capsys, emitted):

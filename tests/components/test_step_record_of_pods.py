@@ -79,15 +79,15 @@ class Pods:
     def resolved(self, **asked):
         values = {each.name: each.default for each in run_parameters()}
         values |= {"storage_root": self.root, "kfp_run_id": RUN, **asked}
-        place = self.output(dsl.Artifact, "resolve-config", "place")
-        return resolve_config.python_func(**values, place=place)
+        shown = self.output(dsl.Artifact, "resolve-config", "configuration")
+        return resolve_config.python_func(**values, configuration=shown)
 
     def trained(self, config=""):
         viewers = self.output(dsl.Artifact, "train-model", "viewers")
-        model = self.output(dsl.Model, "train-model", "model")
+        checkpoint = self.output(dsl.Model, "train-model", "checkpoint")
         config = config or Config().model_dump_json()
         given = (config, self.root, RUN, "gs://b/d", "image", "")
-        return train_model.python_func(*given, model, viewers)
+        return train_model.python_func(*given, checkpoint, viewers)
 
     def finished(self, state="FAILED", words=None):
         """Return the report and the summary that the exit step shows."""

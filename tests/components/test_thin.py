@@ -59,7 +59,7 @@ def test_it_says_what_it_does(component):
 def test_the_first_step_takes_exactly_the_run_parameters():
     taken = inspect.signature(resolve_config.python_func).parameters
     expected = [(p.name, p.type) for p in run_parameters()]
-    own = [("kfp_run_id", str), ("place", dsl.Output[dsl.Artifact])]
+    own = [("kfp_run_id", str), ("configuration", dsl.Output[dsl.Artifact])]
     assert [(p.name, p.annotation) for p in taken.values()] == [*expected, *own]
 
 

@@ -10,7 +10,7 @@ from kfp import dsl
 
 from components import launchers, locations, train_model, ui
 from components.image import PodDefaults
-from tests.components.called_steps import RUN, refused, text_of
+from tests.components.called_steps import RUN, artifact_in, refused, text_of
 from trainer import storage
 from trainer.checkpoints.history import Validations
 from trainer.cluster.launcher import Job
@@ -24,8 +24,10 @@ PODS = ("registry.example/flotilla:2", "our-store")
 
 
 @pytest.fixture
-def viewers(tmp_path):
-    return dsl.Artifact(name=ui.VIEWERS, uri=str(tmp_path / "viewers"))
+def outputs(tmp_path):
+    """Return the artifacts of the step: the checkpoint, and the viewers of the UI."""
+    viewers = dsl.Artifact(name=ui.VIEWERS, uri=str(tmp_path / "viewers"))
+    return artifact_in(tmp_path, dsl.Model), viewers
 
 
 class TestTrainModel:
@@ -47,9 +49,9 @@ class TestTrainModel:
         monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
         return jobs
 
-    def test_it_gives_the_newest_checkpoint(self, launched, root, run, viewers, emitted):
-        artifact = dsl.Model()
-        uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, artifact, viewers)
+    def test_it_gives_the_newest_checkpoint(self, launched, root, run, outputs, emitted):
+        artifact, viewers = outputs
+        uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
         logs = storage.join(root, RUN, "checkpoints", "logs")
         assert artifact.metadata == {
@@ -70,7 +72,7 @@ class TestTrainModel:
 
     @pytest.mark.usefixtures("launched")
     def test_a_checkpoint_that_was_damaged_since_is_not_handed_on(
-        self, monkeypatch, root, run, viewers, capsys
+        self, monkeypatch, root, run, outputs, capsys
     ):
         launch = launchers.LAUNCHERS["local"]
 
@@ -80,13 +82,13 @@ class TestTrainModel:
             storage.local_path(uri).write_text("11", encoding="utf-8")
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", damaging)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         code, line = refused(train_model.run_step, *given, capsys=capsys)
         assert code == 1
         assert "step-00000010 is damaged: variables.index has crc32c" in line
 
     @pytest.mark.usefixtures("launched")
-    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, viewers, emitted):
+    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, outputs, emitted):
         launch = launchers.LAUNCHERS["local"]
 
         def validated(job, defaults):
@@ -96,40 +98,40 @@ class TestTrainModel:
                 Validations(job.checkpoints).add(manifest, {"loss": loss})
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", validated)
-        train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         metrics = emitted()[-1].metrics
         assert metrics["global_step"] == 10
         assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
 
-    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, viewers, capsys):
+    def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, outputs, capsys):
         def fail(_job, _defaults):
             raise UserError("worker-0 ended with exit code 1")
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", fail)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert refused(train_model.run_step, *given, capsys=capsys) == (
             1,
             "worker-0 ended with exit code 1",
         )
 
     def test_an_interrupted_launcher_interrupts_the_step(
-        self, monkeypatch, root, run, viewers, emitted
+        self, monkeypatch, root, run, outputs, emitted
     ):
         def end(_job, _defaults):
             raise RunInterruptedError("interrupted at global step 7")
 
         monkeypatch.setitem(launchers.LAUNCHERS, "local", end)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         with pytest.raises(SystemExit) as ended:
             train_model.run_step(*given)
         assert ended.value.code == 130
         assert emitted()[-1].status == "interrupted"
 
     def test_a_launcher_that_leaves_nothing_is_one_line(
-        self, monkeypatch, root, run, viewers, capsys
+        self, monkeypatch, root, run, outputs, capsys
     ):
         monkeypatch.setitem(launchers.LAUNCHERS, "local", lambda _job, _defaults: None)
-        given = (text_of(run), root, RUN, run.dataset, *PODS, dsl.Model(), viewers)
+        given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         _, line = refused(train_model.run_step, *given, capsys=capsys)
         assert line.startswith("no checkpoint is published below ")
 

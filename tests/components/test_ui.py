@@ -10,28 +10,28 @@ from kfp import dsl
 
 from components import ui
 from components.train_model import train_model
+from tests.components.called_steps import artifact_in
 
 
 def test_metrics_are_plain_and_finite():
-    metrics = dsl.Metrics()
     found = {"accuracy": np.float32(0.5), "loss": float("nan"), "worst": math.inf, "examples": 3}
-    ui.log_metrics(metrics, found, "gs://bucket/evaluation")
-    assert metrics.metadata == {"accuracy": 0.5, "examples": 3.0, "uri": "gs://bucket/evaluation"}
-    assert {type(metrics.metadata[name]) for name in ("accuracy", "examples")} == {float}
-    json.dumps(metrics.metadata, allow_nan=False)
+    scalars = ui.scalars(found)
+    assert scalars == {"accuracy": 0.5, "examples": 3.0}
+    assert {type(value) for value in scalars.values()} == {float}
 
 
-def test_a_confusion_matrix_has_the_true_classes_as_rows():
-    confusion = dsl.ClassificationMetrics()
+def test_a_confusion_matrix_has_the_true_classes_as_rows(tmp_path):
+    confusion = artifact_in(tmp_path, dsl.ClassificationMetrics)
     ui.log_confusion(confusion, ["cat", "dog"], np.array([[3, 1], [0, 2]]))
     matrix = confusion.metadata["confusionMatrix"]
     assert [each["displayName"] for each in matrix["annotationSpecs"]] == ["cat", "dog"]
     assert [row["row"] for row in matrix["rows"]] == [[3, 1], [0, 2]]
-    json.dumps(confusion.metadata, allow_nan=False)
+    # There is something at the URI that the UI shows.
+    assert json.loads(Path(confusion.path).read_text(encoding="utf-8")) == confusion.metadata
 
 
-def test_classes_of_one_name_keep_their_rows():
-    confusion = dsl.ClassificationMetrics()
+def test_classes_of_one_name_keep_their_rows(tmp_path):
+    confusion = artifact_in(tmp_path, dsl.ClassificationMetrics)
     ui.log_confusion(confusion, ["crane", "dog", "crane"], [[1, 0, 0], [0, 2, 0], [0, 0, 3]])
     matrix = confusion.metadata["confusionMatrix"]
     names = [each["displayName"] for each in matrix["annotationSpecs"]]
@@ -40,8 +40,8 @@ def test_classes_of_one_name_keep_their_rows():
 
 
 @pytest.mark.parametrize("classes", [ui.MOST_CLASSES, ui.MOST_CLASSES + 1])
-def test_a_matrix_that_nobody_can_look_at_is_left_out(classes):
-    confusion = dsl.ClassificationMetrics()
+def test_a_matrix_that_nobody_can_look_at_is_left_out(classes, tmp_path):
+    confusion = artifact_in(tmp_path, dsl.ClassificationMetrics)
     labels = [str(index) for index in range(classes)]
     ui.log_confusion(confusion, labels, np.eye(classes, dtype=int))
     drawn = "confusionMatrix" in confusion.metadata
@@ -49,8 +49,8 @@ def test_a_matrix_that_nobody_can_look_at_is_left_out(classes):
     assert drawn or confusion.metadata["left_out"] == "51 classes are more than 50"
 
 
-def test_a_roc_curve_is_points_by_their_names():
-    roc = dsl.ClassificationMetrics()
+def test_a_roc_curve_is_points_by_their_names(tmp_path):
+    roc = artifact_in(tmp_path, dsl.ClassificationMetrics)
     ui.log_roc(roc, [[0, 0, 1], [0.25, 0.75, 0.5], [1, 1, 0]])
     assert roc.metadata["confidenceMetrics"] == [
         {"confidenceThreshold": 1.0, "recall": 0.0, "falsePositiveRate": 0.0},
@@ -59,10 +59,11 @@ def test_a_roc_curve_is_points_by_their_names():
     ]
 
 
-def test_without_a_curve_there_is_none():
-    roc = dsl.ClassificationMetrics()
+def test_without_a_curve_there_is_none(tmp_path):
+    roc = artifact_in(tmp_path, dsl.ClassificationMetrics)
     ui.log_roc(roc, [])
-    assert roc.metadata == {}
+    assert roc.metadata == {"left_out": "the evaluation has no curve"}
+    assert json.loads(Path(roc.path).read_text(encoding="utf-8")) == roc.metadata
 
 
 def test_the_ui_learns_of_tensorboard(tmp_path):

@@ -40,7 +40,7 @@ def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
             measured = steps["evaluate-model"](**run, dataset=dataset, checkpoint=checkpoint)
             gate = steps["check-gate"](**run, evaluation=measured.outputs["Output"])
             exported = steps["export-model"](
-                **run, dataset=dataset, checkpoint=checkpoint, decision=gate.outputs["decision"]
+                **run, dataset=dataset, checkpoint=checkpoint, decision=gate.outputs["decision_uri"]
             )
             steps["register-model"](**run, model=exported.outputs["Output"], image="theirs:1")
 

@@ -110,6 +110,69 @@ def test_each_step_gets_what_the_one_before_has_published(main_tasks):
     assert source_of(main_tasks["check-gate"], "evaluation") == ("evaluate-model", "Output")
 
 
+def artifacts_of(task):
+    """Return which output of which step each input artifact of a task is."""
+    found = {}
+    for name, given in task["inputs"].get("artifacts", {}).items():
+        if from_above := given.get("componentInputArtifact"):
+            found[name] = from_above.removeprefix("pipelinechannel--")
+        else:
+            made = given["taskOutputArtifact"]
+            found[name] = f"{made['producerTask']}-{made['outputArtifactKey']}"
+    return found
+
+
+def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
+    dataset = {"dataset_descriptor": "prepare-data-dataset"}
+    made = {**dataset, "checkpoint_descriptor": "train-model-checkpoint"}
+    expected = {
+        "train-model": dataset,
+        "evaluate-model": made,
+        "check-gate": {"evaluation_descriptor": "evaluate-model-evaluation_metrics"},
+        "export-model": {**made, "decision_descriptor": "check-gate-decision"},
+        "register-model": {"model_descriptor": "export-model-model"},
+    }
+    tasks = all_tasks(spec)
+    assert {name: artifacts_of(tasks[name]) for name in expected} == expected
+    for name, artifacts in expected.items():
+        given = inputs_of(tasks[name])
+        assert {each.removesuffix("_descriptor") for each in artifacts} < set(given)
+
+
+def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
+    found = {
+        name.removeprefix("comp-"): {
+            key: each["artifactType"]["schemaTitle"].removeprefix("system.")
+            for key, each in component["outputDefinitions"]["artifacts"].items()
+        }
+        for name, component in spec["components"].items()
+        if "artifacts" in component.get("outputDefinitions", {})
+    }
+    assert found == {
+        "resolve-config": {"configuration": "Artifact"},
+        "prepare-data": {"dataset": "Dataset"},
+        # The second name is KFP's: without it, its UI offers no TensorBoard.
+        "train-model": {"checkpoint": "Model", "mlpipeline_ui_metadata": "Artifact"},
+        "evaluate-model": {
+            "evaluation_metrics": "Metrics",
+            "confusion_matrix": "ClassificationMetrics",
+            "roc_curve": "ClassificationMetrics",
+        },
+        "check-gate": {"decision": "Artifact"},
+        "export-model": {"model": "Model"},
+        "register-model": {"registration": "Model"},
+        "finish": {"report": "HTML", "summary": "Markdown"},
+    }
+
+
+def test_a_step_needs_no_artifact(spec):
+    # KFP cannot make one of the URI that a pipeline of others has.
+    for component in spec["components"].values():
+        if "executorLabel" in component:
+            taken = component["inputDefinitions"].get("artifacts", {})
+            assert all(each["isOptional"] for each in taken.values())
+
+
 @pytest.mark.parametrize("step", ["train-model", "evaluate-model", "check-gate"])
 def test_each_step_gets_the_run(main_tasks, step):
     for name in ("config", "root", "run_id"):
@@ -139,7 +202,7 @@ def test_only_a_blessed_model_is_exported(spec, main_tasks):
     below = spec["components"][branch["componentRef"]["name"]]["dag"]["tasks"]
     assert set(below) == {"export-model", "register-model"}
     decision = inputs_of(below["export-model"])["decision"]["componentInputParameter"]
-    assert decision.endswith("check-gate-decision")
+    assert decision.endswith("check-gate-decision_uri")
 
 
 def test_only_what_the_table_says_may_come_from_a_cache(spec):

@@ -8,6 +8,7 @@ may have `"at"` too: the path at which it is stored, where another file had its 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -128,6 +129,13 @@ class Manifest:
     def same_content(self, other: Manifest) -> bool:
         """Say whether both have the same content, whenever it was published."""
         return self == replace(other, created=self.created)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content, whenever it was published."""
+        files = [(entry.path, entry.bytes, entry.crc32c) for entry in self.files]
+        text = json.dumps([self.kind, files, self.fields], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def to_json(self) -> bytes:
         """Return the text of `MANIFEST.json`."""

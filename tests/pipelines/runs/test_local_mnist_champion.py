@@ -11,6 +11,7 @@ import pytest
 from kfp import dsl
 
 from components import check_gate, evaluate_model, locations
+from tests.components.called_steps import artifact_in
 from tests.pipelines.called import call, calling, processes_of, setting
 from tests.trainer.small_run import publish_checkpoint
 from trainer import events, storage
@@ -88,9 +89,11 @@ def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, mon
     dataset = first.answer["artifacts"]["dataset"]
     checkpoint = _noisy(config, dataset, first.answer["artifacts"]["checkpoint"], tmp_path)
     given = (config.model_dump_json(), root, "noise")
-    ui_artifacts = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+    kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+    ui_artifacts = [artifact_in(tmp_path, kind) for kind in kinds]
     evaluation = evaluate_model.run_step(*given, dataset, checkpoint, *ui_artifacts)
-    assert check_gate.run_step(*given, evaluation, str(tmp_path / "decision")) == "refused"
+    given = (*given, evaluation, str(tmp_path / "decision"))
+    assert check_gate.run_step(*given, artifact_in(tmp_path)) == "refused"
     decision = (tmp_path / "decision").read_text()
     rules = json.loads(storage.read_file(decision, "decision.json"))["rules"]
     assert [(rule["metric"], rule["passed"]) for rule in rules] == [

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,6 +50,7 @@ def test_it_reads_what_it_wrote(manifest: Manifest) -> None:
     again = Manifest.from_json(manifest.to_json())
     assert again == manifest
     assert again.same_content(manifest)
+    assert again.digest == replace(manifest, created="later").digest
     assert again.to_json() == manifest.to_json()
 
 
@@ -127,6 +129,7 @@ def test_what_differs_is_not_the_same() -> None:
         Manifest("a", (ENTRY,), {}),
     ]
     assert not any(base.same_content(other) for other in others)
+    assert len({base.digest, *(other.digest for other in others)}) == len(others) + 1
 
 
 @pytest.mark.parametrize(

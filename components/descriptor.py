@@ -1,0 +1,92 @@
+"""The descriptor of what a step has published: the small file behind its typed KFP artifact.
+
+KFP copies every input artifact into the pod before the code of a step starts. What flows from step
+to step as an artifact is therefore this file of some hundred bytes, and never the data. It names
+the published directory and, by a digest of the content, what was in it; a step that takes one
+checks that its URI names the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer import storage
+from trainer.errors import UserError
+from trainer.events import from_tree, to_tree
+
+
+@dataclass(frozen=True, kw_only=True)
+class Descriptor:
+    """A published directory; `facts` are for people, and the same as the artifact's metadata."""
+
+    kind: str
+    uri: str
+    digest: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def describe(artifact: Any, uri: str, facts: Mapping[str, Any]) -> None:
+    """Let a KFP artifact describe what is published at `uri`, in its file and in its metadata.
+
+    Raises:
+        UserError: nothing is published there, or the file cannot be written.
+    """
+    manifest = storage.read_manifest(uri)
+    write(
+        artifact,
+        to_tree(Descriptor(kind=manifest.kind, uri=uri, digest=manifest.digest, facts=facts)),
+    )
+    artifact.metadata.update({"uri": uri, **facts})
+
+
+def write(artifact: Any, tree: Mapping[str, Any]) -> None:
+    """Write JSON as the file of a KFP artifact; raises `UserError` where that is not possible."""
+    path = Path(artifact.path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(tree, indent=2, allow_nan=False), encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"cannot write {path}: {error.strerror}; free some space in the pod of the step"
+        ) from None
+
+
+def check(artifact: Any, uri: str) -> None:
+    """Check that the artifact describes what is published at `uri`.
+
+    A step that is used alone has no artifact, and one that KFP's retention has deleted has no file:
+    then the URI has to do.
+
+    Raises:
+        UserError: they are not the same, or the artifact is no descriptor.
+    """
+    if artifact is None or not Path(artifact.path).exists():
+        return
+    found = _read(artifact)
+    if found.uri != uri:
+        raise UserError(
+            f"the artifact describes the {found.kind} {found.uri}, and the URI next to it is "
+            f"{uri}: take both from the same step"
+        )
+    if storage.read_manifest(uri).digest != found.digest:
+        raise UserError(
+            f"{uri} was published again, with another content, after the step that made the "
+            f"{found.kind}: start a new run"
+        )
+
+
+def _read(artifact: Any) -> Descriptor:
+    try:
+        tree = json.loads(Path(artifact.path).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        tree = None
+    if found := from_tree(Descriptor, tree):
+        return found
+    raise UserError(
+        f"the artifact {artifact.uri} is no descriptor of what a step has published: take it from "
+        "that step, or leave it out and pass the URI alone"
+    )
