@@ -7,7 +7,7 @@ from kfp import dsl
 
 from components import check_gate, evaluate_model, export_model, finish, locations, register_model
 from components.record import recorded
-from tests.components.called_steps import RUN, ended, text_of
+from tests.components.called_steps import RUN, artifact_in, ended, text_of
 from tests.trainer.page import Page
 from trainer import events, storage
 from trainer.errors import UserError
@@ -26,15 +26,20 @@ class Run:
     def given(self, accuracy=0.1):
         return text_of(self.trained, accuracy=accuracy), self.root, RUN
 
+    def output(self, kind=dsl.Model):
+        return artifact_in(self._folder, kind)
+
     def evaluated(self):
-        displayed = (dsl.Metrics(), dsl.ClassificationMetrics(), dsl.ClassificationMetrics())
+        kinds = (dsl.Metrics, dsl.ClassificationMetrics, dsl.ClassificationMetrics)
+        displayed = [self.output(kind) for kind in kinds]
         inputs = (self.trained.dataset, self.trained.checkpoint)
         return evaluate_model.run_step(*self.given(), *inputs, *displayed)
 
     def judged(self, accuracy):
         """Return the word and the URI of the decision."""
         path = self._folder / "decision"
-        word = check_gate.run_step(*self.given(accuracy), self.evaluated(), str(path))
+        given = (*self.given(accuracy), self.evaluated(), str(path))
+        word = check_gate.run_step(*given, self.output())
         return word, path.read_text(encoding="utf-8")
 
     def finished(self):
@@ -81,8 +86,9 @@ def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     # It goes on.
     assert failed.page().words[1] == "running"
     inputs = (failed.trained.dataset, failed.trained.checkpoint, decision)
-    model = export_model.run_step(*failed.given(), *inputs, dsl.Model())
-    assert register_model.run_step(*failed.given(), model, "our/image:2", dsl.Model()) == "promoted"
+    model = export_model.run_step(*failed.given(), *inputs, failed.output())
+    given = (*failed.given(), model, "our/image:2")
+    assert register_model.run_step(*given, failed.output()) == "promoted"
     page = failed.page()
     assert page.words[1] == "blessed"
     assert NO_SPACE not in page.text

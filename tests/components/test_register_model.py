@@ -67,8 +67,8 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     monkeypatch.setenv(locations.RUN_ID, "first")
     first = pipeline.go("first")
     assert (first.word, first.metrics["version"], first.metrics["promotion"]) == ("promoted", 1, 1)
-    shown = {"model": first.model, "decision": "promoted", "version": 1, "promotion": 1}
-    assert first.artifact.metadata == {"uri": first.uri, **shown}
+    displayed = {"model": first.model, "decision": "promoted", "version": 1, "promotion": 1}
+    assert first.artifact.metadata == {"uri": first.uri, **displayed}
     champion = registry.champion(pipeline.root, "digits")
     lineage = champion.manifest.fields["lineage"]
     assert lineage["checkpoint"] == run.checkpoint

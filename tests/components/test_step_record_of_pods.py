@@ -79,8 +79,8 @@ class Pods:
     def resolved(self, **asked):
         values = {each.name: each.default for each in run_parameters()}
         values |= {"storage_root": self.root, "kfp_run_id": RUN, **asked}
-        shown = self.output(dsl.Artifact, "resolve-config", "configuration")
-        return resolve_config.python_func(**values, configuration=shown)
+        artifact = self.output(dsl.Artifact, "resolve-config", "configuration")
+        return resolve_config.python_func(**values, configuration=artifact)
 
     def trained(self, config=""):
         viewers = self.output(dsl.Artifact, "train-model", "viewers")
