@@ -7,13 +7,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.kubernetes import events, pods
+from tests.kubernetes import events, pods, rbac
 from tests.kubernetes.kubelet import Kubelet
+from tests.kubernetes.network import Network
 from tests.kubernetes.operator import Operator
 from tests.kubernetes.server import Server
 from tests.kubernetes.store import Store, Tree
 
 NAMESPACE = "models"
+# Who the tasks of a job are to the API.
+TRAINER, TRAINER_TOKEN = f"system:serviceaccount:{NAMESPACE}:flotilla-trainer", "a-pods-token"
 
 
 class Cluster:
@@ -26,6 +29,7 @@ class Cluster:
         self.faults = server.faults
         self.kubeconfig = kubeconfig
         self.kubelet: Kubelet | None = None
+        self.network: Network | None = None
 
     def jobs(self) -> list[Tree]:
         return self.store.all("tfjobs", NAMESPACE)
@@ -106,18 +110,28 @@ def cluster(folder: Path) -> Iterator[Cluster]:
 def real_cluster(
     folder: Path, secrets: Mapping[str, Mapping[str, str]] | None = None
 ) -> Iterator[Cluster]:
-    """Yield a cluster that runs the command of every pod as a process of this machine."""
-    with Server() as server:
+    """Yield a cluster that runs the command of every pod as a process of this machine.
+
+    Its users may do what deploy/rbac.yaml grants: the launcher, and the tasks in the pods.
+    """
+    with Server() as server, Network(server.store) as network:
         operator = Operator(server.store)
         made = Cluster(server, operator, _kubeconfig(folder, server.url))
-        environment = {"KUBECONFIG": str(made.kubeconfig)}
+        control = server.control
+        control.users[TRAINER_TOKEN] = TRAINER
+        control.granted = {
+            control.user: rbac.grants(rbac.LAUNCHER),
+            TRAINER: rbac.grants(rbac.TRAINER),
+        }
+        in_pods = _kubeconfig(folder / "pods", server.url, TRAINER_TOKEN)
+        environment = {"KUBECONFIG": str(in_pods), **network.environment}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
-        made.kubelet = kubelet
+        made.kubelet, made.network = kubelet, network
         with operator, kubelet:
             yield made
 
 
-def _kubeconfig(folder: Path, url: str) -> Path:
+def _kubeconfig(folder: Path, url: str, token: str = "a-token") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "kubeconfig"
     tree = {
@@ -128,7 +142,7 @@ def _kubeconfig(folder: Path, url: str) -> Path:
             {"name": "test", "context": {"cluster": "c", "user": "u", "namespace": NAMESPACE}}
         ],
         "clusters": [{"name": "c", "cluster": {"server": url}}],
-        "users": [{"name": "u", "user": {"token": "a-token"}}],
+        "users": [{"name": "u", "user": {"token": token}}],
     }
     path.write_text(json.dumps(tree), encoding="utf-8")
     return path

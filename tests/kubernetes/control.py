@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+from tests.kubernetes import rbac
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree
 
 USER = "ann@example.com"
@@ -23,8 +24,10 @@ class Control:
     """Answers every request that is not about the objects of a namespace.
 
     Attributes:
-        user: who sends the requests.
-        denied: `(user, verb, resource)`; everything else is allowed.
+        user: who sends the requests, apart from those with a token of `users`.
+        users: by token.
+        granted: pairs of verb and resource for a user; who is not in it may do everything.
+        denied: `(user, verb, resource)`, whatever is granted.
         kinds: the resources of each group and version.
         absent: namespaces that do not exist.
         is_webhook_silent: whether TFJobs are judged by a webhook that nobody answers.
@@ -33,6 +36,8 @@ class Control:
 
     def __init__(self, store: Store) -> None:
         self.user = USER
+        self.users: dict[str, str] = {}
+        self.granted: dict[str, rbac.Grants] = {}
         self.denied: set[tuple[str, str, str]] = set()
         self.kinds = {"kubeflow.org/v1": ["tfjobs", "tfjobs/status", "pytorchjobs"]}
         self.absent: set[str] = set()
@@ -48,9 +53,9 @@ class Control:
             (r"GET /apis/scheduling.k8s.io/v1/priorityclasses/(?P<name>[^/]+)", self._class),
         ]
 
-    def answer(self, method: str, path: str, body: Tree) -> Tree:
+    def answer(self, method: str, path: str, body: Tree, token: str = "") -> Tree:
         if method == "POST":
-            return self._review(path, body)
+            return self._review(path, body, self.user_of(token))
         for pattern, answer in self._answers:
             found = re.fullmatch(pattern, f"{method} {path}")
             if found:
@@ -73,9 +78,19 @@ class Control:
             verb, _, resource = permission.partition(" ")
             self.denied.add((user, verb, resource))
 
-    def _review(self, path: str, body: Tree) -> Tree:
+    def user_of(self, token: str) -> str:
+        """Return who sends a request with this token."""
+        return self.users.get(token, self.user)
+
+    def may(self, user: str, verb: str, resource: str) -> bool:
+        """Return whether a user has a permission; `resource` is such as `pods/log`."""
+        granted = self.granted.get(user)
+        is_granted = granted is None or (verb, resource) in granted
+        return is_granted and (user, verb, resource) not in self.denied
+
+    def _review(self, path: str, body: Tree, caller: str) -> Tree:
         if path.endswith("/selfsubjectreviews"):
-            return {**body, "status": {"userInfo": {"username": self.user}}}
+            return {**body, "status": {"userInfo": {"username": caller}}}
         spec: dict[str, Any] = body["spec"]
         kinds = {
             "selfsubjectaccessreviews": "SelfSubjectAccessReview",
@@ -85,13 +100,12 @@ class Control:
             raise RefusedError(400, "BadRequest", f"{body['kind']} at {path}")
         attributes = spec["resourceAttributes"]
         self.reviews.append(spec)
-        groups = {"tfjobs": "kubeflow.org"}
-        if attributes["group"] != groups.get(attributes["resource"], ""):
+        if attributes["group"] != rbac.GROUPS.get(attributes["resource"], ""):
             return {**body, "status": {"allowed": False, "reason": "no such group"}}
         part = attributes.get("subresource")
         resource = f"{attributes['resource']}/{part}" if part else attributes["resource"]
-        key = (spec.get("user", self.user), attributes["verb"], resource)
-        return {**body, "status": {"allowed": key not in self.denied}}
+        allowed = self.may(spec.get("user", caller), attributes["verb"], resource)
+        return {**body, "status": {"allowed": allowed}}
 
     def _version(self) -> Tree:
         commit = {

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from tests.kubernetes.logs import Logs
 from tests.kubernetes.pods import finished, running
+from tests.kubernetes.resolver import SITE
 from tests.kubernetes.store import RefusedError, Store, Tree
 from trainer.cluster.local import free_port
 
@@ -101,17 +102,18 @@ class Kubelet:
         command = [expanded(w, {}) for w in [*container["command"], *container.get("args", [])]]
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{self._site()}:{ROOT}",
             "FLOTILLA_PARENT": str(os.getpid()),
             # On a cluster every pod has its own address; here all share one.
             "FLOTILLA_GUARD_PORT": self._guard_port(pod),
             **self._environment,
-            **self._variables(container),
+            # Only these are written for the pod's file system.
+            **{k: _mounted(v, mounts) for k, v in self._variables(container).items()},
         }
         process = subprocess.Popen(
             [_mounted(word, mounts) for word in command],
             cwd=_mounted(container.get("workingDir", str(folder)), mounts),
-            env={name: _mounted(value, mounts) for name, value in environment.items()},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -158,6 +160,13 @@ class Kubelet:
         self._killers[uid] = threading.Timer(grace, kill)
         self._killers[uid].daemon = True
         self._killers[uid].start()
+
+    def _site(self) -> Path:
+        """Return a folder from which every Python of a pod gets the names of pods."""
+        folder = self._folder / "site"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "sitecustomize.py").write_text(SITE, encoding="utf-8")
+        return folder
 
     def _guard_port(self, pod: Tree) -> str:
         owner = pod["metadata"]["ownerReferences"][0]["uid"]

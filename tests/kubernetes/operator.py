@@ -15,6 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from tests.kubernetes import events
+from tests.kubernetes.network import host_of
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 JOB_NAME = "training.kubeflow.org/job-name"
@@ -105,7 +106,7 @@ class Operator:
         if policy.get("cleanPodPolicy", "Running") != "None":
             for pod in self._of(job):
                 if pod["status"]["phase"] in ("Running", "Pending"):
-                    self._delete(pod)
+                    self._clean(pod)
         if time.monotonic() - created_at > policy.get("ttlSecondsAfterFinished", 10**9):
             self._store.delete("tfjobs", meta["namespace"], meta["name"])
 
@@ -162,12 +163,20 @@ class Operator:
         metadata = template.get("metadata", {})
         metadata["labels"] = {**metadata.get("labels", {}), **labels}
         metadata |= {"name": name, "ownerReferences": [owner]}
+        self._serve(job, name, labels, owner)
         pod = {"metadata": metadata, "spec": spec, "status": {"phase": "Pending"}}
         try:
             self._store.create("pods", job["metadata"]["namespace"], pod)
         except RefusedError as error:
             events.warn(self._store, job, "FailedCreatePod", f"Error creating: {error}")
             raise
+
+    def _serve(self, job: Tree, name: str, labels: Tree, owner: Tree) -> None:
+        """Create the headless Service of a pod; it stays when the pod is replaced."""
+        metadata = {"name": name, "labels": labels, "ownerReferences": [owner]}
+        service = {"metadata": metadata, "spec": {"clusterIP": "None", "selector": labels}}
+        with suppress(RefusedError):
+            self._store.create("services", job["metadata"]["namespace"], service)
 
     def _tf_config(self, job: Tree, role: str, index: int) -> str:
         name = job["metadata"]["name"]
@@ -176,8 +185,8 @@ class Operator:
             return ""
         cluster = {
             kind.lower(): [
-                f"127.0.0.1:{self._port(f'{name}-{kind.lower()}-{i}')}"
-                for i in range(spec["replicas"])
+                f"{host_of(pod, job['metadata']['namespace'])}:{self._port(pod)}"
+                for pod in (f"{name}-{kind.lower()}-{i}" for i in range(spec["replicas"]))
             ]
             for kind, spec in specs.items()
         }
@@ -185,7 +194,7 @@ class Operator:
         return json.dumps({"cluster": cluster, "task": task, "environment": "cloud"})
 
     def _port(self, name: str) -> int:
-        """Return the port of a pod; its replacement has the same address."""
+        """Return the port of a pod and of its replacements: all share one machine."""
         if name not in self._addresses:
             holder = self._ports.enter_context(socket.socket())
             holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -197,6 +206,12 @@ class Operator:
         uid = job["metadata"]["uid"]
         pods = self._store.all("pods", job["metadata"]["namespace"])
         return [p for p in pods if p["metadata"].get("ownerReferences", [{}])[0].get("uid") == uid]
+
+    def _clean(self, pod: Tree) -> None:
+        """Delete a pod and its Service."""
+        self._delete(pod)
+        meta = pod["metadata"]
+        self._store.remove("services", meta["namespace"], meta["name"])
 
     def _delete(self, pod: Tree) -> None:
         meta = pod["metadata"]

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.kubernetes import rbac
 from tests.kubernetes.control import Control
 from tests.kubernetes.faults import SILENCE, Faults
 from tests.kubernetes.logs import Logs, stamp
@@ -166,10 +167,11 @@ class Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
         if not found:
-            return self.server.control.answer(self.command, parts.path, body)
+            return self.server.control.answer(self.command, parts.path, body, self._token())
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
         self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
+        self._authorize(found, query)
         if found["log"]:
             return self._log(namespace, name, query)
         if self.command == "GET" and not name:
@@ -183,6 +185,18 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "POST" and query.get("dryRun") == "All":
             return self.server.store.admitted(kind, namespace, body)
         return self._object(kind, namespace, name, body)
+
+    def _token(self) -> str:
+        return (self.headers.get("authorization") or "").removeprefix("Bearer ")
+
+    def _authorize(self, asked: re.Match[str], query: dict[str, str]) -> None:
+        control = self.server.control
+        user, name = control.user_of(self._token()), asked["name"] or ""
+        watches = self.command == "GET" and query.get("watch") in ("true", "True")
+        verb = rbac.verb_of(self.command, name, watches=watches)
+        resource = f"{asked['kind']}{asked['log'] or ''}"
+        if not control.may(user, verb, resource):
+            raise rbac.refusal(user, verb, resource, asked["namespace"], name)
 
     def _object(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
         store = self.server.store

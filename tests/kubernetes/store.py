@@ -125,6 +125,9 @@ class Store:
             required = body.get("metadata", {}).get("resourceVersion")
             if required and required != tree["metadata"]["resourceVersion"]:
                 raise RefusedError(409, "Conflict", "the object has been modified")
+            uid = body.get("metadata", {}).get("uid")
+            if uid and uid != tree["metadata"]["uid"]:
+                raise RefusedError(409, "Conflict", f'Precondition failed: UID in "{name}"')
             _merge(tree, body)
 
         return self.change(kind, namespace, name, by)
