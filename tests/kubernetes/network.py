@@ -78,21 +78,21 @@ class Network:
 
     def _answer(self, caller: socket.socket) -> None:
         """Serve `CONNECT HOST:PORT` by relaying, `RESOLVE HOST` by an address or nothing."""
-        with suppress(OSError):
+        with suppress(OSError), caller:
             method, target = _request(caller)
             if method == "RESOLVE":
-                with caller:
-                    caller.sendall(LOOPBACK.encode() if self.resolves(target) else b"")
+                caller.sendall(LOOPBACK.encode() if self.resolves(target) else b"")
                 return
             host, _, port = target.rpartition(":")
             called = self._connect(host, int(port))
             if called is None:
-                with caller:
-                    caller.sendall(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
+                caller.sendall(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
                 return
-            caller.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-            _in_background(_pass_on, caller, called)
-            _in_background(_pass_on, called, caller)
+            with called:
+                caller.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+                back = _in_background(_pass_on, called, caller)
+                _pass_on(caller, called)
+                back.join()
 
     def _connect(self, host: str, port: int) -> socket.socket | None:
         if not self.resolves(host):
@@ -127,5 +127,7 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
             end.shutdown(socket.SHUT_RDWR)
 
 
-def _in_background(function: Callable[..., None], *args: object) -> None:
-    threading.Thread(target=function, args=args, daemon=True).start()
+def _in_background(function: Callable[..., None], *args: object) -> threading.Thread:
+    thread = threading.Thread(target=function, args=args, daemon=True)
+    thread.start()
+    return thread
