@@ -12,7 +12,9 @@ from pathlib import Path
 from components.image import IMAGE, PodDefaults
 from components.tfjob.manifest import document, leading
 from pipelines.doctor import (
+    admission,
     configuration,
+    controllers,
     kubernetes_api,
     machine,
     named_objects,
@@ -32,7 +34,9 @@ from trainer.errors import UserError
 from trainer.storage.probe import SILENT, Probe
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
-GPUS = "GPUs of the cluster"
+GPUS, CRD = "GPUs of the cluster", "TFJob CRD"
+# Webhooks may take up to 10 s each.
+ADMISSION_SECONDS = 30.0
 KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, failing and removing take seconds each.
@@ -146,13 +150,24 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
     settings = config.cluster.kubernetes
     kubernetes = Kubernetes(settings.namespace or options.namespace)
     tree = document(config, PodDefaults(image=options.image or IMAGE))
+    unnamed = document(config, PodDefaults(image=options.image))
     # The steps have that of the option, even where all tasks name another one.
-    images = named_objects.image_names(tree) | ({options.image} - {""})
+    images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
     yield _in_cluster("namespace", lambda: kubernetes_api.namespace(kubernetes))
-    yield _in_cluster("TFJob CRD", lambda: kubernetes_api.served(kubernetes))
+    yield _in_cluster(CRD, lambda: kubernetes_api.served(kubernetes))
+    yield Check(
+        name="training operator",
+        look=lambda: controllers.operator(kubernetes),
+        needs=(API, CRD),
+        show=kubernetes_api.SHOW,
+    )
     yield from _of_permissions(config, options, kubernetes)
+    if settings.job.queue_name or settings.job.suspend:
+        yield _in_cluster("Kueue", lambda: controllers.queue(kubernetes, settings.job, tree))
+    if any(each.pod.get("nodeSelector") for each in resources.roles(tree)):
+        yield _in_cluster("nodes", lambda: resources.selected(kubernetes, tree))
     yield _in_cluster("quota", lambda: resources.room(kubernetes, tree))
     for resource in resources.devices(tree):
         title = GPUS if resource == settings.gpu_resource else resource
@@ -162,10 +177,21 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
     objects = named_objects.named(document(config, PodDefaults(store_secret="")))
     if named_objects.named(tree) - objects:
         yield _in_cluster("secret of the store", partial(storage.opens, kubernetes, config))
+    titles = []
     for kind, title in named_objects.KINDS.items():
         some = frozenset(each for each in objects if each.kind == kind)
         if some:
+            titles.append(title)
             yield _in_cluster(title, partial(named_objects.present, kubernetes, kind, some))
+    # What is absent is said by its own check.
+    needs = (API, "namespace", CRD, *titles)
+    yield Check(
+        name="admission",
+        look=lambda: admission.admits(kubernetes, tree),
+        needs=needs,
+        seconds=ADMISSION_SECONDS,
+        show=kubernetes_api.SHOW,
+    )
 
 
 def _in_cluster(name: str, look: Callable[[], Finding]) -> Check:

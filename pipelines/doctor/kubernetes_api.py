@@ -104,6 +104,16 @@ class Kubernetes:
         """Return the answer to a review, which is a POST; raises `NoAnswerError`."""
         return self._ask("POST", path, body)
 
+    def try_to_create(self, kind: str, tree: Tree) -> Answer:
+        """Return the answer to the creation of a TFJob or pod in the namespace; nothing is made.
+
+        All that admits objects is asked. Raises `NoAnswerError`.
+        """
+        group = f"apis/{GROUP}/{VERSION}" if kind == PLURAL else "api/v1"
+        metadata = {**tree["metadata"], "namespace": self.namespace}
+        path = f"/{group}/namespaces/{quote(self.namespace)}/{kind}?dryRun=All"
+        return self._ask("POST", path, {**tree, "metadata": metadata})
+
     def _ask(self, method: str, path: str, body: Tree | None = None) -> Answer:
         try:
             answer = self._api.request(method, path, body=body, timeout=_TIMEOUT)

@@ -159,26 +159,26 @@ _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 
 def image_names(manifest: Tree) -> set[str]:
-    """Return the images of all roles of a job."""
+    """Return the images of all roles of a job; an empty one where a role names none."""
     replicas = manifest["spec"]["tfReplicaSpecs"].values()
-    return {each["template"]["spec"]["containers"][0]["image"] for each in replicas}
+    return {each["template"]["spec"]["containers"][0].get("image", "") for each in replicas}
 
 
 def judge_images(images: Iterable[str]) -> Finding:
-    """Check images by the rule of `flotilla compile --image`."""
+    """Check images by the rule of `flotilla compile --image`; an empty one is not named."""
     names = sorted(images)
     for image in names:
-        if not is_image(image):
+        if image and not is_image(image):
             message = f"{image!r} is not the name of an image: write it as host/name:tag"
             setting = "flotilla doctor --set cluster.kubernetes.pod.image=HOST/NAME:TAG"
             return Finding("fail", message, setting)
-    local = [image for image in names if not _has_host(image)]
-    if IMAGE in local:
+    if "" in names:
         message = (
             "none is named, and that of the upload is not known here: give it by --image; without "
             f"an upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
         )
         return Finding("warn", message, _GIVE)
+    local = [image for image in names if not _has_host(image)]
     if local:
         message = f"{', '.join(local)} names no registry: every node has to have it already"
         return Finding("warn", message, f"{_BUILD} && {_GIVE}")

@@ -176,6 +176,61 @@ def _wanted(key: str, wanted: Sequence[Role]) -> Decimal:
     )
 
 
+# Labels by which the nodes of a pool are known; a pool may have no node until one is needed.
+_POOLS = (
+    "cloud.google.com/gke-nodepool",
+    "eks.amazonaws.com/nodegroup",
+    "karpenter.sh/nodepool",
+    "kubernetes.azure.com/agentpool",
+)
+
+
+def selected(kubernetes: Kubernetes, manifest: Tree) -> Finding:
+    """Check that nodes have the labels that the pods ask for, and no taint that keeps them off."""
+    answer = kubernetes.get("/api/v1/nodes")
+    labels = ",".join(sorted({key for role in roles(manifest) for key in _selector(role)}))
+    show = f"kubectl get nodes --label-columns {labels}"
+    if not answer.is_good:
+        return unexpected(answer, "the nodes", show)
+    nodes = answer.items
+    for role in roles(manifest):
+        asked = ", ".join(f"{key}={value}" for key, value in _selector(role).items())
+        if not asked or any(_takes(node, role) for node in nodes):
+            continue
+        labelled = [node for node in nodes if _has_labels(node, role)]
+        why = (
+            "keep it off by taints or are drained"
+            if labelled
+            else f"have not {asked}{_others(nodes, role)}"
+        )
+        message = f"no node takes a {role.name} pod: all {len(nodes)} {why}"
+        if any(pool in node["metadata"].get("labels", {}) for pool in _POOLS for node in nodes):
+            return Finding("warn", f"{message}; an autoscaler may add one", show)
+        return Finding("fail", message, show)
+    return Finding("ok", "each role has nodes with its labels")
+
+
+def _selector(role: Role) -> dict[str, str]:
+    found: dict[str, str] = role.pod.get("nodeSelector", {})
+    return found
+
+
+def _has_labels(node: Tree, role: Role) -> bool:
+    labels = node["metadata"].get("labels", {})
+    return all(labels.get(key) == value for key, value in _selector(role).items())
+
+
+def _others(nodes: Iterable[Tree], role: Role) -> str:
+    """Return the values that nodes have under the same labels."""
+    seen = {
+        f"{key}={node['metadata']['labels'][key]}"
+        for node in nodes
+        for key in _selector(role)
+        if key in node["metadata"].get("labels", {})
+    }
+    return f" (but {', '.join(sorted(seen))})" if seen else ""
+
+
 def devices(manifest: Tree) -> list[str]:
     """Return the resources of the job that only some nodes have, such as GPUs."""
     return sorted({name for role in roles(manifest) for name in role.limits if "/" in name})
@@ -217,13 +272,12 @@ def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
 
 
 def _takes(node: Tree, role: Role) -> bool:
-    labels = node["metadata"].get("labels", {})
-    selector = role.pod.get("nodeSelector", {})
-    tainted = any(
+    spec = node.get("spec", {})
+    tainted = spec.get("unschedulable") or any(
         taint.get("effect") in ("NoSchedule", "NoExecute") and not _tolerated(taint, role.pod)
-        for taint in node.get("spec", {}).get("taints") or ()
+        for taint in spec.get("taints") or ()
     )
-    return not tainted and all(labels.get(key) == value for key, value in selector.items())
+    return not tainted and _has_labels(node, role)
 
 
 def _tolerated(taint: Tree, pod: Tree) -> bool:

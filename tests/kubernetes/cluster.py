@@ -31,6 +31,16 @@ class Cluster:
         self.kubelet: Kubelet | None = None
         self.network: Network | None = None
 
+    def install_operator(self, replicas: int = 1) -> None:
+        """Create the deployment of the operator, or scale it."""
+        name, place = "training-operator", "kubeflow"
+        status = {"readyReplicas": replicas} if replicas else {}
+        if not self.store.all("deployments", place):
+            labels = {"control-plane": "kubeflow-training-operator"}
+            self.store.create("deployments", place, {"metadata": {"name": name, "labels": labels}})
+        self.store.change("deployments", place, name, lambda tree: tree.update(status=status))
+        self.operator.down = not replicas
+
     def jobs(self) -> list[Tree]:
         return self.store.all("tfjobs", NAMESPACE)
 

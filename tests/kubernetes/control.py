@@ -17,6 +17,7 @@ WEBHOOK_FAILED = (
     '"https://training-operator.kubeflow.svc:443/validate-kubeflow-org-v1-tfjob?timeout=10s": '
     'no endpoints available for service "training-operator"'
 )
+_DEPLOYMENTS = r"GET /apis/apps/v1/(namespaces/(?P<namespace>[^/]+)/)?deployments"
 _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
@@ -42,6 +43,8 @@ class Control:
         self.kinds = {"kubeflow.org/v1": ["tfjobs", "tfjobs/status", "pytorchjobs"]}
         self.absent: set[str] = set()
         self.is_webhook_silent = False
+        # The kinds of jobs that Kueue looks after, where it is installed (see `install_kueue`).
+        self.frameworks: set[str] = set()
         self.reviews: list[Tree] = []
         self._store = store
         self._answers: list[tuple[str, Callable[..., Tree]]] = [
@@ -53,7 +56,13 @@ class Control:
             (r"GET /apis/scheduling.k8s.io/v1/priorityclasses/(?P<name>[^/]+)", self._class),
         ]
 
-    def answer(self, method: str, path: str, body: Tree, token: str = "") -> Tree:
+    def answer(
+        self, method: str, path: str, body: Tree, query: dict[str, str], token: str = ""
+    ) -> Tree:
+        found = re.fullmatch(_DEPLOYMENTS, f"{method} {path}")
+        if found:
+            labels = query.get("labelSelector", "")
+            return {"items": self._store.all("deployments", found["namespace"] or "", labels)}
         if method == "POST":
             return self._review(path, body, self.user_of(token))
         for pattern, answer in self._answers:
@@ -71,6 +80,26 @@ class Control:
         """Have the operator judge a TFJob that is written, where its webhook is installed."""
         if self.is_webhook_silent:
             raise RefusedError(500, "InternalError", WEBHOOK_FAILED)
+
+    def install_kueue(self, *frameworks: str) -> None:
+        """Serve Kueue's kinds, and have it look after these kinds of jobs."""
+        self.kinds["kueue.x-k8s.io/v1beta1"] = ["localqueues", "clusterqueues", "workloads"]
+        self.frameworks = set(frameworks)
+        listed = "".join(f"  - {each}\n" for each in frameworks)
+        text = f"integrations:\n  frameworks:\n{listed}  # - kubeflow.org/tfjob\n"
+        data = {"controller_manager_config.yaml": text}
+        tree = {"metadata": {"name": "kueue-manager-config"}, "data": data}
+        self._store.create("configmaps", "kueue-system", tree)
+
+    def mutated(self, kind: str, tree: Tree) -> Tree:
+        """Return an object as the webhooks of the cluster change it: Kueue suspends its jobs."""
+        labels = tree.get("metadata", {}).get("labels", {})
+        if kind != "tfjobs" or "kubeflow.org/tfjob" not in self.frameworks:
+            return tree
+        if "kueue.x-k8s.io/queue-name" not in labels:
+            return tree
+        policy = {**tree["spec"]["runPolicy"], "suspend": True}
+        return {**tree, "spec": {**tree["spec"], "runPolicy": policy}}
 
     def deny(self, user: str, *permissions: str) -> None:
         """Take permissions such as `create tfjobs` or `get pods/log` from a user."""
@@ -120,7 +149,8 @@ class Control:
         versions = [each.partition("/")[2] for each in self.kinds if each.startswith(f"{group}/")]
         if not versions:
             raise NotServedError
-        return {"versions": [{"version": each} for each in versions]}
+        listed = [{"version": each} for each in versions]
+        return {"versions": listed, "preferredVersion": listed[0]}
 
     def _kinds(self, group: str, version: str) -> Tree:
         kinds = self.kinds.get(f"{group}/{version}")

@@ -19,9 +19,10 @@ from tests.kubernetes.logs import Logs, stamp
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree, selected
 
 PATH = re.compile(
-    r"/(?:api/v1|apis/(?P<group>kubeflow\.org)/(?P<version>v1))/namespaces/(?P<namespace>[^/]+)"
+    r"/(?:api/v1|apis/(?P<group>kubeflow\.org|kueue\.x-k8s\.io)/(?P<version>v[^/]+))"
+    r"/namespaces/(?P<namespace>[^/]+)"
     r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
-    r"|resourcequotas|limitranges)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
+    r"|resourcequotas|limitranges|localqueues)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
 )
 POLL_SECONDS = 0.5
 
@@ -135,17 +136,13 @@ class Handler(BaseHTTPRequestHandler):
         """Return what RBAC says of this request."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
-        who = f'User "{self.server.control.user}" cannot'
+        user = self.server.control.user_of(self._token())
         if not found:
-            return f'forbidden: {who} {self.command.lower()} path "{parts.path}"'
-        verbs = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
-        reads = "get" if found["name"] else "watch" if "watch=" in parts.query else "list"
+            return f'forbidden: User "{user}" cannot {self.command.lower()} path "{parts.path}"'
+        name = found["name"] or ""
+        verb = rbac.verb_of(self.command, name, watches="watch=" in parts.query)
         resource = f"{found['kind']}{found['log'] or ''}"
-        return (
-            f"{found['kind']} is forbidden: {who} {verbs.get(self.command, reads)} resource "
-            f'"{resource}" in API group "{found["group"] or ""}" in the namespace '
-            f'"{found["namespace"]}"'
-        )
+        return str(rbac.refusal(user, verb, resource, found["namespace"], name))
 
     def _send(self, code: int, tree: Tree, headers: dict[str, str] | None = None) -> None:
         self._send_text(code, json.dumps(tree), "application/json", headers)
@@ -166,9 +163,10 @@ class Handler(BaseHTTPRequestHandler):
         """Return the answer of a request; None where it was a stream."""
         parts = urlsplit(self.path)
         found = PATH.fullmatch(parts.path)
-        if not found:
-            return self.server.control.answer(self.command, parts.path, body, self._token())
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
+        if not found:
+            token = self._token()
+            return self.server.control.answer(self.command, parts.path, body, query, token)
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
         self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
         self._authorize(found, query)
@@ -180,6 +178,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._list(kind, namespace, query)
         if self.command == "POST":
             self.server.control.check_namespace(namespace)
+            body = self.server.control.mutated(kind, body)
         if kind == "tfjobs" and self.command in ("POST", "PATCH"):
             self.server.control.call_webhook()
         if self.command == "POST" and query.get("dryRun") == "All":

@@ -64,6 +64,7 @@ def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
     """A cluster where nothing is wrong."""
     with cluster(tmp_path) as made:
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
+        made.install_operator()
         made.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "pipeline-runner"}})
         yield made
 

@@ -18,7 +18,6 @@ OURS = "registry.example.com/flotilla:1"
     [
         ("Not_An_Image", "fail"),
         ("UPPER/case:1", "fail"),
-        ("", "warn"),
         ("flotilla:1", "warn"),
         ("team/flotilla:1", "warn"),
         ("localhost:5000/flotilla:1", "ok"),
@@ -42,6 +41,15 @@ def test_where_none_is_named_it_is_said_what_to_give(doctor):
         f"upload it is {IMAGE}, of no registry, unless cluster.kubernetes.pod.image says so"
     )
     assert found["remedy"] == "flotilla doctor --image HOST/NAME:TAG"
+
+
+@pytest.mark.usefixtures("kube")
+def test_the_default_is_named_where_it_is_given(doctor):
+    report = doctor(JOB, options=("--image", IMAGE))
+    said = f"{IMAGE} names no registry: every node has to have it already"
+    assert (report["image"]["state"], report["image"]["message"]) == ("warn", said)
+    assert doctor(JOB, f"cluster.kubernetes.pod.image={IMAGE}")["image"]["message"] == said
+    assert doctor(options=("--image", IMAGE))["image"]["message"] == said
 
 
 @pytest.mark.usefixtures("kube")

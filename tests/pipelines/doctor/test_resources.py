@@ -185,6 +185,46 @@ def test_nodes_are_selected_by_their_labels(of_job, node):
     assert of_job(GPU, select)["GPUs of the cluster"]["state"] == "ok"
 
 
+SPOT = "cluster.kubernetes.worker.node_selector={pool: spot}"
+
+
+def test_a_selector_that_no_node_has(of_job, node):
+    node("a", {"pool": "cpu"})
+    node("b", {"pool": "gpu", "zone": "x"})
+    report = of_job(SPOT)
+    found = report["nodes"]
+    assert report.failed() == ["nodes"]
+    assert found["message"] == (
+        "no node takes a Worker pod: all 2 have not pool=spot (but pool=cpu, pool=gpu)"
+    )
+    assert found["remedy"] == "kubectl get nodes --label-columns pool"
+    node("c", {"pool": "spot"})
+    assert of_job(SPOT)["nodes"]["state"] == "ok"
+    assert "nodes" not in of_job().states()
+
+
+def test_a_selector_whose_nodes_are_tainted(of_job, node):
+    node("a", {"pool": "spot"}, taints=[{"key": "spot", "effect": "NoSchedule"}])
+    found = of_job(SPOT)["nodes"]
+    assert (
+        found["message"] == "no node takes a Worker pod: all 1 keep it off by taints or are drained"
+    )
+    tolerates = "cluster.kubernetes.worker.tolerations=[{key: spot, operator: Exists}]"
+    assert of_job(SPOT, tolerates)["nodes"]["state"] == "ok"
+
+
+def test_a_pool_that_an_autoscaler_may_fill(of_job, node):
+    node("a", {"cloud.google.com/gke-nodepool": "default"})
+    found = of_job(SPOT)["nodes"]
+    assert (found["state"], "an autoscaler may add one" in found["message"]) == ("warn", True)
+
+
+def test_nodes_that_may_not_be_read(of_job, kube):
+    kube.faults.add("GET /api/v1/nodes", 403)
+    found = of_job(SPOT)["nodes"]
+    assert (found["state"], found["message"][:22]) == ("warn", "may not read the nodes")
+
+
 def test_without_gpus_nobody_looks_for_them(of_job, kube):
     assert "GPUs of the cluster" not in of_job().states()
     assert not [each for each in kube.server.requests if "nodes" in each]
