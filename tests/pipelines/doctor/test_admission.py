@@ -45,7 +45,7 @@ def test_a_full_quota(kube, of_job):
     assert found["remedy"] == f"kubectl describe resourcequotas --namespace {NAMESPACE}"
 
 
-def test_who_may_not_make_pods_is_shown_the_level(kube, of_job):
+def test_who_may_not_make_pods_learns_the_level(kube, of_job):
     kube.store.labels[NAMESPACE] = {ENFORCE: "baseline"}
     kube.faults.add("POST .*/pods", 403)
     report = of_job()
