@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import descriptor, locations, pinned_inputs, step_record
+from components import contract, descriptor, locations, pinned_inputs, step_record
 from components.image import component
 from components.record import StepOutput, tried
 from trainer.config.run_parameters import from_parameters
@@ -60,13 +60,16 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
 
     Args:
         values: the run parameters, KFP's run id, and an artifact `configuration` whose URI shows
-            the pipeline root.
+            the pipeline root. This call is the same in every version, so that each can refuse.
     """
-    artifact, kfp_run_id = values["configuration"], values["kfp_run_id"]
-    at = locations.run_at_first(values["storage_root"], artifact.uri, kfp_run_id)
+    # A pipeline of another version may pass other values, and its refusal is recorded all the same.
+    output = next((each.uri for each in values.values() if hasattr(each, "uri")), "")
+    kfp_run_id = values.get("kfp_run_id", "")
+    at = locations.run_at_first(values.get("storage_root", ""), output, kfp_run_id)
 
     def work(record: StepOutput) -> Resolved:
-        config = from_parameters(values)
+        contract.check()
+        artifact, config = values["configuration"], from_parameters(values)
         root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
         config = pinned_inputs.with_champion(config, root)
         step_record.publish_config(at, config.model_dump_json(indent=2))

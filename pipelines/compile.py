@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 from kfp import compiler
 
+from components import contract
 from components.image import IMAGE
 from pipelines.step_settings import check_image
 from pipelines.training import COMPONENTS, cluster_pipeline
@@ -154,6 +155,17 @@ def package_of(file: Path | None, image: str) -> Package:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         return _package("", str(file))
+
+
+def compiled_by(spec: Mapping[str, Any] | None) -> str:
+    """Return the mark of the Flotilla that has compiled a pipeline; empty where it has none."""
+    pipeline = (spec or {}).get("pipeline_spec") or spec or {}
+    executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
+    for executor in executors.values():
+        for variable in (executor.get("container") or {}).get("env") or ():
+            if variable.get("name") == contract.VARIABLE:
+                return str(variable.get("value", ""))
+    return ""
 
 
 def parameters_of(spec: Mapping[str, Any] | None) -> set[str] | None:

@@ -167,12 +167,26 @@ def local_pipeline(wiring: Any, name: str, *more: inspect.Parameter) -> Any:
 def cluster_pipeline(image: str = IMAGE) -> Any:
     """Return the whole pipeline for a KFP instance; `image` is the default of its image."""
     function = _called(training, step_settings.apply, _signature(image))
-    return dsl.pipeline(
+    pipeline = dsl.pipeline(
         function,
         name="flotilla-training",
         description=inspect.getdoc(training),
         pipeline_config=step_settings.configuration(),
     )
+    _offer_choices(pipeline.pipeline_spec)
+    return pipeline
+
+
+def _offer_choices(spec: Any) -> None:
+    """Add the values that a run parameter may have: the KFP form draws a drop-down of them.
+
+    KFP's compiler has no annotation for them. Its servers know the field since 2.16, and older ones
+    refuse our platform spec too; see `docs/decisions/0043-the-contract-of-a-compiled-pipeline.md`.
+    """
+    declared = spec.root.input_definitions.parameters
+    for parameter in run_parameters():
+        for choice in parameter.choices:
+            declared[parameter.name].literals.add().string_value = choice
 
 
 def _called(wiring: Any, place: Place, signature: inspect.Signature) -> Any:

@@ -29,6 +29,7 @@ from pipelines.runs.kfp_access import UI, Access, Instance
 if TYPE_CHECKING:
     from pipelines.runs.schedule import Scheduled
     from pipelines.runs.submission import Submission
+    from pipelines.runs.upload import Version
 
 
 @answers
@@ -43,7 +44,7 @@ def upload(
 ) -> Answer:
     """Upload the pipeline; the same content is uploaded once."""
     from pipelines.compile import image_remark, package_of
-    from pipelines.runs.upload import newest_of
+    from pipelines.runs.upload import default_of
     from pipelines.runs.upload import upload as upload_package
 
     access, package = instance.access(), package_of(file, image)
@@ -51,24 +52,35 @@ def upload(
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"
     note(f"{action}: {version.pipeline} version {version.name}\n{made.page or _no_page(access)}")
-    newest = newest_of(access, version)
+    newest = default_of(access, version)
     is_newest = newest.version_id == version.version_id
     if not is_newest:
         note(
             f"it is not the newest: `submit` and `schedule` take {newest.name}, "
             f"or this one by --version {version.name}"
         )
+    if newest.remark:
+        note(f"flotilla: {newest.remark}")
     if remark := image_remark(package.image):
         note(f"flotilla: {remark}")
-    found = {
+    found = {**_named(version), "created": made.created, "newest": is_newest}
+    return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
+
+
+def _named(version: Version) -> dict[str, Any]:
+    return {
         "id": version.version_id,
         "name": version.name,
         "pipeline": version.pipeline,
         "pipeline_id": version.pipeline_id,
-        "created": made.created,
-        "newest": is_newest,
     }
-    return Answer(artifacts=_pages(pipeline=made.page), more={"version": found})
+
+
+def _say(version: Version) -> None:
+    """Say which version a run or a schedule takes."""
+    note(f"version {version.name} ({version.version_id}) of {version.pipeline}")
+    if version.remark:
+        note(f"flotilla: {version.remark}")
 
 
 def _pages(**pages: str) -> dict[str, str]:
@@ -128,11 +140,14 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         started = start(client, submission)
         run_id = started.run_id
         note(f"run {run_id}\n{started.page or _no_page(access)}")
+        if started.version:
+            _say(started.version)
         if not wait:
             if not started.page:
                 note(f"see the run with: {command(access, 'status', run_id)}")
             pages = _pages(run=started.page)
-            return Answer(status="submitted", run_id=run_id, artifacts=pages)
+            used = {"version": _named(started.version)} if started.version else {}
+            return Answer(status="submitted", run_id=run_id, artifacts=pages, more=used)
         with Steps() as steps:
             last = watch(client, run_id, steps.show, steps.say)
         result = result_of(client, last)
@@ -180,6 +195,7 @@ def schedule(
 
 def _scheduled(made: Scheduled) -> Answer:
     note(f"schedule {made.name} {made.action}: {made.timing}")
+    _say(made.version)
     if made.existed and made.removed:
         note(f"removed {made.removed} more of this name")
     found = {
@@ -188,6 +204,7 @@ def _scheduled(made: Scheduled) -> Answer:
         "next": made.next,
         "removed": made.removed,
         "done": made.action,
+        "version": _named(made.version),
     }
     return Answer(more={"schedule": found})
 

@@ -27,7 +27,7 @@ from kfp_server_api import (
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.submission import Submission, experiment_id, run_parameters
-from pipelines.runs.upload import version_of
+from pipelines.runs.upload import Version, newest_version, version_of
 from pipelines.step_settings import assigned
 from trainer.errors import ConfigError, UserError, nearest
 
@@ -221,6 +221,7 @@ class Scheduled:
         next: the next time in UTC; empty for an interval.
         removed: how many others of this name were removed.
         existed: whether it was there already.
+        version: the one of all its runs; with `Timing.latest` the newest as it is now.
     """
 
     name: str
@@ -230,13 +231,19 @@ class Scheduled:
     next: str
     removed: int
     existed: bool
+    version: Version
 
 
 def schedule(access: Access, submission: Submission, timing: Timing) -> Scheduled:
     """Make this the one schedule of its name; raises `UserError`."""
     words, upcoming = _when(timing)
     client = connect(access)
-    wanted = _wanted(client, submission, timing)
+    if timing.latest:
+        version = newest_version(client, submission.pipeline)
+        words += "; each run takes the version that is the newest then, whoever uploads it"
+    else:
+        version = version_of(client, submission.pipeline, submission.version)
+    wanted = _wanted(client, submission, timing, version)
     same, others = _found(client, submission.name, wanted)
     if same is not None:
         action, schedule_id = "is there already", str(same.recurring_run_id)
@@ -258,6 +265,7 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
         next=upcoming,
         removed=_delete(client, others),
         existed=same is not None,
+        version=version,
     )
 
 
@@ -290,8 +298,9 @@ def _when(timing: Timing) -> tuple[str, str]:
     return text, f"{utc:%Y-%m-%dT%H:%M:%SZ}"
 
 
-def _wanted(client: Client, submission: Submission, timing: Timing) -> V2beta1RecurringRun:
-    version = version_of(client, submission.pipeline, submission.version)
+def _wanted(
+    client: Client, submission: Submission, timing: Timing, version: Version
+) -> V2beta1RecurringRun:
     what = f"version {version.name} of {version.pipeline}"
     # Parameters first: a refusal leaves no empty experiment.
     parameters = run_parameters(

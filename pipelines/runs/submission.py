@@ -14,7 +14,7 @@ from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
-from pipelines.runs.upload import equals, version_of
+from pipelines.runs.upload import Version, equals, version_of
 from pipelines.step_settings import assigned
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
@@ -60,10 +60,16 @@ class Submission:
 
 @dataclass(frozen=True, kw_only=True)
 class Submitted:
-    """A run that was started; `page` shows it in the KFP user interface, empty without one."""
+    """A run that was started.
+
+    Attributes:
+        page: it in the KFP user interface; empty without one.
+        version: of the uploaded pipeline that it runs; None for one that was sent along.
+    """
 
     run_id: str
     page: str
+    version: Version | None = None
 
 
 def submit(
@@ -121,8 +127,11 @@ def package_to_send(file: str | Path | None, version: str) -> Package | None:
 
 def start(client: Client, submission: Submission) -> Submitted:
     """Start a run; raises `UserError`."""
-    run_id = _started(client, submission)
-    return Submitted(run_id=run_id, page=client.page(f"runs/details/{run_id}"))
+    version = None
+    if submission.package is None:
+        version = version_of(client, submission.pipeline, submission.version)
+    run_id = _started(client, submission, version)
+    return Submitted(run_id=run_id, page=client.page(f"runs/details/{run_id}"), version=version)
 
 
 def run_parameters(
@@ -175,14 +184,12 @@ def _found_experiment(client: Client, name: str) -> str:
     return ""
 
 
-def _started(client: Client, submission: Submission) -> str:
+def _started(client: Client, submission: Submission, version: Version | None) -> str:
     with ExitStack() as stack:
-        if submission.package is None:
-            version = version_of(client, submission.pipeline, submission.version)
+        if version is not None:
             what, spec = f"version {version.name} of {version.pipeline}", version.spec
             pipeline = {"pipeline_id": version.pipeline_id, "version_id": version.version_id}
-        else:
-            package = submission.package
+        elif package := submission.package:
             what, spec = f"the pipeline {package.name}", dict(package.spec)
             pipeline = {"pipeline_package_path": stack.enter_context(package.written())}
         given = assigned(submission.parameters)

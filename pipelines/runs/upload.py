@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import quote
 
 from kfp_server_api import V2beta1Pipeline
 
-from pipelines.compile import Package
+from components import contract
+from pipelines.compile import Package, compiled_by
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, is_id, pages
 from trainer.errors import ConfigError, UserError, nearest
@@ -25,13 +26,31 @@ _SOME = 20
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """A version of a pipeline on an instance."""
+    """A version of a pipeline on an instance.
+
+    Attributes:
+        remark: what a person should know who did not choose it by its name, or empty.
+    """
 
     pipeline: str
     pipeline_id: str
     name: str
     version_id: str
     spec: dict[str, Any] | None
+    remark: str = ""
+
+    @property
+    def is_of_this_code(self) -> bool:
+        """Whether it has the steps of this code."""
+        return contract.is_of_this_code(compiled_by(self.spec))
+
+    @property
+    def origin(self) -> str:
+        """Where it is from, in words."""
+        mark = compiled_by(self.spec)
+        if mark:
+            return f"was compiled by {contract.in_words(mark)}"
+        return "has no mark of Flotilla: it was uploaded by hand, or by an older one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,13 +81,12 @@ def upload(access: Access, package: Package, name: str = "") -> Upload:
     return Upload(version=version, created=created, page=client.page(path))
 
 
-def newest_of(access: Access, version: Version) -> Version:
-    """Return the newest version of a pipeline, which `submit` and `schedule` take by default.
+def default_of(access: Access, version: Version) -> Version:
+    """Return the version of the same pipeline that `submit` and `schedule` take by default.
 
-    The instance decides: it knows times to the second only, and others upload too.
+    The instance decides which is newer: it knows times to the second only, and others upload too.
     """
-    client = connect(access)
-    return next(versions(client, version.pipeline, version.pipeline_id, most=1), version)
+    return _default(connect(access), version.pipeline, version.pipeline_id) or version
 
 
 def uploaded(client: Client, package: Package, name: str) -> tuple[Version, bool]:
@@ -110,7 +128,7 @@ def versions(
     found = pages(
         client.list_pipeline_versions,
         "pipeline_versions",
-        size=most or _VERSIONS,
+        size=min(most or _VERSIONS, _VERSIONS),
         most=most,
         pipeline_id=pipeline_id,
         sort_by=NEWEST,
@@ -123,8 +141,35 @@ def versions(
 def version_of(client: Client, name: str, wanted: str) -> Version:
     """Return an uploaded version of the pipeline `name`; raises `UserError` where there is none.
 
-    `wanted` is name or id of the version, or the beginning of its name; the newest when empty.
+    `wanted` is name or id of the version, or the beginning of its name; when empty the newest that
+    has the steps of this code, else the newest of all.
     """
+    pipeline_id = _known_pipeline(client, name)
+    found = _wanted(client, name, pipeline_id, wanted)
+    if found is not None:
+        return found
+    some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
+    if not some:
+        raise _no_version(name)
+    hint = nearest(wanted, some) or f"; newest: {some[0]}"
+    raise UserError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
+
+
+def newest_version(client: Client, name: str) -> Version:
+    """Return the newest version of the pipeline `name`; raises `UserError` where there is none."""
+    newest = next(versions(client, name, _known_pipeline(client, name), most=1), None)
+    if newest is None:
+        raise _no_version(name)
+    if newest.is_of_this_code:
+        return newest
+    return replace(newest, remark=f"now that is {newest.name}, which {newest.origin}")
+
+
+def _no_version(name: str) -> UserError:
+    return UserError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
+
+
+def _known_pipeline(client: Client, name: str) -> str:
     pipeline_id = pipeline_id_of(client, name)
     if not pipeline_id:
         known = [
@@ -135,14 +180,24 @@ def version_of(client: Client, name: str, wanted: str) -> Version:
         ]
         hint = nearest(name, known) or "; upload it with `flotilla upload`, or submit a --file"
         raise UserError(f"{client.access.endpoint} has no pipeline {name!r}{hint}")
-    found = _wanted(client, name, pipeline_id, wanted)
-    if found is not None:
-        return found
-    some = [version.name for version in versions(client, name, pipeline_id, most=_SOME)]
-    if not some:
-        raise UserError(f"the pipeline {name!r} has no version: upload one with `flotilla upload`")
-    hint = nearest(wanted, some) or f"; newest: {some[0]}"
-    raise UserError(f"the pipeline {name!r} has no version {wanted!r}{hint}")
+    return pipeline_id
+
+
+def _default(client: Client, name: str, pipeline_id: str) -> Version | None:
+    newest = next(versions(client, name, pipeline_id, most=1), None)
+    if newest is None or newest.is_of_this_code:
+        return newest
+    for version in versions(client, name, pipeline_id, most=_SOME):
+        if version.is_of_this_code:
+            remark = (
+                f"the newest version is {newest.name}, which {newest.origin}; --version names it"
+            )
+            return replace(version, remark=remark)
+    own = contract.in_words(contract.mark())
+    remark = (
+        f"it {newest.origin}, and this is {own}: `flotilla upload` uploads the pipeline of this"
+    )
+    return replace(newest, remark=remark)
 
 
 def equals(key: str, value: str) -> str:
@@ -168,7 +223,7 @@ def _filter(operation: str, key: str, value: str) -> str:
 
 def _wanted(client: Client, name: str, pipeline_id: str, wanted: str) -> Version | None:
     if not wanted:
-        return next(versions(client, name, pipeline_id, most=1), None)
+        return _default(client, name, pipeline_id)
     if is_id(wanted):
         try:
             made = ask(client.get_pipeline_version, pipeline_id, wanted)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from components import locations
+from components import contract, locations
 from tests.trainer.small_run import small_run
 from trainer import events, storage
 
@@ -15,6 +15,12 @@ def emitted(tmp_path, monkeypatch):
     monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / "folder"))
     (tmp_path / "folder").mkdir()
     return lambda: list(events.read(path))
+
+
+@pytest.fixture(autouse=True)
+def _compiled(monkeypatch):
+    """Be a step that was compiled by this code."""
+    monkeypatch.setenv(contract.VARIABLE, contract.mark())
 
 
 @pytest.fixture

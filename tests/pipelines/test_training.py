@@ -1,5 +1,7 @@
 """The wiring of the pipeline, as KFP has understood it."""
 
+import json
+
 import pytest
 import yaml
 
@@ -65,7 +67,25 @@ def test_the_run_parameters_are_the_leaves_of_the_configuration(spec):
             "defaultValue": parameter.default,
             "isOptional": True,
             "description": parameter.description,
+            **({"literals": list(choices)} if (choices := choices_of(parameter)) else {}),
         }
+
+
+def choices_of(parameter):
+    return getattr(parameter, "choices", ())
+
+
+def test_what_takes_one_of_a_list_is_a_drop_down_of_the_form(spec):
+    given = spec["root"]["inputDefinitions"]["parameters"]
+    drawn = {name: each["literals"] for name, each in given.items() if "literals" in each}
+    assert drawn["training_schedule_name"] == ["constant", "cosine", "exponential", "piecewise"]
+    assert drawn["gate_champion"] == ["not_worse", "better"]
+    # The server refuses every other value, the default included.
+    assert all(given[name]["defaultValue"] in literals for name, literals in drawn.items())
+    # What also takes a module of the user, and a list, stays free.
+    assert not {"training_strategy", "model_name", "export_formats"} & set(drawn)
+    # A step gets what the run was given; only the form and the API look at the list.
+    assert "literals" not in json.dumps(spec["components"])
 
 
 def test_a_number_of_the_pods_is_a_text():

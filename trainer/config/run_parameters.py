@@ -26,7 +26,10 @@ _SCALARS = (str, int, float, bool)
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
-    """One run parameter: its name and type for KFP, and the key of the configuration it sets."""
+    """One run parameter: its name and type for KFP, and the key of the configuration it sets.
+
+    `choices` are all values that it may have; empty where they cannot be listed.
+    """
 
     name: str
     key: tuple[str, ...]
@@ -34,6 +37,7 @@ class Parameter:
     is_json: bool
     default: str | int | float | bool
     description: str
+    choices: tuple[str, ...] = ()
 
 
 def run_parameters() -> tuple[Parameter, ...]:
@@ -77,6 +81,7 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
             is_json=is_json,
             default=_text(field.default) if is_json else scalar(field.default),
             description=_described(field.description or "", kind, is_json=is_json),
+            choices=tuple(_choices(kind)) if get_origin(kind) is Literal else (),
         )
 
 

@@ -123,7 +123,9 @@ def test_retries_are_not_printed_one_by_one(instance, calling, uploaded):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0, uploaded
     [run_id] = instance.store.runs
-    assert err == f"run {run_id}\n{instance.url}/#/runs/details/{run_id}\n"
+    [version] = instance.store.versions
+    link = f"run {run_id}\n{instance.url}/#/runs/details/{run_id}\n"
+    assert err == f"{link}version {uploaded} ({version}) of flotilla-training\n"
 
 
 @pytest.mark.usefixtures("uploaded")

@@ -1,0 +1,76 @@
+"""The contract of a compiled pipeline with the code in its image: the interface of its steps.
+
+KFP writes the source of each component into the YAML, and the code in the image gets what that
+source passes on. Both have to mean the same steps. What identifies them is a digest of their
+signatures and not the version: a release that changes no step goes with every schedule there is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import os
+from importlib.metadata import version
+from pathlib import Path
+
+from components.table import STEPS
+from trainer.errors import ConfigError
+
+#: Set in every compiled step: the Flotilla that has compiled it, and the digest of its steps.
+VARIABLE = "FLOTILLA_COMPILED_BY"
+# To be raised when what passes between steps changes its meaning, and no signature shows it.
+_REVISION = 1
+_LENGTH = 12
+
+
+@functools.cache
+def mark() -> str:
+    """Return version and digest of this code."""
+    return f"{version('flotilla')} {_digest()}"
+
+
+def is_of_this_code(compiled_by: str) -> bool:
+    """Return whether a mark, or none, is that of a pipeline with the steps of this code."""
+    return compiled_by.rpartition(" ")[2] == _digest()
+
+
+def check() -> None:
+    """Raise a `ConfigError` unless this step was compiled for the steps of this code."""
+    compiled_by = os.environ.get(VARIABLE, "")
+    if is_of_this_code(compiled_by):
+        return
+    theirs, own = in_words(compiled_by), in_words(mark())
+    raise ConfigError(
+        f"the pipeline was compiled by {theirs}, and the image has {own}: their steps "
+        "differ; upload the pipeline again with the version of the image "
+        "(`flotilla upload`), or set the run parameter image to the image that it was compiled for"
+    )
+
+
+def in_words(compiled_by: str) -> str:
+    """Return a mark in words."""
+    if not compiled_by:
+        return "a Flotilla that left no mark"
+    number, _, digest = compiled_by.partition(" ")
+    return f"Flotilla {number} (steps {digest})"
+
+
+@functools.cache
+def _digest() -> str:
+    signatures = [str(_REVISION), *(_signature(step.name) for step in STEPS)]
+    return hashlib.sha256("\n".join(signatures).encode()).hexdigest()[:_LENGTH]
+
+
+def _signature(name: str) -> str:
+    """Return the signature of a component, from its source: nothing has to be imported."""
+    text = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            taken = [f"{each.arg}: {_written(each.annotation)}" for each in node.args.args]
+            return f"{name}({', '.join(taken)}) -> {_written(node.returns)}"
+    raise LookupError(f"components/{name}.py has no function {name}")
+
+
+def _written(annotation: ast.expr | None) -> str:
+    return ast.unparse(annotation) if annotation else ""

@@ -1,0 +1,108 @@
+"""A compiled pipeline and the code of its image have to mean the same steps."""
+
+import pytest
+import yaml
+from kfp import dsl
+
+from components import contract, resolve_config
+from components.table import STEPS
+from pipelines.compile import compile_components, compile_pipeline
+from tests.components.called_steps import refused
+from trainer import storage
+from trainer.config.run_parameters import run_parameters
+from trainer.errors import ConfigError
+
+OTHER = "0.9.7 0123456789ab"
+
+
+@pytest.fixture
+def another(monkeypatch):
+    """Return the digest where one signature differs."""
+
+    def digest(name, change):
+        real = contract._signature
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                contract,
+                "_signature",
+                lambda step: change(real(step)) if step == name else real(step),
+            )
+            contract._digest.cache_clear()
+            found = contract._digest()
+        contract._digest.cache_clear()
+        return found
+
+    return digest
+
+
+@pytest.mark.parametrize("step", [step.name for step in STEPS])
+def test_every_step_counts(another, step):
+    assert another(step, lambda text: text) == contract._digest()
+    assert another(step, lambda text: text.replace("str", "int", 1)) != contract._digest()
+
+
+def test_a_signature_is_names_types_and_what_is_returned():
+    assert contract._signature("check_gate").startswith("check_gate(config: str, root: str, ")
+    assert contract._signature("check_gate").endswith(") -> str")
+    with pytest.raises(LookupError, match="no function table"):
+        contract._signature("table")
+
+
+def test_the_version_is_no_part_of_it(monkeypatch):
+    _, _, digest = contract.mark().partition(" ")
+    monkeypatch.setenv(contract.VARIABLE, f"7.7.7 {digest}")
+    contract.check()
+
+
+def test_every_compiled_step_has_the_mark(tmp_path):
+    compile_pipeline(tmp_path / "pipeline.yaml")
+    compile_components(tmp_path)
+    for path in tmp_path.glob("*.yaml"):
+        spec = next(yaml.safe_load_all(path.read_text()))
+        for executor in spec["deploymentSpec"]["executors"].values():
+            env = {each["name"]: each["value"] for each in executor["container"]["env"]}
+            assert env[contract.VARIABLE] == contract.mark()
+
+
+@pytest.mark.parametrize("compiled_by", ["", OTHER], ids=["older", "newer"])
+def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled_by):
+    monkeypatch.setenv(contract.VARIABLE, compiled_by)
+    with pytest.raises(ConfigError) as caught:
+        contract.check()
+    line = str(caught.value)
+    theirs = (
+        "Flotilla 0.9.7 (steps 0123456789ab)" if compiled_by else "a Flotilla that left no mark"
+    )
+    assert line.startswith(f"the pipeline was compiled by {theirs}, and the image has Flotilla ")
+    assert f"(steps {contract.mark().partition(' ')[2]})" in line
+    assert "flotilla upload" in line
+
+
+def older(values):
+    """Return what a pipeline passes that was compiled before there was a batch size."""
+    return {name: value for name, value in values.items() if name != "training_batch_size"}
+
+
+def newer(values):
+    """Return what a pipeline passes whose artifact has another name, and which knows more."""
+    artifact = values["configuration"]
+    rest = {name: value for name, value in values.items() if name != "configuration"}
+    return {**rest, "training_new": 5, "settings": artifact}
+
+
+@pytest.mark.parametrize(("passed", "compiled_by"), [(older, ""), (newer, OTHER)])
+def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
+    monkeypatch, tmp_path, capsys, passed, compiled_by
+):
+    monkeypatch.setenv(contract.VARIABLE, compiled_by)
+    root = storage.uri_of(tmp_path / "root")
+    given = {parameter.name: parameter.default for parameter in run_parameters()}
+    artifact = dsl.Artifact(uri="/here/flotilla-training/123/resolve-config/configuration")
+    whole = {**given, "storage_root": root, "kfp_run_id": "123", "configuration": artifact}
+    code, line = refused(resolve_config.run_step, passed(whole), capsys=capsys)
+    assert code != 0
+    assert line.startswith("the pipeline was compiled by ")
+    assert "their steps differ" in line
+    # The record of the step has the line, so that who waits for the run is given it.
+    records = [path for path in (tmp_path / "root").rglob("*.json") if "resolve" in str(path)]
+    assert any("their steps differ" in path.read_text() for path in records)
