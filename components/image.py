@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,6 @@ from components import contract
 from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
 IMAGE = "flotilla-python:0.1.0"
-_NAME = re.compile(
-    r"[a-z0-9][a-z0-9._-]*(:\d+)?"  # a host, or the name itself
-    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
-    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
-    re.ASCII,
-)
 
 
 def component(function: Callable[..., Any]) -> Any:
@@ -35,11 +28,6 @@ def component(function: Callable[..., Any]) -> Any:
     made = dsl.component(function, base_image=IMAGE, install_kfp_package=False)
     made.component_spec.implementation.container.env = {contract.VARIABLE: contract.mark()}
     return made
-
-
-def is_image(name: str) -> bool:
-    """Return whether a text is the name of an image, with or without host, tag and digest."""
-    return _NAME.fullmatch(name) is not None
 
 
 #: Keys of the secret; each one that it has becomes the variable of the same name.

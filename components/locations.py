@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer import storage
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
@@ -48,6 +48,15 @@ def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
     if not found or "://" not in pipeline_root:
         raise UserError("storage.root is empty: set it to the URI below which all is published")
     return storage.join(f"{pipeline_root}{mark}{query}", "flotilla")
+
+
+def check_shared(root: str) -> None:
+    """Raise a `ConfigError` where this is a pod, and `root` a folder that no other pod sees."""
+    if os.environ.get("KFP_POD_NAME") and storage.local_path(root):
+        raise ConfigError(
+            f"storage.root: {root} is a folder of this pod, which no other step sees: set it to "
+            "gs://, s3:// or minio://BUCKET/FOLDER, or leave it empty"
+        )
 
 
 def output_of(root: str, run_id: str, kind: str, source: str, *origin: str) -> str:

@@ -7,12 +7,14 @@ from kfp import dsl
 
 from components import contract, descriptor, locations, pinned_inputs, step_record
 from components.image import component
+from components.pod_parameters import check_parameters
 from components.record import StepOutput, tried
 from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import DataConfig
 
 
-# One parameter for each leaf of the configuration; a test holds them against the config model.
+# One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
+# step where they are wrong. A test holds them against the config model and `step_parameters`.
 # fmt: off
 @component
 def resolve_config(
@@ -33,7 +35,10 @@ def resolve_config(
     evaluation_batch_size: int, evaluation_slices: str, gate_min: str, gate_max: str,
     gate_champion: str, gate_min_gain: float, gate_significance: float,
     export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
-    storage_root: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact]
+    storage_root: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
+    step_cpu: str = "1", step_memory: str = "4Gi", step_gpus: str = "0",
+    step_node_selector: dict = {},  # type: ignore[type-arg] # noqa: B006
+    step_tolerations: list = [],  # type: ignore[type-arg] # noqa: B006
 ) -> NamedTuple(
     "Resolved",
     [("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str)],
@@ -59,8 +64,9 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
     """Check all run parameters; the data section alone is what preparing data depends on.
 
     Args:
-        values: the run parameters, KFP's run id, and an artifact `configuration` whose URI shows
-            the pipeline root. This call is the same in every version, so that each can refuse.
+        values: the run parameters, KFP's run id, an artifact `configuration` whose URI shows the
+            pipeline root, and the parameters of the pods that are checked. This call is the same in
+            every version, so that each can refuse.
     """
     # A pipeline of another version may pass other values, and its refusal is recorded all the same.
     output = next((each.uri for each in values.values() if hasattr(each, "uri")), "")
@@ -69,8 +75,10 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
 
     def work(record: StepOutput) -> Resolved:
         contract.check()
+        check_parameters(values)
         artifact, config = values["configuration"], from_parameters(values)
         root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
+        locations.check_shared(root)
         config = pinned_inputs.with_champion(config, root)
         step_record.publish_config(at, config.model_dump_json(indent=2))
         # A local run has no KFP cache, and preparing finds the version itself.

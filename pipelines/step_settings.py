@@ -2,98 +2,56 @@
 
 A step on this machine is a process, and none of this applies: with retries, KFP's local runner
 would repeat a failure that the user can see at once.
-
-The run parameters of the steps and their pods are no part of the configuration: KFP writes them
-into the pods before any code of ours runs. Where it does so it takes texts only; a number would
-arrive as an empty value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 from kfp import dsl, kubernetes
 
-from components.image import IMAGE, SECRET_KEYS, is_image
-from components.table import STEPS, StepSpec
-from trainer.errors import ConfigError, nearest
-from trainer.storage.s3_endpoint import KFP_SECRET
-
-Kind = type[str] | type[list[object]] | type[dict[str, object]]
-Default = str | list[object] | dict[str, object]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepParameter:
-    """One run parameter of the steps; `type` is its type for KFP."""
-
-    name: str
-    type: Kind = str
-    default: Default = field(default="")
-    description: str
+from components.image import SECRET_KEYS
+from components.pod_parameters import Default, StepParameter, check_parameters, step_parameters
+from components.table import StepSpec
+from trainer.config import pod_fields
+from trainer.errors import ConfigError, UserError, nearest
+from trainer.storage.uri import scheme_of
 
 
 def check_image(name: str) -> None:
     """Raise a `ConfigError` unless `name` is the name of an image, or empty for the default."""
-    if name and not is_image(name):
-        raise ConfigError(
-            f"--image {name!r} is not the name of an image: write it as host/name:tag"
-        )
+    try:
+        if name:
+            pod_fields.image(name)
+    except ValueError as error:
+        raise ConfigError(f"--image {error}") from None
 
 
-def step_parameters(image: str = IMAGE) -> tuple[StepParameter, ...]:
-    """Return all of them; `image` is the default of the image."""
-    return (
-        StepParameter(
-            name="image",
-            default=image,
-            description="image of all steps, and of a TFJob where cluster_kubernetes names none",
-        ),
-        StepParameter(
-            name="store_secret",
-            default=KFP_SECRET,
-            description="secret with the keys of the object store: accesskey and secretkey for "
-            "minio, AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY for s3; an absent one is left out",
-        ),
-        StepParameter(
-            name="step_cpu",
-            default="1",
-            description="CPUs of each working step, such as 500m or 4; with cluster_launcher local "
-            "the whole training cluster shares the CPUs of its step",
-        ),
-        StepParameter(
-            name="step_memory",
-            default="4Gi",
-            description="memory of each working step, such as 16Gi; shared likewise",
-        ),
-        StepParameter(name="step_gpus", default="0", description=f"GPUs of {_with_gpus()}"),
-        StepParameter(
-            name="step_node_selector",
-            type=dict,
-            default={},
-            description="labels that the nodes of the steps must have (JSON)",
-        ),
-        StepParameter(
-            name="step_tolerations",
-            type=list,
-            default=[],
-            description="taints that the steps tolerate, as Kubernetes writes them (JSON)",
-        ),
-    )
-
-
-def _with_gpus() -> str:
-    return " and ".join(step.kfp_name for step in STEPS if step.may_use_gpus)
+def check_target(pipeline_root: str, service_account: str) -> None:
+    """Raise a `ConfigError` for what no driver of KFP takes; empty for the instance's default."""
+    try:
+        if pipeline_root and scheme_of(pipeline_root) == "file":
+            raise ConfigError(
+                f"--pipeline-root {pipeline_root!r} is a folder: KFP keeps artifacts in an object "
+                "store, at gs://, s3:// or minio://BUCKET/FOLDER"
+            )
+        if service_account:
+            pod_fields.name(service_account)
+    except ConfigError:
+        raise
+    except UserError as error:
+        raise ConfigError(f"--pipeline-root {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"--service-account {error}") from None
 
 
 def assigned(texts: Sequence[str]) -> dict[str, Default]:
     """Return run parameters of the steps from `NAME=VALUE`; a list or a mapping is YAML or JSON.
 
     Raises:
-        ConfigError: there is no such parameter, or its value has the wrong type.
+        ConfigError: there is no such parameter, or its value is not allowed.
     """
     known = {each.name: each for each in step_parameters()}
     found: dict[str, Default] = {}
@@ -106,6 +64,10 @@ def assigned(texts: Sequence[str]) -> dict[str, Default]:
                 "set keys of the configuration by --set"
             )
         found[name] = value if known[name].type is str else _parsed(known[name], value)
+    try:
+        check_parameters(found)
+    except ConfigError as error:
+        raise ConfigError(f"--parameter {error}") from None
     return found
 
 
@@ -142,8 +104,11 @@ def apply(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
     kubernetes.use_secret_as_env(
         task, given["store_secret"], {key: key for key in SECRET_KEYS}, optional=True
     )
-    kubernetes.add_node_selector_json(task, given["step_node_selector"])
-    kubernetes.add_toleration_json(task, given["step_tolerations"])
+    if not step.is_light:
+        # A light step runs where the pods of KFP run: the first one checks what the others get, and
+        # the last one reports, whatever that is.
+        kubernetes.add_node_selector_json(task, given["step_node_selector"])
+        kubernetes.add_toleration_json(task, given["step_tolerations"])
     kubernetes.set_timeout(task, step.deadline_seconds)
     # All else that the Pod Security Standard `restricted` requires KFP sets by itself.
     kubernetes.set_security_context(task, run_as_non_root=True)

@@ -16,13 +16,13 @@ from components.evaluate_model import evaluate_model
 from components.export_model import export_model
 from components.finish import finish
 from components.image import IMAGE
+from components.pod_parameters import StepParameter, step_parameters
 from components.prepare_data import prepare_data
 from components.register_model import register_model
 from components.resolve_config import resolve_config
 from components.table import STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
 from pipelines import step_settings
-from pipelines.step_settings import StepParameter, step_parameters
 from trainer.config.run_parameters import Parameter, run_parameters
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
@@ -76,7 +76,9 @@ class Wiring:
 
     def resolved(self) -> Any:
         """Check the run parameters; return the outputs of that step."""
-        parameters = {p.name: self.given[p.name] for p in run_parameters()}
+        names = [p.name for p in run_parameters()]
+        names += [p.name for p in step_parameters() if p.fails_driver]
+        parameters = {name: self.given[name] for name in names}
         run_id = dsl.PIPELINE_JOB_ID_PLACEHOLDER
         return self.step(resolve_config, **parameters, kfp_run_id=run_id).outputs
 

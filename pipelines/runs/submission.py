@@ -15,7 +15,7 @@ from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
 from pipelines.runs.upload import Version, equals, version_of
-from pipelines.step_settings import assigned
+from pipelines.step_settings import assigned, check_target
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
@@ -56,6 +56,7 @@ class Submission:
         if isinstance(self.parameters, str):
             raise ConfigError(f"parameters {self.parameters!r} is a text: give a list of texts")
         assigned(self.parameters)
+        check_target(self.pipeline_root, self.service_account)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,6 +45,12 @@ class TestResolveConfig:
         assert resolve_config.run_step(given).seal == "123"
         assert resolve_config.run_step({**given, "kfp_run_id": "124"}).seal == "124"
 
+    def test_a_root_that_the_other_pods_do_not_see_is_refused(self, values, monkeypatch, capsys):
+        monkeypatch.setenv("KFP_POD_NAME", "resolve-config-1")
+        code, line = refused(resolve_config.run_step, values, capsys=capsys)
+        assert code == 2
+        assert line.startswith("storage.root: file:///r is a folder of this pod, which no other ")
+
     def test_it_is_asked_for_one_that_is(self, values, root, run, tmp_path):
         version = storage.read_manifest(run.dataset).fields["version"]
         storage.fetch(run.dataset, tmp_path / "dataset")

@@ -8,6 +8,7 @@ import pytest
 from kfp import dsl
 
 from components.image import IMAGE
+from components.pod_parameters import step_parameters
 from components.resolve_config import resolve_config
 from pipelines.training import COMPONENTS
 from trainer.config.run_parameters import run_parameters
@@ -60,9 +61,11 @@ def test_the_first_step_takes_exactly_the_run_parameters():
     taken = inspect.signature(resolve_config.python_func).parameters
     expected = [(p.name, p.type) for p in run_parameters()]
     own = [("kfp_run_id", str), ("configuration", dsl.Output[dsl.Artifact])]
-    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, *own]
+    pods = [(p.name, p.type) for p in step_parameters() if p.fails_driver]
+    assert [(p.name, p.annotation) for p in taken.values()] == [*expected, *own, *pods]
 
 
-def test_no_run_parameter_has_a_default_of_its_own_in_the_first_step():
+def test_only_the_parameters_of_pods_may_be_left_out_by_a_pipeline_of_ones_own():
     taken = inspect.signature(resolve_config.python_func).parameters.values()
-    assert {parameter.default for parameter in taken} == {inspect.Parameter.empty}
+    given = {p.name: p.default for p in taken if p.default is not inspect.Parameter.empty}
+    assert given == {p.name: p.default for p in step_parameters() if p.fails_driver}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from pipelines.step_settings import assigned, step_parameters
+from components.pod_parameters import step_parameters
+from pipelines.step_settings import assigned
 from trainer.errors import ConfigError
 
 
@@ -34,6 +35,13 @@ def test_each_default_is_taken_back():
         ("=5", "as NAME=VALUE"),
         ("step_tolerations={a: b}", "is not a list of YAML or JSON"),
         ("step_node_selector=[", "is not a mapping of YAML or JSON"),
+        ("step_cpu=abc", "--parameter step_cpu: 'abc' is not a quantity of Kubernetes"),
+        ("step_memory=16", "--parameter step_memory: '16' is less than 1Mi"),
+        ("step_gpus=-1", "step_gpus: '-1' is not a whole number"),
+        ("step_node_selector={pool: 1}", "step_node_selector: pool: 1 is not a text"),
+        ("step_tolerations=[{keys: a}]", "did you mean 'key'?"),
+        ("image=Our Image", "image: 'Our Image' is not the name of an image"),
+        ("store_secret=", "store_secret: '' is not a name"),
     ],
 )
 def test_what_is_wrong_is_named(text, words):
@@ -67,3 +75,23 @@ def test_a_wrong_one_is_one_line(instance, remote, uploaded):
     assert (result.code, result.err.count("\n")) == (2, 1)
     assert not instance.store.runs
     assert uploaded
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--pipeline-root", "file:///tmp/kfp"], "--pipeline-root 'file:///tmp/kfp' is a folder: "),
+        (["--pipeline-root", "/tmp/kfp"], "--pipeline-root '/tmp/kfp' is not a storage URI: "),
+        (["--pipeline-root", "http://a/b"], "--pipeline-root 'http://a/b' is not a storage URI: "),
+        (["--service-account", "Pipeline Runner"], "--service-account 'Pipeline Runner' is not a "),
+        (["--parameter", "step_cpu=abc"], "--parameter step_cpu: 'abc' is not a quantity of "),
+    ],
+)
+@pytest.mark.parametrize("command", [["submit"], ["schedule", "--every", "6h"]], ids="-".join)
+@pytest.mark.usefixtures("uploaded")
+def test_what_no_driver_takes_is_refused_before_it_is_sent(instance, remote, command, words, said):
+    result = remote(*command, *words)
+    assert (result.code, result.err.count("\n")) == (2, 1)
+    assert said in result.err
+    assert not instance.store.runs
+    assert not instance.store.recurring

@@ -5,9 +5,9 @@ import json
 import pytest
 import yaml
 
+from components.pod_parameters import step_parameters
 from components.table import STEPS
 from pipelines.compile import compile_pipeline
-from pipelines.step_settings import step_parameters
 from pipelines.training import PIPELINES, SIGNATURE
 from trainer.config.run_parameters import run_parameters
 

@@ -10,8 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, Field, StringConstraints, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    StringConstraints,
+    field_validator,
+    model_validator,
+)
 
+from trainer.config import pod_fields
 from trainer.config.base import Free, Section, Whole, key
 from trainer.errors import nearest
 from trainer.topology import ROLES
@@ -46,14 +54,19 @@ LabelText = Annotated[
     str, "value", StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?$")
 ]
 Variable = Annotated[str, "variable", StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
-QUANTITY = r"[0-9]{1,15}(\.[0-9]{1,3})?([kMGTPE]|[KMGTPE]i|m)?"
 Quantity = Annotated[
     str,
     "quantity, such as `4`, `500m` or `8Gi`",
     BeforeValidator(_text_of_number),
-    StringConstraints(pattern=rf"^{QUANTITY}$"),
+    AfterValidator(pod_fields.quantity),
 ]
-Size = Annotated[str, "quantity, such as `2Gi`", StringConstraints(pattern=rf"^({QUANTITY})?$")]
+Size = Annotated[
+    str,
+    "quantity, such as `2Gi`",
+    AfterValidator(lambda text: text and pod_fields.memory(text)),
+]
+Image = Annotated[str, "image", AfterValidator(lambda name: name and pod_fields.image(name))]
+Toleration = Annotated[Free, AfterValidator(pod_fields.toleration)]
 Folder = Annotated[str, "path, such as `/data`", StringConstraints(pattern=r"^/[^:\s]+$")]
 SecretKey = Annotated[
     str, "`secret/key`", StringConstraints(pattern=r"^[a-z0-9][a-z0-9.-]*/[A-Za-z0-9._-]+$")
@@ -110,7 +123,7 @@ class VolumeConfig(Section):
 class PodConfig(Section):
     """The pods of one role, or of all."""
 
-    image: str = key("", "container image; that of the pipeline when empty", pattern=r"^\S*$")
+    image: Image = key("", "container image; that of the pipeline when empty")
     image_pull_policy: Literal["", "Always", "IfNotPresent", "Never"] = key(
         "", "when the image is pulled; Kubernetes decides when empty"
     )
@@ -118,7 +131,7 @@ class PodConfig(Section):
     command: tuple[str, ...] = key((), "in place of `python -m trainer task`")
     resources: ResourcesConfig = Field(ResourcesConfig())
     node_selector: dict[Key, LabelText] = key({}, "labels required of a node")
-    tolerations: tuple[Free, ...] = key((), "taints that the pods tolerate")
+    tolerations: tuple[Toleration, ...] = key((), "taints that the pods tolerate")
     affinity: Free = key({}, "affinity in the form of Kubernetes")
     priority_class: Name = key("", "priority class of the pods")
     scheduler: Name = key("", "scheduler of the pods")

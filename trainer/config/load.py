@@ -149,7 +149,8 @@ def _explain(error: Any) -> str:
         return f"{key}: no such key{_nearest_key(error['loc'])}"
     if not key:
         return str(message)
-    if error["type"] == "value_error" and isinstance(error["input"], dict):
+    says_value = message.startswith(repr(error["input"]))
+    if error["type"] == "value_error" and (isinstance(error["input"], dict) or says_value):
         return f"{key}: {message}"
     return f"{key}: {error['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
 

@@ -17,8 +17,15 @@ from trainer.errors import ConfigError
         ({"namespace": "A"}, "kubernetes.namespace: 'A' is not allowed"),
         ({"pod": {"secret_env": {"A": "no-key"}}}, "secret_env.A: 'no-key' is not allowed"),
         ({"pod": {"env": {"A": "1"}}, "ps": {"secret_env": {"A": "s/k"}}}, "A is both in env and"),
-        ({"ps": {"resources": {"limits": {"cpu": -1}}}}, "limits.cpu: '-1' is not allowed"),
+        (
+            {"ps": {"resources": {"limits": {"cpu": -1}}}},
+            "limits.cpu: -1 is not allowed",
+        ),
         ({"ps": {"resources": {"limits": {"cpu": True}}}}, "limits.cpu: True is not allowed"),
+        ({"ps": {"resources": {"limits": {"cpu": "4g"}}}}, "limits.cpu: '4g' is not a quantity"),
+        ({"pod": {"shared_memory": "2"}}, "pod.shared_memory: '2' is less than 1Mi"),
+        ({"pod": {"image": "Not_An_Image"}}, "pod.image: 'Not_An_Image' is not the name of an"),
+        ({"pod": {"tolerations": [{"keys": "a"}]}}, "'keys' is no field of a toleration; did you"),
         ({"pod": {"security": "none"}}, "pod.security: 'none' is not allowed"),
         (
             {"pod": {"security_context": {"fsgroup": 1}}},

@@ -1,0 +1,119 @@
+"""What Kubernetes takes for a pod is taken, and what it refuses is one line with a remedy."""
+
+import re
+
+import pytest
+
+from trainer.config import pod_fields
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["1", "0", "4", "500m", "0.5", ".5", "5.", "1.5Gi", "100n", "250u", "16Gi", "1Ki", "2E", "2Ei",
+     "1e3", "1E3", "12e6", "1e-3", "129M", "128974848"],
+)  # fmt: skip
+def test_a_quantity_of_kubernetes(text):
+    assert pod_fields.quantity(text) == text
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "abc", "1 Gi", "16GB", "16gi", "4g", "-1", "1,5", "1.5.2", ".", "Gi", "1e", "1m1", "1Gi ",
+     "٣", "one", "1000K"],
+)  # fmt: skip
+def test_what_is_none(text):
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(text))} is not a quantity"):
+        pod_fields.quantity(text)
+
+
+@pytest.mark.parametrize("text", ["1Mi", "4Gi", "1048576", "2e9", "4G"])
+def test_memory(text):
+    assert pod_fields.memory(text) == text
+
+
+@pytest.mark.parametrize("text", ["4", "16", "400m", "512Ki", "0"])
+def test_memory_without_its_unit(text):
+    with pytest.raises(ValueError, match="is less than 1Mi: write it with its unit"):
+        pod_fields.memory(text)
+
+
+@pytest.mark.parametrize("text", ["", "-1", "1.5", "one", "1000m", "1 "])
+def test_a_part_of_a_gpu(text):
+    with pytest.raises(ValueError, match="is not a whole number"):
+        pod_fields.count(text)
+    assert pod_fields.count("8") == "8"
+
+
+@pytest.mark.parametrize(
+    ("check", "good", "bad"),
+    [
+        (pod_fields.image, "a:5000/b/c:1.2", "Our Image"),
+        (pod_fields.image, "python", "a/B:1"),
+        (pod_fields.name, "mlpipeline-minio-artifact", "My_Secret"),
+        (pod_fields.name, "a.b", ""),
+    ],
+)
+def test_a_name(check, good, bad):
+    assert check(good) == good
+    with pytest.raises(ValueError, match=f"^{re.escape(repr(bad))} is not "):
+        check(bad)
+
+
+def test_labels_of_a_node():
+    tree = {"pool": "gpu", "cloud.google.com/gke-spot": "true", "empty": ""}
+    assert pod_fields.labels(tree) == tree
+    assert pod_fields.labels({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ({"pool": 1}, 'pool: 1 is not a text: write it in quotes, as "1"'),
+        ({"pool": True}, "pool: True is not a text"),
+        ({"pool": "a b"}, "pool: 'a b' is not the value of a label"),
+        ({"a b": "x"}, "'a b' is not the key of a label"),
+        ({"": "x"}, "'' is not the key of a label"),
+        ({"/pool": "x"}, "'/pool' is not the key of a label"),
+        ({"pool": "x" * 64}, "is not the value of a label"),
+    ],
+)
+def test_labels_that_no_node_can_have(tree, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pod_fields.labels(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"},
+        {"operator": "Exists"},
+        {"key": "pool", "value": "spot"},
+        {"key": "pool", "operator": "Equal", "value": ""},
+        # A number as KFP passes it.
+        {"key": "k", "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 300.0},
+    ],
+)
+def test_a_toleration(tree):
+    assert pod_fields.tolerations([tree]) == [tree]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ("spot", "'spot' is not a toleration"),
+        ({"keys": "a"}, "'keys' is no field of a toleration; did you mean 'key'?"),
+        ({"key": "a", "operator": "exists"}, "operator: 'exists' is not known to Kubernetes; did"),
+        ({"key": "a", "effect": "Never"}, "effect: 'Never' is not known to Kubernetes"),
+        ({"key": "a", "operator": "Exists", "value": "b"}, "has no value: leave it out"),
+        ({"value": "b"}, "without a key needs the operator Exists"),
+        ({"key": "a", "value": True}, "value: True is not a text"),
+        ({"key": "a b", "operator": "Exists"}, "key: 'a b' is not the key of a taint"),
+        ({"key": "a", "value": "b c"}, "value: 'b c' is not the value of a taint"),
+        ({"key": "a", "effect": "NoExecute", "tolerationSeconds": 1.5}, "is not a whole number"),
+        ({"key": "a", "effect": "NoExecute", "tolerationSeconds": True}, "is not a whole number"),
+        ({"key": "a", "tolerationSeconds": 30}, "needs the effect NoExecute"),
+    ],
+)
+def test_what_is_no_toleration(tree, words):
+    with pytest.raises(ValueError, match=re.escape(words)):
+        pod_fields.tolerations([tree])

@@ -1,0 +1,147 @@
+"""What a person writes for pods, as Kubernetes reads it: amounts, images, selectors, tolerations.
+
+Each function returns its value, or raises a `ValueError` that says what it has to be. Without it
+the value is found wrong by what makes the pod, minutes later, and in a place that few look at.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+from trainer.errors import nearest
+
+# apimachinery, `resource.ParseQuantity`; without a sign, as pods take no negative amounts.
+_QUANTITY = re.compile(
+    r"(?P<number>[0-9]{1,18}(\.[0-9]{0,9})?|\.[0-9]{1,9})"
+    r"(?P<unit>[KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?"
+)
+_DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
+_BINARY = {unit: 1 << (10 * power) for power, unit in enumerate("KMGTPE", start=1)}
+_LEAST_MEMORY = 2**20
+_IMAGE = re.compile(
+    r"[a-z0-9][a-z0-9._-]*(:\d+)?"  # a host, or the name itself
+    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
+    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
+    re.ASCII,
+)
+_NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
+_KEY = re.compile(
+    r"([a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?"
+)
+_VALUE = re.compile(r"([A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?)?")
+_OPERATORS, _EFFECTS = ("Equal", "Exists"), ("NoSchedule", "PreferNoSchedule", "NoExecute")
+_TOLERATION = ("key", "operator", "value", "effect", "tolerationSeconds")
+
+
+def quantity(text: str) -> str:
+    """Check an amount, such as of CPUs."""
+    _amount(text)
+    return text
+
+
+def memory(text: str) -> str:
+    """Check an amount of memory for a container, which without a unit is one of bytes."""
+    if _amount(text) < _LEAST_MEMORY:
+        raise ValueError(f"{text!r} is less than 1Mi: write it with its unit, such as 4Gi")
+    return text
+
+
+def count(text: str) -> str:
+    """Check a whole number."""
+    if not re.fullmatch(r"[0-9]{1,4}", text):
+        raise ValueError(f"{text!r} is not a whole number: write it as 0 or 1")
+    return text
+
+
+def image(name: str) -> str:
+    """Check the name of an image, with or without host, tag and digest."""
+    if not _IMAGE.fullmatch(name):
+        raise ValueError(f"{name!r} is not the name of an image: write it as host/name:tag")
+    return name
+
+
+def name(text: str) -> str:
+    """Check the name of an object such as a secret."""
+    if not _NAME.fullmatch(text):
+        raise ValueError(
+            f"{text!r} is not a name of Kubernetes: use small letters, digits, - and ."
+        )
+    return text
+
+
+def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check labels that are required of a node."""
+    for key, value in tree.items():
+        if not _KEY.fullmatch(key):
+            raise ValueError(f"{key!r} is not the key of a label, such as pool or example.com/pool")
+        if not isinstance(value, str):
+            raise ValueError(f'{key}: {value!r} is not a text: write it in quotes, as "{value}"')
+        if not _VALUE.fullmatch(value):
+            raise ValueError(
+                f"{key}: {value!r} is not the value of a label: use up to 63 letters, digits, "
+                "-, _ and ., with a letter or a digit first and last"
+            )
+    return tree
+
+
+def toleration(tree: Any) -> Any:
+    """Check one toleration."""
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"{tree!r} is not a toleration: write it as {{key: K, operator: Exists}}")
+    for key, value in tree.items():
+        if key not in _TOLERATION:
+            hint = nearest(str(key), _TOLERATION) or f" (there is {', '.join(_TOLERATION)})"
+            raise ValueError(f"{key!r} is no field of a toleration{hint}")
+        if key != "tolerationSeconds" and not isinstance(value, str):
+            raise ValueError(f"{key}: {value!r} is not a text: write it in quotes")
+    _check_choice("operator", tree.get("operator", ""), _OPERATORS)
+    _check_choice("effect", tree.get("effect", ""), _EFFECTS)
+    exists = tree.get("operator") == "Exists"
+    if exists and tree.get("value"):
+        raise ValueError("with the operator Exists a toleration has no value: leave it out")
+    if not exists and not tree.get("key"):
+        raise ValueError("a toleration without a key needs the operator Exists")
+    if tree.get("key") and not _KEY.fullmatch(tree["key"]):
+        raise ValueError(f"key: {tree['key']!r} is not the key of a taint")
+    if not _VALUE.fullmatch(tree.get("value", "")):
+        raise ValueError(f"value: {tree['value']!r} is not the value of a taint")
+    if "tolerationSeconds" in tree:
+        _check_seconds(tree)
+    return tree
+
+
+def tolerations(trees: list[Any]) -> list[Any]:
+    """Check a list of tolerations."""
+    return [toleration(each) for each in trees]
+
+
+def _amount(text: str) -> Decimal:
+    found = _QUANTITY.fullmatch(text)
+    if not found:
+        raise ValueError(
+            f"{text!r} is not a quantity of Kubernetes: write a number with a unit such as 500m, "
+            "4 or 16Gi (m, k, M, G, T; Ki, Mi, Gi, Ti)"
+        )
+    number, unit = Decimal(found["number"]), found["unit"] or ""
+    if unit.endswith("i"):
+        return number * _BINARY[unit[0]]
+    power = _DECIMAL[unit] if unit in _DECIMAL else int(unit[1:] or 0)
+    return number * Decimal(f"1e{power}")
+
+
+def _check_choice(what: str, word: str, allowed: tuple[str, ...]) -> None:
+    if word and word not in allowed:
+        hint = nearest(word, allowed) or f" (one of {', '.join(allowed)})"
+        raise ValueError(f"{what}: {word!r} is not known to Kubernetes{hint}")
+
+
+def _check_seconds(tree: Mapping[str, Any]) -> None:
+    seconds = tree["tolerationSeconds"]
+    # KFP passes every number as a double.
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds % 1:
+        raise ValueError(f"tolerationSeconds: {seconds!r} is not a whole number")
+    if tree.get("effect") != "NoExecute":
+        raise ValueError("tolerationSeconds needs the effect NoExecute")
