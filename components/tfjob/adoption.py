@@ -3,6 +3,7 @@
 A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
 the digest of the manifest is the same. A job that has finished, is being deleted, or has another
 manifest is deleted and replaced by a new one, whose training resumes from the newest checkpoint.
+No job is created while a pod of an earlier one is left: two would train at the same time.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Adoption:
         while True:
             found = self._get(name)
             if found is None:
+                self.wait_until_deleted(name, delete_seconds)
                 # It may exist by now, perhaps since the answer of a call was lost.
                 created = self._ask(lambda: self._api.create_job(job), unless=HTTPStatus.CONFLICT)
                 if created is not None:
@@ -58,7 +60,6 @@ class Adoption:
             if _is_same(found, metadata) and not state.is_finished(found):
                 log.info("adopted the job %s of an earlier attempt", name)
                 return self._ask(lambda: self._api.patch_job(name, {"metadata": own}))
-            log.info("waiting until the earlier job %s is deleted", name)
             self._delete(found, delete_seconds)
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:
@@ -66,6 +67,8 @@ class Adoption:
         label = f"{names.JOB_NAME}={name}"
         left = seconds
         while self._get(name) or self._ask(lambda: self._api.labelled("pods", label)):
+            if left == seconds:
+                log.info("waiting until the earlier job %s and its pods are gone", name)
             if left <= 0:
                 raise UserError(
                     f"the earlier job {name} is not deleted after {seconds:g} s; look at its pods: "

@@ -57,6 +57,16 @@ class Deadlines:
         self.is_taken_up = self._is_suspended = False
         # When each pod that cannot start was first seen so.
         self._failing_since: dict[str, float] = {}
+        # Seconds for which earlier jobs of this run have run.
+        self._ran = 0.0
+
+    def begin_again(self) -> None:
+        """Return to the stage `queueing`: the job is made again, and its training goes on."""
+        if self._stage == state.RUNNING:
+            self._ran += self._clock() - self._entered_at
+        self._stage = state.QUEUEING
+        self._entered_at = self._progressed_at = self._clock()
+        self._failing_since = {}
 
     @property
     def has_run(self) -> bool:
@@ -153,6 +163,8 @@ class Deadlines:
         elif self._failing_since:
             since["container"] = min(self._failing_since.values())
         limits = {key: getattr(self._config, key) for key in since}
+        if self._stage == state.RUNNING:
+            since[state.RUNNING] -= self._ran
         return {key: since[key] + limit for key, limit in limits.items() if limit}
 
 

@@ -7,11 +7,16 @@ the job when the heartbeat stops; the job has an owner reference to the step's p
 active deadline.
 
 The heartbeat is an annotation on the job, which needs no permission beyond those on the job itself.
+
+The operator fails the whole job when a pod of it is deleted, evicted or preempted. The launcher
+then deletes the job, waits until its pods are gone, and makes it again from the same manifest:
+training resumes from the newest checkpoint, which the chief has published in its grace period.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import secrets
@@ -31,7 +36,8 @@ from components.tfjob.logs import EventRelay, Logs
 from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
 from components.tfjob.names import Tree
 from components.tfjob.retry import with_retry
-from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
+from components.tfjob.state import Loss
+from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Restarts, Supervisor
 from components.tfjob.watch import Watch
 from trainer.cluster.launcher import Job
 from trainer.cluster.signals import on_interrupt
@@ -123,13 +129,13 @@ class Heartbeat(threading.Thread):
 
 
 class _Launch:
-    """One job from its creation to its deletion."""
+    """The job of a run from its creation to its deletion, made again whenever it loses a pod."""
 
     def __init__(
         self, job: Job, connection: Connection, namespace: str, defaults: PodDefaults
     ) -> None:
         settings = job.config.cluster.kubernetes
-        self._job = job
+        self._job, self._settings = job, settings
         self._manifest = manifest(job, _place(connection, namespace, defaults))
         self._name = self._manifest["metadata"]["name"]
         self._api = Api(connection, namespace)
@@ -142,20 +148,27 @@ class _Launch:
         self._deletion_seconds = grace + REMOVAL_SECONDS
         self._uid = ""
         self._is_interrupted = False
+        # What the leading task said last, to whom an interrupt comes while there is no job.
+        self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = Heartbeat(self._api, self._name, settings.deadlines.heartbeat)
+        self._deadlines = Deadlines(settings.deadlines, sum(replicas(job.config).values()))
+        self._restarts = Restarts(job.config)
 
     def run(self) -> None:
         with on_interrupt(self._on_interrupt):
             try:
-                created = self._adopt_or_create()
-                self._uid = created["metadata"]["uid"]
-                self._supervise(created)
+                while self._supervise(self._adopt_or_create()):
+                    self._deadlines.begin_again()
             finally:
                 self._heartbeat.stopped.set()
                 self._delete()
 
     def _adopt_or_create(self) -> Tree:
+        if self._is_interrupted:
+            raise self._interruption()
+        self._uid = ""
+        self._heartbeat = Heartbeat(self._api, self._name, self._settings.deadlines.heartbeat)
         own: Tree = {"annotations": self._heartbeat.annotation()}
         name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
         # The deletion of the step's own pod deletes the job. An owner in another namespace does not
@@ -163,15 +176,19 @@ class _Launch:
         if name and uid and self._is_own_namespace:
             owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
             own["ownerReferences"] = [owner]
-        deadlines = self._job.config.cluster.kubernetes.deadlines
-        adoption = Adoption(self._api, deadlines, self._wait)
-        return adoption.adopt_or_create(self._manifest, own, self._deletion_seconds)
+        limits = self._settings.deadlines
+        adoption = Adoption(self._api, limits, self._wait)
+        # A pod on a node that is gone stays until Kubernetes notices: as long as one without a node
+        # may wait.
+        patience = max(self._deletion_seconds, limits.queueing or math.inf)
+        created = adoption.adopt_or_create(self._manifest, own, patience)
+        self._uid = created["metadata"]["uid"]
+        return created
 
-    def _supervise(self, created: Tree) -> None:
-        config = self._job.config
-        pods = sum(replicas(config).values())
-        deadlines = Deadlines(config.cluster.kubernetes.deadlines, pods)
-        leader, relay = leading(config), EventRelay(deadlines.progressed)
+    def _supervise(self, created: Tree) -> Loss | None:
+        """Watch a job until it is gone; return the loss for which it has to be made again."""
+        leader = leading(self._job.config)
+        relay = EventRelay(self._deadlines.progressed, self._restarts.progressed)
 
         def write(task: Task, text: str) -> None:
             # The log of the step, in which the user looks for the logs of all tasks.
@@ -185,14 +202,24 @@ class _Launch:
             self._watch("TFJob", names.PLURAL, {"fieldSelector": f"metadata.name={self._name}"}),
             self._watch("Pod", "pods", {"labelSelector": f"{names.JOB_NAME}={self._name}"}),
         ]
-        supervisor = Supervisor(self._job, created, self._api, logs, deadlines, self._job_events)
+        supervisor = Supervisor(
+            self._job, created, self._api, logs, self._deadlines, self._restarts, self._job_events
+        )
         self._heartbeat.start()
         for watch in watches:
             watch.start()
         try:
-            supervisor.run()
+            lost = supervisor.run()
+            if lost:
+                self._report(lost)
+            self._heartbeat.stopped.set()
             self._end(supervisor)
             logs.drain(DRAIN_SECONDS)
+            self._message = supervisor.termination_message() or self._message
+            if lost:
+                # Not before: the last checkpoint, published in the grace period, is progress.
+                self._restarts.count_loss(lost)
+            return lost
         except UserError as error:
             # A job that is being deleted also fails, which is not an error of the run.
             if self._is_interrupted:
@@ -210,6 +237,12 @@ class _Launch:
         if self._delete() and not supervisor.wait_until_deleted(self._deletion_seconds):
             log.warning("pods of the job %s are still on their nodes", self._name)
 
+    def _report(self, lost: Loss) -> None:
+        log.warning(
+            "%s lost its pod %s: %s; the operator failed the job %s for it, which is made again",
+            lost.task, lost.pod, lost.how, self._name,
+        )  # fmt: skip
+
     def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""
         self._delete()
@@ -223,9 +256,11 @@ class _Launch:
                 f"{self._deletion_seconds} s, the last published checkpoint is intact"
             )
         logs.drain(DRAIN_SECONDS, leading(self._job.config))
-        return RunInterruptedError(
-            supervisor.termination_message() or "interrupted before training began"
-        )
+        self._message = supervisor.termination_message() or self._message
+        return self._interruption()
+
+    def _interruption(self) -> RunInterruptedError:
+        return RunInterruptedError(self._message or "interrupted before training began")
 
     def _on_interrupt(self) -> None:
         """Delete the job before anything else: this process may have one second left."""
@@ -249,7 +284,7 @@ class _Launch:
         """Sleep; raise `RunInterruptedError` at a signal."""
         with suppress(queue.Empty):
             if self._job_events.get(timeout=seconds) is None:
-                raise RunInterruptedError("interrupted before training began")
+                raise self._interruption()
 
     def _watch(self, kind: str, plural: str, query: Mapping[str, str]) -> Watch:
         def put(item: Tree, deleted: bool) -> None:

@@ -186,9 +186,11 @@ class EventRelay:
         traceback: of an error in the user's code that ended the task; empty where there is none.
     """
 
-    def __init__(self, on_progress: Callable[[], None]) -> None:
-        """Take what is called whenever the global step has changed."""
-        self._on_progress = on_progress
+    def __init__(
+        self, on_progress: Callable[[], None], on_published: Callable[[int], None]
+    ) -> None:
+        """Take what is called whenever the global step has changed, and at each checkpoint."""
+        self._on_progress, self._on_published = on_progress, on_published
         self.traceback = ""
         self._step = -1
         self._lines = LogLines()
@@ -204,6 +206,8 @@ class EventRelay:
         if step != self._step:
             self._step = step
             self._on_progress()
+        if isinstance(event, events.CheckpointPublished):
+            self._on_published(event.global_step)
         if os.environ.get(events.VARIABLE):
             # With the clock of this machine, as all events of the file.
             events.emit(replace(event, time=events.now()))

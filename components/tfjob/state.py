@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
 
 from components.tfjob.names import CONTAINER, REPLICA_INDEX, REPLICA_TYPE, Tree
 from trainer.topology import Task
@@ -24,6 +26,14 @@ _START_FAILURES = (
 # On the way to its start every container waits for these.
 _USUAL = ("ContainerCreating", "PodInitializing")
 _ENDED_PHASES = ("Succeeded", "Failed")
+# What Kubernetes does to a pod, by the reason of its condition `DisruptionTarget`.
+_DISRUPTIONS = {
+    "EvictionByEvictionAPI": "evicted",
+    "PreemptionByScheduler": "preempted",
+    "DeletionByTaintManager": "deleted for a taint of its node",
+    "DeletionByPodGC": "deleted after the loss of its node",
+    "TerminationByKubelet": "evicted",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +46,8 @@ class TaskEnd:
         code: exit code; None where the pod was lost without one.
         reason: Kubernetes' reason, such as `OOMKilled` or `Evicted`.
         message: last line of the termination message, or what the node reported.
-        pod_deleted: whether the pod was being deleted, by the end of the job or by someone else.
+        pod_deleted: whether it ended after the deletion of its pod was requested, by the end of the
+            job or by someone else.
     """
 
     task: Task
@@ -62,10 +73,90 @@ class TaskEnd:
         return f"exit code {self.code}"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A pod that was taken away: deleted, evicted, preempted.
+
+    Attributes:
+        uid: of the pod.
+        how: in a few words, with Kubernetes' reason where it says one.
+        explained: whether Kubernetes says why; the pods of a job that ends are deleted without.
+        requested: when the deletion was requested, as far as that is known.
+        version: of the pod when the loss was first seen, 0 where it is no number.
+    """
+
+    task: Task
+    pod: str
+    uid: str
+    how: str
+    explained: bool
+    requested: datetime | None
+    version: int
+
+    @property
+    def cause(self) -> str:
+        """Return the cause of a restart."""
+        return f"loss of its pod: {self.how}"
+
+
+def loss(pod: Tree) -> Loss | None:
+    """Return how a pod was taken away; None where it was not."""
+    status = pod.get("status", {})
+    true = [each for each in status.get("conditions") or [] if each["status"] == "True"]
+    target: Tree = next((each for each in true if each["type"] == "DisruptionTarget"), {})
+    evicted = _phase(pod) == "Failed" and status.get("reason")
+    requested = _deletion_requested(pod)
+    if not (target or evicted or requested):
+        return None
+    reason = str(target.get("reason") or evicted or "")
+    how = _DISRUPTIONS.get(reason, "deleted" if requested else "evicted")
+    return Loss(
+        task=task_of(pod),
+        pod=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        how=f"{how} ({reason})" if reason else how,
+        explained=bool(reason),
+        requested=requested,
+        version=_version(pod),
+    )
+
+
+def loss_of_absent(pod: Tree) -> Loss:
+    """Return the loss of a pod that is gone, from the last that was seen of it."""
+    return loss(pod) or Loss(
+        task=task_of(pod),
+        pod=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        how="deleted",
+        explained=False,
+        requested=None,
+        version=_version(pod),
+    )
+
+
+def first_loss(losses: Iterable[Loss]) -> Loss | None:
+    """Return the loss that others followed.
+
+    Times are whole seconds, within which the pods of a failed job are deleted as well: then the
+    versions of the pods have the order.
+    """
+    latest = datetime.max.replace(tzinfo=UTC)
+    return min(
+        losses,
+        key=lambda each: (not each.explained, each.requested or latest, each.version),
+        default=None,
+    )
+
+
 def task_of(pod: Tree) -> Task:
     """Return the task that a pod runs."""
     labels = pod["metadata"]["labels"]
     return Task(role=labels[REPLICA_TYPE], index=int(labels[REPLICA_INDEX]))
+
+
+def is_owned_by(pod: Tree, uid: str) -> bool:
+    """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
+    return uid in [owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []]
 
 
 def restart_count(pod: Tree) -> int:
@@ -159,6 +250,12 @@ def is_finished(job: Tree) -> bool:
     return bool(condition(job, "Succeeded") or condition(job, "Failed"))
 
 
+def failed_roles(job: Tree) -> set[str]:
+    """Return the roles of which the operator has counted a task as failed."""
+    counts = job.get("status", {}).get("replicaStatuses") or {}
+    return {str(role).lower() for role, each in counts.items() if (each or {}).get("failed")}
+
+
 def _phase(pod: Tree) -> str:
     return str(pod.get("status", {}).get("phase", ""))
 
@@ -180,13 +277,36 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     evicted = status.get("reason") or ""
     lines = str(terminated.get("message") or "").strip().splitlines()
     message = status.get("message", "") if evicted else (lines[-1] if lines else "")
+    requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
+    finished = _time(terminated["finishedAt"]) if terminated.get("finishedAt") else None
+    # Times are whole seconds: a task that failed in the same one has failed by itself.
+    failed_before = finished == requested and code is not None and code < _SIGNAL_BASE
+    by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(
         task=task_of(pod),
         pod=pod["metadata"]["name"],
         uid=pod["metadata"]["uid"],
         restart_count=count,
-        code=None if evicted else terminated.get("exitCode"),
+        code=code,
         reason=evicted or terminated.get("reason", ""),
         message=" ".join(message.split()),
-        pod_deleted="deletionTimestamp" in pod["metadata"],
+        pod_deleted=bool(by_deletion),
     )
+
+
+def _deletion_requested(pod: Tree) -> datetime | None:
+    """Return when the deletion of a pod was requested: its time stamp is the end of the grace."""
+    metadata = pod["metadata"]
+    if not metadata.get("deletionTimestamp"):
+        return None
+    grace = timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))
+    return _time(metadata["deletionTimestamp"]) - grace
+
+
+def _version(pod: Tree) -> int:
+    version = str(pod["metadata"].get("resourceVersion", ""))
+    return int(version) if version.isdecimal() else 0
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)

@@ -1,18 +1,23 @@
 """Watch one job to its end: handle its events and those of its pods, and report its failure.
 
-A restart of a task is the operator's work. Flotilla counts the restarts of all tasks, since the
-operator's `backoffLimit` counts those of running pods only, and ends the job past
-`cluster.max_restarts`. A failure is reported in one line: which task, how it ended, what it and
-Kubernetes wrote about it.
+A restart of a task is the operator's work, but for one case: a pod that is deleted, evicted or
+preempted counts as failed for the operator, which fails the whole job. `Supervisor.run` returns
+that loss, and the launcher makes the job again.
+
+Flotilla counts the restarts of all tasks, since the operator's `backoffLimit` counts those of
+running pods only, and ends the job past `cluster.max_restarts`. A failure is reported in one line:
+which task, how it ended, what it and Kubernetes wrote about it.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
+import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
-from contextlib import suppress
+from dataclasses import replace
 
 from components.tfjob import names, state
 from components.tfjob.client import Api, RefusedError, UnreachableError
@@ -22,7 +27,7 @@ from components.tfjob.logs import Logs
 from components.tfjob.manifest import leading, restart_policy
 from components.tfjob.names import Tree
 from components.tfjob.retry import refused, unreachable
-from components.tfjob.state import TaskEnd
+from components.tfjob.state import Loss, TaskEnd
 from trainer import events
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
@@ -42,6 +47,8 @@ log = logging.getLogger(__name__)
 CHECK_SECONDS = 5.0
 # How long the rest of a log is waited for once its task has ended.
 DRAIN_SECONDS = 10.0
+# How long the events of pods that are gone are waited for once the job has failed.
+SETTLE_SECONDS = 10.0
 # The operator's policy `ExitCode` restarts a task that ends with this code or a higher one.
 RETRYABLE = 128
 
@@ -64,13 +71,25 @@ def _is_done(end: TaskEnd) -> bool:
 
 
 class Restarts:
-    """The restarts of all tasks of a job together."""
+    """The restarts of all tasks of a run together.
+
+    Pods that are taken away are no fault of training: they draw on `cluster.max_restarts` only
+    until training has published a newer checkpoint. So a job on machines that come and go trains
+    on, and one that never gets as far as a checkpoint ends.
+    """
 
     def __init__(self, config: Config) -> None:
         """Count from 0 up to `cluster.max_restarts`."""
         self.limit = config.cluster.max_restarts
         self._config = config
-        self._count = 0
+        # Progress is reported by the thread that reads the leader's log.
+        self._lock = threading.Lock()
+        self._count = self._drawn = 0
+        self._newest = -1
+        # Pods that were taken away since the newest checkpoint.
+        self._losses: Counter[Task] = Counter()
+        # The pods whose end is counted: the operator may notice their deletion after it.
+        self._counted: set[str] = set()
         # The count at the time when each task was last started.
         self._count_at_start: dict[Task, int] = {}
 
@@ -81,6 +100,14 @@ class Restarts:
             return end.code is not None and end.code < RETRYABLE
         return policy == "Never"
 
+    def progressed(self, step: int) -> None:
+        """Take note of a published checkpoint: a newer one than all before is progress."""
+        with self._lock:
+            if step > self._newest:
+                self._newest = step
+                self._drawn -= self._losses.total()
+                self._losses.clear()
+
     def count(self, end: TaskEnd) -> bool:
         """Count the restart of a task; False where the limit had been reached before."""
         if self.is_final(end):
@@ -89,12 +116,39 @@ class Restarts:
         same = end.code == BEGIN_AGAIN and self._count_at_start.get(end.task, 0) < self._count
         # Training does not depend on the evaluator.
         if not same and end.task.role != "evaluator":
-            if self._count >= self.limit:
+            taken = end.pod_deleted or end.code is None
+            if not self._draw(end.task if taken else None):
                 return False
-            self._count += 1
+        self._counted.add(end.uid)
         self._count_at_start[end.task] = self._count
-        events.emit(events.Restart(task=str(end.task), cause=end.cause, restarts=self._count))
+        self._emit(end.task, end.cause)
         return True
+
+    def count_loss(self, loss: Loss) -> None:
+        """Count a lost pod with which the job has failed; raises `UserError` past the limit."""
+        if loss.uid in self._counted:
+            return
+        if not self._draw(loss.task):
+            losses = self._losses + Counter([loss.task])
+            each = ", ".join(f"{task} {count}" for task, count in sorted(losses.items(), key=str))
+            raise UserError(
+                f"cluster.max_restarts ({self.limit}) is exceeded: {loss.task} lost its pod "
+                f"{loss.pod}: {loss.how}; pods lost since the newest checkpoint: {each}"
+            )
+        self._emit(loss.task, loss.cause)
+
+    def _draw(self, lost: Task | None) -> bool:
+        with self._lock:
+            if self._drawn >= self.limit:
+                return False
+            self._drawn += 1
+            self._count += 1
+            if lost:
+                self._losses[lost] += 1
+            return True
+
+    def _emit(self, task: Task, cause: str) -> None:
+        events.emit(events.Restart(task=str(task), cause=cause, restarts=self._count))
 
 
 class Supervisor:
@@ -107,9 +161,13 @@ class Supervisor:
         api: Api,
         logs: Logs,
         deadlines: Deadlines,
+        restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Take the run, the job as the API created it, and the queue that its watches fill."""
+        """Take the run, the job as the API created it, and the queue that its watches fill.
+
+        `deadlines` and `restarts` are those of the run, over all jobs that it needs.
+        """
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
         self._leader = leading(job.config)
@@ -118,17 +176,21 @@ class Supervisor:
         self._logs = logs
         self._deadlines = deadlines
         self._job_events = job_events
-        self._restarts = Restarts(job.config)
+        self._restarts = restarts
         self._refusals = PodRefusals(api, self._uid, deadlines)
         self._interrupts = 0
         self._is_blind = self._is_holding = False
         self._is_job_deleted = False
         self._pods: dict[str, Tree] = {}
+        self._gone: set[str] = set()
         self._ends: dict[tuple[str, int], TaskEnd] = {}
+        self._losses: dict[str, Loss] = {}
+        # The pods of each task, in the order in which they appeared.
+        self._seen: dict[Task, list[str]] = {}
         self._logged_reasons: set[tuple[str, str]] = set()
 
-    def run(self) -> None:
-        """Return when the job has succeeded.
+    def run(self) -> Loss | None:
+        """Return None when the job has succeeded, or the loss with which the operator failed it.
 
         Raises:
             UserError: it failed, was deleted, or exceeded a deadline.
@@ -144,8 +206,11 @@ class Supervisor:
             elif self._handle(*job_event):
                 # The job's event may come before those of its pods, whose logs are deleted with it.
                 self._refresh_pods()
+                item = job_event[0]
+                if item["kind"] == "TFJob" and state.condition(item, "Failed"):
+                    return self._lost(item)
                 self._logs.drain(DRAIN_SECONDS, self._leader)
-                return
+                return None
 
     def wait_until_deleted(self, seconds: float) -> bool:
         """Wait until neither the job nor a pod is left; return whether that was seen in time."""
@@ -181,19 +246,17 @@ class Supervisor:
         return job_event
 
     def _handle(self, item: Tree, deleted: bool) -> bool:
-        """React to an event; return whether training is done."""
+        """React to an event; return whether the job is over."""
         new_ends = self._observe(item, deleted)
         if item["metadata"]["uid"] == self._uid:
             if state.condition(item, "Succeeded"):
                 return True
-            if deleted:
+            if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(
-                    f"the job {self._name} was deleted by someone else; "
-                    "run the step again to resume training"
+                    f"the job {self._name} was deleted by someone else, which ends the run; Retry "
+                    "in the KFP UI, or flotilla run --resume, trains on from its newest checkpoint"
                 )
-            if state.condition(item, "Failed"):
-                raise UserError(self._job_failure(item))
-            return False
+            return bool(state.condition(item, "Failed"))
         # The operator writes no status while it is away, or may not make a pod of another task.
         if any(end.task == self._leader and _is_done(end) for end in new_ends):
             return True
@@ -210,10 +273,14 @@ class Supervisor:
             if uid == self._uid and not deleted:
                 self._deadlines.observe_job(item)
             return []
+        if uid in self._gone or not state.is_owned_by(item, self._uid):
+            return []
         self._logs.follow(item)
+        self._observe_loss(item, deleted)
         ends = {(end.uid, end.restart_count): end for end in state.ends(item)}
         if deleted:
             self._pods.pop(uid, None)
+            self._gone.add(uid)
             if not ends and (uid, state.restart_count(item)) not in self._ends:
                 end = state.end_by_deletion(item)
                 ends[uid, end.restart_count] = end
@@ -224,6 +291,18 @@ class Supervisor:
         self._ends |= ends
         self._deadlines.observe(self._pods.values())
         return new
+
+    def _observe_loss(self, pod: Tree, deleted: bool) -> None:
+        uid, loss = pod["metadata"]["uid"], state.loss(pod)
+        # Deleted without a trace of why: it was seen last before an outage, or deleted by force.
+        if deleted and not loss and not state.has_ended(pod):
+            loss = state.loss_of_absent(pod)
+        if loss:
+            first = self._losses.get(uid, loss)
+            self._losses[uid] = replace(loss, version=first.version)
+        seen = self._seen.setdefault(state.task_of(pod), [])
+        if uid not in seen:
+            seen.append(uid)
 
     def _log_waiting(self, pod: Tree) -> None:
         """Log why a pod does not run, once for each reason."""
@@ -237,8 +316,8 @@ class Supervisor:
 
     def _count_restart(self, end: TaskEnd) -> None:
         """Count the restart of a task; raise `UserError` past the limit."""
-        is_deleted_with_job = end.pod_deleted and self._is_ending()
-        if end.code == DONE or is_deleted_with_job or self._restarts.count(end):
+        # A job that has failed ends all of its tasks, with whatever code.
+        if end.code == DONE or self._is_ending() or self._restarts.count(end):
             return
         self._logs.drain(DRAIN_SECONDS, end.task)
         report = report_of(self._api, end, self._logs.tail(end.task))
@@ -256,6 +335,25 @@ class Supervisor:
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
         return is_deleted or state.is_finished(job)
 
+    def _lost(self, job: Tree) -> Loss | None:
+        """Return the loss with which a job has failed; None where its leader was done before.
+
+        Raises:
+            UserError: the job has failed for another reason.
+        """
+        if any(end.task == self._leader and _is_done(end) for end in self._ends.values()):
+            return None
+        roles = state.failed_roles(job)
+        loss = state.first_loss(
+            each
+            for each in self._losses.values()
+            if each.task.role in roles and each.uid == self._seen[each.task][-1]
+        )
+        failed = (end for end in self._ends.values() if end.code != DONE and not end.pod_deleted)
+        if loss is None or any(self._restarts.is_final(end) for end in failed):
+            raise UserError(self._job_failure(job))
+        return loss
+
     def _job_failure(self, job: Tree) -> str:
         """Return the report of a job that has failed."""
         condition = state.condition(job, "Failed") or {}
@@ -266,7 +364,6 @@ class Supervisor:
                 f"the job {self._name} was not done after {limit} s "
                 f"(cluster.kubernetes.job.active_deadline_seconds): {message}"
             )
-        self._refresh_pods()
         for end in self._ends.values():
             self._logs.drain(DRAIN_SECONDS, end.task)
         failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
@@ -278,10 +375,19 @@ class Supervisor:
         return f"{report}{last_events(self._api, self._uid)}"
 
     def _refresh_pods(self) -> None:
-        """Record the pods as they are now, ahead of their events."""
-        with suppress(RefusedError, UnreachableError):
-            for pod in self._api.labelled("pods", f"{names.JOB_NAME}={self._name}"):
-                self._observe({**pod, "kind": "Pod"}, False)
+        """Record the pods as they are now, those that are gone by their last events."""
+        try:
+            pods = self._api.labelled("pods", f"{names.JOB_NAME}={self._name}")
+        except (RefusedError, UnreachableError):
+            return
+        listed = {pod["metadata"]["uid"] for pod in pods}
+        end = time.monotonic() + SETTLE_SECONDS
+        while self._pods.keys() - listed and not self._interrupts and time.monotonic() < end:
+            job_event = self._next(end - time.monotonic())
+            if job_event is not None:
+                self._observe(*job_event)
+        for pod in pods:
+            self._observe({**pod, "kind": "Pod"}, False)
 
     def _check_deadlines(self) -> None:
         pods = self._pods.values()

@@ -84,6 +84,12 @@ class Cluster:
 
             self.store.wait(watched)
 
+    def wait_followed(self, task: str, times: int = 1) -> None:
+        """Wait until a client has read the log of a task so many times."""
+        self.store.wait(
+            lambda: sum(f"{task}/log" in each for each in self.server.requests) >= times
+        )
+
     def run_all(self) -> dict[str, Tree]:
         """Set every pod of the job running."""
         for pod in self.all_pods().values():
@@ -102,11 +108,52 @@ class Cluster:
         self.server.logs.end(pod["metadata"]["uid"], 0)
         return pods.finished(self.store, pod, code, message, reason)
 
+    def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
+        """Delete the pod of a task as Kubernetes does for a reason, or a person for none."""
+        with self.store.changed:
+            pod = self.pod(task)
+            if reason:
+                pods.disrupted(self.store, pod, reason)
+            meta = pod["metadata"]
+            self.store.delete("pods", NAMESPACE, meta["name"], meta["uid"], grace)
+        return pod
+
+    def end_deleted(self, codes: Mapping[str, int] | None = None) -> None:
+        """End the pods that are being deleted, with these exit codes by task, else with 143."""
+        for task, pod in self.pods().items():
+            if pod["metadata"].get("deletionTimestamp"):
+                if pod["status"]["phase"] == "Running":
+                    self.finish(task, (codes or {}).get(task, 143))
+                self.store.remove("pods", NAMESPACE, pod["metadata"]["name"])
+
     def event(self, involved: str, reason: str, message: str) -> None:
         """Write an event of a job or a pod that is there."""
         objects = [*self.jobs(), *self.store.all("pods", NAMESPACE)]
         [found] = [each for each in objects if each["metadata"]["name"] == involved]
         events.warn(self.store, found, reason, message)
+
+
+def tfjob(
+    name: str = "job",
+    roles: Mapping[str, int] | None = None,
+    restart: str = "ExitCode",
+    **policy: object,
+) -> Tree:
+    """Return a job whose tasks do nothing."""
+    roles = roles or {"Chief": 1, "PS": 1, "Worker": 2}
+    template = {"spec": {"containers": [{"name": "tensorflow", "command": ["true"]}]}}
+    return {
+        "apiVersion": "kubeflow.org/v1",
+        "kind": "TFJob",
+        "metadata": {"name": name, "labels": {"run": "r"}},
+        "spec": {
+            "runPolicy": policy,
+            "tfReplicaSpecs": {
+                role: {"replicas": count, "restartPolicy": restart, "template": template}
+                for role, count in roles.items()
+            },
+        },
+    }
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.kubernetes.logs import Logs
-from tests.kubernetes.pods import finished, running
+from tests.kubernetes.pods import evicted, finished, running
 from tests.kubernetes.resolver import SITE
 from tests.kubernetes.store import RefusedError, Store, Tree
 from trainer.cluster.local import free_port
@@ -47,6 +47,7 @@ class Kubelet:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._killers: dict[str, threading.Timer] = {}
         self._followers: list[threading.Thread] = []
+        self._evicted: dict[str, str] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         store.graceful.add("pods")
@@ -71,11 +72,21 @@ class Kubelet:
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         os.killpg(self._processes[uid].pid, number)
 
+    def evict(self, namespace: str, name: str, message: str) -> None:
+        """Kill a pod since the node is short of something."""
+        uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
+        self._evicted[uid] = message
+        os.killpg(self._processes[uid].pid, signal.SIGKILL)
+
     def _run(self) -> None:
         while not self._stopping:
             with self._store.changed:
-                for pod in self._store.all("pods"):
+                pods = self._store.all("pods")
+                for pod in pods:
                     self._reconcile(pod)
+                # A pod that was deleted by force is gone from the API before it is from its node.
+                for uid in self._processes.keys() - {pod["metadata"]["uid"] for pod in pods}:
+                    self._kill(self._processes[uid])
                 self._store.changed.wait(RESYNC_SECONDS)
 
     def _reconcile(self, pod: Tree) -> None:
@@ -141,6 +152,8 @@ class Kubelet:
         text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
         with self._store.changed, suppress(RefusedError):
             finished(self._store, pod, code if code >= 0 else 128 - code, text[-MESSAGE_BYTES:])
+            if uid in self._evicted:
+                evicted(self._store, self._store.get("pods", *_key(pod)), self._evicted[uid])
             if self._store.get("pods", *_key(pod))["metadata"].get("deletionTimestamp"):
                 self._store.remove("pods", *_key(pod))
 
@@ -151,15 +164,16 @@ class Kubelet:
             self._store.remove("pods", *_key(pod))
             return
         process.send_signal(signal.SIGTERM)
-
-        def kill() -> None:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-
-        grace = pod["spec"].get("terminationGracePeriodSeconds", 30)
-        self._killers[uid] = threading.Timer(grace, kill)
+        grace = pod["metadata"]["deletionGracePeriodSeconds"]
+        self._killers[uid] = threading.Timer(grace, self._kill, (process,))
         self._killers[uid].daemon = True
         self._killers[uid].start()
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        # Once it has been waited for, another process may have its number.
+        if process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
     def _site(self) -> Path:
         """Return a folder from which every Python of a pod gets the names of pods."""

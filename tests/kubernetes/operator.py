@@ -1,7 +1,8 @@
-"""The part of the training operator 1.9 that a launcher can observe.
+"""The part of the training operator 1.9.4 that a launcher can observe.
 
 It creates pods by role and index, with labels and TF_CONFIG (with the evaluator, and none where the
-job has one task); restarts pods by the policy `ExitCode`; ends the job with the chief or worker 0;
+job has one task); replaces failed pods as the restart policy says; ends the job with the chief or
+worker 0; fails it when a pod has failed, and a running pod that is being deleted counts as failed;
 and follows `cleanPodPolicy`, `activeDeadlineSeconds`, `ttlSecondsAfterFinished` and `suspend`.
 """
 
@@ -10,16 +11,24 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from tests.kubernetes import events
+from tests.kubernetes.conditions import (
+    condition,
+    is_finished,
+    is_true,
+    message_of,
+    seconds_since,
+)
 from tests.kubernetes.network import host_of
 from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 JOB_NAME = "training.kubeflow.org/job-name"
 RESYNC_SECONDS = 0.2
+# The order in which the operator updates the status: the first role that failed names the failure.
+ORDER = ("Chief", "Evaluator", "PS", "Worker")
 
 
 def exit_code(pod: Tree) -> int:
@@ -29,27 +38,6 @@ def exit_code(pod: Tree) -> int:
         if status["name"] == "tensorflow" and terminated:
             return int(terminated["exitCode"])
     return 0xBEEF
-
-
-def condition(tree: Tree, kind: str, reason: str = "", message: str = "") -> None:
-    """Add a condition to the status of a job."""
-    found = tree.setdefault("status", {}).setdefault("conditions", [])
-    if kind in [each["type"] for each in found]:
-        return
-    found.append(
-        {
-            "type": kind,
-            "status": "True",
-            "reason": reason or f"TFJob{kind}",
-            "message": message,
-            "lastTransitionTime": now(),
-        }
-    )
-
-
-def is_finished(job: Tree) -> bool:
-    kinds = [each["type"] for each in job.get("status", {}).get("conditions", [])]
-    return "Succeeded" in kinds or "Failed" in kinds
 
 
 class Operator:
@@ -65,7 +53,6 @@ class Operator:
         self._ports = ExitStack()
         self._addresses: dict[str, int] = {}
         self._stopping = False
-        self._created_at: dict[str, float] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> Operator:
@@ -93,51 +80,95 @@ class Operator:
         meta, policy = job["metadata"], job["spec"]["runPolicy"]
         if meta.get("deletionTimestamp"):
             return
-        if policy.get("suspend"):
-            self._status(job, "Suspended", "TFJobSuspended", f"TFJob {meta['name']} is suspended.")
-            return
-        created_at = self._created_at.setdefault(meta["uid"], time.monotonic())
-        if not is_finished(job):
-            if time.monotonic() - created_at > policy.get("activeDeadlineSeconds", 10**9):
-                self._status(job, "Failed", "DeadlineExceeded", "job was active too long")
-            else:
-                self._pods(job)
-            return
-        if policy.get("cleanPodPolicy", "Running") != "None":
-            for pod in self._of(job):
-                if pod["status"]["phase"] in ("Running", "Pending"):
-                    self._clean(pod)
-        if time.monotonic() - created_at > policy.get("ttlSecondsAfterFinished", 10**9):
+        status = job.setdefault("status", {})
+        condition(job, "Created", message=f"TFJob {meta['name']} is created.")
+        if is_finished(job):
+            self._clean_up(job)
+        elif policy.get("suspend"):
+            self._suspend(job)
+        elif seconds_since(status.get("startTime")) >= policy.get("activeDeadlineSeconds", 10**9):
+            status.setdefault("completionTime", now())
+            words = "has failed because it was active longer than specified deadline"
+            condition(job, "Failed", message=f"Job {meta['name']} {words}")
+        else:
+            if is_true(job, "Suspended"):
+                condition(job, "Suspended", "TFJobResumed", status="False")
+                status["startTime"] = now()
+            self._count(job, self._pods(job))
+        self._store.change(
+            "tfjobs", meta["namespace"], meta["name"], lambda tree: tree.update(status=status)
+        )
+
+    def _clean_up(self, job: Tree) -> None:
+        """Delete the pods of a finished job as its policy says, and at last the job."""
+        policy, status, meta = job["spec"]["runPolicy"], job["status"], job["metadata"]
+        clean = policy.get("cleanPodPolicy", "None")
+        for pod in self._of(job):
+            if clean == "All" or (clean == "Running" and _is_active(pod)):
+                self._clean(pod)
+        ended = status.get("completionTime")
+        if ended and seconds_since(ended) > policy.get("ttlSecondsAfterFinished", 10**9):
             self._store.delete("tfjobs", meta["namespace"], meta["name"])
 
-    def _pods(self, job: Tree) -> None:
-        pods = {pod["metadata"]["name"]: pod for pod in self._of(job)}
-        specs = job["spec"]["tfReplicaSpecs"]
-        for role, spec in specs.items():
+    def _suspend(self, job: Tree) -> None:
+        for pod in self._of(job):
+            self._clean(pod)
+        if is_true(job, "Running"):
+            condition(job, "Running", "TFJobSuspended", status="False")
+        condition(job, "Suspended", message=f"TFJob {job['metadata']['name']} is suspended.")
+
+    def _pods(self, job: Tree) -> dict[str, list[Tree]]:
+        """Create what is missing, replace what has failed; return the pods by role."""
+        found = {pod["metadata"]["name"]: pod for pod in self._of(job)}
+        by_role: dict[str, list[Tree]] = {}
+        for role, spec in job["spec"]["tfReplicaSpecs"].items():
+            by_role[role] = []
             for index in range(spec["replicas"]):
                 name = f"{job['metadata']['name']}-{role.lower()}-{index}"
-                if name not in pods:
+                if name in found:
+                    by_role[role].append(found[name])
+                    self._replace(job, role, found[name], spec["restartPolicy"])
+                else:
                     self._create(job, role, index, name)
-                    continue
-                self._check(job, pods[name], spec["restartPolicy"])
-        # The condition is written with the first status, for which all pods have to be made.
-        self._status(job, "Created")
-        role = "chief" if "Chief" in specs else "worker"
-        leader = pods.get(f"{job['metadata']['name']}-{role}-0")
-        if leader and leader["status"]["phase"] == "Succeeded":
-            self._status(job, "Succeeded")
+        return by_role
 
-    def _check(self, job: Tree, pod: Tree, policy: str) -> None:
-        if pod["status"]["phase"] == "Running":
-            self._status(job, "Running")
-        if pod["status"]["phase"] != "Failed" or pod["metadata"].get("deletionTimestamp"):
+    def _replace(self, job: Tree, role: str, pod: Tree, policy: str) -> None:
+        if pod["status"]["phase"] != "Failed":
             return
-        if policy == "ExitCode" and exit_code(pod) >= 128:
-            self._status(job, "Restarting")
+        name = job["metadata"]["name"]
+        if policy in ("OnFailure", "Always") or (policy == "ExitCode" and exit_code(pod) >= 128):
             self._delete(pod)
-        else:
-            message = f"{pod['metadata']['name']} failed with exit code {exit_code(pod)}"
-            self._status(job, "Failed", "TFJobFailed", message)
+            words = f"job {name} is restarting because {role} replica(s) failed."
+            condition(job, "Restarting", message=words)
+        elif policy == "ExitCode":
+            words = f'job "{name}" is failing because "{role}" replica(s) failed.'
+            condition(job, "Failed", message=words)
+
+    def _count(self, job: Tree, pods: dict[str, list[Tree]]) -> None:
+        """Count the replicas and update the conditions."""
+        status, meta = job["status"], job["metadata"]
+        status.setdefault("startTime", now())
+        title = f"TFJob {meta['namespace']}/{meta['name']}"
+        restarting = message_of(job, "Restarting")
+        leader = "Chief" if "Chief" in pods else "Worker"
+        counts = status["replicaStatuses"] = {role: _counts(pods[role]) for role in pods}
+        for role in (each for each in ORDER if each in pods):
+            succeeded = counts[role].get("succeeded") == job["spec"]["tfReplicaSpecs"][role][
+                "replicas"
+            ] or (leader == "Worker" and _is_done(pods[role][:1]))
+            if role == leader and succeeded:
+                status.setdefault("completionTime", now())
+                condition(job, "Succeeded", message=f"{title} successfully completed.")
+            elif role == leader and counts[role].get("active"):
+                condition(job, "Running", message=f"{title} is running.")
+            failed = counts[role].get("failed")
+            if failed and restarting:
+                # A job that is restarting does not fail, and Running has removed the condition.
+                condition(job, "Restarting", message=restarting)
+            elif failed:
+                status.setdefault("completionTime", now())
+                words = f"has failed because {failed} {role} replica(s) failed."
+                condition(job, "Failed", message=f"{title} {words}")
 
     def _create(self, job: Tree, role: str, index: int, name: str) -> None:
         template = json.loads(json.dumps(job["spec"]["tfReplicaSpecs"][role]["template"]))
@@ -215,12 +246,26 @@ class Operator:
 
     def _delete(self, pod: Tree) -> None:
         meta = pod["metadata"]
-        self._store.delete("pods", meta["namespace"], meta["name"], meta["uid"])
+        if not meta.get("deletionTimestamp"):
+            self._store.delete("pods", meta["namespace"], meta["name"], meta["uid"])
 
-    def _status(self, job: Tree, kind: str, *more: str) -> None:
-        meta = job["metadata"]
 
-        def by(tree: Any) -> None:
-            condition(tree, kind, *more)
+def _is_active(pod: Tree) -> bool:
+    return pod["status"]["phase"] in ("Running", "Pending")
 
-        self._store.change("tfjobs", meta["namespace"], meta["name"], by)
+
+def _is_done(pods: list[Tree]) -> bool:
+    return any(pod["status"]["phase"] == "Succeeded" for pod in pods)
+
+
+def _counts(pods: list[Tree]) -> dict[str, Any]:
+    """Count pods as active, succeeded and failed; a count of 0 is left out."""
+    counts: dict[str, int] = {}
+    for pod in pods:
+        phase = pod["status"]["phase"]
+        ending = phase == "Running" and pod["metadata"].get("deletionTimestamp")
+        names = {"Running": "active", "Succeeded": "succeeded", "Failed": "failed"}
+        name = "failed" if ending else names.get(phase)
+        if name:
+            counts[name] = counts.get(name, 0) + 1
+    return counts

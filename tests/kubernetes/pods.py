@@ -40,13 +40,15 @@ def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
 
 
 def running(store: Store, pod: Tree) -> Tree:
-    """The container runs."""
+    """The container runs; a pod that replaces another one has another address."""
     state = {"running": {"startedAt": now()}}
+    high, low = bytes.fromhex(pod["metadata"]["uid"][:4])
     return _changed(
         store,
         pod,
         {
             "phase": "Running",
+            "podIP": f"10.42.{high}.{low}",
             "conditions": _scheduled("True"),
             "containerStatuses": _container(pod, state),
         },
@@ -68,10 +70,24 @@ def finished(store: Store, pod: Tree, code: int, message: str = "", reason: str 
     )
 
 
-def evicted(store: Store, pod: Tree, message: str) -> Tree:
-    """The node has evicted the pod; no container has an exit code."""
-    status = {"phase": "Failed", "reason": "Evicted", "message": message, "containerStatuses": []}
-    return _changed(store, pod, status)
+def evicted(store: Store, pod: Tree, message: str, code: int = 137) -> Tree:
+    """The node is short of something and has ended the pod."""
+    killed = {"terminated": {"exitCode": code, "reason": "Error", "finishedAt": now()}}
+    status = {
+        "phase": "Failed",
+        "reason": "Evicted",
+        "message": message,
+        "containerStatuses": _container(pod, killed),
+    }
+    return _changed(store, disrupted(store, pod, "TerminationByKubelet", message), status)
+
+
+def disrupted(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
+    """Kubernetes is about to take the pod away, and says why."""
+    target = {"type": "DisruptionTarget", "status": "True", "reason": reason, "message": message}
+    before = pod.get("status", {}).get("conditions") or []
+    rest = [each for each in before if each["type"] != "DisruptionTarget"]
+    return _changed(store, pod, {"conditions": [*rest, {**target, "lastTransitionTime": now()}]})
 
 
 def restarted(store: Store, pod: Tree, code: int) -> Tree:

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.kubernetes import rbac
+from tests.kubernetes import pods, rbac
 from tests.kubernetes.control import Control
 from tests.kubernetes.faults import SILENCE, Faults
 from tests.kubernetes.logs import Logs, stamp
@@ -22,7 +22,8 @@ PATH = re.compile(
     r"/(?:api/v1|apis/(?P<group>kubeflow\.org|kueue\.x-k8s\.io)/(?P<version>v[^/]+))"
     r"/namespaces/(?P<namespace>[^/]+)"
     r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
-    r"|resourcequotas|limitranges|localqueues)(?:/(?P<name>[^/]+)(?P<log>/log)?)?"
+    r"|resourcequotas|limitranges|localqueues)"
+    r"(?:/(?P<name>[^/]+)(?:(?P<log>/log)|(?P<eviction>/eviction))?)?"
 )
 POLL_SECONDS = 0.5
 
@@ -183,7 +184,11 @@ class Handler(BaseHTTPRequestHandler):
             self.server.control.call_webhook()
         if self.command == "POST" and query.get("dryRun") == "All":
             return self.server.store.admitted(kind, namespace, body)
-        return self._object(kind, namespace, name, body)
+        return (
+            self._evict(namespace, name)
+            if found["eviction"]
+            else self._object(kind, namespace, name, body)
+        )
 
     def _token(self) -> str:
         return (self.headers.get("authorization") or "").removeprefix("Bearer ")
@@ -193,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
         user, name = control.user_of(self._token()), asked["name"] or ""
         watches = self.command == "GET" and query.get("watch") in ("true", "True")
         verb = rbac.verb_of(self.command, name, watches=watches)
-        resource = f"{asked['kind']}{asked['log'] or ''}"
+        resource = f"{asked['kind']}{asked['log'] or asked['eviction'] or ''}"
         if not control.may(user, verb, resource):
             raise rbac.refusal(user, verb, resource, asked["namespace"], name)
 
@@ -205,9 +210,18 @@ class Handler(BaseHTTPRequestHandler):
             return store.patch(kind, namespace, name, body)
         if self.command == "DELETE":
             uid = (body.get("preconditions") or {}).get("uid", "")
-            store.delete(kind, namespace, name, uid)
+            store.delete(kind, namespace, name, uid, body.get("gracePeriodSeconds"))
             return {"kind": "Status", "status": "Success"}
         return store.get(kind, namespace, name)
+
+    def _evict(self, namespace: str, name: str) -> Tree:
+        """Delete a pod with its grace period, as a drain of its node does."""
+        store = self.server.store
+        with store.changed:
+            pod = store.get("pods", namespace, name)
+            pods.disrupted(store, pod, "EvictionByEvictionAPI", "Eviction API: evicting")
+            store.delete("pods", namespace, name)
+        return {"kind": "Status", "status": "Success"}
 
     def _list(self, kind: str, namespace: str, query: dict[str, str]) -> Tree:
         store = self.server.store

@@ -6,7 +6,7 @@ import copy
 import threading
 import uuid
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from tests.kubernetes import admission, limits
@@ -35,9 +35,9 @@ class NotServedError(Exception):
     """No part of the API server knows the path: the answer is 404, and no object."""
 
 
-def now() -> str:
-    """Return the time as Kubernetes writes it, to the microsecond."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def now(seconds: int = 0) -> str:
+    """Return the time in so many seconds as Kubernetes writes it, in whole seconds."""
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Store:
@@ -132,17 +132,24 @@ class Store:
 
         return self.change(kind, namespace, name, by)
 
-    def delete(self, kind: str, namespace: str, name: str, uid: str = "") -> None:
+    def delete(
+        self, kind: str, namespace: str, name: str, uid: str = "", grace: int | None = None
+    ) -> None:
+        """Delete an object; a pod that runs only marks it, with the end of its grace period.
+
+        `grace` overrides the seconds of the pod's specification; 0 removes it from the API at once.
+        """
         with self.changed:
             tree = self.get(kind, namespace, name)
             if uid and uid != tree["metadata"]["uid"]:
                 raise RefusedError(409, "Conflict", "the UID in the precondition does not match")
-            if kind in self.graceful:
-                stamp = {"metadata": {"deletionTimestamp": now()}}
-                if not tree["metadata"].get("deletionTimestamp"):
-                    self.patch(kind, namespace, name, stamp)
-                return
-            self.remove(kind, namespace, name)
+            if grace is None:
+                grace = int(tree.get("spec", {}).get("terminationGracePeriodSeconds", 30))
+            if kind not in self.graceful or (kind == "pods" and not (grace and _runs(tree))):
+                self.remove(kind, namespace, name)
+            elif not tree["metadata"].get("deletionTimestamp"):
+                stamp = {"deletionTimestamp": now(grace), "deletionGracePeriodSeconds": grace}
+                self.patch(kind, namespace, name, {"metadata": stamp})
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
         """Remove an object, and delete the objects that it owns."""
@@ -186,6 +193,12 @@ class Store:
         self.history.append((self._version, event, kind, copy.deepcopy(tree)))
         self.changed.notify_all()
         return copy.deepcopy(tree)
+
+
+def _runs(pod: Tree) -> bool:
+    """Return whether a pod has a node and has not ended: what the API deletes with a grace."""
+    ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
+    return bool(pod["spec"].get("nodeName")) and not ended
 
 
 def selected(tree: Tree, labels: str, fields: str) -> bool:

@@ -6,8 +6,8 @@ import pytest
 from kubernetes import client
 
 from tests.kubernetes.admission import ENFORCE, refusal
-from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.test_api_server import ARGS, tfjob
+from tests.kubernetes.cluster import NAMESPACE, tfjob
+from tests.kubernetes.test_api_server import ARGS
 
 RESTRICTED = {ENFORCE: "restricted"}
 # What a pod without any security context violates, as a real API server says it.

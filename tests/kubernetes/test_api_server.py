@@ -9,27 +9,10 @@ import pytest
 import urllib3
 from kubernetes import client, watch
 
-from tests.kubernetes import pods
-from tests.kubernetes.cluster import NAMESPACE
+from tests.kubernetes.cluster import NAMESPACE, tfjob
+from tests.kubernetes.conditions import is_true
 
 ARGS = ("kubeflow.org", "v1", NAMESPACE, "tfjobs")
-
-
-def tfjob(name="job", roles=None, **policy):
-    roles = roles or {"Chief": 1, "PS": 1, "Worker": 2}
-    template = {"spec": {"containers": [{"name": "tensorflow", "command": ["true"]}]}}
-    return {
-        "apiVersion": "kubeflow.org/v1",
-        "kind": "TFJob",
-        "metadata": {"name": name, "labels": {"run": "r"}},
-        "spec": {
-            "runPolicy": policy,
-            "tfReplicaSpecs": {
-                role: {"replicas": count, "restartPolicy": "ExitCode", "template": template}
-                for role, count in roles.items()
-            },
-        },
-    }
 
 
 @pytest.fixture
@@ -46,11 +29,6 @@ def refused(call, *arguments, **keywords):
     with pytest.raises(client.ApiException) as caught:
         call(*arguments, **keywords)
     return caught.value
-
-
-def kinds(kube):
-    conditions = kube.job().get("status", {}).get("conditions", [])
-    return [each["type"] for each in conditions]
 
 
 def test_an_object_is_created_once_and_deleted_by_uid(jobs):
@@ -142,41 +120,6 @@ def test_a_log_is_followed_until_its_container_ends_and_breaks_in_a_line(kube, j
     assert [line.partition(" ")[2] for line in text.splitlines()] == ["one", "two, which is long"]
 
 
-def test_the_operator_restarts_from_128_up_and_ends_the_job_below(kube, jobs):
-    jobs.create_namespaced_custom_object(*ARGS, tfjob())
-    before = kube.run_all()["worker-1"]["metadata"]["uid"]
-    kube.finish("worker-1", 137)
-    assert kube.pod("worker-1", but=before)["status"]["phase"] == "Pending"
-    assert "Restarting" in kinds(kube)
-    pods.evicted(kube.store, kube.pod("worker-0"), "the node was low on memory")
-    kube.pod("worker-0", but=kube.pod("worker-0")["metadata"]["uid"])
-    kube.run_all()
-    kube.finish("ps-0", 1)
-    kube.store.wait(lambda: "Failed" in kinds(kube))
-    kube.store.wait(lambda: set(kube.pods()) == {"ps-0"})
-
-
-@pytest.mark.parametrize(
-    ("roles", "leader"), [(None, "chief-0"), ({"PS": 1, "Worker": 2}, "worker-0")]
-)
-def test_the_leader_ends_the_job(kube, jobs, roles, leader):
-    jobs.create_namespaced_custom_object(*ARGS, tfjob(roles=roles))
-    kube.run_all()
-    kube.finish(leader, 0)
-    kube.store.wait(lambda: "Succeeded" in kinds(kube))
-    kube.store.wait(lambda: set(kube.pods()) == {leader})
-
-
-def test_the_policies_end_jobs(kube, jobs):
-    policy = {"activeDeadlineSeconds": 0, "ttlSecondsAfterFinished": 1}
-    jobs.create_namespaced_custom_object(*ARGS, tfjob(**policy))
-    kube.store.wait(lambda: "Failed" in kinds(kube))
-    kube.wait_until_deleted()
-    jobs.create_namespaced_custom_object(*ARGS, tfjob(suspend=True))
-    jobs.create_namespaced_custom_object(*ARGS, tfjob("other"))
-    kube.store.wait(lambda: len(kube.pods()) == 4)
-
-
 @pytest.mark.cluster
 def test_commands_run_as_processes_with_the_operators_tf_config(real_kube, tmp_path):
     kube = real_kube
@@ -197,7 +140,7 @@ def test_commands_run_as_processes_with_the_operators_tf_config(real_kube, tmp_p
     for replica in job["spec"]["tfReplicaSpecs"].values():
         replica["template"] = {"spec": {"containers": [container]}}
     kube.store.create("tfjobs", NAMESPACE, job)
-    kube.store.wait(lambda: "Succeeded" in kinds(kube))
+    kube.store.wait(lambda: is_true(kube.job(), "Succeeded"))
     uid = kube.pod("chief-0")["metadata"]["uid"]
     config, folder, variables = json.loads(kube.server.logs.of(uid, 0).lines[0][1])
     assert set(json.loads(config)["cluster"]) == {"chief", "evaluator"}
@@ -290,3 +233,38 @@ def test_requests_are_recorded_as_they_come(kube, jobs):
     threading.Thread(target=wait, daemon=True).start()
     jobs.list_namespaced_custom_object(*ARGS)
     assert done.wait(10)
+
+
+def test_an_eviction_says_so_and_leaves_the_pod_its_grace_period(kube, jobs, core):
+    kube.store.graceful.add("pods")
+    jobs.create_namespaced_custom_object(*ARGS, tfjob())
+    name = kube.run_all()["worker-0"]["metadata"]["name"]
+    core.create_namespaced_pod_eviction(
+        name, NAMESPACE, client.V1Eviction(metadata=client.V1ObjectMeta(name=name))
+    )
+    pod = kube.pod("worker-0")
+    (target,) = (each for each in pod["status"]["conditions"] if each["type"] == "DisruptionTarget")
+    assert target["reason"] == "EvictionByEvictionAPI"
+    meta = pod["metadata"]
+    assert meta["deletionGracePeriodSeconds"] == 30
+    assert meta["deletionTimestamp"] > meta["creationTimestamp"]
+    assert pod["status"]["phase"] == "Running"
+
+
+def test_a_pod_is_deleted_at_once_by_force_and_where_it_does_not_run(kube, core):
+    kube.store.graceful.add("pods")
+    kube.operator.down = True
+    spec = {"nodeName": "node-1"}
+    for name, status in (("a-ended-0", {"phase": "Failed"}), ("a-running-0", {"phase": "Running"})):
+        tree = {"metadata": {"name": name}, "spec": spec, "status": status}
+        kube.store.create("pods", NAMESPACE, tree)
+
+    def delete(name, **options):
+        body = client.V1DeleteOptions(**options)
+        core.delete_namespaced_pod(name, NAMESPACE, body=body, _preload_content=False)
+
+    delete("a-ended-0")
+    delete("a-running-0")
+    assert set(kube.pods()) == {"running-0"}
+    delete("a-running-0", grace_period_seconds=0)
+    assert not kube.pods()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from kubernetes import client
 
-from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.test_api_server import ARGS, kinds, tfjob
+from tests.kubernetes.cluster import NAMESPACE, tfjob
+from tests.kubernetes.test_api_server import ARGS
 
 
 def quota(kube, hard, **status):
@@ -33,7 +33,7 @@ def test_an_absent_service_account_leaves_a_job_without_pods_and_conditions(kube
             'models/robot: serviceaccount "robot" not found',
         )
     ]
-    assert (kinds(kube), kube.pods()) == ([], {})
+    assert (kube.job().get("status"), kube.pods()) == (None, {})
     kube.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "robot"}})
     assert set(kube.all_pods()) == {"chief-0", "worker-0"}
 

@@ -8,7 +8,7 @@ from components.tfjob import names
 from components.tfjob.manifest import Place, manifest
 from tests.components.tfjob.attempts import Attempt, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.operator import condition
+from tests.kubernetes.conditions import condition
 
 PLACE = Place(namespace=NAMESPACE)
 

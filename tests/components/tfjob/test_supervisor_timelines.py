@@ -10,7 +10,7 @@ from components.tfjob import names
 from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_attempt
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
-from tests.kubernetes.operator import condition
+from tests.kubernetes.conditions import condition
 from trainer import events
 from trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 
@@ -20,10 +20,6 @@ def run_events(tmp_path, monkeypatch):
     path = tmp_path / "events.jsonl"
     monkeypatch.setenv(events.VARIABLE, str(path))
     return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
-
-
-def wait_followed(kube, task, times):
-    kube.store.wait(lambda: sum(f"{task}/log" in each for each in kube.server.requests) >= times)
 
 
 def progress(step):
@@ -62,10 +58,10 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
 def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
     attempt = watching_attempt(kube)
     worker = kube.run_all()["worker-0"]
-    wait_followed(kube, "worker-0", times=1)
+    kube.wait_followed("worker-0", times=1)
     pods.evicted(kube.store, worker, "The node was low on resource: memory")
     pods.running(kube.store, kube.pod("worker-0", but=worker["metadata"]["uid"]))
-    wait_followed(kube, "worker-0", times=2)
+    kube.wait_followed("worker-0", times=2)
     kube.finish("chief-0", 0)
     attempt.succeed()
     kube.wait_until_deleted()
@@ -79,10 +75,10 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
     tasks = kube.run_all()
     kube.finish("ps-0", 137, reason="Error")
     pods.running(kube.store, kube.pod("ps-0", but=tasks["ps-0"]["metadata"]["uid"]))
-    wait_followed(kube, "chief-0", times=1)
+    kube.wait_followed("chief-0", times=1)
     kube.finish("chief-0", 138)
     pods.running(kube.store, kube.pod("chief-0", but=tasks["chief-0"]["metadata"]["uid"]))
-    wait_followed(kube, "chief-0", times=2)
+    kube.wait_followed("chief-0", times=2)
     kube.finish("chief-0", 0)
     attempt.succeed()
     assert [(e.task, e.restarts) for e in run_events(Restart)] == [
@@ -95,10 +91,10 @@ def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(k
 def test_a_chief_out_of_memory_is_reported_past_the_limit_of_restarts(kube):
     attempt = watching_attempt(kube, max_restarts=1)
     first = kube.run_all()["chief-0"]["metadata"]["uid"]
-    wait_followed(kube, "chief-0", times=1)
+    kube.wait_followed("chief-0", times=1)
     kube.finish("chief-0", 137, reason="OOMKilled")
     pods.running(kube.store, kube.pod("chief-0", but=first))
-    wait_followed(kube, "chief-0", times=2)
+    kube.wait_followed("chief-0", times=2)
     kube.write_log("chief-0", "allocating", "more")
     name = kube.pod("chief-0")["metadata"]["name"]
     kube.event(name, "Killing", "memory")
@@ -197,7 +193,8 @@ def test_the_deletion_by_someone_else_is_reported(kube):
     kube.run_all()
     kube.store.delete("tfjobs", NAMESPACE, job)
     assert attempt.failure() == (
-        f"the job {job} was deleted by someone else; run the step again to resume training"
+        f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
+        "flotilla run --resume, trains on from its newest checkpoint"
     )
     kube.wait_until_deleted()
 
