@@ -165,7 +165,7 @@ class _Course:
 
     def __init__(self, name: str, at: str, inputs: Mapping[str, str]) -> None:
         self.name, self._inputs, self._began = name, dict(inputs), time.monotonic()
-        self.output, self.published = StepOutput(), PublishedRecord(name, at)
+        self.output, self.published = StepOutput(), PublishedRecord(name, at, inputs)
         self.is_asked_to_end = False
 
     def begin(self) -> None:

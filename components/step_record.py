@@ -40,8 +40,8 @@ CONFIG = "config.json"
 _RETRY_SECONDS = 10.0
 _KILLED_HERE = "the step was killed; see pipeline.log"
 _KILLED_POD = (
-    "it began and did not report its end: its pod was killed, as it is for want of memory, or its "
-    "node was lost"
+    "it began and its end is not on record: it was stopped with the run, or its pod was killed "
+    "(memory, a lost node), or the store did not take its record; `flotilla status` asks KFP"
 )
 
 
@@ -65,6 +65,7 @@ class StepRecord(StepResult):
         earlier: the tries before the last.
         held: what it holds of the cluster, see `components.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
+        inputs: URIs that KFP may have taken from its cache, see `StepBegin`.
     """
 
     began: float
@@ -72,6 +73,7 @@ class StepRecord(StepResult):
     earlier: tuple[Try, ...] = ()
     held: Mapping[str, Any] = field(default_factory=dict)
     displays: Mapping[str, str] = field(default_factory=dict)
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tries(self) -> int:
@@ -179,12 +181,14 @@ def _try(record: StepRecord, seconds: float) -> Try:
 class PublishedRecord:
     """The record of one step; what cannot be written is one line, and never the step's failure."""
 
-    def __init__(self, step: str, at: str) -> None:
+    def __init__(self, step: str, at: str, inputs: Mapping[str, str] | None = None) -> None:
         """Publish below `at`, the URI of the run; nothing at all where that is empty."""
         self.at, self._has_failed = at, False
         # Of the exit step, where it has run before this step began.
         self.reported: StepRecord | None = None
-        self._record = StepRecord(step=step, status="running", began=now())
+        self._record = StepRecord(
+            step=step, status="running", began=now(), inputs=dict(inputs or {})
+        )
 
     def begin(self) -> None:
         """Publish that the step has begun, and which tries there were before."""
@@ -220,6 +224,7 @@ class PublishedRecord:
             began=began,
             ended=round(began + result.seconds, 3),
             earlier=self._record.earlier,
+            inputs=self._record.inputs,
             **more,
         )
         with self._never_in_the_way():
@@ -255,6 +260,17 @@ def publish_config(at: str, text: str) -> None:
             storage.write_bytes(storage.join(at, CONFIG), text.encode())
 
 
+def published_records(at: str) -> list[StepRecord]:
+    """Return the records of the run at the URI `at` as they are, in the order of their begin.
+
+    Raises:
+        UserError: the store cannot be read.
+    """
+    folder = storage.join(at, "steps")
+    found = in_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
+    return sorted((each for each in found if each), key=lambda each: each.began)
+
+
 def read(at: str, *, well: bool) -> list[StepRecord]:
     """Return the records of the run at the URI `at`, in the order in which its steps began.
 
@@ -265,9 +281,7 @@ def read(at: str, *, well: bool) -> list[StepRecord]:
     Raises:
         UserError: the store cannot be read.
     """
-    folder = storage.join(at, "steps")
-    found = in_parallel(lambda name: _read(storage.join(folder, name)), storage.names(folder))
-    records = sorted((each for each in found if each), key=lambda each: each.began)
+    records = published_records(at)
     steps = [each for each in records if each.step != EXIT_STEP.name]
     ends = [each.began for each in records]
     ended = []

@@ -22,7 +22,8 @@ from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed
 
 if TYPE_CHECKING:
     from components.step_record import StepRecord
-    from pipelines.runs.kfp_run import RemoteRun, Step
+    from pipelines.runs.kfp_nodes import Step
+    from pipelines.runs.kfp_run import RemoteRun
 
 _MARKS = {
     "done": "[green]done[/]",

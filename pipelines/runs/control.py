@@ -16,7 +16,7 @@ from typing import Any
 
 from pipelines.runs import local_status
 from pipelines.runs.kfp_access import Instance
-from pipelines.runs.kfp_client import Client, ask, connect, pages
+from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.kfp_outcome import result_of
 from pipelines.runs.kfp_run import RemoteRun, run_of, view
 from pipelines.runs.kfp_watch import OnNote, OnText, command, follow_logs
@@ -25,6 +25,7 @@ from pipelines.runs.upload import NEWEST, equals
 from trainer.errors import DONE, ConfigError, UserError, nearest
 
 RUNS = Path("runs")
+_REFUSED = 400
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +130,25 @@ def cancel(
         if not was_running:
             message = f"run {run} has already ended: {local_status.status_of(folder, run).status}"
         return Cancellation(run_id=run, was_running=was_running, message=message)
-    client = _client(run, workdir, instance)
-    remote = run_of(client, run)
+    return _cancel_remote(_client(run, workdir, instance), run)
+
+
+def _cancel_remote(client: Client, run: str) -> Cancellation:
+    remote, asked = run_of(client, run), False
+    if not remote.has_ended and remote.state != "CANCELING":
+        try:
+            ask(client.terminate_run, remote.run_id)
+            asked = True
+        except InstanceError as error:
+            # So an instance refuses to end a run twice: it has begun to end, or has ended.
+            remote = run_of(client, remote.run_id)
+            if error.status != _REFUSED or not (remote.has_ended or remote.state == "CANCELING"):
+                raise
     message = f"run {remote.run_id} has already ended: {remote.state.lower()}"
     if not remote.has_ended:
-        ask(client.terminate_run, remote.run_id)
         again = command(client.access, "status", remote.run_id)
-        message = f"run {remote.run_id} is being cancelled; see: {again}"
+        state = "is being cancelled" if asked else "is ending already"
+        message = f"run {remote.run_id} {state}; see: {again}"
     return Cancellation(run_id=remote.run_id, was_running=not remote.has_ended, message=message)
 
 

@@ -1,10 +1,11 @@
-"""The result of a run on a KFP instance, from the states of its steps and from their logs.
+"""The result of a run on a KFP instance: from the records of its steps, else from its nodes.
 
-States show a gate that refused: no step after it ran. Whether the registry promoted the model is
-only in the log of its step.
+KFP says whether a run has ended. What its steps say, they publish below the root of the run: how
+they ended, metrics, reasons, URIs. The store outlasts the pods and their logs. Where this machine
+cannot read it, the states and messages of the nodes have to do: they show which step failed and a
+gate that refused, but not whether the registry promoted the model.
 
-A step that KFP took from its cache wrote no log in this run, and the instance returns no outputs:
-what it published is known from the steps after it, which write their inputs into their own logs.
+What is outside our code has no record: it is in the messages of the nodes.
 """
 
 from __future__ import annotations
@@ -12,15 +13,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from components.step_record import StepRecord, record_of
-from components.table import maker_of, published_by
+from components.step_record import StepRecord, published_records
+from components.table import EXIT_STEP, maker_of, published_by
+from pipelines.runs.kfp_causes import explained, failed_pods, waiting_pods
 from pipelines.runs.kfp_client import Client, InstanceError
-from pipelines.runs.kfp_run import RemoteRun, Step, events_in, log_of
+from pipelines.runs.kfp_nodes import Pod, Step, log_of, one_line
+from pipelines.runs.kfp_run import RemoteRun
 from pipelines.runs.outcome import RunResult
-from trainer.errors import DONE, FAILED, REFUSED
-from trainer.events import StepBegin, StepEnd
+from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, UserError
+from trainer.storage.retry import shorter_retry
 
 GATE, REGISTRY = maker_of("decision"), maker_of("registration")
+# So long a store may fail; there is an answer without it.
+STORE_SECONDS = 10.0
 _STATUS = {
     "SUCCEEDED": "done",
     "CANCELED": "interrupted",
@@ -33,23 +38,27 @@ _STATUS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Seen:
-    """What the instance and the log of a step say about it; `inputs` are URIs by name."""
+class _Published:
+    """What the steps of a run have published; `unread` says why that is not known, else empty."""
 
-    record: StepRecord
-    state: str
-    inputs: Mapping[str, str] = field(default_factory=dict)
+    records: Mapping[str, StepRecord] = field(default_factory=dict)
+    unread: str = ""
+
+    def of(self, step: str) -> StepRecord | None:
+        return self.records.get(step)
 
 
 def result_of(client: Client, run: RemoteRun) -> RunResult:
     """Return the result of a run, or how far it has come."""
-    if not run.has_ended:
-        status, code, message = "running", DONE, ""
-        records = tuple(map(_record, run.steps))
+    if run.has_ended:
+        published = _published(run.at)
+        records = _records(run, published)
+        status, code, message = _ended(client, run, published)
     else:
-        seen = {step.name: _seen(client, run, step) for step in run.steps}
-        status, code, message = _ended(run, seen)
-        records = tuple(_with_uri(each.record, seen) for each in seen.values())
+        records = tuple(map(_record, run.steps))
+        status, code, message = "running", DONE, _obstacle(run)
+        if run.impasse:
+            status, code, message = "failed", FAILED, run.impasse
     return RunResult(
         run_id=run.run_id,
         status=status,
@@ -62,42 +71,19 @@ def result_of(client: Client, run: RemoteRun) -> RunResult:
     )
 
 
-def _with_uri(record: StepRecord, seen: Mapping[str, _Seen]) -> StepRecord:
-    """Return the record; of a cached step with the URI that a later step took, where known."""
-    if record.status != "cached":
-        return record
-    artifact = published_by(record.step) or ""
-    uris = (each.inputs.get(artifact) for each in seen.values())
-    return replace(record, uri=next((uri for uri in uris if uri), ""))
+def _obstacle(run: RemoteRun) -> str:
+    return next(map(explained, waiting_pods(run.nodes)), "")
 
 
-def _ended(run: RemoteRun, seen: Mapping[str, _Seen]) -> tuple[str, int, str]:
-    if run.state == "CANCELED":
-        return "canceled", FAILED, "the run was cancelled"
-    if run.state != "SUCCEEDED":
-        return "failed", FAILED, _failure(run, seen)
-    gate, registry = seen.get(GATE.name), seen.get(REGISTRY.name)
-    if gate is None:
-        return "done", DONE, ""
-    if registry and registry.state == "SUCCEEDED":
-        return _judged(registry.record)
-    if gate.record.metrics.get("decision") == GATE.accepts:
-        return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} was not run"
-    return "refused", REFUSED, _reasons(gate.record) or "the gate refused the model"
-
-
-def _judged(registry: StepRecord) -> tuple[str, int, str]:
-    decision = registry.metrics.get("decision")
-    if decision == REGISTRY.accepts:
-        return "blessed", DONE, ""
-    if decision == "refused":
-        return "refused", REFUSED, _reasons(registry) or "the registry refused the model"
-    message = f"the run is done, but what the registry decided cannot be read: {registry.error}"
-    return "unknown", FAILED, message
-
-
-def _reasons(record: StepRecord) -> str:
-    return "; ".join(record.metrics.get("reasons") or ())
+def _published(at: str) -> _Published:
+    if not at:
+        return _Published(unread="where the run publishes is not known")
+    try:
+        with shorter_retry(STORE_SECONDS):
+            found = published_records(at)
+    except UserError as error:
+        return _Published(unread=f"its metrics are below {at}, which cannot be read here: {error}")
+    return _Published(records={each.step: each for each in found})
 
 
 def _record(step: Step) -> StepRecord:
@@ -110,44 +96,90 @@ def _record(step: Step) -> StepRecord:
     )
 
 
-def _seen(client: Client, run: RemoteRun, step: Step) -> _Seen:
-    """Return what is known of a step, from its log where there is one."""
-    record = _record(step)
-    if not _has_log(step):
-        return _Seen(record=record, state=step.state)
-    if not step.pods:
-        error = "the instance names no pod of this step"
-        return _Seen(record=replace(record, error=error), state=step.state)
-    try:
-        log = log_of(client, run, step)
-    except InstanceError as error:
-        return _Seen(record=replace(record, error=str(error)), state=step.state)
-    # The log also has what the user's own code prints.
-    events = [
-        event
-        for event in events_in(log)
-        if isinstance(event, StepBegin | StepEnd) and event.step == step.name
-    ]
-    inputs = next((event.inputs for event in events if isinstance(event, StepBegin)), {})
-    if ended := [event for event in events if isinstance(event, StepEnd)]:
-        # KFP decides how the step ended.
-        record = replace(record_of(ended[-1], began=record.began), status=record.status)
-    else:
-        record = replace(record, error=f"the log of {step.name} does not say how it ended")
-    return _Seen(record=record, state=step.state, inputs=inputs)
+def _records(run: RemoteRun, published: _Published) -> tuple[StepRecord, ...]:
+    if not run.steps:
+        # An instance without nodes.
+        return tuple(published.records.values())
+    return tuple(_known(step, published) for step in run.steps)
 
 
-def _has_log(step: Step) -> bool:
-    """Return whether the log of a step has more than its state."""
-    is_worth_reading = step.state == "FAILED" or (
-        step.state == "SUCCEEDED" and published_by(step.name) is not None
-    )
-    return is_worth_reading and not step.cached
+def _known(step: Step, published: _Published) -> StepRecord:
+    """Return what is known of a step. KFP decides how it ended."""
+    record, said = _record(step), published.of(step.name)
+    if record.status == "cached":
+        artifact = published_by(step.name) or ""
+        uris = (each.inputs.get(artifact) for each in published.records.values())
+        return replace(record, uri=next((uri for uri in uris if uri), ""))
+    if said is None or said.ended is None:
+        return record
+    if record.status == "done" and said.status != "done":
+        # The record is that of an earlier try.
+        return record
+    return replace(said, status=record.status)
 
 
-def _failure(run: RemoteRun, seen: Mapping[str, _Seen]) -> str:
+def _ended(client: Client, run: RemoteRun, published: _Published) -> tuple[str, int, str]:
+    if run.state == "CANCELED":
+        return "canceled", INTERRUPTED, "the run was cancelled"
+    if run.state != "SUCCEEDED":
+        return "failed", FAILED, _failure(client, run, published)
+    states = {step.name: step.state for step in run.steps}
+    # Without nodes, a step of a run that succeeded has succeeded where it has a record.
+    states = states or dict.fromkeys(published.records, "SUCCEEDED")
+    if GATE.name not in states:
+        return "done", DONE, ""
+    if states.get(REGISTRY.name) == "SUCCEEDED":
+        return _judged(published)
+    gate = published.of(GATE.name)
+    if gate and gate.metrics.get("decision") == GATE.accepts:
+        return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} was not run"
+    reasons = _reasons(gate)
+    return "refused", REFUSED, reasons or _and("the gate refused the model", published.unread)
+
+
+def _judged(published: _Published) -> tuple[str, int, str]:
+    registry = published.of(REGISTRY.name)
+    decision = registry.metrics.get("decision") if registry else None
+    if decision == REGISTRY.accepts:
+        return "blessed", DONE, ""
+    if decision == "refused":
+        return "refused", REFUSED, _reasons(registry) or "the registry refused the model"
+    why = published.unread or f"{REGISTRY.name} has left no record of its decision"
+    message = f"the run is done, but what the registry decided cannot be read: {why}"
+    return "unknown", FAILED, message
+
+
+def _reasons(record: StepRecord | None) -> str:
+    return "; ".join((record.metrics.get("reasons") or ()) if record else ())
+
+
+def _and(message: str, more: str) -> str:
+    return f"{message}; {more}" if more else message
+
+
+def _failure(client: Client, run: RemoteRun, published: _Published) -> str:
+    """Return the cause of a failure: what the first step that failed says, else what KFP says."""
+    pods = failed_pods(run.nodes)
     # The exit step runs after the failure and may fail because of it.
-    first = next((each.record for each in seen.values() if each.state == "FAILED"), None)
-    if first:
-        return f"{first.step}: {first.error or run.error or 'failed'}"
-    return run.error or f"the run ended as {run.state}"
+    first = next((pod for pod in pods if pod.step != EXIT_STEP.name), next(iter(pods), None))
+    if first is None:
+        said = (each for each in published.records.values() if each.error)
+        own = next((f"{each.step}: {each.error}" for each in said), "")
+        return own or _and(run.error or "KFP does not say why it failed", published.unread)
+    record = published.of(first.step)
+    if record and record.error and not first.is_driver:
+        # KFP's words add to what a step says of being stopped, and to nothing else.
+        more = first.message if record.exit_code == INTERRUPTED else ""
+        return _and(f"{first.step}: {record.error}", more)
+    if first.is_driver:
+        return explained(first, _last_words(client, run, first))
+    return _and(explained(first), published.unread)
+
+
+def _last_words(client: Client, run: RemoteRun, pod: Pod) -> str:
+    """Return the last line of the log of KFP's driver, which alone has the cause; or nothing."""
+    try:
+        lines = log_of(client, run.run_id, run.created, pod.name).splitlines()
+    except InstanceError:
+        return ""
+    return next((one_line(line) for line in reversed(lines) if line.strip()), "")

@@ -7,17 +7,31 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from pipelines.runs.kfp_access import Access, Instance
-from pipelines.runs.kfp_client import Client, InstanceError, ask, connect
+from pipelines.runs.kfp_causes import (
+    cause_of,
+    explained,
+    failed_pods,
+    is_busy,
+    waiting_pods,
+)
+from pipelines.runs.kfp_client import Client, InstanceError, connect
+from pipelines.runs.kfp_nodes import Step, log_of
 from pipelines.runs.kfp_outcome import result_of
-from pipelines.runs.kfp_run import ENDED, RemoteRun, Step, log_of, remedy, run_of, view
+from pipelines.runs.kfp_run import ENDED, RemoteRun, run_of, seen
 from pipelines.runs.outcome import RunResult
+from trainer import storage
 from trainer.errors import UserError, nearest
 
 LOOK_SECONDS = 3.0
 # An instance may be upgraded while a run lasts for hours; the run continues meanwhile.
 RETRY_SECONDS = 120.0
+# A registry may be away for a moment, and an image may be pushed while its pod waits.
+START_SECONDS = 60.0
+# Between the end of a pod and the next one Argo and KFP take some seconds.
+STALL_SECONDS = 60.0
 
 OnChange = Callable[[RemoteRun], None]
 OnText = Callable[[str, str], None]
@@ -31,7 +45,10 @@ def follow(
     on_change: OnChange | None = None,
     on_note: OnNote | None = None,
 ) -> RunResult:
-    """Wait for the end of a run on a KFP instance. Interrupting it leaves the run running.
+    """Wait for the end of a run on a KFP instance, or until it cannot go on.
+
+    Interrupting it leaves the run running; so does a run that cannot go on, since its cause may
+    pass.
 
     Args:
         run: id or name of the run.
@@ -49,19 +66,25 @@ def follow(
 
 
 def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> RemoteRun:
-    """Return the run once it has ended; `on_change` and `on_note` as in `follow`.
+    """Return the run once it has ended or cannot go on; `on_change` and `on_note` as in `follow`.
 
     Raises:
         UserError: the instance did not answer for `RETRY_SECONDS`, or refused for good.
     """
     failing: float | None = None
+    obstacles = _Obstacles(on_note)
     while True:
         try:
-            run = view(ask(client.get_run, run_id=run_id))
+            run = seen(client, run_id)
             failing = None
             on_change(run)
             if run.has_ended:
                 return run
+            if words := obstacles.look(run):
+                cancel = command(client.access, "cancel", run_id)
+                return replace(
+                    run, impasse=f"{words}; the run is left as it is, cancel it: {cancel}"
+                )
         except InstanceError as error:
             now = time.monotonic()
             if failing is None:
@@ -71,6 +94,39 @@ def watch(client: Client, run_id: str, on_change: OnChange, on_note: OnNote) -> 
                 again = command(client.access, "status", run_id)
                 raise UserError(f"{error}; the run continues without us, see: {again}") from None
         time.sleep(LOOK_SECONDS)
+
+
+class _Obstacles:
+    """Watches what keeps a run from going on, and says each cause once."""
+
+    def __init__(self, on_note: OnNote) -> None:
+        self._on_note = on_note
+        self._since: dict[str, float] = {}
+        self._said: set[tuple[str, str]] = set()
+
+    def look(self, run: RemoteRun) -> str:
+        """Return why the run cannot go on; empty while it may."""
+        if run.state != "RUNNING":
+            return ""
+        found: dict[str, str] = {}
+        for pod in waiting_pods(run.nodes):
+            cause = cause_of(pod.message)
+            if cause and cause.at_once:
+                return explained(pod)
+            if cause and cause.blocks:
+                found[pod.name] = explained(pod)
+            if cause and (pod.name, cause.pattern) not in self._said:
+                self._said.add((pod.name, cause.pattern))
+                self._on_note(explained(pod))
+        failed = failed_pods(run.nodes)
+        if failed and not is_busy(run.nodes):
+            found[""] = f"{explained(failed[0])}; no pod of the run has begun since then"
+        now = time.monotonic()
+        self._since = {each: self._since.get(each, now) for each in found}
+        for each, since in self._since.items():
+            if now - since >= (START_SECONDS if each else STALL_SECONDS):
+                return found[each]
+        return ""
 
 
 def command(access: Access, verb: str, run: str) -> str:
@@ -116,7 +172,9 @@ class LogFollower:
 
     def _read(self, run: RemoteRun, step: Step, over: bool) -> None:
         try:
-            text = log_of(self._client, run, step)
+            if not step.pod:
+                raise InstanceError(f"{step.name} has no pod yet")
+            text = log_of(self._client, run.run_id, run.created, step.pod)
         except InstanceError as error:
             if error.status in (401, 403):
                 raise
@@ -167,15 +225,26 @@ def follow_logs(
         follower.look(run)
         last = run
     for step, error in follower.refused.values():
-        how = remedy(client, step)
-        on_note(f"no log of {step.name}: {error}; where the pod is still there: {how}")
+        on_note(f"no log of {step.name}: {error}; {_instead(client, last, step)}")
+    if last.impasse:
+        on_note(last.impasse)
     if follower.refused and not follower.has_found:
-        first, _ = next(iter(follower.refused.values()))
+        step, _ = next(iter(follower.refused.values()))
         raise UserError(
-            f"{client.access.endpoint} gives no log of the run {run.run_id}: "
-            f"read it by {remedy(client, first)}, or in the store where logs are archived"
+            f"{client.access.endpoint} gives no log of the run {run.run_id}; "
+            f"{_instead(client, last, step)}"
         )
     return last
+
+
+def _instead(client: Client, run: RemoteRun, step: Step) -> str:
+    """Return where a person finds what a log that the instance does not return would say."""
+    namespace = client.access.namespace or "kubeflow"
+    if run.has_ended:
+        record = storage.join(run.at, "steps", f"{step.name}.json") if run.at else ""
+        where = f"what the step reported is in {record}" if record else "see `flotilla status`"
+        return f"KFP removes pods with their logs an hour after the end; {where}"
+    return f"read it by `kubectl logs -n {namespace} {step.pod or '-'} -c main`"
 
 
 def _ignore(_seen: object) -> None:

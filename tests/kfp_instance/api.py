@@ -38,25 +38,55 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
         if path.startswith(V2):
             body["pipeline_store"] = instance.pipeline_store
         return 200, "application/json", json.dumps(body).encode()
+    if run := re.fullmatch(r"/apis/v1beta1/runs/([^/]+)", path):
+        return _nodes(instance, run[1])
     if log := re.fullmatch(r"/apis/v1alpha1/runs/([^/]+)/nodes/([^/]+)/log", path):
-        if instance.has_logs == "page":
+        if instance.has_ui:
             return 200, "text/html", b"<html>the start page</html>"
-        return _log(instance, log[1], log[2], instance.has_logs == "api")
+        return _log(instance, log[1], log[2])
     if path == "/k8s/pod/logs":
-        if instance.has_logs != "page":
-            return 404, "text/plain", b"404 page not found"
-        right = query["podnamespace"] == NAMESPACE
-        return _log(instance, query["runid"], query["podname"], right)
+        return _log_of_page(instance, query)
     return None
 
 
-def _log(instance: Instance, run: str, pod: str, served: bool) -> tuple[int, str, bytes]:
+def _nodes(instance: Instance, run: str) -> tuple[int, str, bytes]:
+    """Return a run as version v1beta1 of the API has it, through the address of the UI as well."""
+    if not instance.has_v1beta1:
+        raise RefusedError(404, "Not Found")
     with instance.store.lock:
         workflow = instance.store.workflows.get(run)
-        if not served or workflow is None or pod not in workflow.logs:
-            body = {"error_message": f"Failed to read logs for run {run}: pods {pod!r} not found"}
-            return 500, "application/json", json.dumps(body).encode()
-        return 200, "text/plain", workflow.logs[pod].encode()
+        if workflow is None:
+            raise RefusedError(404, f"Run {run} not found")
+        # Before the first report of the workflow it is empty.
+        runtime = {"workflow_manifest": workflow.manifest()} if workflow.nodes else {}
+    tree = {"run": {"id": run}, "pipeline_runtime": runtime}
+    return 200, "application/json", json.dumps(tree).encode()
+
+
+def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
+    """Return a log; that of an absent pod is an error with status 200, as the header is out."""
+    with instance.store.lock:
+        workflow = instance.store.workflows.get(run)
+        logs = {**workflow.archive, **workflow.logs} if workflow else {}
+        if not instance.has_logs or pod not in logs:
+            words = f'Failed to read logs for run {run}: pods "{pod}" not found'
+            body = {"error_message": words, "error_details": f"BadRequestError: {words}"}
+            return 200, "text/plain; charset=utf-8", json.dumps(body).encode()
+        return 200, "text/plain; charset=utf-8", logs[pod].encode()
+
+
+def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:
+    """Return a log as the user interface does: not of a pod that is gone."""
+    if not instance.has_ui:
+        return 404, "text/plain", b"404 page not found"
+    with instance.store.lock:
+        workflow = instance.store.workflows.get(query["runid"])
+        right = instance.has_logs and query["podnamespace"] == NAMESPACE
+        logs = workflow.logs if workflow and right else {}
+        if query["podname"] not in logs:
+            words = "Could not get main container logs: Error: Unable to retrieve workflow status"
+            return 500, "text/html; charset=utf-8", words.encode()
+        return 200, "", logs[query["podname"]].encode()
 
 
 def _owned(instance: Instance, rows: Iterable[Tree], query: dict[str, str]) -> list[Tree]:

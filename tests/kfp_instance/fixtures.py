@@ -47,6 +47,8 @@ def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
     for name in ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     with Instance() as served:
+        # A store that this machine can read.
+        served.store.pipeline_root = (tmp_path / "store").as_uri()
         yield served
 
 

@@ -31,7 +31,8 @@ class Instance(ThreadingHTTPServer):
         multi_user: whether what belongs to a namespace has to name it.
         pipeline_store: where pipelines are kept: `database`, or `kubernetes` with fewer filters.
         has_ui: whether the address is that of the user interface, which passes the API on.
-        has_logs: where logs are served: `api`, `page` (of the user interface), or neither.
+        has_logs: whether logs are served at all.
+        has_v1beta1: whether the version of the API is there that has the nodes; KFP 3 drops it.
         requests: `METHOD /path?query` of each.
     """
 
@@ -46,7 +47,8 @@ class Instance(ThreadingHTTPServer):
         self.multi_user = False
         self.pipeline_store = "database"
         self.has_ui = False
-        self.has_logs = "api"
+        self.has_logs = True
+        self.has_v1beta1 = True
         self.requests: list[str] = []
         self.closing = threading.Event()
         self.scheme = "http"

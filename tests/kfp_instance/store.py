@@ -49,7 +49,8 @@ class Store:
         self.runs: dict[str, Tree] = {}
         self.recurring: dict[str, Tree] = {}
         self.workflows: dict[str, Workflow] = {}
-        self.names_pods = True
+        # Of runs that name none.
+        self.pipeline_root = ""
         # What happens to a run: one of these at each look at it.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
@@ -121,8 +122,10 @@ class Store:
         made["service_account"] = body.get("service_account") or "pipeline-runner"
         made["finished_at"] = "1970-01-01T00:00:00Z"
         self.runs[made["run_id"]] = made
-        workflow = Workflow(made["run_id"], names_pods=self.names_pods)
-        self.workflows[made["run_id"]] = workflow
+        root = (body.get("runtime_config") or {}).get("pipeline_root") or self.pipeline_root
+        self.workflows[made["run_id"]] = Workflow(
+            made["run_id"], pipeline_root=root, storage_root=str(parameters.get("storage_root", ""))
+        )
         return made
 
     def get_run(self, run_id: str) -> Tree:
@@ -130,19 +133,29 @@ class Store:
         run = found(self.runs, run_id, "run")
         if self.play:
             self.play.pop(0)(self.workflows[run_id], run)
+            self._note(run)
         return {**run, "run_details": {"task_details": self.workflows[run_id].task_details()}}
 
-    def end_run(self, run_id: str, state: str, error: str = "") -> None:
+    def end_run(self, run_id: str, state: str) -> None:
+        """End a run; KFP never says why."""
         run = self.runs[run_id]
         run["state"], run["finished_at"] = state, self._now()
-        if error:
-            run["error"] = {"code": 13, "message": error}
+        self._note(run)
 
     def terminate(self, run_id: str) -> Tree:
+        """Ask a run to end; it is FAILED in the end, after it was CANCELING."""
         run = found(self.runs, run_id, "run")
-        _require(run["state"] not in ENDED, INVALID, "Failed to terminate a run that has ended")
+        begun = run["state"] in ("PENDING", "RUNNING", "PAUSED")
+        _require(begun, INVALID, f"Failed to terminate a run {run_id}. Row not found")
         run["state"] = "CANCELING"
+        self._note(run)
         return {}
+
+    def _note(self, run: Tree) -> None:
+        """Append the state to the history, which has one entry for each change."""
+        history = run.setdefault("state_history", [])
+        if not history or history[-1]["state"] != run["state"]:
+            history.append({"update_time": self._now(), "state": run["state"]})
 
     def create_recurring(self, body: Tree) -> Tree:
         most = int(body.get("max_concurrency", 0))

@@ -16,7 +16,6 @@ from pipelines.runs.upload import containing
 from tests.kfp_instance import api
 from tests.kfp_instance.server import Instance
 from tests.kfp_instance.shapes import ShapeError, check
-from tests.kfp_instance.workflow import Workflow
 
 YAML = """\
 pipelineInfo: {name: small}
@@ -125,29 +124,6 @@ def test_what_an_instance_refuses(plain, package):
 def test_a_wrong_shape_is_seen(tree):
     with pytest.raises(ShapeError):
         check(tree, "V2beta1Run")
-
-
-def test_a_right_shape_passes():
-    workflow = Workflow("some-run")
-    workflow.begin("train_model")
-    workflow.skip()
-    details = {"task_details": workflow.task_details()}
-    check({"run_id": "some-run", "state": "RUNNING", "run_details": details}, "V2beta1Run")
-
-
-def test_a_step_from_the_cache_has_a_pod_that_never_was():
-    workflow = Workflow("some-run")
-    workflow.take_from_cache("prepare_data")
-    driver, group, executor = workflow.task_details()[-3:]
-    check(
-        {"run_id": "some-run", "run_details": {"task_details": workflow.task_details()}},
-        "V2beta1Run",
-    )
-    assert [each["state"] for each in (driver, group, executor)] == [
-        "SUCCEEDED", "SUCCEEDED", "SKIPPED",
-    ]  # fmt: skip
-    assert group["child_tasks"][0]["pod_name"].endswith(executor["pod_name"][-10:])
-    assert executor["pod_name"] not in workflow.logs
 
 
 @pytest.mark.parametrize("store", ["database", "kubernetes"])

@@ -1,9 +1,13 @@
-"""A run as an instance tells of it: the nodes of its Argo workflow, and the logs of its pods.
+"""A run as KFP 2.17 and Argo 4.0.5 leave it: the nodes of a workflow, its pods' logs, its records.
 
-A step is a driver, a group of its own name and a pod named executor in it; what was not begun has
-no node, and what a condition leaves out is skipped. Of what comes from the cache the driver and the
-group succeed: the template of the group has its pod skipped (`when: cached-decision != true`), and
-Argo names the pod that never was all the same. It reports inputs and outputs of no node.
+KFP's configuration of Argo gives every template a retry strategy, so that each task is a node `x`
+and a node `x(0)` for its first try. A step is a task `x-driver` and a task `x` with a task
+`executor` in it; the pod of a step is that of `executor(0)`. A node's id is the name of the
+workflow with the FNV-1a hash of the node's name, and the pod's name has the template in between.
+The API's own list of nodes names no pod.
+
+A step's code publishes its record below the root of the run. An hour after the end the pods are
+gone; the logs are in the archive then, and the nodes in the database.
 """
 
 from __future__ import annotations
@@ -14,52 +18,99 @@ import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from trainer import events
+from components.step_record import PublishedRecord
+from trainer import events, storage
 from trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+IMAGE = "registry.example/flotilla:1"
+NEVER = "0001-01-01T00:00:00Z"
+# As the API's list of nodes has them; a phase that is not here has no state there.
+STATES = {
+    "Pending": "PENDING",
+    "Running": "RUNNING",
+    "Succeeded": "SUCCEEDED",
+    "Skipped": "SKIPPED",
+    "Failed": "FAILED",
+    "Error": "FAILED",
+}
+Node = dict[str, Any]
 
 
 def moment(second: int) -> str:
     return f"{BEGIN + timedelta(seconds=second):%Y-%m-%dT%H:%M:%SZ}"
 
 
+def fnv(name: str) -> int:
+    """Return the FNV-1a hash of 32 bits."""
+    value = 0x811C9DC5
+    for byte in name.encode():
+        value = (value ^ byte) * 0x01000193 % 2**32
+    return value
+
+
 class Workflow:
-    """The nodes of one run; each change is a second later than the one before."""
+    """The nodes of one run; each change is a second later than the one before.
 
-    def __init__(self, run_id: str, *, names_pods: bool = True) -> None:
+    Attributes:
+        logs: of the pods that are there, by the name of the pod.
+        archive: of the pods that are gone.
+        root: URI below which the steps of the run publish; empty where nobody reads it.
+    """
+
+    def __init__(self, run_id: str, *, pipeline_root: str = "", storage_root: str = "") -> None:
         self.run_id = run_id
-        self.names_pods = names_pods
-        self.nodes: list[dict[str, Any]] = []
+        self.nodes: list[Node] = []
         self.logs: dict[str, str] = {}
-        self.cancelled = False
-        self._numbers = itertools.count(1000000000)
+        self.archive: dict[str, str] = {}
+        self.active_deadline: int | None = None
+        self.pods_go = False
+        self._pipeline_root = pipeline_root or "minio://mlpipeline/v2/artifacts"
+        self._storage_root = storage_root
+        self.root = storage_root or f"{self._pipeline_root}/flotilla"
         self._seconds = itertools.count()
-        for name in (WORKFLOW, "root-driver", "root", "exit-handler-1-driver", "exit-handler-1"):
-            self._node(name, "system-dag", "RUNNING")
+        self._records: dict[str, PublishedRecord] = {}
+        self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
+        self._pod_of(f"{self._outer}.root-driver", "system-dag-driver", "Succeeded")
+        self._outer = self._tried(f"{self._outer}.root", "root", "DAG")
+        driver = f"{self._outer}.exit-handler-1-driver"
+        self._pod_of(driver, "system-dag-driver", "Succeeded")
+        self._handler = f"{self._outer}.exit-handler-1"
+        self._outer = self._tried(self._handler, "comp-exit-handler-1", "DAG")
 
-    def begin(self, step: str) -> None:
-        name = step.replace("_", "-")
-        self._node(f"{name}-driver", "system-container-driver", "SUCCEEDED")
-        self._node(name, "system-container-executor", "RUNNING")
-        self.logs[self._add_executor(name, "RUNNING")["_pod"]] = ""
+    def begin(self, step: str, *, image: str = IMAGE) -> None:
+        """Start a step; its code has not said anything yet."""
+        self._drive(step)
+        executor = f"{self._group(step)}(0).executor"
+        self._pod_of(executor, "system-container-impl", "Running")
+        self._last(step)["inputs"] = self._pod_spec(step, image)
+        self.logs[self.pod(step)] = ""
+
+    def wait(self, step: str, message: str, *, image: str = IMAGE) -> None:
+        """Make the pod of a step one that does not start, for what the message says."""
+        if not self._has(step):
+            self.begin(step, image=image)
+            del self.logs[self.pod(step)]
+        self._last(step).update(phase="Pending", message=message)
 
     def take_from_cache(self, step: str) -> None:
-        name = step.replace("_", "-")
-        self._node(f"{name}-driver", "system-container-driver", "SUCCEEDED")
-        group = self._node(name, "system-container-executor", "RUNNING")
-        executor = self._add_executor(name, "SKIPPED")
-        # Argo does all three in one look at the workflow.
-        group["state"] = "SUCCEEDED"
-        executor["start_time"] = executor["end_time"] = group["end_time"] = group["start_time"]
+        self._drive(step)
+        name = f"{self._group(step)}(0).executor"
+        self._node(name, "system-container-impl", "Skipped", "Skipped")
+        self._close(self._group(step), "Succeeded")
 
     def write(self, step: str, text: str) -> None:
         self.logs[self.pod(step)] += text
 
     def say_begin(self, step: str, inputs: dict[str, str] | None = None) -> None:
-        """Write what a step's code writes first into its log."""
+        """Let a step's code say that it begins: in its log and in its record."""
         self.write(step, log_of(StepBegin(step=step, inputs=inputs or {})))
+        if not self.root.startswith("file://"):
+            return
+        at = storage.join(self.root, self.run_id)
+        self._records[step] = PublishedRecord(step, at, inputs or {})
+        self._records[step].begin()
 
     def end(
         self,
@@ -68,71 +119,190 @@ class Workflow:
         inputs: dict[str, str] | None = None,
         **record: Any,
     ) -> None:
-        """End a step, with the record that its code writes into its log."""
+        """End a step, whose code says how: in its log and in its record."""
         status = "done" if state == "SUCCEEDED" else "failed"
         whole = {"status": status, "exit_code": 0 if status == "done" else 1, "seconds": 1.5}
         self.say_begin(step, inputs)
-        self.write(step, log_of(StepEnd(step=step, **{**whole, **record})))
+        ended = StepEnd(step=step, **{**whole, **record})
+        self.write(step, log_of(ended))
+        if step in self._records:
+            self._records[step].end(ended)
         self.stop(step, state)
 
-    def stop(self, step: str, state: str) -> None:
-        """End a step without a word."""
-        self._close(self._group(step), state)
-        self._close(self._executor(step), state)
+    def stop(self, step: str, state: str, message: str = "") -> None:
+        """End a step without a word; KFP has the message of its pod."""
+        failed = state == "FAILED"
+        said = message or ("main: Error (exit code 1)" if failed else "")
+        self._close(self._group(step), "Failed" if failed else "Succeeded", pod_message=said)
 
-    def fail_driver(self, step: str) -> None:
-        node = self._node(f"{step.replace('_', '-')}-driver", "system-container-driver", "FAILED")
-        self._close(node, "FAILED")
+    def fail_driver(self, step: str, message: str = "main: Error (exit code 1)") -> None:
+        """Let KFP's own driver of a step, or of the whole run (`root`), fail."""
+        if step == "root":
+            self.nodes, self.logs, self._outer = [], {}, ""
+            self._outer = self._tried(WORKFLOW, "entrypoint", "DAG")
+        kind = "dag" if step == "root" else "container"
+        phase = "Failed" if message.startswith("main: ") else "Error"
+        driver = f"{self._group(step)}-driver"
+        pod = self._pod_of(driver, f"system-{kind}-driver", phase, message)
+        self.omit(step)
+        if phase == "Failed":
+            self.logs[pod] = "I0102 driver.go:1] reads its input\nF0102 main.go:9] KFP driver: "
+            self.logs[pod] += "driver.Container(run=1) failed: no such bucket\n"
+
+    def omit(self, step: str) -> None:
+        """Leave a step out because one before it failed."""
+        self._node(self._group(step), "system-container-executor", "Skipped", "Omitted")
 
     def skip(self, name: str = "condition-2") -> None:
-        self._node(f"{name}-driver", "system-dag-driver", "SUCCEEDED")
-        self._node(name, "comp-condition-2", "SKIPPED")
+        """Leave out what a condition leaves out."""
+        self._pod_of(f"{self._outer}.{name}-driver", "system-dag-driver", "Succeeded")
+        node = self._node(f"{self._outer}.{name}", "comp-condition-2", "Skipped", "Skipped")
+        node["message"] = "when 'false != false' evaluated false"
+
+    def terminate(self) -> None:
+        """Do what Argo does when the limit of the workflow is set to 0 seconds."""
+        self.active_deadline = 0
+        for node in self.nodes:
+            if node["phase"] in ("Running", "Pending"):
+                is_pod = node["type"] == "Pod"
+                node["message"] = "main: Error (exit code 143)" if is_pod else ""
+                node.update(phase="Failed", finishedAt=self._now())
+
+    def lose_pods(self) -> None:
+        """Let the hour pass after which the workflow and its pods are removed."""
+        self.archive.update(self.logs)
+        self.logs.clear()
 
     def pod(self, step: str) -> str:
-        return str(self._executor(step)["_pod"])
+        """Return the name of the pod of a step's newest try."""
+        return pod_name(self._last(step))
+
+    def driver_pod(self, step: str) -> str:
+        return pod_name(self._named(f"{self._group(step)}-driver(0)"))
+
+    def manifest(self) -> str:
+        """Return the workflow as the API of version v1beta1 has it: a text with JSON."""
+        nodes = {node["id"]: node for node in self.nodes}
+        phase = self.nodes[0]["phase"] if self.nodes else ""
+        spec: dict[str, Any] = {"entrypoint": "entrypoint"}
+        if self.active_deadline is not None:
+            spec["activeDeadlineSeconds"] = self.active_deadline
+        return json.dumps(
+            {
+                "metadata": {"name": WORKFLOW, "namespace": "kubeflow", "annotations": {}},
+                "spec": spec,
+                "status": {"phase": phase, "nodes": nodes},
+            }
+        )
 
     def task_details(self) -> list[dict[str, Any]]:
-        """Return the nodes in the API's words."""
-        hidden = {"_pod", "_hash"} | (set() if self.names_pods else {"pod_name"})
-        return [
-            {key: value for key, value in node.items() if key not in hidden} for node in self.nodes
-        ]
+        """Return the nodes as the API of version v2beta1 has them: without the names of pods."""
+        return [self._detail(node) for node in sorted(self.nodes, key=lambda each: each["id"])]
 
-    def _node(self, name: str, template: str, state: str) -> dict[str, Any]:
-        number = next(self._numbers)
-        pod = name if name == WORKFLOW else f"{WORKFLOW}-{template}-{number}"
-        began = moment(next(self._seconds))
-        node = {
+    def _detail(self, node: Node) -> dict[str, Any]:
+        detail: dict[str, Any] = {
             "run_id": self.run_id,
-            "task_id": f"task-{number}",
-            "display_name": name,
-            "create_time": began,
-            "start_time": began,
-            "end_time": "1970-01-01T00:00:00Z" if state == "RUNNING" else began,
-            "state": state,
-            "pod_name": pod,
-            "child_tasks": [],
-            "_pod": pod,
-            "_hash": str(number),
+            "create_time": node["startedAt"],
+            "start_time": node["startedAt"],
+            "end_time": node["finishedAt"] or NEVER,
+            "child_tasks": [{"pod_name": child} for child in node["children"]],
         }
+        if state := STATES.get(node["phase"]):
+            detail["state"] = state
+        if node["displayName"]:
+            detail["display_name"] = node["displayName"]
+        return detail
+
+    def _drive(self, step: str) -> None:
+        self._pod_of(f"{self._group(step)}-driver", "system-container-driver", "Succeeded")
+        self._tried(self._group(step), "system-container-executor", "DAG")
+
+    def _tried(self, name: str, template: str, kind: str) -> str:
+        """Add a node and its first try; return the name of the try."""
+        self._node(name, template, "Retry", "Running")
+        self._node(f"{name}(0)", template, kind, "Running")
+        return f"{name}(0)"
+
+    def _pod_of(self, name: str, template: str, phase: str, message: str = "") -> str:
+        """Add a task that is a pod, and its first try; return the name of the pod."""
+        for each, kind in ((name, "Retry"), (f"{name}(0)", "Pod")):
+            node = self._node(each, template, kind, phase)
+            if kind == "Pod" or message:
+                node["message"] = message
+        return pod_name(node)
+
+    def _node(self, name: str, template: str, kind: str, phase: str) -> Node:
+        began, outer = self._now(), name.rpartition(".")[0]
+        id_of = f"{WORKFLOW}-{fnv(name)}" if name != WORKFLOW else WORKFLOW
+        node: Node = {
+            "id": id_of,
+            "name": name,
+            "displayName": name.removeprefix(f"{outer}.") if outer else name,
+            "type": kind,
+            "templateName": template,
+            "phase": phase,
+            "startedAt": began,
+            "finishedAt": None if phase in ("Running", "Pending") else began,
+            "children": [],
+        }
+        parent = name.removesuffix("(0)") if name.endswith("(0)") else outer
+        for each in self.nodes:
+            if each["name"] == parent and parent:
+                each["children"].append(id_of)
         self.nodes.append(node)
         return node
 
-    def _add_executor(self, name: str, state: str) -> dict[str, Any]:
-        pod = self._node("executor", "system-container-impl", state)
-        self._group(name)["child_tasks"] = [{"pod_name": f"{WORKFLOW}-{pod['_hash']}"}]
-        return pod
+    def _pod_spec(self, step: str, image: str) -> dict[str, Any]:
+        """Return what KFP's driver has made of a step for the launcher in its pod."""
+        name = _kfp(step)
+        place = f"{self._pipeline_root}/flotilla-training/{self.run_id}/{name}/77/place"
+        given = {
+            "inputs": {"parameterValues": {"storage_root": self._storage_root}},
+            "outputs": {"artifacts": {"place": {"artifacts": [{"uri": place}]}}},
+        }
+        command = ["/kfp-launcher/launch", "--executor_input", json.dumps(given), "--"]
+        spec = {"containers": [{"name": "main", "image": image, "command": command}]}
+        return {"parameters": [{"name": "pod-spec-patch", "value": json.dumps(spec)}]}
 
-    def _group(self, step: str) -> dict[str, Any]:
-        name = step.replace("_", "-")
-        return next(node for node in self.nodes if node["display_name"] == name)
+    def _group(self, step: str) -> str:
+        """Return the name of the node of a step; the exit step is in a hook of the steps."""
+        if step != "finish":
+            return f"{self._outer}.{_kfp(step)}"
+        hook = f"{self._handler}.onExit"
+        if not any(each["name"] == hook for each in self.nodes):
+            self._tried(hook, "exit-hook-root-finish", "DAG")
+        return f"{hook}(0).finish"
 
-    def _executor(self, step: str) -> dict[str, Any]:
-        end = self._group(step)["child_tasks"][0]["pod_name"].rpartition("-")[2]
-        return next(node for node in self.nodes if node["_hash"] == end)
+    def _has(self, step: str) -> bool:
+        return any(each["name"] == self._group(step) for each in self.nodes)
 
-    def _close(self, node: dict[str, Any], state: str) -> None:
-        node["state"], node["end_time"] = state, moment(next(self._seconds))
+    def _named(self, name: str) -> Node:
+        return next(each for each in self.nodes if each["name"] == name)
+
+    def _last(self, step: str) -> Node:
+        executor = f"{self._group(step)}(0).executor"
+        found = [each for each in self.nodes if each["name"].startswith(executor)]
+        return found[-1]
+
+    def _close(self, name: str, phase: str, pod_message: str = "") -> None:
+        now = self._now()
+        for node in self.nodes:
+            within = node["name"] == name or node["name"].startswith((f"{name}(", f"{name}."))
+            if within and node["phase"] in ("Running", "Pending"):
+                is_pod = node["type"] == "Pod"
+                node.update(phase=phase, finishedAt=now, message=pod_message if is_pod else "")
+
+    def _now(self) -> str:
+        return moment(next(self._seconds))
+
+
+def pod_name(node: Node) -> str:
+    """Return the name that Argo gives the pod of a node."""
+    return f"{WORKFLOW}-{node['templateName']}-{fnv(node['name'])}"
+
+
+def _kfp(step: str) -> str:
+    return step.replace("_", "-")
 
 
 def log_of(event: Event) -> str:

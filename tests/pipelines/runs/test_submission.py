@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import yaml
 
@@ -27,11 +29,9 @@ def done(step, **metrics):
     return [begin(step), end(step, metrics=metrics)]
 
 
-def over(state="SUCCEEDED", message=""):
+def over(state="SUCCEEDED"):
     def happen(_workflow, run):
         run["state"] = state
-        if message:
-            run["error"] = {"code": 13, "message": message}
 
     return happen
 
@@ -119,6 +119,7 @@ def test_without_an_uploaded_pipeline(instance, remote):
     assert "has no pipeline 'flotilla-training'; upload it with `flotilla upload`" in answer.err
 
 
+JUDGING = ("check_gate", "export_model", "register_model")
 PROMOTED = [
     *done("train_model", global_step=1500),
     *done("evaluate_model", accuracy=0.97),
@@ -136,9 +137,11 @@ def test_a_blessed_run_is_0_with_its_metrics(instance, remote):
     assert answer.json["status"] == "blessed"
     assert answer.json["metrics"] == {"accuracy": 0.97}
     assert answer.json["global_step"] == 1500
-    lines = answer.err.splitlines()
-    assert lines.index("train_model ...") < lines.index("train_model done in 2.0 s")
-    assert lines.index("train_model done in 2.0 s") < lines.index("register_model ...")
+    words = re.findall(r"^(\w+) (\.\.\.|done in \d+\.\d s)$", answer.err, re.MULTILINE)
+    steps = [step for step, said in words if said == "..."]
+    assert steps == ["train_model", "evaluate_model", *JUDGING]
+    assert [step for step, said in words if said != "..."] == steps
+    assert words[0][0] == words[1][0] == "train_model"
     assert any(line.startswith("register_model") and "version=3" in line
                for line in answer.out.splitlines())  # fmt: skip
 
@@ -178,50 +181,11 @@ def test_a_failed_step_is_1_with_its_words(instance, remote):
         begin("train_model"),
         end("train_model", "FAILED", error=words),
         *done("finish"),
-        over("FAILED", "workflow failed"),
+        over("FAILED"),
     ]
     answer = remote("submit", "--wait", "--json")
     assert (answer.code, answer.json["status"]) == (1, "failed")
     assert answer.json["message"] == f"train_model: {words}"
-
-
-def test_a_driver_that_fails_is_its_step(instance, remote):
-    def fail(workflow, _run):
-        workflow.fail_driver("train_model")
-
-    instance.store.play = [fail, over("FAILED", "no such image")]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["status"]) == (1, "failed")
-    assert answer.json["message"].startswith("train_model: ")
-
-
-def test_a_run_that_was_cancelled_is_1(instance, remote):
-    instance.store.play = [begin("train_model"), over("CANCELING"), over("CANCELED")]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["status"]) == (1, "canceled")
-
-
-def test_without_logs_a_gate_that_refused_is_still_seen(instance, remote):
-    instance.has_logs = ""
-    instance.store.play = [*done("check_gate", decision="refused"), skip, over()]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["message"]) == (3, "the gate refused the model")
-
-
-def test_without_logs_a_promotion_is_not_taken_for_granted(instance, remote):
-    instance.has_logs = ""
-    instance.store.play = [*PROMOTED]
-    answer = remote("submit", "--wait", "--json")
-    assert (answer.code, answer.json["status"]) == (1, "unknown")
-    assert "what the registry decided cannot be read" in answer.json["message"]
-
-
-@pytest.mark.parametrize("names_pods", [True, False])
-@pytest.mark.parametrize("has_logs", ["api", "page"])
-def test_wherever_the_logs_are_the_end_is_known(instance, remote, names_pods, has_logs):
-    instance.store.names_pods, instance.has_logs = names_pods, has_logs
-    instance.store.play = [*PROMOTED]
-    assert remote("submit", "--wait").code == 0
 
 
 def test_an_instance_that_is_away_for_a_while_is_waited_for(instance, remote):

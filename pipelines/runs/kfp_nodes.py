@@ -1,0 +1,329 @@
+"""The nodes of a run and the logs of their pods: all that depends on the version of KFP's API.
+
+A run of KFP 2 is an Argo workflow. `GET /apis/v1beta1/runs/RUN` returns it whole, from a database:
+also when the workflow and its pods are gone, and through the address of the user interface. The
+newer list of nodes (v2beta1) has neither their messages nor the names of their pods. KFP 3 drops
+this path and that of the logs: a run has no steps here then, and no log.
+
+KFP's configuration of Argo gives every template a retry strategy: a task `x` is a node `x`, and a
+node `x(0)` is its first try. The name of a node is made of those of the tasks around it, with their
+tries, joined by dots. A step `train-model` is a task of this name next to `train-model-driver`,
+which is KFP's own; its pod is the task `executor` in it, which is skipped where KFP takes the
+outputs of the step from its cache. Groups of steps have drivers too.
+"""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlencode
+
+from pipelines.runs.kfp_client import MOST_WORDS, Client, InstanceError, ask
+
+_GONE = (404, 405, 410, 501)
+_DENIED = (401, 403)
+_STATES = {
+    "": "PENDING",
+    "Pending": "PENDING",
+    "Running": "RUNNING",
+    "Succeeded": "SUCCEEDED",
+    "Skipped": "SKIPPED",
+    "Omitted": "SKIPPED",
+    "Failed": "FAILED",
+    "Error": "FAILED",
+}
+_TRY = re.compile(r"\(\d+\)$")
+_DRIVER, _OF_STEPS = "-driver", "container-driver"
+_EXECUTOR = "executor"
+_PATCH, _INPUT = "pod-spec-patch", "--executor_input"
+# Argo cuts the name of a pod, so that its hash has room.
+_MOST_PREFIX = 242
+_OLD_NAMES = "workflows.argoproj.io/pod-name-format"
+# A log is printed as it is, and an error has status 200: its header was sent before.
+_NO_LOG = '{"error_message":'
+
+Tree = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a run.
+
+    Attributes:
+        state: KFP's own word; PENDING also where its pod does not start.
+        pod: the name of the pod of its last try, or that of its driver where that failed; empty
+            where there is none.
+        cached: whether KFP took its outputs from the cache, so that none of its code ran.
+    """
+
+    name: str
+    state: str
+    began: datetime | None
+    ended: datetime | None
+    pod: str = ""
+    cached: bool = False
+
+    @property
+    def seconds(self) -> float:
+        """How long it has taken, until now if it is running."""
+        if self.began is None:
+            return 0.0
+        return max(((self.ended or datetime.now(UTC)) - self.began).total_seconds(), 0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pod:
+    """The last try of a pod of a run.
+
+    Attributes:
+        name: in the cluster.
+        step: whose it is; empty for a driver of the run or of a group of steps.
+        is_driver: whether it is KFP's own.
+        state: KFP's word.
+        message: Argo's words, one line; empty where it has none.
+        image: that of the step; empty for a driver.
+    """
+
+    name: str
+    step: str
+    is_driver: bool
+    state: str
+    message: str
+    image: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nodes:
+    """What the instance knows of the nodes of a run; nothing before Argo has begun.
+
+    Attributes:
+        steps: those that have begun, in this order.
+        pods: in the order in which they began.
+        artifact: URI of an output of a step, in which the pipeline root is; empty where none began.
+        message: why the workflow failed as a whole, or empty.
+    """
+
+    steps: tuple[Step, ...] = ()
+    pods: tuple[Pod, ...] = ()
+    artifact: str = ""
+    message: str = ""
+
+
+def nodes_of(client: Client, run_id: str) -> Nodes:
+    """Return the nodes of a run; raises `InstanceError`."""
+    try:
+        tree = ask(client.get_json, f"/apis/v1beta1/runs/{run_id}")
+    except InstanceError as error:
+        if error.status in _GONE:
+            return Nodes()
+        raise
+    text = _inner(tree, "pipeline_runtime").get("workflow_manifest") or ""
+    try:
+        return _nodes(_mapping(json.loads(text))) if text else Nodes()
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        words = f"{type(error).__name__}: {error}"
+        raise InstanceError(f"the workflow of run {run_id} cannot be read: {words}") from None
+
+
+def _nodes(workflow: Tree) -> Nodes:
+    status = _inner(workflow, "status")
+    packed = status.get("compressedNodes")
+    trees = json.loads(gzip.decompress(base64.b64decode(packed))) if packed else status.get("nodes")
+    tasks: dict[tuple[str, ...], list[Tree]] = {}
+    for node in sorted(_mapping(trees).values(), key=lambda each: str(each.get("startedAt") or "")):
+        path = tuple(_TRY.sub("", part) for part in str(node["name"]).split("."))
+        tasks.setdefault(path, []).append(node)
+    failed = _STATES.get(str(status.get("phase") or "")) == "FAILED"
+    inputs = (_executor_input(each) for tries in tasks.values() for each in tries)
+    return Nodes(
+        steps=tuple(_steps(workflow, tasks)),
+        pods=tuple(_pods(workflow, tasks)),
+        artifact=next(filter(None, map(_artifact, inputs)), ""),
+        message=one_line(status.get("message")) if failed else "",
+    )
+
+
+def _steps(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> list[Step]:
+    steps: dict[str, Step] = {}
+    for path, tries in tasks.items():
+        if not (path[-1].endswith(_DRIVER) and _OF_STEPS in _template(tries[0])):
+            continue
+        inner = (*path[:-1], path[-1].removesuffix(_DRIVER))
+        whole = _whole(tasks.get(inner) or ())
+        if whole is not None and whole.get("phase") not in ("", None, "Omitted"):
+            executors = tasks.get((*inner, _EXECUTOR)) or ()
+            step = _step(workflow, inner[-1], whole, executors)
+        elif _state(driver := tries[-1]) == "FAILED":
+            step = _made(inner[-1], driver, _state(driver), _pod_name(workflow, driver))
+        else:
+            continue
+        steps[step.name] = step
+    return sorted(steps.values(), key=lambda step: step.began or datetime.max.replace(tzinfo=UTC))
+
+
+def _step(workflow: Tree, name: str, whole: Tree, executors: Sequence[Tree]) -> Step:
+    state, pods = _state(whole), [each for each in executors if each.get("type") == "Pod"]
+    if pods and state == "RUNNING" and _state(pods[-1]) == "PENDING":
+        state = "PENDING"
+    pod = _pod_name(workflow, pods[-1]) if pods else ""
+    # KFP skips the pod of a step that is not skipped itself only for its cache.
+    cached = bool(executors) and all(each.get("phase") == "Skipped" for each in executors)
+    return _made(name, whole, state, pod, cached=cached)
+
+
+def _made(name: str, node: Tree, state: str, pod: str, *, cached: bool = False) -> Step:
+    return Step(
+        name=name.replace("-", "_"),
+        state=state,
+        began=_moment(node.get("startedAt")),
+        ended=_moment(node.get("finishedAt")),
+        pod="" if cached else pod,
+        cached=cached,
+    )
+
+
+def _pods(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> Iterator[Pod]:
+    for path, tries in tasks.items():
+        # Argo does not make a pod of what it refuses before.
+        leaves = [each for each in tries if each.get("type") == "Pod" or _is_refused(each)]
+        if not leaves:
+            continue
+        last, own = leaves[-1], path[-1].endswith(_DRIVER)
+        name = path[-1].removesuffix(_DRIVER)
+        if path[-1] == _EXECUTOR:
+            name = path[-2]
+        elif own and _OF_STEPS not in _template(last):
+            name = ""
+        yield Pod(
+            name=_pod_name(workflow, last),
+            step=name.replace("-", "_"),
+            is_driver=own,
+            state=_state(last),
+            message=one_line(last.get("message")),
+            image="" if own else _image(last),
+        )
+
+
+def _is_refused(node: Tree) -> bool:
+    return node.get("phase") == "Error" and not node.get("children")
+
+
+def _whole(tries: Sequence[Tree]) -> Tree | None:
+    """Return the node of a task itself: its tries have longer names."""
+    return min(tries, key=lambda each: len(str(each["name"])), default=None)
+
+
+def _state(node: Tree) -> str:
+    return _STATES.get(str(node.get("phase") or ""), "PENDING")
+
+
+def _template(node: Tree) -> str:
+    return str(node.get("templateName") or _inner(node, "templateRef").get("template") or "")
+
+
+def _pod_name(workflow: Tree, node: Tree) -> str:
+    """Return the name that Argo gives the pod of a node; its id ends with the same hash."""
+    metadata, node_id = _inner(workflow, "metadata"), str(node["id"])
+    name = str(metadata.get("name") or node_id.rpartition("-")[0])
+    if _inner(metadata, "annotations").get(_OLD_NAMES) == "v1" or node["name"] == name:
+        return node_id
+    prefix = f"{name}-{_template(node)}".rstrip("-")[:_MOST_PREFIX]
+    return f"{prefix}-{node_id.rpartition('-')[2]}"
+
+
+def _pod_spec(node: Tree) -> Tree:
+    """Return what KFP's driver has made of a step for its pod; nothing where it has not."""
+    for parameter in _inner(node, "inputs").get("parameters") or ():
+        if parameter.get("name") == _PATCH and parameter.get("value"):
+            return _mapping(json.loads(parameter["value"]))
+    return {}
+
+
+def _container(node: Tree) -> Tree:
+    return next((_mapping(each) for each in _pod_spec(node).get("containers") or ()), {})
+
+
+def _image(node: Tree) -> str:
+    return one_line(_container(node).get("image"))
+
+
+def _executor_input(node: Tree) -> Tree:
+    command = list(_container(node).get("command") or ())
+    if _INPUT not in command[:-1]:
+        return {}
+    return _mapping(json.loads(command[command.index(_INPUT) + 1]))
+
+
+def _artifact(executor_input: Tree) -> str:
+    """Return the URI of an output of a step, below the pipeline root and the id of the run."""
+    for found in _inner(_inner(executor_input, "outputs"), "artifacts").values():
+        for artifact in found.get("artifacts") or ():
+            return str(artifact.get("uri") or "")
+    return ""
+
+
+def one_line(words: object) -> str:
+    """Return words as one line that can be printed, of a bounded length."""
+    line = " ".join(str(words or "").split())
+    # Control characters would move the cursor or change colours.
+    line = "".join(letter for letter in line if letter.isprintable())
+    return line if len(line) <= MOST_WORDS else f"{line[:MOST_WORDS]}..."
+
+
+def _mapping(tree: object) -> Tree:
+    return tree if isinstance(tree, Mapping) else {}
+
+
+def _inner(tree: Tree, key: str) -> Tree:
+    return _mapping(tree.get(key))
+
+
+def _moment(text: object) -> datetime | None:
+    return datetime.fromisoformat(str(text)) if text else None
+
+
+def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> str:
+    """Return the log of a pod so far; raises `InstanceError` where there is none.
+
+    The API server returns it as a whole and does not follow it, from the archive where the pod is
+    gone. The user interface has another path, answers this one with its start page, and has no log
+    of a pod that is gone.
+    """
+    refused: InstanceError | None = None
+    for path in _paths(client, run_id, created, pod):
+        try:
+            return _text(client, path)
+        except InstanceError as error:
+            if error.status in _DENIED:
+                raise
+            refused = refused or error
+    raise refused or InstanceError(f"{pod} has no log")
+
+
+def _text(client: Client, path: str) -> str:
+    text = client.get_text(path)
+    if text.startswith(_NO_LOG):
+        try:
+            words = one_line(json.loads(text).get("error_message"))
+        except ValueError:
+            words = one_line(text)
+        raise InstanceError(f"{client.access.endpoint} has no such log: {words}", _GONE[0])
+    return text
+
+
+def _paths(client: Client, run_id: str, created: datetime | None, pod: str) -> tuple[str, str]:
+    query = urlencode(
+        {
+            "podname": pod,
+            "runid": run_id,
+            "podnamespace": client.access.namespace or "kubeflow",
+            "createdat": f"{created:%Y-%m-%d}" if created else "",
+        }
+    )
+    return f"/apis/v1alpha1/runs/{run_id}/nodes/{pod}/log", f"/k8s/pod/logs?{query}"
