@@ -255,7 +255,7 @@ def test_the_configured_root_is_read(instance, remote, tmp_path):
 
 
 @pytest.fixture
-def impatient(monkeypatch):
+def no_waiting(monkeypatch):
     for name in ("START_SECONDS", "STALL_SECONDS"):
         monkeypatch.setattr(f"pipelines.runs.kfp_watch.{name}", 0.0)
 
@@ -271,7 +271,7 @@ def waiting(message, step="resolve_config"):
     return happen
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("no_waiting")
 def test_an_image_that_does_not_exist_is_1_with_step_and_image(instance, waits):
     answer = waits([waiting(PULL)])
     assert (answer.code, answer.json["status"]) == (1, "failed")
@@ -292,13 +292,13 @@ def test_an_image_may_appear_within_a_minute(instance, remote):
     assert answer.err.count("cannot be pulled") == 1
 
 
-def test_a_name_of_an_image_that_is_none_is_told_at_once(instance, remote):
+def test_a_name_of_an_image_that_is_none_is_reported_at_once(instance, remote):
     instance.store.play = [waiting("InvalidImageName: couldn't parse image name")]
     assert remote("submit", "--wait").code == 1
     assert len(instance.asked("GET .*v2beta1/runs/")) == 1
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("no_waiting")
 def test_a_pod_that_finds_no_node_is_a_line_and_waits_on(instance, remote):
     words = "Unschedulable: 0/3 nodes are available: 3 Insufficient cpu."
 
@@ -360,7 +360,7 @@ def test_a_driver_that_failed_is_its_step_with_the_end_of_its_log(
     )
 
 
-@pytest.mark.usefixtures("impatient")
+@pytest.mark.usefixtures("no_waiting")
 def test_a_run_that_kfp_calls_running_for_ever(instance, remote):
     instance.store.play = [driver_failed]
     answer = remote("submit", "--wait", "--json")
