@@ -42,12 +42,17 @@ def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
     """
     if configured:
         return configured
+    if pipeline_root := pipeline_root_in(artifact, kfp_run_id):
+        return storage.join(pipeline_root, "flotilla")
+    raise UserError("storage.root is empty: set it to the URI below which all is published")
+
+
+def pipeline_root_in(artifact: str, kfp_run_id: str) -> str:
+    """Return KFP's pipeline root in the URI of an output, see `root_of`; empty if there is none."""
     path, mark, query = artifact.partition("?")
     before, found, _ = path.partition(f"/{kfp_run_id}/")
     pipeline_root = before.rpartition("/")[0]
-    if not found or "://" not in pipeline_root:
-        raise UserError("storage.root is empty: set it to the URI below which all is published")
-    return storage.join(f"{pipeline_root}{mark}{query}", "flotilla")
+    return f"{pipeline_root}{mark}{query}" if found and "://" in pipeline_root else ""
 
 
 def check_shared(root: str) -> None:

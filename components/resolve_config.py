@@ -92,15 +92,18 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             data=data.model_dump_json(),
             root=root,
             run_id=run_id,
-            seal=_seal(data, root) or run_id,
+            seal=_seal(data, root, locations.pipeline_root_in(artifact.uri, kfp_run_id)) or run_id,
         )
 
     return tried("resolve_config", at, work)
 
 
-def _seal(data: DataConfig, root: str) -> str:
+def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:
     if locations.is_local_run():
         return ""
     from trainer.data import key
 
-    return key.seal(data, root)
+    datasets = key.seal(data, root)
+    # From the cache comes the artifact of an earlier run, too. KFP copies it into the pods of the
+    # next steps, and has keys and endpoint for the pipeline root of this run alone.
+    return "\n".join(filter(None, (datasets, pipeline_root))) if datasets else ""

@@ -257,8 +257,9 @@ _COMPONENTS_HEAD = f"""{NOTICE}
 
 The steps of the pipeline, each a KFP component of its own;
 [how to use one alone](../how-to/reuse-components.md). Large data is never an input: a `String` that
-names some holds the URI of a published directory. On a KFP instance a step has this deadline and
-these retries; one that computes with the model has the GPUs of the run parameter `step_gpus`.
+names some holds the URI of a published directory, and an optional artifact `NAME_descriptor` is a
+small file that describes it. On a KFP instance a step has this deadline and these retries; one that
+computes with the model has the GPUs of the run parameter `step_gpus`.
 """
 
 

@@ -51,18 +51,36 @@ class TestResolveConfig:
         assert code == 2
         assert line.startswith("storage.root: file:///r is a folder of this pod, which no other ")
 
-    def test_it_is_asked_for_one_that_is(self, values, root, run, tmp_path):
+    @pytest.fixture
+    def dataset(self, root, run, tmp_path):
+        """Publish the dataset of the default configuration; return its URI."""
         version = storage.read_manifest(run.dataset).fields["version"]
         storage.fetch(run.dataset, tmp_path / "dataset")
         uri = storage.join(root, "datasets", dataset_key(DataConfig(), version))
         fields = {"version": version}
         storage.publish(tmp_path / "dataset", uri, kind="dataset", fields=fields)
+        return uri
+
+    def test_it_is_asked_for_one_that_is(self, values, root, dataset):
         given = {**values, "storage_root": root}
         first = resolve_config.run_step(given).seal
-        assert storage.name_of(uri) in first
+        assert storage.name_of(dataset) in first
         assert resolve_config.run_step({**given, "kfp_run_id": "124"}).seal == first
-        storage.delete(uri)
+        storage.delete(dataset)
         assert resolve_config.run_step({**given, "kfp_run_id": "125"}).seal == "125"
+
+    @pytest.mark.usefixtures("dataset")
+    def test_it_is_not_asked_for_the_artifact_of_another_pipeline_root(
+        self, values, root, tmp_path, monkeypatch
+    ):
+        monkeypatch.chdir(tmp_path)
+
+        def seal(pipeline_root, run_id):
+            uri = f"file://{pipeline_root}/pipeline/{run_id}/resolve-config/7/configuration"
+            own = {"kfp_run_id": run_id, "configuration": dsl.Artifact(uri=uri)}
+            return resolve_config.run_step({**values, "storage_root": root, **own}).seal
+
+        assert seal("here", "124") == seal("here", "125") != seal("there", "126")
 
     def test_a_newer_version_is_other_data_for_the_cache(self, values, monkeypatch, emitted):
         before = resolve_config.run_step(values).data

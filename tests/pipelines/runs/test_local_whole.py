@@ -1,6 +1,7 @@
 """`flotilla run`, whole and real: digits through a cluster of processes, blessed and refused."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -60,6 +61,25 @@ class TestBlessed:
         assert set(kinds) == {
             "dataset", "checkpoint", "evaluation", "decision", "model", "registration",
         }  # fmt: skip
+
+    def test_a_descriptor_of_each_went_through_kfp(self, blessed):
+        files = {path.name: path for path in blessed.folder.glob("kfp/*/*/*") if path.is_file()}
+        files["evaluation"] = files["evaluation_metrics"]
+        for name, uri in blessed.answer["artifacts"].items():
+            if name == "report":
+                continue
+            described = json.loads(files[name].read_text(encoding="utf-8"))
+            assert (described["kind"], described["uri"]) == (name, uri)
+            # On a cluster, KFP copies it into the pod of every step that takes it.
+            assert files[name].stat().st_size < 4096
+
+    def test_each_artifact_of_kfp_has_something_at_its_uri(self, blessed):
+        made = {}
+        for output in blessed.folder.glob("kfp/*/*/executor_output.json"):
+            listed = json.loads(output.read_text(encoding="utf-8")).get("artifacts", {})
+            made |= {name: each["artifacts"][0]["uri"] for name, each in listed.items()}
+        assert {"configuration", "dataset", "roc_curve", "model", "registration"} <= set(made)
+        assert [name for name, uri in made.items() if not Path(uri).read_bytes()] == []
 
     def test_it_is_champion(self, blessed, workdir):
         champion = registry.champion(storage.uri_of(workdir), "digits")
