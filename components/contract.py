@@ -10,15 +10,18 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import os
+import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from components.table import STEPS
 from trainer.errors import ConfigError
 
-#: Set in every compiled step: the Flotilla that has compiled it, and the digest of its steps.
-VARIABLE = "FLOTILLA_COMPILED_BY"
+#: Of the command of the first step, which KFP's executor passes over. What follows is the mark: the
+#: Flotilla that has compiled it, and the digest of its steps.
+OPTION = "--compiled_by"
 # To be raised when what passes between steps changes its meaning, and no signature shows it.
 _REVISION = 1
 _LENGTH = 12
@@ -30,6 +33,22 @@ def mark() -> str:
     return f"{version('flotilla')} {_digest()}"
 
 
+def marked(component: Any) -> Any:
+    """Let a KFP component name the code that has compiled it.
+
+    Inside a running step it is a plain function, which is returned unchanged.
+    """
+    if hasattr(component, "component_spec"):
+        component.component_spec.implementation.container.args += [OPTION, mark()]
+    return component
+
+
+def mark_in(arguments: Sequence[Any]) -> str:
+    """Return the mark among the arguments of a command; empty where there is none."""
+    given = list(arguments)
+    return str(given[given.index(OPTION) + 1]) if OPTION in given[:-1] else ""
+
+
 def is_of_this_code(compiled_by: str) -> bool:
     """Return whether a mark, or none, is that of a pipeline with the steps of this code."""
     return compiled_by.rpartition(" ")[2] == _digest()
@@ -37,7 +56,7 @@ def is_of_this_code(compiled_by: str) -> bool:
 
 def check() -> None:
     """Raise a `ConfigError` unless this step was compiled for the steps of this code."""
-    compiled_by = os.environ.get(VARIABLE, "")
+    compiled_by = mark_in(sys.argv)
     if is_of_this_code(compiled_by):
         return
     theirs, own = in_words(compiled_by), in_words(mark())

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from components import contract
 from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET
 
 IMAGE = "flotilla-python:0.1.0"
@@ -25,9 +24,7 @@ def component(function: Callable[..., Any]) -> Any:
 
     if not hasattr(dsl, "component"):
         return function
-    made = dsl.component(function, base_image=IMAGE, install_kfp_package=False)
-    made.component_spec.implementation.container.env = {contract.VARIABLE: contract.mark()}
-    return made
+    return dsl.component(function, base_image=IMAGE, install_kfp_package=False)
 
 
 #: Keys of the secret; each one that it has becomes the variable of the same name.

@@ -16,6 +16,7 @@ from trainer.config.schema import DataConfig
 # One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
 # step where they are wrong. A test holds them against the config model and `step_parameters`.
 # fmt: off
+@contract.marked
 @component
 def resolve_config(
     name: str, data_dataset: str, data_version: str, data_manual_dir: str, data_shards: int,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,9 @@ from components import descriptor
 MOST_CLASSES = 50
 #: The output name under which the UI looks for viewers that KFP v2 has no artifact type for.
 VIEWERS = "mlpipeline_ui_metadata"
+# Kubernetes sets it in pods next to the service of KFP's API. The pods of an instance without
+# profiles are there; those of a profile are in its namespace.
+_API_HERE = "ML_PIPELINE_SERVICE_HOST"
 
 
 def scalars(found: Mapping[str, float]) -> dict[str, float]:
@@ -47,9 +51,25 @@ def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
 
 
 def write_viewers(artifact: Any, logs: str) -> None:
-    """Write the file by which the UI offers TensorBoard for the folder at the URI `logs`."""
+    """Write the file by which the UI offers TensorBoard for the folder at the URI `logs`.
+
+    The viewer needs the namespace of a profile. A UI without profiles has none, and answers the
+    whole file with "Namespace is required": there the file has the command line alone.
+    """
     # The viewer gets its endpoint from KFP.
     source, _, _ = logs.partition("?")
-    tree = {"version": 1, "outputs": [{"type": "tensorboard", "source": source}]}
-    descriptor.write(artifact, tree)
+    words = f"TensorBoard: `{_command(source)}`"
+    viewers = [{"type": "markdown", "storage": "inline", "source": words}]
+    if not os.environ.get(_API_HERE):
+        viewers.append({"type": "tensorboard", "source": source})
+    descriptor.write(artifact, {"version": 1, "outputs": viewers})
     artifact.metadata["tensorboard"] = source
+
+
+def _command(source: str) -> str:
+    """Return the command that displays the logs at a URI on a person's own machine."""
+    scheme, _, path = source.partition("://")
+    if scheme not in ("s3", "minio"):
+        return f"tensorboard --logdir {path if scheme == 'file' else source}"
+    endpoint = " --endpoint-url ENDPOINT" if scheme == "minio" else ""
+    return f"aws s3 sync{endpoint} s3://{path} logs && tensorboard --logdir logs"

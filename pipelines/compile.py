@@ -162,9 +162,8 @@ def compiled_by(spec: Mapping[str, Any] | None) -> str:
     pipeline = (spec or {}).get("pipeline_spec") or spec or {}
     executors = (pipeline.get("deploymentSpec") or {}).get("executors") or {}
     for executor in executors.values():
-        for variable in (executor.get("container") or {}).get("env") or ():
-            if variable.get("name") == contract.VARIABLE:
-                return str(variable.get("value", ""))
+        if mark := contract.mark_in((executor.get("container") or {}).get("args") or ()):
+            return mark
     return ""
 
 

@@ -1,5 +1,7 @@
 """The process of a step: its events, its folder, and what it works on."""
 
+import sys
+
 import pytest
 
 from components import contract, locations
@@ -20,7 +22,7 @@ def emitted(tmp_path, monkeypatch):
 @pytest.fixture(autouse=True)
 def _compiled(monkeypatch):
     """Be a step that was compiled by this code."""
-    monkeypatch.setenv(contract.VARIABLE, contract.mark())
+    monkeypatch.setattr(sys, "argv", ["executor", contract.OPTION, contract.mark()])
 
 
 @pytest.fixture

@@ -1,5 +1,7 @@
 """A compiled pipeline and the code of its image have to mean the same steps."""
 
+import sys
+
 import pytest
 import yaml
 from kfp import dsl
@@ -13,6 +15,11 @@ from trainer.config.run_parameters import run_parameters
 from trainer.errors import ConfigError
 
 OTHER = "0.9.7 0123456789ab"
+
+
+def compiled(monkeypatch, mark):
+    """Be a step with this mark, or with none."""
+    monkeypatch.setattr(sys, "argv", ["executor", *([contract.OPTION, mark] if mark else [])])
 
 
 @pytest.fixture
@@ -50,23 +57,29 @@ def test_a_signature_is_names_types_and_what_is_returned():
 
 def test_the_version_is_no_part_of_it(monkeypatch):
     _, _, digest = contract.mark().partition(" ")
-    monkeypatch.setenv(contract.VARIABLE, f"7.7.7 {digest}")
+    compiled(monkeypatch, f"7.7.7 {digest}")
     contract.check()
 
 
-def test_every_compiled_step_has_the_mark(tmp_path):
+def test_the_first_step_has_the_mark_in_the_pipeline_and_alone(tmp_path):
     compile_pipeline(tmp_path / "pipeline.yaml")
     compile_components(tmp_path)
-    for path in tmp_path.glob("*.yaml"):
-        spec = next(yaml.safe_load_all(path.read_text()))
-        for executor in spec["deploymentSpec"]["executors"].values():
-            env = {each["name"]: each["value"] for each in executor["container"]["env"]}
-            assert env[contract.VARIABLE] == contract.mark()
+    for name in ("pipeline.yaml", "resolve-config.yaml"):
+        spec = next(yaml.safe_load_all((tmp_path / name).read_text()))
+        container = spec["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
+        assert container["args"][-2:] == [contract.OPTION, contract.mark()]
+    # It would change the key of KFP's cache with each version.
+    assert contract.OPTION not in (tmp_path / "prepare-data.yaml").read_text()
+
+
+def test_an_option_without_a_mark_is_none():
+    assert contract.mark_in(["executor", contract.OPTION]) == ""
+    assert contract.mark_in(["executor", contract.OPTION, "1 x", "--more"]) == "1 x"
 
 
 @pytest.mark.parametrize("compiled_by", ["", OTHER], ids=["older", "newer"])
 def test_another_pipeline_is_refused_in_one_line_with_both(monkeypatch, compiled_by):
-    monkeypatch.setenv(contract.VARIABLE, compiled_by)
+    compiled(monkeypatch, compiled_by)
     with pytest.raises(ConfigError) as caught:
         contract.check()
     line = str(caught.value)
@@ -94,7 +107,7 @@ def newer(values):
 def test_the_first_step_refuses_before_it_looks_at_what_was_passed(
     monkeypatch, tmp_path, capsys, passed, compiled_by
 ):
-    monkeypatch.setenv(contract.VARIABLE, compiled_by)
+    compiled(monkeypatch, compiled_by)
     root = storage.uri_of(tmp_path / "root")
     given = {parameter.name: parameter.default for parameter in run_parameters()}
     artifact = dsl.Artifact(uri="/here/flotilla-training/123/resolve-config/configuration")

@@ -61,7 +61,7 @@ class TestTrainModel:
         assert emitted()[-1].uri == uri
         assert emitted()[0].inputs == {"dataset": run.dataset}
         written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
-        assert written["outputs"] == [{"type": "tensorboard", "source": logs}]
+        assert written["outputs"][-1] == {"type": "tensorboard", "source": logs}
         ((job, defaults),) = launched
         assert defaults == PodDefaults(image=PODS[0], store_secret=PODS[1])
         assert (job.dataset, job.workdir) == (

@@ -66,13 +66,44 @@ def test_without_a_curve_there_is_none(tmp_path):
     assert json.loads(Path(roc.path).read_text(encoding="utf-8")) == roc.metadata
 
 
-def test_the_ui_learns_of_tensorboard(tmp_path):
+def viewers_of(tmp_path, logs):
+    """Return the viewers that the UI is offered, and the metadata of their artifact."""
     artifact = dsl.Artifact(uri=str(tmp_path / "deep" / "viewers"))
-    ui.write_viewers(artifact, "minio://bucket/run/checkpoints/logs?endpoint=http://a:1")
+    ui.write_viewers(artifact, logs)
     written = json.loads(Path(artifact.path).read_text(encoding="utf-8"))
-    source = "minio://bucket/run/checkpoints/logs"
-    assert written == {"version": 1, "outputs": [{"type": "tensorboard", "source": source}]}
-    assert artifact.metadata == {"tensorboard": source}
+    assert written["version"] == 1
+    return written["outputs"], artifact.metadata
+
+
+def test_the_ui_of_a_profile_learns_of_tensorboard(tmp_path, monkeypatch):
+    monkeypatch.delenv("ML_PIPELINE_SERVICE_HOST", raising=False)
+    source = "gs://bucket/run/checkpoints/logs"
+    (words, board), metadata = viewers_of(tmp_path, f"{source}?endpoint=http://a:1")
+    assert board == {"type": "tensorboard", "source": source}
+    assert metadata == {"tensorboard": source}
+    assert (words["type"], words["storage"]) == ("markdown", "inline")
+
+
+@pytest.mark.parametrize(
+    ("logs", "command"),
+    [
+        ("gs://b/r/logs", "tensorboard --logdir gs://b/r/logs"),
+        ("file:///r/logs", "tensorboard --logdir /r/logs"),
+        ("s3://b/r/logs?region=x", "aws s3 sync s3://b/r/logs logs && tensorboard --logdir logs"),
+        (
+            "minio://b/r/logs",
+            "aws s3 sync --endpoint-url ENDPOINT s3://b/r/logs logs && tensorboard --logdir logs",
+        ),
+    ],
+)
+def test_a_ui_without_profiles_gets_the_command_alone(tmp_path, monkeypatch, logs, command):
+    # The viewer fails there with "Namespace is required", and takes the others along.
+    monkeypatch.setenv("ML_PIPELINE_SERVICE_HOST", "10.0.0.7")
+    [words], metadata = viewers_of(tmp_path, logs)
+    assert words == {
+        "type": "markdown", "storage": "inline", "source": f"TensorBoard: `{command}`",
+    }  # fmt: skip
+    assert metadata == {"tensorboard": logs.partition("?")[0]}
 
 
 def test_the_step_that_trains_has_the_file_under_the_name_that_the_ui_looks_for():

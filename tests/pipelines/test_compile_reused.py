@@ -10,6 +10,7 @@ import pytest
 import yaml
 from kfp import compiler
 
+from components import contract
 from pipelines.compile import compile_components
 from pipelines.training import COMPONENTS
 from tests.pipelines.reused import RUN, loaded, pipeline_of
@@ -86,6 +87,36 @@ def test_the_first_one_runs_alone(folder, tmp_path):
     assert (answer["root"], answer["run_id"], answer["seal"]) == (config.storage.root, RUN, RUN)
 
 
+LAST = "configuration: dsl.Output[dsl.Artifact]"
+SOURCES = {
+    # One that was compiled before there was a batch size, and before there was a mark.
+    "older": (("training_batch_size: int,", ""), None),
+    # One that knows a key more.
+    "newer": ((LAST, f"{LAST}, training_new: int = 5"), "9.9.9 0123456789ab"),
+}
+
+
+@pytest.mark.parametrize("age", SOURCES)
+def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path, age):
+    change, mark = SOURCES[age]
+    tree = yaml.safe_load((folder / "resolve-config.yaml").read_text(encoding="utf-8"))
+    container = tree["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
+    *command, source = container["command"]
+    assert source.count(change[0]) == 1
+    container["command"] = [*command, source.replace(*change)]
+    container["args"] = [*container["args"][:-2], *([contract.OPTION, mark] if mark else [])]
+    (tmp_path / "resolve-config.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+    ended = run("one", tmp_path, tmp_path, config_of(tmp_path))
+    assert ended.returncode != 0
+    [line] = [line for line in ended.stdout.splitlines() if "flotilla: resolve_config: " in line]
+    theirs = (
+        f"Flotilla {mark.replace(' ', ' (steps ')})" if mark else "a Flotilla that left no mark"
+    )
+    assert f"the pipeline was compiled by {theirs}, and the image has " in line
+    # KFP's own frames are in the errors; in the output of the step there are none.
+    assert "Traceback" not in ended.stdout
+
+
 @pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(500)
@@ -107,5 +138,5 @@ def test_all_of_them_run(folder, tmp_path):
     (summary,) = tmp_path.glob("reused*/finish/summary*")
     assert summary.read_text(encoding="utf-8").startswith(f"# {RUN}: ")
     (viewers,) = tmp_path.glob("reused*/train-model/mlpipeline_ui_metadata*")
-    (board,) = json.loads(viewers.read_text(encoding="utf-8"))["outputs"]
+    _, board = json.loads(viewers.read_text(encoding="utf-8"))["outputs"]
     assert board["source"].endswith(f"/{RUN}/checkpoints/logs")

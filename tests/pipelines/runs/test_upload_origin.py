@@ -25,10 +25,8 @@ def add(instance, compiled, pipeline_id):
 
     def added(name, mark):
         spec = copy.deepcopy(dict(compiled.spec))
-        for executor in spec["deploymentSpec"]["executors"].values():
-            executor["container"]["env"] = [{"name": contract.VARIABLE, "value": mark}]
-            if not mark:
-                del executor["container"]["env"]
+        container = spec["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
+        container["args"][-2:] = [contract.OPTION, mark] if mark else []
         return instance.store.add_version(pipeline_id, name, "", spec)
 
     return added
