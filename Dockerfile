@@ -1,45 +1,75 @@
-# The image of all steps and all tasks. VARIANT is cpu or gpu; BASE may be NAME@sha256:DIGEST.
+# The image of all steps and all tasks. VARIANT is cpu or gpu; BASE may be NAME@sha256:DIGEST, of an
+# official image of Python, which has its packages below /usr/local.
 ARG BASE=python:3.11.7-slim-bookworm
-FROM ${BASE}
 
+# What the code requires, as files that nothing else changes: the packages, nearly all of the image,
+# are installed anew when one of these does. KFP's default store needs the extra s3. A lock constrains:
+# what only development needs stays out. For CPUs TensorFlow is built without its kernels for GPUs
+# too, under a name of its own.
+FROM ${BASE} AS requirements
 ARG VARIANT=cpu
+WORKDIR /build
+COPY pyproject.toml requirements.lock requirements-gpu.lock ./
+RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+        print(*p['dependencies'], *p['optional-dependencies']['s3'], sep='\n')" > requirements.txt \
+    && case "$VARIANT $(uname -m)" in \
+        "cpu x86_64") sed -i 's/^tensorflow==/tensorflow-cpu==/' requirements.txt requirements.lock ;; \
+        "cpu "*) ;; \
+        "gpu "*) sed -i 's/^tensorflow==/tensorflow[and-cuda]==/' requirements.txt \
+            && cat requirements-gpu.lock >> requirements.lock ;; \
+        *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
+    esac
 
+# The code as pip installs it, and TensorFlow's usual name for packages that require it.
+FROM ${BASE} AS code
+ARG VARIANT=cpu
+WORKDIR /build
+COPY requirements.lock ./
+RUN pip install --no-cache-dir --constraint requirements.lock "setuptools>=77"
+RUN if [ "$VARIANT $(uname -m)" = "cpu x86_64" ]; then \
+        pinned="$(sed -n 's/^tensorflow==//p' requirements.lock)" && mkdir alias \
+        && printf '[project]\nname = "tensorflow"\nversion = "%s"\ndependencies = ["tensorflow-cpu==%s"]\n[tool.setuptools]\npy-modules = []\n' \
+            "$pinned" "$pinned" > alias/pyproject.toml \
+        && pip install --no-deps --no-build-isolation --prefix /code ./alias; \
+    fi
+COPY pyproject.toml README.md LICENSE ./
+COPY trainer trainer
+COPY components components
+COPY pipelines pipelines
+RUN pip install --no-deps --no-build-isolation --prefix /code .
+
+FROM ${BASE}
 # Python does not search the working directory before the standard library and the packages.
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PYTHONSAFEPATH=1 \
     GRPC_FAIL_FAST=use_caller
 
-RUN useradd --uid 1000 --create-home flotilla
+# Any other user of group 0 will do as well: OpenShift runs a container as a random one.
+RUN useradd --uid 1000 --gid 0 --create-home flotilla && chmod 770 /home/flotilla
 WORKDIR /opt/flotilla
-COPY pyproject.toml requirements.lock requirements-gpu.lock README.md LICENSE ./
-COPY trainer trainer
-COPY components components
-COPY pipelines pipelines
-COPY configs configs
 
-# A lock constrains: what only development needs stays out. KFP's default store needs the extra s3.
-# The GPU variant adds CUDA by its own lock. Removed is what no process of Flotilla loads: TensorFlow's
-# C++ headers, the library of libclang, tests of packages, and the second copy of this code. The
-# bytecode that pip compiles stays: without it every task would compile TensorFlow's Python again.
-RUN case "$VARIANT" in \
-        cpu) extra="" ;; \
-        gpu) extra="--constraint requirements-gpu.lock tensorflow[and-cuda]" ;; \
-        *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
-    esac \
-    && pip install --no-cache-dir --constraint requirements.lock ".[s3]" $extra \
+# Removed is what no process of Flotilla loads: TensorFlow's C++ headers, the library of libclang, and
+# tests of packages. The bytecode that pip compiles stays: without it every task would compile
+# TensorFlow's Python again.
+COPY --from=requirements /build/requirements.txt /build/requirements.lock ./
+RUN pip install --no-cache-dir --requirement requirements.txt --constraint requirements.lock \
     && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf tensorflow/include clang/native \
-    && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} + \
-    && cd /opt/flotilla \
-    && rm -rf trainer components pipelines build flotilla.egg-info
+    && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +
+
+COPY --from=code /code /usr/local
+COPY configs configs
+# A base with its packages elsewhere would not find the code.
+RUN flotilla --version
 
 # These may change with each build: after the layers that take long.
 ARG BASE
 ARG VERSION=0.1.0
 ARG COMMIT=""
-# The commit in the lineage of a model.
-ENV FLOTILLA_COMMIT=$COMMIT
+# The commit in the lineage of a model. A random user has no home of its own.
+ENV FLOTILLA_COMMIT=$COMMIT \
+    HOME=/home/flotilla
 LABEL org.opencontainers.image.title="Flotilla" \
       org.opencontainers.image.description="Parameter-server training as a Kubeflow pipeline" \
       org.opencontainers.image.licenses="Apache-2.0" \

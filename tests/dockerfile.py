@@ -16,6 +16,19 @@ def instructions(text: str) -> list[tuple[str, str]]:
     return [(name.upper(), rest) for name, rest in words]
 
 
+def stages(text: str) -> dict[str, list[tuple[str, str]]]:
+    """Return the instructions of each stage by its name; the last one is the image, named ""."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    name = ""
+    for instruction, rest in instructions(text):
+        if instruction == "FROM":
+            name = rest.rpartition(" AS ")[2] if " AS " in rest else ""
+            found[name] = []
+        elif found:
+            found[name].append((instruction, rest))
+    return found
+
+
 def copied(text: str) -> list[str]:
     """Return the sources of every COPY and ADD that takes them from the build context."""
     sources = []

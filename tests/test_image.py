@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import platform
 import re
+import shlex
+import shutil
 import subprocess
+import sys
 import tomllib
+from importlib.metadata import distribution, distributions
+from pathlib import Path
 
 import pytest
 
 from components.image import IMAGE
 from tests.conftest import ROOT
-from tests.dockerfile import copied, instructions, is_ignored
+from tests.dockerfile import copied, instructions, is_ignored, stages
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")
 IGNORED = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
@@ -68,8 +74,10 @@ def test_nothing_else_is_sent_to_the_container_engine():
 
 
 def test_the_base_is_an_argument_that_takes_a_digest():
-    (first, base), (second, image), *_ = instructions(DOCKERFILE)
-    assert (first, second, image) == ("ARG", "FROM", "${BASE}")
+    (first, base), *others = instructions(DOCKERFILE)
+    assert first == "ARG"
+    images = [rest.partition(" AS ")[0] for name, rest in others if name == "FROM"]
+    assert images == ["${BASE}"] * 3
     assert re.fullmatch(r"BASE=python:3\.11\.\d+-slim-\w+", base)
 
 
@@ -91,3 +99,128 @@ def test_its_labels():
 def test_no_process_in_it_looks_into_its_working_folder_first():
     settings = " ".join(rest for name, rest in instructions(DOCKERFILE) if name == "ENV")
     assert "PYTHONSAFEPATH=1" in settings
+
+
+def test_a_change_of_code_installs_no_package_anew():
+    image = stages(DOCKERFILE)[""]
+    packages = next(i for i, (_, rest) in enumerate(image) if "--requirement" in rest)
+    before = [shlex.split(rest) for name, rest in image[:packages] if name in ("COPY", "ADD")]
+    assert before == [
+        ["--from=requirements", "/build/requirements.txt", "/build/requirements.lock", "./"]
+    ]
+    sources = {
+        word
+        for name, rest in stages(DOCKERFILE)["requirements"]
+        if name == "COPY"
+        for word in shlex.split(rest)[:-1]
+    }
+    assert sources == {"pyproject.toml", "requirements.lock", "requirements-gpu.lock"}
+
+
+def test_the_code_is_in_it_once_as_pip_installs_it():
+    image = stages(DOCKERFILE)[""]
+    copies = [shlex.split(rest) for name, rest in image if name in ("COPY", "ADD")]
+    assert ["--from=code", "/code", "/usr/local"] in copies
+    from_context = {word for words in copies if "--from=" not in words[0] for word in words[:-1]}
+    assert from_context == {"configs"}
+
+
+def test_its_user_has_a_number_and_any_user_of_group_0_may_write_its_home():
+    image = stages(DOCKERFILE)[""]
+    (user,) = [rest for name, rest in image if name == "USER"]
+    (added,) = [rest for name, rest in image if "useradd" in rest]
+    assert image[-1] == ("USER", user)
+    assert int(user) > 0
+    assert f"useradd --uid {user} --gid 0 --create-home" in added
+    assert "chmod 770 /home/flotilla" in added
+    assert any(name == "ENV" and "HOME=/home/flotilla" in rest for name, rest in image)
+
+
+@pytest.mark.parametrize(
+    ("variant", "tensorflow", "pins"),
+    [
+        ("cpu", "tensorflow-cpu" if platform.machine() == "x86_64" else "tensorflow", 0),
+        ("gpu", "tensorflow[and-cuda]", 12),
+    ],
+)
+def test_the_packages_of_a_variant(tmp_path, variant, tensorflow, pins):
+    (command,) = [rest for name, rest in stages(DOCKERFILE)["requirements"] if name == "RUN"]
+    build(tmp_path, "requirements", command, VARIANT=variant)
+    required = (tmp_path / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    declared = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["s3"]]
+    named = [re.sub(r"^tensorflow(?===)", tensorflow, each) for each in declared]
+    assert required == named
+    constraints = (tmp_path / "requirements.lock").read_text(encoding="utf-8")
+    assert len(re.findall("^nvidia-.*==", constraints, re.MULTILINE)) == pins
+    # A pin for each package that is installed by its own name.
+    assert re.search(rf"^{tensorflow.partition('[')[0]}==", constraints, re.MULTILINE)
+
+
+def test_a_variant_that_is_none_ends_the_build(tmp_path):
+    (command,) = [rest for name, rest in stages(DOCKERFILE)["requirements"] if name == "RUN"]
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        build(tmp_path, "requirements", command, VARIANT="tpu")
+    assert caught.value.returncode == 2
+    assert "VARIANT is cpu or gpu, not tpu" in caught.value.stderr
+
+
+def test_the_installed_code_has_no_left_overs(tmp_path, borrowing_venv):
+    *_, command = [rest for name, rest in stages(DOCKERFILE)["code"] if name == "RUN"]
+    build(tmp_path, "code", command.replace("/code", str(tmp_path / "made")), borrowing_venv)
+    (packages,) = (tmp_path / "made").glob("lib/python3*/site-packages")
+    version = PROJECT["version"]
+    installed = {"components", "pipelines", "trainer", f"flotilla-{version}.dist-info"}
+    assert {path.name for path in packages.iterdir()} == installed
+    assert (tmp_path / "made" / "bin" / "flotilla").is_file()
+    for path in (path for path in tracked() if path.startswith(("components/", "trainer/"))):
+        assert (packages / path).is_file(), path
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="tensorflow-cpu is for x86_64")
+def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, borrowing_venv):
+    _, command, _ = [rest for name, rest in stages(DOCKERFILE)["code"] if name == "RUN"]
+    place = tmp_path / "made"
+    build(tmp_path, "code", command.replace("/code", str(place)), borrowing_venv, VARIANT="cpu")
+    (packages,) = place.glob("lib/python3*/site-packages")
+    (found,) = distributions(path=[str(packages)])
+    pinned = re.search("^tensorflow==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    assert pinned
+    assert (found.name, found.version) == ("tensorflow", pinned[1])
+    assert found.requires == [f"tensorflow-cpu=={pinned[1]}"]
+    # It brings no module of its own.
+    assert [path.name for path in packages.iterdir()] == [f"tensorflow-{pinned[1]}.dist-info"]
+
+
+@pytest.fixture
+def borrowing_venv(tmp_path):
+    """A folder with `pip` and `python`, which see the installed packages and change none."""
+    place = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(place)], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    borrowed = Path(distribution("pip").locate_file(""))
+    (packages / "borrowed.pth").write_text(f"{borrowed}\n")
+    pip = place / "bin" / "pip"
+    pip.write_text(f'#!/bin/sh\nexec "{place}/bin/python" -m pip "$@"\n')
+    pip.chmod(0o755)
+    return place / "bin"
+
+
+def build(folder, stage, command, programs=Path(sys.executable).parent, **arguments):
+    """Run one command of a stage in a folder that has what the stage copies from the context."""
+    for name, rest in stages(DOCKERFILE)[stage]:
+        for source in shlex.split(rest)[:-1] if name == "COPY" else ():
+            if (ROOT / source).is_dir():
+                skipped = shutil.ignore_patterns("__pycache__")
+                shutil.copytree(ROOT / source, folder / source, ignore=skipped)
+            else:
+                shutil.copy(ROOT / source, folder / source)
+    offline = {"PIP_NO_INDEX": "1", "PIP_IGNORE_INSTALLED": "1", "HOME": str(folder)}
+    environment = {"PATH": f"{programs}:/usr/bin:/bin", **offline, **arguments}
+    subprocess.run(
+        ["sh", "-c", command],
+        cwd=folder,
+        env=environment,
+        check=True,
+        text=True,
+        capture_output=True,
+    )
