@@ -8,15 +8,18 @@ exit codes.
 from __future__ import annotations
 
 import argparse
+import json
 import logging
 import os
 import sys
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
 from trainer import events, user_code
 from trainer.cluster import signals, termination
+from trainer.config.load import load_config
 from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.training import task
 
@@ -76,10 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     own = stages.add_parser("task", help="one task of a training cluster (TF_CONFIG says which)")
     task.add_arguments(own)
     own.set_defaults(stage=task.run)
-    for stage in (own,):
+    fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
+    fit.set_defaults(stage=_fit)
+    for stage in (own, fit):
         stage.add_argument("--config", required=True, type=_path, metavar="FILE")
         stage.add_argument("--workdir", required=True, type=_path, metavar="DIR")
     return parser
+
+
+def _fit(options: argparse.Namespace) -> None:
+    # It loads TensorFlow, for which a task has its own time.
+    from trainer.training import dry_run
+
+    found = dry_run.fit(load_config(options.config), options.workdir)
+    sys.stdout.write(f"{json.dumps(asdict(found))}\n")
 
 
 def _path(text: str) -> Path:

@@ -15,6 +15,7 @@ from pipelines.doctor import (
     admission,
     configuration,
     controllers,
+    fit,
     kubernetes_api,
     machine,
     named_objects,
@@ -22,7 +23,7 @@ from pipelines.doctor import (
     resources,
     storage,
 )
-from pipelines.doctor.examination import Check, Finding
+from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
 from pipelines.doctor.kubernetes_api import Kubernetes
 from pipelines.doctor.permissions import LAUNCHER, TRAINER, Account
 from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
@@ -99,6 +100,12 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
     yield Check(
         name=CONFIGURATION,
         look=lambda: configuration.consistent(config, path, elsewhere=elsewhere),
+    )
+    yield Check(
+        name="model and dataset",
+        look=lambda: fit.fits(config),
+        needs=(CONFIGURATION,),
+        seconds=fit.SECONDS + ENDING_SECONDS,
     )
     yield from _of_machine(config, options.workdir)
     yield _storage(config, options.workdir)

@@ -15,7 +15,7 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-MODULE_LIMIT = 175
+MODULE_LIMIT = 177
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
@@ -39,6 +39,7 @@ ALONE = {
     "pipelines/garbage.py": "a command",
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
     "trainer/data/digits.py": "a TFDS builder, which TFDS imports by name",
+    "trainer/training/dry_run.py": "needs a process of its own, as it never leaves Keras's scope",
 }
 
 

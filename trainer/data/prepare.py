@@ -93,6 +93,17 @@ def newest_version(config: DataConfig, scratch: Path) -> str:
         return str(datasets.builder(config, _tfds_dir(folder)).version)
 
 
+def selected(config: DataConfig, scratch: Path) -> Selection:
+    """Return the features that a dataset would have, by its builder; nothing is downloaded.
+
+    Raises:
+        ConfigError: no such dataset.
+        UserError: it is of no use here.
+    """
+    with _folder(scratch) as folder:
+        return select(config.dataset, datasets.builder(config, _tfds_dir(folder)).info)
+
+
 def _place(config: DataConfig, version: str, root: str) -> str:
     return storage.join(root, "datasets", dataset_key(config, version))
 

@@ -17,7 +17,7 @@ from trainer.config.schema import DataConfig
 from trainer.data import key as key_module
 from trainer.data import prepare as module
 from trainer.data.key import dataset_key
-from trainer.data.prepare import prepare
+from trainer.data.prepare import prepare, selected
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ConfigError, UserError
 
@@ -278,3 +278,10 @@ def test_a_root_that_cannot_be_written(tmp_path, scratch):
     with pytest.raises(UserError, match="file"):
         prepare(DataConfig(), storage.uri_of(tmp_path / "file"), scratch)
     assert list(scratch.iterdir()) == []
+
+
+def test_what_a_dataset_would_have_is_known_without_preparing_it(tmp_path):
+    found = selected(DataConfig(), tmp_path / "scratch")
+    assert (found.inputs, found.label, found.num_classes) == (("image",), "label", 10)
+    assert found.specs["image"].shape == (8, 8, 1)
+    assert [*(tmp_path / "scratch").iterdir()] == []

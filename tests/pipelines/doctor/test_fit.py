@@ -1,0 +1,72 @@
+"""A model and a dataset that do not fit are found before anything is downloaded."""
+
+from __future__ import annotations
+
+import tempfile
+
+import pytest
+
+from pipelines.doctor.fit import fits
+from tests.pipelines.doctor.conftest import content
+from trainer.config.load import parse_config
+
+HUGE = (
+    "import keras\n"
+    "def table(spec):\n"
+    "    given = spec.symbols()\n"
+    "    rows = keras.layers.Embedding(10**11, 16)(keras.layers.Flatten()(given))\n"
+    "    return keras.Model(given, keras.layers.Dense(spec.num_classes)(\n"
+    "        keras.layers.GlobalAveragePooling1D()(rows)))\n"
+)
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path, monkeypatch):
+    """A folder to stand in, and another one for temporary files."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
+    found = fits(parse_config({}), seconds=0.05)
+    assert found.state == "warn"
+    assert found.message == "not known: the model was not built in 0.05 s"
+    assert content(home) == {"tmp"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tree", "state", "message"),
+    [
+        (
+            {"model": {"name": "mlp"}},
+            "ok",
+            "mlp takes image (uint8 [8, 8, 1]) of digits: 10 classes, 7510 parameters",
+        ),
+        (
+            {"model": {"name": "two_tower"}},
+            "fail",
+            "model two_tower: takes 2 classes, the dataset has 10",
+        ),
+        (
+            {"data": {"dataset": "digitz"}},
+            "fail",
+            "data.dataset: there is no dataset 'digitz' in TFDS; did you mean 'digits'?; a "
+            "builder of your own is package.module:Builder",
+        ),
+        (
+            {"model": {"name": "blocks:table"}},
+            "ok",
+            "blocks:table takes image (uint8 [8, 8, 1]) of digits: 10 classes, "
+            "1600000000170 parameters",
+        ),
+    ],
+)
+def test_what_the_trainer_finds(home, tree, state, message):
+    (home / "blocks.py").write_text(HUGE, encoding="utf-8")
+    found = fits(parse_config(tree))
+    assert (found.state, found.message) == (state, message)
+    assert content(home) - {"__pycache__"} == {"tmp", "blocks.py"}
