@@ -198,9 +198,9 @@ def completion(
 def called(arguments: list[str]) -> int:
     """Run the command line; return the exit code."""
     as_json = "--json" in arguments
-    if arguments[:1] == ["--version"]:
+    if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
         # An option of `flotilla` itself, which has no other.
-        arguments = arguments[:1]
+        arguments = ["--version"]
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
     try:

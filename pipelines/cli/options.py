@@ -25,7 +25,7 @@ Assignments = Annotated[
 Workdir = Annotated[
     Path, typer.Option(metavar="DIR", help="Folder below which everything is written.")
 ]
-Resume = Annotated[str, typer.Option(metavar="RUN", help="Resume this run.")]
+Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Resume this run.")]
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
 Root = Annotated[str, typer.Option(metavar="URI", help="Storage root; the workdir when left out.")]
 

@@ -23,7 +23,7 @@ def run(
     config: Config = None,
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
-    resume: Resume = "",
+    resume: Resume = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
     return _run("run", config, assignments, workdir, resume)
@@ -43,7 +43,7 @@ def train(
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     dataset: Dataset = "",
-    resume: Resume = "",
+    resume: Resume = None,
 ) -> Answer:
     """Train on the dataset, which is prepared when it is not published yet."""
     return _run("train", config, assignments, workdir, resume, dataset)
@@ -68,7 +68,7 @@ def _run(
     config: Path | None,
     assignments: list[str] | None,
     workdir: Path,
-    resume: str = "",
+    resume: str | None = None,
     dataset: str = "",
 ) -> Answer:
     from pipelines.cli import display

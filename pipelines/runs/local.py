@@ -55,7 +55,7 @@ class RunOptions:
             `configs/digits.yaml` in the current folder, else the defaults of every key.
         settings: `section.key=value` texts laid over the configuration.
         workdir: the folder below which everything is written.
-        resume: id of a run to resume, or empty.
+        resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
     """
 
@@ -63,7 +63,7 @@ class RunOptions:
     config: Config | str | Path | None = None
     settings: Sequence[str] = ()
     workdir: str | Path = "runs"
-    resume: str = ""
+    resume: str | None = None
     dataset: str = ""
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class RunOptions:
     def load(self) -> Config:
         """Return the checked configuration; raises `ConfigError`."""
         config = self.config
-        if config is None and self.resume:
+        if config is None and self.resume is not None:
             config = saved_config(Path(self.workdir), self.resume)
         return configuration(config, self.settings)
 
@@ -101,7 +101,7 @@ def run(
     *,
     settings: Sequence[str] = (),
     workdir: str | Path = "runs",
-    resume: str = "",
+    resume: str | None = None,
     on_event: OnEvent | None = None,
 ) -> RunResult:
     """Run the whole pipeline on this machine, to its end.
@@ -113,7 +113,7 @@ def run(
         config: a configuration, its YAML file, or None for the default; see `RunOptions`.
         settings: `section.key=value` texts laid over the configuration.
         workdir: the folder below which everything is written.
-        resume: id of a run to resume.
+        resume: id of a run to resume; None for a new one.
         on_event: called with every event as it comes, in this thread.
 
     Raises:
@@ -129,7 +129,7 @@ def train(
     settings: Sequence[str] = (),
     workdir: str | Path = "runs",
     dataset: str = "",
-    resume: str = "",
+    resume: str | None = None,
     on_event: OnEvent | None = None,
 ) -> RunResult:
     """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`."""
@@ -187,7 +187,7 @@ def start(options: RunOptions) -> LocalRun:
     """Lay out the folder of a run; raises `ConfigError`."""
     require_current_folder()
     config, workdir = options.load(), Path(options.workdir)
-    if options.resume:
+    if options.resume is not None:
         return resumed_run(config, workdir, options.resume)
     return new_run(config, workdir)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from components.record import STOPPING, recorded
-from components.step_record import step_records
+from components.step_record import read, step_records
 from trainer import events
 from trainer.errors import ClusterLostError, ConfigError, RunInterruptedError, UserError
 from trainer.events import StepBegin, StepEnd
@@ -140,6 +140,46 @@ def test_an_error_in_the_users_code_is_a_line_with_its_place_and_a_traceback(
     assert capsys.readouterr().err == f"flotilla: evaluate_model: {end.error}\n"
     assert end.traceback.startswith("Traceback (most recent call last):\n")
     assert end.traceback in caplog.text
+
+
+@pytest.mark.parametrize("given", [0, 3, None, "no such class"])
+def test_sys_exit_in_the_users_code_is_an_error_of_the_users_code(emitted, capsys, given):
+    with pytest.raises(SystemExit) as ended, recorded("export_model"):
+        sys.exit(given)
+    # Whatever it wanted to say by its own code: nothing was exported.
+    assert ended.value.code == 1
+    end = emitted()[-1]
+    assert (end.status, end.exit_code) == ("failed", 1)
+    assert re.fullmatch(
+        r"the code that it was given raised SystemExit.* \(.*test_record\.py:\d+\)", end.error
+    )
+    assert capsys.readouterr().err == f"flotilla: export_model: {end.error}\n"
+
+
+def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
+    step = recorded("check_gate")
+    step.__enter__()
+    # No frame of the error is in a file of the user.
+    with pytest.raises(SystemExit) as ended:
+        step.__exit__(SystemExit, SystemExit(0), None)
+    assert ended.value.code == 1
+    assert emitted()[-1].error == "bug in check_gate: SystemExit: 0"
+
+
+def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp_path):
+    at = (tmp_path / "root" / "0b7c").as_uri()
+    body = (
+        "import sys\nfrom components.record import recorded\nfrom trainer.errors import UserError\n"
+        "with recorded('train_model', sys.argv[1]): raise UserError('no space')\n"
+    )
+    with open("/dev/full", "wb") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", body, at], cwd=ROOT, stderr=full, check=False
+        )
+    # 1, and not that of a traceback or of a stream that could not be flushed.
+    assert process.returncode == 1
+    (found,) = read(at, well=False)
+    assert (found.status, found.error) == ("failed", "no space")
 
 
 def test_signals_are_as_they_were_afterwards():

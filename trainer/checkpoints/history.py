@@ -9,6 +9,7 @@ is replaced by an atomic write, so that a reader never sees half a row.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,6 +20,7 @@ from trainer.storage import Manifest
 HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
 VALIDATION_LOSS = "validation_loss"
+log = logging.getLogger(__name__)
 
 
 class History:
@@ -44,8 +46,28 @@ class History:
 
 
 def read_history(uri: str) -> list[dict[str, Any]]:
-    """Return the rows below the checkpoints' `uri`; none when training has not begun."""
-    return [json.loads(line) for line in _lines(storage.join(uri, HISTORY_FILE))]
+    """Return the rows below the checkpoints' `uri`; none when training has not begun.
+
+    A line that is no such row is skipped with a warning: a damaged file must not end training.
+    """
+    place = storage.join(uri, HISTORY_FILE)
+    rows = []
+    for number, line in enumerate(_lines(place), start=1):
+        if row := _row(line):
+            rows.append(row)
+        else:
+            log.warning("passed over: line %d of %s is no row of a history", number, place)
+    return rows
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    # The latter of junk that is nested too deep.
+    except (ValueError, RecursionError):
+        return None
+    timed = isinstance(row, dict) and isinstance(row.get("seconds"), int | float)
+    return row if timed and isinstance(row.get("global_step"), int) else None
 
 
 class Validations:

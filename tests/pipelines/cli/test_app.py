@@ -126,6 +126,9 @@ def test_a_current_folder_that_was_removed(refused, here, arguments):
 
 def test_a_run_that_is_not_there(refused):
     assert refused("run", "--resume", "digits-1") == "no run 'digits-1' below runs"
+    # As of a variable of the shell that is not set: it must not start another run.
+    for command in ("run", "train"):
+        assert refused(command, "--resume", "") == "no run '' below runs"
 
 
 @pytest.mark.parametrize("command", ["run", "train"])
@@ -239,6 +242,7 @@ def test_the_version_is_one_line(flotilla, monkeypatch):
     found = json.loads(out)
     assert (code, found["version"], found["commit"]) == (0, number, "0123abc")
     assert found.keys() > KEYS
+    assert flotilla("--json", "--version") == (code, out, "")
     monkeypatch.setattr("trainer.promotion.lineage.commit", lambda: "")
     assert flotilla("--version")[1] == f"flotilla {number}\n"
 

@@ -71,6 +71,7 @@ def test_runs_on_this_machine_load_nothing_heavy():
         (lambda: run(workdir=3), "workdir 3 is no path of a folder"),
         (lambda: train(settings=["training.step=5"]), "training.step: no such key"),
         (lambda: prepare(workdir="configs/digits.yaml"), "choose another --workdir"),
+        (lambda: run(resume=""), "no run '' below runs"),
         (lambda: run(resume="digits-1"), "no run 'digits-1' below runs"),
         (lambda: RunOptions(pipeline="tune"), "pipeline 'tune' is none of run, prepare, train"),
         (lambda: RunOptions(dataset="file:///d"), "dataset 'file:///d': only `train`"),

@@ -78,6 +78,24 @@ def test_metrics_keep_their_exact_values(uri):
     assert read_history(uri) == [exact]
 
 
+@pytest.mark.parametrize(
+    "damaged",
+    ["", "{", '{"global_step": 20, "lo', "null", "[]", "17", '{"loss": 1.0, "seconds": 2.0}',
+     '{"global_step": "now", "seconds": 2.0}', '{"global_step": 20, "seconds": null}', "\ufffd",
+     '{"global_step": "20", "seconds": 2.0}', "[" * 100_000],
+    ids=range(12),
+)  # fmt: skip
+def test_one_damaged_line_hides_no_other_and_ends_no_training(uri, caplog, damaged):
+    whole = [json.dumps(row(step)) for step in (10, 30)]
+    text = "\n".join([whole[0], damaged, whole[1], ""])
+    storage.write_bytes(storage.join(uri, HISTORY_FILE), text.encode())
+    assert [each["global_step"] for each in read_history(uri)] == [10, 30]
+    assert caplog.text.count("line 2 of ") == 1
+    continued = History(uri, start=30)
+    continued.add(row(40))
+    assert [each["global_step"] for each in lines(uri)] == [10, 30, 40]
+
+
 def test_a_file_in_the_place_of_the_folder_is_said_in_one_line(uri):
     storage.local_path(uri).write_text("in the way")
     with pytest.raises(UserError, match="there is a file where a folder is needed"):
