@@ -271,6 +271,14 @@ def published_records(at: str) -> list[StepRecord]:
     return sorted((each for each in found if each), key=lambda each: each.began)
 
 
+def record_in(data: bytes) -> StepRecord | None:
+    """Return the record in the bytes of its file; None where it is none."""
+    try:
+        return from_tree(StepRecord, json.loads(data))
+    except ValueError:
+        return None
+
+
 def read(at: str, *, well: bool) -> list[StepRecord]:
     """Return the records of the run at the URI `at`, in the order in which its steps began.
 
@@ -319,12 +327,9 @@ def _uri(at: str, step: str) -> str:
 
 def _read(uri: str) -> StepRecord | None:
     try:
-        tree = json.loads(storage.read_bytes(uri))
+        record = record_in(storage.read_bytes(uri))
     except storage.Missing:
         return None
-    except ValueError:
-        tree = None
-    record = from_tree(StepRecord, tree)
     if record is None:
         log.warning("passed over: %s is no record of a step", uri)
     return record

@@ -1,4 +1,4 @@
-"""The nodes of a run and the logs of their pods: all that depends on the version of KFP's API.
+"""The nodes of a run, their logs and the UI's store: all that depends on the version of KFP's API.
 
 A run of KFP 2 is an Argo workflow. `GET /apis/v1beta1/runs/RUN` returns it whole, from a database:
 also when the workflow and its pods are gone, and through the address of the user interface. The
@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from pipelines.runs.kfp_client import MOST_WORDS, Client, InstanceError, ask
 
@@ -47,6 +47,9 @@ _MOST_PREFIX = 242
 _OLD_NAMES = "workflows.argoproj.io/pod-name-format"
 # A log is printed as it is, and an error has status 200: its header was sent before.
 _NO_LOG = '{"error_message":'
+
+# Of the user interface, by the scheme of a URI.
+_SOURCES = {"minio": "minio", "s3": "s3", "gs": "gcs"}
 
 Tree = Mapping[str, Any]
 
@@ -304,6 +307,20 @@ def log_of(client: Client, run_id: str, created: datetime | None, pod: str) -> s
                 raise
             refused = refused or error
     raise refused or InstanceError(f"{pod} has no log")
+
+
+def object_at(client: Client, uri: str) -> bytes:
+    """Return an object of a store that the user interface reads for its pages, with its own keys.
+
+    Raises:
+        InstanceError: there is no such object, or the endpoint is not that of a user interface, or
+            it does not serve the object, as where several users share it.
+    """
+    scheme, _, path = uri.partition("://")
+    source = _SOURCES.get(scheme)
+    if not source or "?" in path:
+        raise InstanceError(f"the user interface does not read {uri}")
+    return client.get_text(f"/artifacts/{source}/{quote(path)}").encode()
 
 
 def _text(client: Client, path: str) -> str:

@@ -1,9 +1,10 @@
 """The result of a run on a KFP instance: from the records of its steps, else from its nodes.
 
 KFP says whether a run has ended. What its steps say, they publish below the root of the run: how
-they ended, metrics, reasons, URIs. The store outlasts the pods and their logs. Where this machine
-cannot read it, the states and messages of the nodes have to do: they show which step failed and a
-gate that refused, but not whether the registry promoted the model.
+they ended, metrics, reasons, URIs. The store outlasts the pods and their logs. It is read with the
+keys of this machine, else by way of the user interface. Where neither can be, the states and
+messages of the nodes have to do: they show which step failed and a gate that refused, but not
+whether the registry promoted the model.
 
 What is outside our code has no record: it is in the messages of the nodes.
 """
@@ -13,19 +14,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from components.step_record import StepRecord, published_records
-from components.table import EXIT_STEP, maker_of, published_by
+from components.step_record import StepRecord, published_records, record_in
+from components.table import EXIT_STEP, STEPS, maker_of, published_by
 from pipelines.runs.kfp_causes import explained, failed_pods, waiting_pods
 from pipelines.runs.kfp_client import Client, InstanceError
-from pipelines.runs.kfp_nodes import Pod, Step, log_of, one_line
+from pipelines.runs.kfp_nodes import Pod, Step, log_of, object_at, one_line
 from pipelines.runs.kfp_run import RemoteRun
 from pipelines.runs.outcome import RunResult
+from trainer import storage
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, UserError
 from trainer.storage.retry import shorter_retry
 
 GATE, REGISTRY = maker_of("decision"), maker_of("registration")
 # So long a store may fail; there is an answer without it.
 STORE_SECONDS = 10.0
+_ABSENT = 404
 _STATUS = {
     "SUCCEEDED": "done",
     "CANCELED": "interrupted",
@@ -51,7 +54,7 @@ class _Published:
 def result_of(client: Client, run: RemoteRun) -> RunResult:
     """Return the result of a run, or how far it has come."""
     if run.has_ended:
-        published = _published(run.at)
+        published = _published(client, run.at)
         records = _records(run, published)
         status, code, message = _ended(client, run, published)
     else:
@@ -75,15 +78,35 @@ def _obstacle(run: RemoteRun) -> str:
     return next(map(explained, waiting_pods(run.nodes)), "")
 
 
-def _published(at: str) -> _Published:
+def _published(client: Client, at: str) -> _Published:
     if not at:
         return _Published(unread="where the run publishes is not known")
     try:
         with shorter_retry(STORE_SECONDS):
             found = published_records(at)
     except UserError as error:
-        return _Published(unread=f"its metrics are below {at}, which cannot be read here: {error}")
+        found = _by_the_page(client, at)
+        if not found:
+            unread = f"its metrics are below {at}, which cannot be read here: {error}"
+            return _Published(unread=unread)
     return _Published(records={each.step: each for each in found})
+
+
+def _by_the_page(client: Client, at: str) -> list[StepRecord]:
+    """Return the records by way of the user interface, where the endpoint is its address."""
+    found: list[StepRecord] = []
+    if not client.page(""):
+        return found
+    for row in STEPS:
+        try:
+            data = object_at(client, storage.join(at, "steps", f"{row.name}.json"))
+        except InstanceError as error:
+            if error.status != _ABSENT:
+                return []
+            continue
+        if record := record_in(data):
+            found.append(record)
+    return sorted(found, key=lambda record: record.began)
 
 
 def _record(step: Step) -> StepRecord:

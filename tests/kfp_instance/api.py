@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from tests.kfp_instance.listing import page_of
 from tests.kfp_instance.store import RefusedError, Tree, found
+from trainer import storage
 
 if TYPE_CHECKING:
     from tests.kfp_instance.server import Instance
@@ -44,6 +45,13 @@ def plain(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, st
         if instance.has_ui:
             return 200, "text/html", b"<html>the start page</html>"
         return _log(instance, log[1], log[2])
+    return _of_page(instance, path, query)
+
+
+def _of_page(instance: Instance, path: str, query: dict[str, str]) -> tuple[int, str, bytes] | None:
+    """Return what the user interface serves for its pages, at its address alone."""
+    if stored := re.fullmatch(r"/artifacts/(minio|s3|gcs)/(.+)", path):
+        return _object(instance, stored[2])
     if path == "/k8s/pod/logs":
         return _log_of_page(instance, query)
     return None
@@ -73,6 +81,18 @@ def _log(instance: Instance, run: str, pod: str) -> tuple[int, str, bytes]:
             body = {"error_message": words, "error_details": f"BadRequestError: {words}"}
             return 200, "text/plain; charset=utf-8", json.dumps(body).encode()
         return 200, "text/plain; charset=utf-8", logs[pod].encode()
+
+
+def _object(instance: Instance, key: str) -> tuple[int, str, bytes]:
+    """Return an object of a store in the cluster, as the user interface does for its pages."""
+    if not instance.has_ui:
+        return 404, "text/plain", b"404 page not found"
+    if instance.multi_user:
+        return 403, "text/html", b"Artifact does not belong to the requested namespace"
+    path = storage.local_path(f"{instance.store.disk}/{key}") if instance.store.disk else None
+    if path is None or not path.is_file():
+        return 404, "text/html; charset=utf-8", f"No objects found at {key}".encode()
+    return 200, "", path.read_bytes()
 
 
 def _log_of_page(instance: Instance, query: dict[str, str]) -> tuple[int, str, bytes]:

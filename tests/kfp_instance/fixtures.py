@@ -49,6 +49,7 @@ def instance(tmp_path, monkeypatch) -> Iterator[Instance]:
     with Instance() as served:
         # A store that this machine can read.
         served.store.pipeline_root = (tmp_path / "store").as_uri()
+        served.store.disk = (tmp_path / "disk").as_uri()
         yield served
 
 

@@ -51,6 +51,8 @@ class Store:
         self.workflows: dict[str, Workflow] = {}
         # Of runs that name none.
         self.pipeline_root = ""
+        # Of the buckets of a store in the cluster: a folder, as a URI.
+        self.disk = ""
         # What happens to a run: one of these at each look at it.
         self.play: list[Callable[[Workflow, Tree], None]] = []
         self._seconds = itertools.count()
@@ -124,7 +126,10 @@ class Store:
         self.runs[made["run_id"]] = made
         root = (body.get("runtime_config") or {}).get("pipeline_root") or self.pipeline_root
         self.workflows[made["run_id"]] = Workflow(
-            made["run_id"], pipeline_root=root, storage_root=str(parameters.get("storage_root", ""))
+            made["run_id"],
+            pipeline_root=root,
+            storage_root=str(parameters.get("storage_root", "")),
+            disk=self.disk,
         )
         return made
 

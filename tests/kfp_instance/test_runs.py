@@ -171,6 +171,20 @@ def test_the_page_answers_the_path_of_logs_with_its_start_page(instance, get, ru
     assert nodes(get, run_id)
 
 
+def test_the_page_reads_objects_of_the_store_with_its_own_keys(instance, get, tmp_path):
+    instance.store.disk = (tmp_path / "disk").as_uri()
+    workflow = Workflow("some-run", disk=instance.store.disk)
+    workflow.begin("train_model")
+    workflow.end("train_model")
+    path = "/artifacts/minio/mlpipeline/v2/artifacts/flotilla/some-run/steps/train_model.json"
+    assert get(path)[0] == 404
+    instance.has_ui = True
+    assert json.loads(get(path)[2])["status"] == "done"
+    assert get(path.replace("train_model", "nothing"))[0] == 404
+    instance.multi_user = True
+    assert get(path)[0] == 403
+
+
 def test_a_step_publishes_its_record(tmp_path):
     workflow = Workflow("some-run", storage_root=tmp_path.as_uri())
     workflow.begin("train_model")

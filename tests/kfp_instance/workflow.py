@@ -56,10 +56,13 @@ class Workflow:
     Attributes:
         logs: of the pods that are there, by the name of the pod.
         archive: of the pods that are gone.
-        root: URI below which the steps of the run publish; empty where nobody reads it.
+        root: URI below which the steps of the run publish.
+        disk: URI of the folder with the buckets of a store that only the instance can read.
     """
 
-    def __init__(self, run_id: str, *, pipeline_root: str = "", storage_root: str = "") -> None:
+    def __init__(
+        self, run_id: str, *, pipeline_root: str = "", storage_root: str = "", disk: str = ""
+    ) -> None:
         self.run_id = run_id
         self.nodes: list[Node] = []
         self.logs: dict[str, str] = {}
@@ -68,6 +71,7 @@ class Workflow:
         self.pods_go = False
         self._pipeline_root = pipeline_root or "minio://mlpipeline/v2/artifacts"
         self._storage_root = storage_root
+        self.disk = disk
         self.root = storage_root or f"{self._pipeline_root}/flotilla"
         self._seconds = itertools.count()
         self._records: dict[str, PublishedRecord] = {}
@@ -106,9 +110,12 @@ class Workflow:
     def say_begin(self, step: str, inputs: dict[str, str] | None = None) -> None:
         """Let a step's code say that it begins: in its log and in its record."""
         self.write(step, log_of(StepBegin(step=step, inputs=inputs or {})))
-        if not self.root.startswith("file://"):
+        folder = self.root
+        if not folder.startswith("file://"):
+            folder = f"{self.disk}/{self.root.partition('://')[2]}" if self.disk else ""
+        if not folder:
             return
-        at = storage.join(self.root, self.run_id)
+        at = storage.join(folder, self.run_id)
         self._records[step] = PublishedRecord(step, at, inputs or {})
         self._records[step].begin()
 

@@ -234,10 +234,27 @@ def test_without_the_store_a_cancelled_run_is_130(waited):
     assert waited(CANCELLED).code == 130
 
 
-def test_without_nodes_the_records_say_it(instance, remote):
+@pytest.mark.usefixtures("inside")
+def test_the_user_interface_reads_the_store_for_this_machine(instance, waited):
+    instance.has_ui = True
+    answer = waited(BLESSED)
+    assert (answer.code, answer.json["status"]) == (0, "blessed"), answer.err
+    assert answer.json["metrics"] == {"accuracy": 0.97}
+
+
+@pytest.mark.usefixtures("inside")
+def test_a_user_interface_of_several_users_may_not_read_it(instance, waited):
+    def share(_workflow, _run):
+        instance.has_ui = instance.multi_user = True
+
+    answer = waited([share, *BLESSED])
+    assert (answer.code, answer.json["status"]) == (1, "unknown"), answer.err
+
+
+def test_without_nodes_the_records_say_it(instance, remote, tmp_path):
     instance.has_v1beta1 = False
     instance.store.play = [*BLESSED]
-    answer = remote("submit", "--wait", "--json", "--pipeline-root", instance.store.pipeline_root)
+    answer = remote("submit", "--wait", "--json", "--set", f"storage.root={tmp_path.as_uri()}")
     assert (answer.code, answer.json["status"]) == (0, "blessed"), answer.err
     assert answer.json["metrics"] == {"accuracy": 0.97}
 
