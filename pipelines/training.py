@@ -176,6 +176,7 @@ def cluster_pipeline(image: str = IMAGE) -> Any:
         pipeline_config=step_settings.configuration(),
     )
     _offer_choices(pipeline.pipeline_spec)
+    _name_artifacts(pipeline.pipeline_spec)
     return pipeline
 
 
@@ -189,6 +190,25 @@ def _offer_choices(spec: Any) -> None:
     for parameter in run_parameters():
         for choice in parameter.choices:
             declared[parameter.name].literals.add().string_value = choice
+
+
+def _name_artifacts(spec: Any) -> None:
+    """Give what enters a group of steps the name of the output that it is.
+
+    The graph of a group shows the names; KFP's compiler writes `pipelinechannel--STEP-OUTPUT`.
+    """
+    tasks = [task for each in spec.components.values() for task in each.dag.tasks.values()]
+    for task in tasks:
+        group = spec.components[task.component_ref.name]
+        taken = task.inputs.artifacts if group.dag.tasks else {}
+        for channel in list(taken):
+            name = taken[channel].task_output_artifact.output_artifact_key
+            for artifacts in (taken, group.input_definitions.artifacts):
+                artifacts[name].CopyFrom(artifacts.pop(channel))
+            for inner in group.dag.tasks.values():
+                for each in inner.inputs.artifacts.values():
+                    if each.component_input_artifact == channel:
+                        each.component_input_artifact = name
 
 
 def _called(wiring: Any, place: Place, signature: inspect.Signature) -> Any:

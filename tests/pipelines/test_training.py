@@ -135,25 +135,33 @@ def artifacts_of(task):
     found = {}
     for name, given in task["inputs"].get("artifacts", {}).items():
         if from_above := given.get("componentInputArtifact"):
-            found[name] = from_above.removeprefix("pipelinechannel--")
+            found[name] = from_above
         else:
             made = given["taskOutputArtifact"]
-            found[name] = f"{made['producerTask']}-{made['outputArtifactKey']}"
+            found[name] = f"{made['producerTask']}/{made['outputArtifactKey']}"
     return found
 
 
 def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
-    dataset = {"dataset_descriptor": "prepare-data-dataset"}
-    made = {**dataset, "checkpoint_descriptor": "train-model-checkpoint"}
+    dataset, checkpoint = "prepare-data/dataset", "train-model/checkpoint"
+    made = {"dataset_descriptor": dataset, "checkpoint_descriptor": checkpoint}
     expected = {
-        "train-model": dataset,
+        "train-model": {"dataset_descriptor": dataset},
         "evaluate-model": made,
-        "check-gate": {"evaluation_descriptor": "evaluate-model-evaluation_metrics"},
-        "export-model": {**made, "decision_descriptor": "check-gate-decision"},
-        "register-model": {"model_descriptor": "export-model-model"},
-    }
+        "check-gate": {"evaluation_descriptor": "evaluate-model/evaluation_metrics"},
+        # They enter the group under the names that its graph shows.
+        "condition-2": {
+            "dataset": dataset, "checkpoint": checkpoint, "decision": "check-gate/decision",
+        },
+        "export-model": {
+            f"{name}_descriptor": name for name in ("dataset", "checkpoint", "decision")
+        },
+        "register-model": {"model_descriptor": "export-model/model"},
+    }  # fmt: skip
     tasks = all_tasks(spec)
     assert {name: artifacts_of(tasks[name]) for name in expected} == expected
+    group = spec["components"]["comp-condition-2"]["inputDefinitions"]["artifacts"]
+    assert set(group) == set(expected.pop("condition-2"))
     for name, artifacts in expected.items():
         given = inputs_of(tasks[name])
         assert {each.removesuffix("_descriptor") for each in artifacts} < set(given)
