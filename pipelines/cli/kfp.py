@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -142,11 +143,11 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         note(f"run {run_id}\n{started.page or _no_page(access)}")
         if started.version:
             _say(started.version)
+        used = {"version": _named(started.version)} if started.version else {}
         if not wait:
             if not started.page:
                 note(f"see the run with: {command(access, 'status', run_id)}")
             pages = _pages(run=started.page)
-            used = {"version": _named(started.version)} if started.version else {}
             return Answer(status="submitted", run_id=run_id, artifacts=pages, more=used)
         with Steps() as steps:
             last = watch(client, run_id, steps.show, steps.say)
@@ -155,7 +156,8 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
         Terminal().print(closing_table(result))
     if result.message:
         note(f"flotilla: {result.status}: {result.message}")
-    return answer_of(result)
+    answer = answer_of(result)
+    return replace(answer, more={**answer.more, **used})
 
 
 @answers

@@ -137,6 +137,7 @@ def test_a_blessed_run_is_0_with_its_metrics(instance, remote):
     assert answer.json["status"] == "blessed"
     assert answer.json["metrics"] == {"accuracy": 0.97}
     assert answer.json["global_step"] == 1500
+    assert answer.json["version"]["id"] in instance.store.versions
     words = re.findall(r"^(\w+) (\.\.\.|done in \d+\.\d s)$", answer.err, re.MULTILINE)
     steps = [step for step, said in words if said == "..."]
     assert steps == ["train_model", "evaluate_model", *JUDGING]
