@@ -29,23 +29,30 @@ class Cause:
         remedy: what to do.
         blocks: whether a pod that waits for this does not start by itself as a rule.
         at_once: whether that is certain, so that nobody has to wait for it.
+        of_image: whether it is the image that cannot be had.
     """
 
     pattern: str
     remedy: str
     blocks: bool = False
     at_once: bool = False
+    of_image: bool = False
 
 
 CAUSES = (
     Cause(
-        pattern=r"^(InvalidImageName|ErrImageNeverPull)", remedy=_IMAGE, blocks=True, at_once=True
+        pattern=r"^(InvalidImageName|ErrImageNeverPull)",
+        remedy=_IMAGE,
+        blocks=True,
+        at_once=True,
+        of_image=True,
     ),
     Cause(
         pattern=r"^(ErrImagePull|ImagePullBackOff|ImageInspectError|RegistryUnavailable)"
         r"|due to (ErrImagePull|ImagePullBackOff|InvalidImageName)",
         remedy=_IMAGE,
         blocks=True,
+        of_image=True,
     ),
     Cause(
         pattern=r"^(CreateContainerConfigError|CreateContainerError|RunContainerError)",
@@ -84,7 +91,7 @@ def explained(pod: Pod, more: str = "") -> str:
     what = "KFP's own driver of it failed" if pod.is_driver else "its pod failed"
     if pod.state == "PENDING":
         what = "its pod cannot start" if cause and cause.blocks else "its pod waits"
-    if cause and "mage" in cause.pattern and pod.image:
+    if cause and cause.of_image and pod.image:
         what = f"the image {pod.image} cannot be pulled"
     words = "; ".join(filter(None, (pod.message, more))) or "KFP says nothing more"
     remedy = cause.remedy if cause else (_DRIVER if pod.is_driver else "")

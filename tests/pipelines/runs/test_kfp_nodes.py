@@ -1,0 +1,144 @@
+"""The nodes of a run, from whatever an instance has of its workflow."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import json
+from unittest.mock import create_autospec
+
+import pytest
+
+from pipelines.runs.kfp_client import Client, InstanceError
+from pipelines.runs.kfp_nodes import Nodes, nodes_of
+from tests.kfp_instance.workflow import IMAGE, WORKFLOW, Workflow, fnv, pod_name
+
+
+@pytest.fixture
+def workflow():
+    return Workflow("some-run")
+
+
+def read(manifest):
+    """Return the nodes of a run whose workflow is this text."""
+    client = create_autospec(Client, instance=True)
+    client.get_json.return_value = {"pipeline_runtime": {"workflow_manifest": manifest}}
+    return nodes_of(client, "some-run")
+
+
+def changed(workflow, change):
+    tree = json.loads(workflow.manifest())
+    change(tree)
+    return json.dumps(tree)
+
+
+def test_steps_in_their_order_with_their_pods(workflow):
+    workflow.take_from_cache("prepare_data")
+    workflow.begin("train_model")
+    found = read(workflow.manifest())
+    assert [(step.name, step.state, step.cached) for step in found.steps] == [
+        ("prepare_data", "SUCCEEDED", True),
+        ("train_model", "RUNNING", False),
+    ]
+    assert [step.pod for step in found.steps] == ["", workflow.pod("train_model")]
+    [pod] = [pod for pod in found.pods if pod.state == "RUNNING"]
+    assert (pod.step, pod.is_driver, pod.image) == ("train_model", False, IMAGE)
+    assert found.artifact.endswith("/flotilla-training/some-run/train-model/77/place")
+
+
+def test_a_step_whose_pod_waits_does_not_run(workflow):
+    workflow.wait("train_model", "ImagePullBackOff")
+    [step] = read(workflow.manifest()).steps
+    assert step.state == "PENDING"
+
+
+def test_the_exit_step_is_one_in_a_hook(workflow):
+    workflow.begin("finish")
+    workflow.end("finish")
+    [step] = read(workflow.manifest()).steps
+    assert (step.name, step.state, step.pod) == ("finish", "SUCCEEDED", workflow.pod("finish"))
+
+
+def test_the_last_try_counts(workflow):
+    workflow.begin("train_model")
+    workflow.stop("train_model", "FAILED", "pod deleted")
+
+    def again(tree):
+        nodes = tree["status"]["nodes"]
+        [first] = [each for each in nodes.values() if each["displayName"] == "executor(0)"]
+        name = first["name"].replace("executor(0)", "executor(1)")
+        later = {**first, "name": name, "id": f"{WORKFLOW}-{fnv(name)}", "phase": "Running"}
+        nodes[later["id"]] = {**later, "startedAt": "2026-01-03T00:00:00Z", "message": ""}
+        tried.append(nodes[later["id"]])
+
+    tried = []
+    found = read(changed(workflow, again))
+    assert found.steps[0].pod == pod_name(tried[0])
+    assert [pod.state for pod in found.pods if pod.step == "train_model" and not pod.is_driver] == [
+        "RUNNING"
+    ]
+
+
+def test_nodes_that_argo_has_compressed(workflow):
+    workflow.begin("train_model")
+
+    def compress(tree):
+        packed = gzip.compress(json.dumps(tree["status"].pop("nodes")).encode())
+        tree["status"]["compressedNodes"] = base64.b64encode(packed).decode()
+
+    assert read(changed(workflow, compress)) == read(workflow.manifest())
+
+
+def test_names_of_pods_as_older_argo_has_them(workflow):
+    workflow.begin("train_model")
+
+    def old(tree):
+        tree["metadata"]["annotations"] = {"workflows.argoproj.io/pod-name-format": "v1"}
+
+    [step] = read(changed(workflow, old)).steps
+    assert step.pod == workflow.pod("train_model").replace("-system-container-impl", "")
+
+
+def test_a_long_name_of_a_pod_is_cut_before_its_hash(workflow):
+    workflow.begin("train_model")
+
+    def long(tree):
+        for node in tree["status"]["nodes"].values():
+            if node["displayName"] == "executor(0)":
+                node["templateName"] += "-long" * 60
+
+    [step] = read(changed(workflow, long)).steps
+    assert len(step.pod) <= 253
+    assert step.pod.endswith(workflow.pod("train_model").rpartition("-")[2])
+
+
+def test_words_are_one_line_without_control_characters(workflow):
+    workflow.wait("train_model", "ImagePull\nBackOff:\x1b[31m \t red")
+    [pod] = [pod for pod in read(workflow.manifest()).pods if pod.message]
+    assert pod.message == "ImagePull BackOff:[31m red"
+
+
+@pytest.mark.parametrize("manifest", ["", None, "{}", '{"status": {"nodes": null}}', "[]"])
+def test_a_workflow_that_has_not_begun(manifest):
+    assert read(manifest) == Nodes()
+
+
+@pytest.mark.parametrize("manifest", ["{", '{"status": {"nodes": {"a": {}}}}'])
+def test_a_workflow_that_cannot_be_read_is_one_line(manifest):
+    with pytest.raises(InstanceError, match=r"^the workflow of run some-run cannot be read: "):
+        read(manifest)
+
+
+@pytest.mark.parametrize("status", [404, 410, 501])
+def test_an_instance_without_this_path_has_no_nodes(status):
+    client = create_autospec(Client, instance=True)
+    client.get_json.side_effect = InstanceError("gone", status)
+    assert nodes_of(client, "some-run") == Nodes()
+
+
+@pytest.mark.parametrize("status", [0, 401, 403, 503])
+def test_any_other_answer_is_an_error(status):
+    client = create_autospec(Client, instance=True)
+    client.get_json.side_effect = InstanceError("no", status)
+    with pytest.raises(InstanceError):
+        nodes_of(client, "some-run")
