@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import calendar
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta, tzinfo
@@ -339,7 +340,7 @@ def _found(client: Client, name: str, wanted: V2beta1RecurringRun) -> tuple[Any 
         if reference is None or reference.pipeline_id != pipeline:
             raise UserError(
                 f"the schedule {name!r} is there for another pipeline: choose another --name, "
-                f"or remove it with `flotilla unschedule {name}`"
+                f"or remove it with `flotilla unschedule {shlex.quote(name)}`"
             )
     account = wanted.service_account
     same = [

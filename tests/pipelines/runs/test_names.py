@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from urllib.parse import quote, unquote_plus
 
 import pytest
@@ -67,6 +69,18 @@ def test_a_name_that_differs_by_capitals_is_another(instance, remote, uploaded):
     absent = remote("status", "MINE")
     assert (absent.code, absent.err.count("\n")) == (1, 1)
     assert "has no run 'MINE'" in absent.err
+
+
+@pytest.mark.usefixtures("uploaded")
+def test_a_command_in_a_message_can_be_pasted(remote, compiled, tmp_path):
+    file = tmp_path / "ours.yaml"
+    file.write_text(compiled.text)
+    assert remote("upload", file, "--name", "other").code == 0
+    there = ("schedule", "--every", "6h", "--name", "it's 5% more")
+    assert remote(*there).code == 0
+    answer = remote(*there, "--pipeline", "other")
+    [command] = re.findall(r"`flotilla (unschedule .*)`", answer.err)
+    assert remote(*shlex.split(command)).code == 0
 
 
 @pytest.fixture(scope="module")
