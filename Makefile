@@ -10,6 +10,7 @@ PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
 VARIANT ?= cpu
 RUNS ?= 3
+ON ?= local
 # What is built into the image, `-dirty` behind it where files were changed; empty without git.
 COMMIT ?= $(shell git describe --always --abbrev=40 --exclude '*' --dirty 2>/dev/null)
 IMAGE ?= $(shell sed -n 's/^IMAGE = "\(.*\)"/\1/p' components/image.py)
@@ -61,8 +62,8 @@ style: $(SETUP)
 lint: style ## style, types, import contracts, house rules
 	$(PYTEST) -q $(HOUSE_RULES)
 
-chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1
-	$(PYTHON) -m tests.chaos --runs $(RUNS) $(if $(SEED),--seed $(SEED))
+chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1; as TFJobs: ON=tfjob RUNS=50
+	$(PYTHON) -m tests.chaos --on $(ON) --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
 compile: $(SETUP) ## the pipeline as KFP YAML, in build/
 	@mkdir -p build

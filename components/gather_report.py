@@ -19,6 +19,7 @@ from typing import Any
 
 from components.step_record import (
     CONFIG,
+    INCIDENTS,
     StepRecord,
     all_step_records,
     harmless,
@@ -32,13 +33,8 @@ from trainer.checkpoints.history import merge_validations, read_history, read_va
 from trainer.errors import UserError
 from trainer.events import (
     AttemptBegin,
-    CheckpointPassedOver,
     CheckpointPublished,
-    EvaluatorLeft,
     Event,
-    Restart,
-    Stalled,
-    TaskFailed,
     UserCodeFailed,
     to_tree,
 )
@@ -76,7 +72,6 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
 
 
 log = logging.getLogger(__name__)
-_INCIDENTS = (Restart, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
 _LINEAGE = (
     "run_id", "commit", "image", "config", "dataset", "fingerprint", "checkpoint", "evaluation",
     "decision",
@@ -155,7 +150,8 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "rules": decision.get("rules", []),
         "reasons": decision.get("reasons", []),
         "history": _history(root, run_id),
-        "incidents": [to_tree(each) for each in run_events if _is_incident(each)],
+        "incidents": [to_tree(each) for each in run_events if _is_incident(each)]
+        or [dict(each) for step in steps for each in step.incidents],
         "checkpoints": [
             to_tree(each) for each in run_events if isinstance(each, CheckpointPublished)
         ],
@@ -189,7 +185,7 @@ def _with_traceback(step: StepRecord, run_events: Sequence[Event]) -> StepRecord
 
 
 def _is_incident(event: Event) -> bool:
-    return isinstance(event, _INCIDENTS) or (isinstance(event, AttemptBegin) and event.resumed)
+    return isinstance(event, INCIDENTS) or (isinstance(event, AttemptBegin) and event.resumed)
 
 
 def _verdict(

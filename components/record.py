@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import tenacity
 
 from components.locations import is_local_run
-from components.step_record import PublishedRecord
+from components.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, step_of
 from trainer import events
 from trainer.cluster import signals
@@ -35,7 +36,7 @@ from trainer.errors import (
     TransientError,
     UserError,
 )
-from trainer.events import StepBegin, StepEnd
+from trainer.events import Event, StepBegin, StepEnd
 from trainer.user_code import line_of, traceback_of
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
@@ -43,6 +44,8 @@ STOPPING = "FLOTILLA_STOPPING"
 _ASKED = "interrupted before the step was done"
 # What fails has tried for its own deadline already, which is minutes for a store.
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 30.0, 300.0
+# So many of the newest incidents are part of a record.
+_MOST_INCIDENTS = 200
 log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
@@ -142,7 +145,8 @@ def _framed(course: _Course) -> Iterator[_Course]:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
             course.report()
-            yield course
+            with events.heard_by(course.hear):
+                yield course
     except UserError as error:
         course.fail(str(error), error.exit_code, traceback_of(error))
         raise SystemExit(error.exit_code) from None
@@ -167,6 +171,12 @@ class _Course:
         self.name, self._inputs, self._began = name, dict(inputs), time.monotonic()
         self.output, self.published = StepOutput(), PublishedRecord(name, at, inputs)
         self.is_asked_to_end = False
+        self._incidents: deque[Event] = deque(maxlen=_MOST_INCIDENTS)
+
+    def hear(self, event: Event) -> None:
+        """Keep an event of which the report tells."""
+        if isinstance(event, INCIDENTS):
+            self._incidents.append(event)
 
     def begin(self) -> None:
         """Emit that a try begins."""
@@ -196,7 +206,12 @@ class _Course:
         # full disk the line may be lost, and with a traceback in its place the record as well.
         with suppress(OSError):
             sys.stderr.write(line)
-        self.published.end(ended, held=dict(self.output.held), displays=dict(self.output.displays))
+        self.published.end(
+            ended,
+            held=dict(self.output.held),
+            displays=dict(self.output.displays),
+            incidents=tuple(events.to_tree(each) for each in self._incidents),
+        )
         self.report(ended)
 
     def report(self, ended: StepEnd | None = None) -> None:

@@ -22,11 +22,16 @@ from components.table import EXIT_STEP
 from trainer import storage
 from trainer.errors import FAILED
 from trainer.events import (
+    CheckpointPassedOver,
+    EvaluatorLeft,
     Event,
+    Restart,
     RunBegin,
+    Stalled,
     StepBegin,
     StepEnd,
     StepResult,
+    TaskFailed,
     from_tree,
     now,
     to_tree,
@@ -35,6 +40,8 @@ from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
+# What the report lists of a step beside its end.
+INCIDENTS = (Restart, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
 # For so long a store may fail before a step continues without its record. A step that is asked to
 # end has about a second.
 _RETRY_SECONDS = 10.0
@@ -66,6 +73,7 @@ class StepRecord(StepResult):
         held: what it holds of the cluster, see `components.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
         inputs: URIs that KFP may have taken from its cache, see `StepBegin`.
+        incidents: the newest events of `INCIDENTS`, such as restarts.
     """
 
     began: float
@@ -74,6 +82,7 @@ class StepRecord(StepResult):
     held: Mapping[str, Any] = field(default_factory=dict)
     displays: Mapping[str, str] = field(default_factory=dict)
     inputs: Mapping[str, str] = field(default_factory=dict)
+    incidents: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def tries(self) -> int:
@@ -214,7 +223,7 @@ class PublishedRecord:
             with self._never_in_the_way():
                 self._write()
 
-    def end(self, result: StepResult, **more: Mapping[str, Any]) -> None:
+    def end(self, result: StepResult, **more: Any) -> None:
         """Publish how the step ended, with more fields of its record."""
         if not self.at:
             return

@@ -16,7 +16,8 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ MARK = '{"event": '
 log = logging.getLogger(__name__)
 Record = TypeVar("Record")
 _hints = cache(get_type_hints)
+_listeners: list[Callable[[Event], None]] = []
 
 
 def now() -> float:
@@ -252,6 +254,8 @@ def emit(event: Event) -> None:
 
     One `write` of one line in append mode, so that lines of several processes do not mix.
     """
+    for listener in _listeners:
+        listener(event)
     line = json.dumps(to_tree(event), default=str)
     path = os.environ.get(VARIABLE)
     if not path:
@@ -262,6 +266,16 @@ def emit(event: Event) -> None:
     except OSError as error:
         # A full disk has to be reported by what cannot go on without it.
         log.warning("cannot write to %s: %s: %s", path, error.strerror, line)
+
+
+@contextmanager
+def heard_by(listener: Callable[[Event], None]) -> Iterator[None]:
+    """Have a function called with each event that this process emits in the block."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
 
 
 def append(path: Path, event: Event) -> None:

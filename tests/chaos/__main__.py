@@ -1,6 +1,7 @@
-"""Random failures on real runs: `python -m tests.chaos --runs N --seed S`.
+"""Random failures on real runs: `python -m tests.chaos --on WHERE --runs N --seed S`.
 
-Each run is the whole pipeline on this machine, with faults injected while it trains. The faults
+Each run is the whole pipeline, with faults injected while it trains: with the cluster on this
+machine, or as a TFJob on the stand-in of a Kubernetes cluster, whose pods are processes. The faults
 follow from its seed alone; when exactly they happen depends on the machine.
 """
 
@@ -15,13 +16,16 @@ from collections import Counter
 from pathlib import Path
 
 from tests.chaos.invariants import Outcome, attempts, repeated, restarts, violations_of
-from tests.chaos.plan import draw_plan
+from tests.chaos.job_plan import draw_job_plan
+from tests.chaos.job_run import run_job_plan
+from tests.chaos.plan import Plan, draw_plan
 from tests.chaos.run import forget, run_plan
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run all; return 1 when an invariant is violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--on", choices=("local", "tfjob"), default="local")
     parser.add_argument("--runs", type=int, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), metavar="S")
     parser.add_argument("--folder", type=Path, default=None, help="where to work; kept")
@@ -32,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.monotonic()
     total: Counter[str] = Counter()
     for seed in seeds:
-        total += one(seed, folder)
+        total += one(options.on, seed, folder)
     total["seconds"] = round(time.monotonic() - began)
     counts = [f"{total[name]} {name}" for name in COUNTED]
     say(f"seed {options.seed}: {', '.join(counts)}")
@@ -45,11 +49,17 @@ COUNTED = (
 )  # fmt: skip
 
 
-def one(seed: int, folder: Path) -> Counter[str]:
+def one(where: str, seed: int, folder: Path) -> Counter[str]:
     """Run one plan; print its faults, and whether the invariants held."""
-    plan = draw_plan(seed)
-    say(f"run {seed}: {plan}")
-    found = run_plan(plan, folder.absolute(), say)
+    plan: Plan
+    if where == "tfjob":
+        plan = draw_job_plan(seed)
+        say(f"run {seed}: TFJob, {plan}")
+        found = run_job_plan(plan, folder.absolute(), say)
+    else:
+        plan = draw_plan(seed)
+        say(f"run {seed}: {plan}")
+        found = run_plan(plan, folder.absolute(), say)
     violations = violations_of(found)
     say(
         "  all invariants held"

@@ -24,6 +24,8 @@ class Outcome:
         steps: how many it had to train.
         every: the steps between checkpoints.
         losses: how many faults may have cost an attempt of the chief.
+        cancels: how many faults have requested the end of a try.
+        most_failures: how many tries may fail; None where any fault may be the reason.
         torn: the checkpoints that a fault has torn.
         left: orphans: processes of the run that outlived it.
         tracebacks: how many tracebacks the command line has shown.
@@ -35,6 +37,8 @@ class Outcome:
     ends: list[tuple[int, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     losses: int = 0
+    cancels: int = 0
+    most_failures: int | None = None
     torn: set[Path] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
     tracebacks: int = 0
@@ -54,11 +58,19 @@ def it_ends_blessed(outcome: Outcome) -> Iterator[str]:
 
 def an_end_before_is_one_line_and_can_be_resumed(outcome: Outcome) -> Iterator[str]:
     """A try that fails says in one line why and how to resume, without a traceback."""
+    codes = (1, 130) if outcome.cancels else (1,)
     for code, words in outcome.ends[:-1]:
-        if code != 1 or "resume with: flotilla" not in words:
+        if code not in codes or "resume with: flotilla" not in words:
             yield f"a try ended with exit code {code} and no way to resume: {words!r}"
     if outcome.tracebacks:
         yield f"{outcome.tracebacks} tracebacks were shown"
+
+
+def no_try_fails_for_what_is_survived(outcome: Outcome) -> Iterator[str]:
+    """A try fails only for a fault that cannot be survived within it."""
+    failed = [words for code, words in outcome.ends if code == 1]
+    if outcome.most_failures is not None and len(failed) > outcome.most_failures:
+        yield f"{len(failed)} tries failed, and {outcome.most_failures} may: {' | '.join(failed)}"
 
 
 def no_checkpoint_is_torn(outcome: Outcome) -> Iterator[str]:
@@ -95,6 +107,7 @@ def no_process_is_left(outcome: Outcome) -> Iterator[str]:
 INVARIANTS = (
     it_ends_blessed,
     an_end_before_is_one_line_and_can_be_resumed,
+    no_try_fails_for_what_is_survived,
     no_checkpoint_is_torn,
     all_steps_are_trained,
     few_steps_are_repeated,

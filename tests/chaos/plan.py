@@ -44,6 +44,8 @@ class Plan:
     workers: int
     evaluator: bool
     faults: tuple[Fault, ...]
+    steps: int = STEPS
+    every: int = EVERY
 
     def __str__(self) -> str:
         """Describe strategy and cluster."""
@@ -68,8 +70,8 @@ class Plan:
         """Return the configuration, by `section.key`."""
         return {
             "training.strategy": self.strategy,
-            "training.steps": STEPS,
-            "training.checkpoint_every": EVERY,
+            "training.steps": self.steps,
+            "training.checkpoint_every": self.every,
             "training.validate_every": 0,
             "training.stall_timeout": STALL_SECONDS,
             "cluster.parameter_servers": self.servers,

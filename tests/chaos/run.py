@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from tests.chaos.faults import Target, inject
 from tests.chaos.invariants import Outcome
-from tests.chaos.plan import EVERY, STEPS, Fault, Plan
+from tests.chaos.plan import Fault, Plan
 from tests.pipelines.called import processes_of
 from trainer import storage
 from trainer.events import Event, Progress, parse
@@ -30,18 +32,24 @@ Say = Callable[[str], None]
 
 def run_plan(plan: Plan, folder: Path, say: Say) -> Outcome:
     """Run a plan below `folder`, where the dataset of other runs is reused."""
-    return _Run(plan, folder, say).to_its_end()
+    return Run(plan, folder, say, {}).to_its_end()
 
 
-class _Run:
-    def __init__(self, plan: Plan, folder: Path, say: Say) -> None:
+class Run:
+    """A run on this machine; how faults are injected, and what may be left, is for subclasses."""
+
+    def __init__(self, plan: Plan, folder: Path, say: Say, variables: Mapping[str, str]) -> None:
+        """Work below `folder`, with these variables of the environment besides its own."""
         self._plan = plan
         self._workdir = folder / f"run-{plan.seed}"
         self._read: dict[Path, int] = {}
         self._store = folder / "store"
         self._say = say
         self._faults = list(plan.faults)
-        self._found = Outcome(checkpoints="", steps=STEPS, every=EVERY)
+        self._found = Outcome(checkpoints="", steps=plan.steps, every=plan.every)
+        self._environment = {**os.environ, **variables}
+        # Exit codes of a try after which the run is resumed.
+        self._resumable: tuple[int, ...] = (1,)
 
     def to_its_end(self) -> Outcome:
         """Start the run, and resume it as long as it fails and faults may be the reason."""
@@ -56,7 +64,7 @@ class _Run:
         run_id = config.parent.name
         self._found.checkpoints = storage.join(root, run_id, "checkpoints")
         for _ in self._plan.faults:
-            if self._found.ends[-1][0] != 1:
+            if self._found.ends[-1][0] not in self._resumable:
                 break
             self._tried([*arguments, "--resume", run_id])
         return self._found
@@ -67,7 +75,10 @@ class _Run:
         errors = self._workdir / "errors.txt"
         with errors.open("w") as stderr:
             process = subprocess.Popen(
-                [*FLOTILLA, *arguments], stdout=subprocess.DEVNULL, stderr=stderr
+                [*FLOTILLA, *arguments],
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                env=self._environment,
             )
         self._follow(process)
         process.wait()
@@ -77,27 +88,39 @@ class _Run:
         found = self._found
         found.tracebacks += text.count("Traceback")
         found.ends.append((process.returncode, " | ".join(last)))
-        found.left += [" ".join(each.cmdline()) for each in processes_of(self._workdir)]
+        found.left += self._left()
 
     def _follow(self, process: subprocess.Popen[bytes]) -> None:
         target = None
-        for event in _events(process, self._workdir, self._read):
+        for event in events_of(process, self._workdir, self._read):
             self._found.events.append(event)
             if isinstance(event, Progress):
-                target = target or _target(self._workdir, self._store, self._plan.seed)
+                target = target or self._aim(process)
                 self._inject(target, event.global_step)
         if target:
             target.cancel()
             self._found.torn |= target.torn
 
-    def _inject(self, target: Target, step: int) -> None:
+    def _inject(self, target: Any, step: int) -> None:
         while self._faults and step >= self._faults[0].step:
             fault = self._faults.pop(0)
-            self._say(f"  {fault}: {inject(fault, target)}")
-            self._found.losses += _costs_an_attempt(self._plan, fault)
+            self._say(f"  {fault}: {self._strike(fault, target)}")
+
+    def _aim(self, _process: subprocess.Popen[bytes]) -> Any:
+        """Return what faults are injected into: it has `cancel` and `torn`."""
+        return _target(self._workdir, self._store, self._plan.seed)
+
+    def _strike(self, fault: Fault, target: Any) -> str:
+        """Inject a fault; return what came of it, in a few words."""
+        self._found.losses += _costs_an_attempt(self._plan, fault)
+        return inject(fault, target)
+
+    def _left(self) -> list[str]:
+        """Return what is left of a try that has ended."""
+        return [" ".join(each.cmdline()) for each in processes_of(self._workdir)]
 
 
-def _events(
+def events_of(
     process: subprocess.Popen[bytes], workdir: Path, read: dict[Path, int]
 ) -> Iterator[Event]:
     """Yield the events of a run as they come, to its end; `read` counts the bytes of each file."""

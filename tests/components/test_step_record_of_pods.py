@@ -1,5 +1,6 @@
 """Steps that share no folder, as the pods of a KFP instance: what the exit step can still tell."""
 
+import json
 import os
 import signal
 import subprocess
@@ -184,6 +185,25 @@ def test_a_step_that_was_tried_again_costs_all_its_tries(pods):
     page, summary = pods.finished()
     assert "in 2 earlier tries" in page.text
     assert "in 2 earlier tries" in cells(summary, "train_model")[2]
+
+
+def test_the_report_counts_restarts_and_names_task_and_cause(pods, monkeypatch):
+    cause = "loss of its pod: evicted (EvictionByEvictionAPI)"
+
+    def launch(_job, _defaults):
+        for number in (1, 2):
+            events.emit(events.Restart(task="worker-1", cause=cause, restarts=number))
+        raise UserError(REASON)
+
+    monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
+    with pytest.raises(SystemExit):
+        pods.trained()
+    record = json.loads(storage.read_bytes(storage.join(pods.root, RUN, "steps/train_model.json")))
+    assert [each["restarts"] for each in record["incidents"]] == [1, 2]
+    page, _ = pods.finished()
+    assert page.heads()[:2] == ["Steps", "Incidents"]
+    assert page.text.count(cause) == 2
+    assert "worker-1" in page.text
 
 
 def test_a_wrong_value_is_reported_with_its_line(pods):

@@ -72,6 +72,10 @@ class Kubelet:
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         os.killpg(self._processes[uid].pid, number)
 
+    def alive(self) -> list[str]:
+        """Return the commands of the pods whose first process has not ended."""
+        return [str(each.args) for each in self._processes.values() if each.poll() is None]
+
     def evict(self, namespace: str, name: str, message: str) -> None:
         """Kill a pod since the node is short of something."""
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]

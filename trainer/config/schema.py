@@ -163,7 +163,7 @@ class ClusterConfig(Section):
     existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
     in_process: bool = key(False, "run the servers as threads, for a debugger")
     max_restarts: int = key(
-        3, "restarts of all tasks together, without the evaluator", ge=0, le=MOST
+        3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
     )
     kubernetes: KubernetesConfig = key(KubernetesConfig(), "settings of the TFJob and its pods")
 

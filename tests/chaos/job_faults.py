@@ -1,0 +1,118 @@
+"""The injection of faults into a TFJob: into its pods, its launcher, the API and the operator."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.chaos.plan import Fault
+from tests.kubernetes.cluster import NAMESPACE, Cluster
+from tests.kubernetes.store import Tree
+from tests.pipelines.called import processes_of
+
+# What `kubectl delete`, a drain and the scheduler do differs only in the reason that is given.
+REASONS = {"delete": "", "evict": "EvictionByEvictionAPI", "preempt": "PreemptionByScheduler"}
+
+
+class JobTarget:
+    """The cluster of one run, and the process of the command line."""
+
+    def __init__(self, kube: Cluster, workdir: Path, process: subprocess.Popen[bytes]) -> None:
+        """Use the cluster, the folder of the run, and the process that was started."""
+        self.kube = kube
+        self.torn: set[Path] = set()
+        self._workdir, self._process = workdir, process
+        self._outages: list[threading.Timer] = []
+
+    def pod(self, task: str) -> Tree | None:
+        """Return the pod of a task, or None where it does not run or is being deleted."""
+        pod = self.kube.pods().get(task)
+        runs = pod and pod["status"]["phase"] == "Running"
+        return pod if pod and runs and not pod["metadata"].get("deletionTimestamp") else None
+
+    def cancel_run(self) -> None:
+        """End the run as Ctrl-C does."""
+        self._process.send_signal(signal.SIGTERM)
+
+    def kill_launcher(self) -> bool:
+        """Kill the process of the step that trains; return whether there was one."""
+        for process in processes_of(self._workdir):
+            if "train_model" in process.cmdline():
+                process.kill()
+                return True
+        return False
+
+    def for_a_while(self, seconds: float, end: Callable[[], None]) -> None:
+        """Call `end` in so many seconds, or when the run has ended."""
+        timer = threading.Timer(seconds, end)
+        timer.daemon = True
+        timer.start()
+        self._outages.append(timer)
+
+    def cancel(self) -> None:
+        """End all outages."""
+        for timer in self._outages:
+            if timer.is_alive():
+                timer.cancel()
+                timer.function()
+
+
+def inject_into_job(fault: Fault, target: JobTarget) -> str:
+    """Inject a fault; return what came of it, in a few words."""
+    if fault.task:
+        with target.kube.store.changed:
+            pod = target.pod(fault.task)
+            return _into_pod(fault, target.kube, pod) if pod else "it was not there"
+    return OF_THE_RUN[fault.kind](fault, target)
+
+
+def _into_pod(fault: Fault, kube: Cluster, pod: Tree) -> str:
+    name = pod["metadata"]["name"]
+    assert kube.kubelet
+    if fault.kind == "kill":
+        kube.kubelet.kill(NAMESPACE, name)
+    elif fault.kind == "evict by node":
+        kube.kubelet.evict(NAMESPACE, name, "The node was low on resource: memory.")
+    elif fault.kind == "delete by force":
+        kube.take_away(fault.task, grace=0)
+    else:
+        kube.take_away(fault.task, REASONS[fault.kind])
+    return "done"
+
+
+def _cancel(_fault: Fault, target: JobTarget) -> str:
+    target.cancel_run()
+    return "done"
+
+
+def _kill_launcher(_fault: Fault, target: JobTarget) -> str:
+    return "done" if target.kill_launcher() else "it was not there"
+
+
+def _api_outage(fault: Fault, target: JobTarget) -> str:
+    target.kube.server.go_down()
+    target.for_a_while(fault.seconds, target.kube.faults.clear)
+    return "done"
+
+
+def _operator_outage(fault: Fault, target: JobTarget) -> str:
+    """Have nobody reconcile, nor judge what is written: heartbeats are refused."""
+    kube = target.kube
+
+    def is_down(down: bool) -> None:
+        kube.operator.down = kube.server.control.is_webhook_silent = down
+
+    is_down(True)
+    target.for_a_while(fault.seconds, lambda: is_down(False))
+    return "done"
+
+
+OF_THE_RUN: dict[str, Callable[[Fault, JobTarget], str]] = {
+    "cancel": _cancel,
+    "kill launcher": _kill_launcher,
+    "API outage": _api_outage,
+    "operator outage": _operator_outage,
+}

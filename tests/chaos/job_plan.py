@@ -1,0 +1,78 @@
+"""The plan of a run that trains as a TFJob on the stand-in of a cluster."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from tests.chaos.plan import Fault, Plan
+
+STEPS, EVERY = 1500, 250
+STRATEGIES = (
+    "async_parameter_server",
+    "sync_parameter_server",
+    "in_graph",
+    "multi_worker_mirrored",
+)
+# Each kind with its weight; those of the first line hit a task.
+OF_TASKS = {
+    "delete": 4,
+    "evict": 3,
+    "preempt": 2,
+    "kill": 3,
+    "delete by force": 1,
+    "evict by node": 1,
+}
+OF_THE_RUN = {"cancel": 2, "kill launcher": 2, "API outage": 2, "operator outage": 2}
+LASTING = ("API outage", "operator outage")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobPlan(Plan):
+    """A run as a TFJob, and its faults."""
+
+    steps: int = STEPS
+    every: int = EVERY
+
+    def settings(self) -> dict[str, object]:
+        """Return the configuration, by `section.key`."""
+        return {
+            **super().settings(),
+            "cluster.launcher": "tfjob",
+            "gate.min.accuracy": 0.7,
+            # Where no guard ends a job whose launcher was killed, the exit step has to.
+            "cluster.kubernetes.deadlines.heartbeat": 300,
+        }
+
+    @property
+    def most_failures(self) -> int:
+        """Return how many tries may fail: only a launcher that is killed is not survived."""
+        return sum(fault.kind == "kill launcher" for fault in self.faults)
+
+
+def draw_job_plan(seed: int) -> JobPlan:
+    """Return the plan of a seed."""
+    draw = random.Random(seed)
+    shape = JobPlan(
+        seed=seed,
+        strategy=draw.choices(STRATEGIES, (4, 2, 1, 2))[0],
+        servers=draw.randint(1, 2),
+        workers=draw.randint(2, 3),
+        evaluator=draw.random() < 0.2,
+        faults=(),
+    )
+    faults = sorted(
+        (_fault(draw, shape) for _ in range(draw.randint(1, 4))), key=lambda fault: fault.step
+    )
+    return JobPlan(**{**vars(shape), "faults": tuple(faults)})
+
+
+def _fault(draw: random.Random, plan: JobPlan) -> Fault:
+    kinds = {**OF_TASKS, **OF_THE_RUN}
+    kind = draw.choices(list(kinds), list(kinds.values()))[0]
+    return Fault(
+        kind=kind,
+        task=draw.choice(plan.tasks()) if kind in OF_TASKS else "",
+        step=draw.randrange(1, STEPS - EVERY),
+        seconds=draw.uniform(1, 12) if kind in LASTING else 0.0,
+    )

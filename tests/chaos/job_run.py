@@ -1,0 +1,49 @@
+"""One run as a TFJob with faults: the whole pipeline against the stand-in of a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.invariants import Outcome
+from tests.chaos.job_faults import JobTarget, inject_into_job
+from tests.chaos.job_plan import JobPlan
+from tests.chaos.plan import Fault
+from tests.chaos.run import Run, Say
+from tests.kubernetes.cluster import Cluster, real_cluster
+
+# Faults of which training notices nothing.
+HARMLESS = ("API outage", "operator outage")
+
+
+def run_job_plan(plan: JobPlan, folder: Path, say: Say) -> Outcome:
+    """Run a plan below `folder`, where the dataset of other runs is reused."""
+    with real_cluster(folder / f"run-{plan.seed}" / "kubernetes") as kube:
+        return _JobRun(plan, kube, folder, say).to_its_end()
+
+
+class _JobRun(Run):
+    def __init__(self, plan: JobPlan, kube: Cluster, folder: Path, say: Say) -> None:
+        super().__init__(plan, folder, say, {"KUBECONFIG": str(kube.kubeconfig)})
+        self._kube = kube
+        self._found.most_failures = plan.most_failures
+        self._resumable = (1, 130)
+
+    def _aim(self, process: subprocess.Popen[bytes]) -> JobTarget:
+        return JobTarget(self._kube, self._workdir, process)
+
+    def _strike(self, fault: Fault, target: Any) -> str:
+        self._found.cancels += fault.kind == "cancel"
+        self._found.losses += fault.kind not in HARMLESS
+        return inject_into_job(fault, target)
+
+    def _left(self) -> list[str]:
+        """Wait for the pods of a job that was deleted, which may save in their grace period."""
+        try:
+            self._kube.wait_until_deleted()
+        except AssertionError:
+            left = [*self._kube.jobs(), *self._kube.pods().values()]
+            return [f"{each['metadata']['name']} of the cluster" for each in left]
+        assert self._kube.kubelet
+        return [*super()._left(), *self._kube.kubelet.alive()]
