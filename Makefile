@@ -62,7 +62,7 @@ style: $(SETUP)
 lint: style ## style, types, import contracts, house rules
 	$(PYTEST) -q $(HOUSE_RULES)
 
-chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1; as TFJobs: ON=tfjob RUNS=50
+chaos: $(SETUP) ## random failures on real runs: make chaos RUNS=20 SEED=1, with TFJobs: ON=tfjob
 	$(PYTHON) -m tests.chaos --on $(ON) --runs $(RUNS) $(if $(SEED),--seed $(SEED))
 
 compile: $(SETUP) ## the pipeline as KFP YAML, in build/

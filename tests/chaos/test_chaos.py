@@ -1,4 +1,4 @@
-"""Three runs with faults: kills, a stopped worker, a torn checkpoint, a full disk."""
+"""Runs with faults: on this machine, and as TFJobs on the stand-in of a cluster."""
 
 from __future__ import annotations
 
@@ -17,6 +17,21 @@ SEEDS = (4, 9, 21)
 )
 def test_the_invariants_hold(tmp_path, capsys, seed):
     code = main(["--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)])
+    output = capsys.readouterr().out
+    assert code == 0, output
+    assert ", 0 invariants broken, " in output.splitlines()[-1]
+
+
+# Between them: a cancel, deletions and evictions of each role, a killed launcher, an outage.
+JOB_SEEDS = (5, 2, 16)
+
+
+@pytest.mark.parametrize(
+    "seed", [JOB_SEEDS[0], *(pytest.param(seed, marks=pytest.mark.long) for seed in JOB_SEEDS[1:])]
+)
+def test_the_invariants_hold_for_a_tfjob(tmp_path, capsys, seed):
+    options = ["--on", "tfjob", "--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)]
+    code = main(options)
     output = capsys.readouterr().out
     assert code == 0, output
     assert ", 0 invariants broken, " in output.splitlines()[-1]

@@ -155,6 +155,9 @@ class Kubelet:
         lines = [text for _, text in self._logs.of(uid, 0).lines]
         text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
         with self._store.changed, suppress(RefusedError):
+            # After a deletion by force another pod may have the name.
+            if self._store.get("pods", *_key(pod))["metadata"]["uid"] != uid:
+                return
             finished(self._store, pod, code if code >= 0 else 128 - code, text[-MESSAGE_BYTES:])
             if uid in self._evicted:
                 evicted(self._store, self._store.get("pods", *_key(pod)), self._evicted[uid])

@@ -268,3 +268,28 @@ def test_a_pod_is_deleted_at_once_by_force_and_where_it_does_not_run(kube, core)
     assert set(kube.pods()) == {"running-0"}
     delete("a-running-0", grace_period_seconds=0)
     assert not kube.pods()
+
+
+@pytest.mark.cluster
+def test_a_pod_deleted_by_force_is_killed_and_its_end_is_not_that_of_its_successor(real_kube):
+    kube = real_kube
+    job = tfjob(roles={"Chief": 1, "PS": 1})
+    for replica in job["spec"]["tfReplicaSpecs"].values():
+        container = {"name": "tensorflow", "command": ["sleep", "60"]}
+        replica["template"] = {"spec": {"containers": [container]}}
+    kube.store.create("tfjobs", NAMESPACE, job)
+
+    def running(task):
+        return kube.pods().get(task, {"status": {}})["status"].get("phase") == "Running"
+
+    kube.store.wait(lambda: running("ps-0"))
+    before = kube.take_away("ps-0", grace=0)
+    log = kube.server.logs.of(before["metadata"]["uid"], 0)
+    after = kube.pod("ps-0", but=before["metadata"]["uid"])
+    kube.store.wait(lambda: log.ended and running("ps-0"))
+    kube.store.delete("tfjobs", NAMESPACE, "job")
+    kube.wait_until_deleted()
+    made = {tree["metadata"]["uid"] for _, _, kind, tree in kube.store.history if kind == "pods"}
+    # Those two, and the chief: none was made for an end that was not its own.
+    assert {before["metadata"]["uid"], after["metadata"]["uid"]} < made
+    assert len(made) == 3
