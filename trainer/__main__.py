@@ -20,7 +20,7 @@ from typing import NoReturn
 from trainer import events, user_code
 from trainer.cluster import signals, termination
 from trainer.config.load import load_config
-from trainer.errors import DONE, FAILED, USAGE, UserError
+from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, TransientError, UserError
 from trainer.training import task
 
 
@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
         options.stage(options)
     except UserError as error:
         _report(options.workdir, str(error), user_code.traceback_of(error))
-        return error.exit_code
+        return TRY_AGAIN if isinstance(error, TransientError) else error.exit_code
     except SystemExit as end:
         # Flotilla itself never does this, and a restart would not help.
         place = user_code.place_of(end)

@@ -15,6 +15,9 @@ USAGE = 2
 REFUSED = 3
 INTERRUPTED = 130
 BEGIN_AGAIN = 138
+# Of a task that ends for a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below 128, so that
+# neither a supervisor nor an operator starts the task again at once: it has tried for minutes.
+TRY_AGAIN = 75
 EXIT_CODES = {
     DONE: "done, and blessed where there is a gate",
     FAILED: "failed",

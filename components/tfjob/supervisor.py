@@ -35,6 +35,7 @@ from trainer.errors import (
     BEGIN_AGAIN,
     DONE,
     FAILED,
+    TRY_AGAIN,
     USAGE,
     RunInterruptedError,
     TransientError,
@@ -59,7 +60,7 @@ JobEvents = queue.SimpleQueue[JobEvent]
 
 def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
     """Return the report of a task that has failed."""
-    if end.code in (FAILED, USAGE) and end.message:
+    if end.code in (FAILED, TRY_AGAIN, USAGE) and end.message:
         return f"{end.message} ({end.task}, pod {end.pod})"
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
     lines = " | ".join(log_tail) or end.message
@@ -339,6 +340,7 @@ class Supervisor:
         """Return the loss with which a job has failed; None where its leader was done before.
 
         Raises:
+            TransientError: a task says that it may succeed later.
             UserError: the job has failed for another reason.
         """
         if any(end.task == self._leader and _is_done(end) for end in self._ends.values()):
@@ -349,9 +351,11 @@ class Supervisor:
             for each in self._losses.values()
             if each.task.role in roles and each.uid == self._seen[each.task][-1]
         )
-        failed = (end for end in self._ends.values() if end.code != DONE and not end.pod_deleted)
-        if loss is None or any(self._restarts.is_final(end) for end in failed):
-            raise UserError(self._job_failure(job))
+        failed = [end for end in self._ends.values() if end.code != DONE and not end.pod_deleted]
+        final = [end for end in failed if self._restarts.is_final(end)]
+        if loss is None or final:
+            kind = TransientError if final and final[0].code == TRY_AGAIN else UserError
+            raise kind(self._job_failure(job))
         return loss
 
     def _job_failure(self, job: Tree) -> str:
@@ -401,7 +405,7 @@ class Supervisor:
             raise kind(f"{exceeded} (job {self._name}){last_events(self._api, self._uid)}")
         limit = self._unreachable
         if limit and time.monotonic() - self._api.answered_at > limit:
-            raise UserError(unreachable(limit, f"the job {self._name} may still run"))
+            raise TransientError(unreachable(limit, f"the job {self._name} may still run"))
 
     def _exceeded(self) -> str:
         """Return which deadline the job exceeds as it is now: an outage delays its watches."""

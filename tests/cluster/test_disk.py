@@ -11,8 +11,14 @@ from contextlib import suppress
 import pytest
 
 from tests.cluster.launched import launched
+from tests.stores.faults import Fault
+from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
+from trainer.cluster import local
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
+from trainer.errors import TransientError
 from trainer.events import (
     AttemptBegin,
     CheckpointPassedOver,
@@ -121,3 +127,18 @@ def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
     (failed,) = run.events(TaskFailed)
     assert (failed.task, failed.cause) == ("chief-0", "exit code 1")
     assert failed.last_lines[-1].startswith("flotilla: the code that it was given")
+
+
+def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
+    dataset, tmp_path, monkeypatch, s3
+):
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.5")
+    s3.plan.add(Fault(503, times=10**6))
+    job = Job(
+        config=parse_config(settings(EVERY)),
+        dataset=dataset,
+        checkpoints=f"s3://{bucket_name()}/run",
+        workdir=tmp_path / "cluster",
+    )
+    with pytest.raises(TransientError, match=r"has not been available .* \(chief-0, log "):
+        local.launch(job)

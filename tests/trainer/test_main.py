@@ -161,6 +161,7 @@ def test_a_port_in_use(capsys, monkeypatch, options):
     [
         (errors.UserError("a cause"), 1),
         (errors.ConfigError("a cause"), 2),
+        (errors.TransientError("a cause"), 75),
         (errors.RunInterruptedError("a cause"), 130),
         (errors.ClusterLostError("a cause"), 138),
     ],

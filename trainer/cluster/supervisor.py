@@ -33,8 +33,10 @@ from trainer.errors import (
     DONE,
     FAILED,
     INTERRUPTED,
+    TRY_AGAIN,
     USAGE,
     RunInterruptedError,
+    TransientError,
     UserError,
 )
 from trainer.topology import Task
@@ -200,7 +202,8 @@ class Supervisor:
             message = process.termination_message() or (
                 f"{end.cause}; its last line: {process.last_line()}"
             )
-            raise UserError(f"{message} ({process.task}, log {process.log})")
+            kind = TransientError if end.code == TRY_AGAIN else UserError
+            raise kind(f"{message} ({process.task}, log {process.log})")
         if not end.planned:
             self._count_incident(process, end)
         self._restarts_at_start[process.task] = self._restarts
@@ -254,7 +257,7 @@ class Supervisor:
     def _stop(self) -> NoReturn:
         code = self._stop_leader()
         message = self._leader.termination_message()
-        if code in (FAILED, USAGE) and message:
+        if code in (FAILED, TRY_AGAIN, USAGE) and message:
             raise UserError(message)
         raise RunInterruptedError(message or "interrupted before training began")
 

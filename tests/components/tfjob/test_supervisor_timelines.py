@@ -12,6 +12,7 @@ from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
 from trainer import events
+from trainer.errors import FAILED, TRY_AGAIN, TransientError, UserError
 from trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 
 
@@ -242,3 +243,12 @@ def test_a_chiefless_job_is_led_by_worker_0(kube, run_events):
     attempt.succeed()
     assert [each.global_step for each in run_events(Progress)] == [3]
     kube.wait_until_deleted()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(TRY_AGAIN, TransientError), (FAILED, UserError)])
+def test_a_task_says_whether_the_job_may_succeed_later(kube, code, kind):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.finish("chief-0", code, "cannot write gs://b/step-7: the store is out")
+    assert attempt.failure().startswith("cannot write gs://b/step-7: the store is out (chief-0, ")
+    assert type(attempt.error) is kind
