@@ -173,6 +173,28 @@ def test_a_job_that_is_suspended_again_queues_again():
     assert deadlines.exceeded([]).startswith("the job was not admitted after 100 s")
 
 
+def test_a_job_that_is_made_again_queues_again_and_has_run_before():
+    now = 0.0
+    limits = DeadlinesConfig(queueing=50, running=100, stalling=0, operator=0)
+    deadlines = Deadlines(limits, 1, clock=lambda: now)
+    node = {"name": "tensorflow", "state": {"running": {}}}
+    pod = {
+        "metadata": {"uid": "a", "labels": {}},
+        "spec": {"nodeName": "node-1"},
+        "status": {"phase": "Running", "containerStatuses": [node]},
+    }
+    deadlines.observe([pod])
+    assert deadlines.seconds_left() == 100
+    now = 60.0
+    deadlines.begin_again()
+    assert not deadlines.has_run
+    assert deadlines.seconds_left() == 50
+    now = 80.0
+    deadlines.observe([pod])
+    # It ran for 60 s, and not for the 20 s in which the job was made again.
+    assert deadlines.seconds_left() == 40
+
+
 def test_launch_raises_what_the_operator_leaves_undone(kube):
     kube.operator.down = True
     with pytest.raises(UserError, match="the training operator has not reacted"):
