@@ -325,7 +325,7 @@ class Supervisor:
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
     def _is_ending(self) -> bool:
-        """Return whether the job has finished or is being deleted, and its pods with it."""
+        """Return whether the job has no use for its pods: finished, deleted, or suspended again."""
         try:
             job = self._api.get_job(self._name)
         except UnreachableError:
@@ -334,7 +334,7 @@ class Supervisor:
             return error.is_missing
         metadata = job["metadata"]
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
-        return is_deleted or state.is_finished(job)
+        return is_deleted or state.is_finished(job) or state.is_suspended(job)
 
     def _lost(self, job: Tree) -> Loss | None:
         """Return the loss with which a job has failed; None where its leader was done before.

@@ -9,9 +9,11 @@ import pytest
 from components.tfjob import supervisor
 from components.tfjob.deadlines import Deadlines
 from components.tfjob.launcher import launch
+from components.tfjob.names import REPLICA_INDEX, REPLICA_TYPE
 from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_attempt
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
+from trainer import events
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 
@@ -114,16 +116,34 @@ def test_a_malformed_image_ends_the_job_at_once(kube):
     kube.wait_until_deleted()
 
 
-def test_a_registry_that_hiccups_is_waited_for(kube):
-    attempt = watching_attempt(kube, container=1)
-    tasks = kube.all_pods()
-    for pod in tasks.values():
-        pods.waiting(kube.store, pod, "ErrImagePull", "503 Service Unavailable")
-        pods.waiting(kube.store, pod, "ContainerCreating")
-    kube.run_all()
-    attempt.join(2)
-    kube.finish("chief-0", 0)
-    attempt.succeed()
+def test_a_registry_that_hiccups_is_waited_for():
+    now = [0.0]
+    deadlines = Deadlines(DeadlinesConfig(container=120, starting=900), 1, lambda: now[0])
+
+    def waiting(reason):
+        state = {"waiting": {"reason": reason}}
+        status = {"containerStatuses": [{"name": "tensorflow", "state": state}]}
+        labels = {REPLICA_TYPE: "worker", REPLICA_INDEX: "0"}
+        return {
+            "metadata": {"uid": "p", "labels": labels},
+            "spec": {"nodeName": "n"},
+            "status": status,
+        }
+
+    deadlines.observe([waiting("ErrImagePull")])
+    assert deadlines.seconds_left() == 120
+    now[0] = 100.0
+    deadlines.observe([waiting("ContainerCreating")])
+    assert deadlines.seconds_left() == 800
+    now[0] = 110.0
+    deadlines.observe([waiting("ImagePullBackOff")])
+    # Between two tries the reason changes, and the pod fails all the same.
+    now[0] = 200.0
+    failing = waiting("ErrImagePull")
+    deadlines.observe([failing])
+    assert (deadlines.seconds_left(), deadlines.exceeded([failing])) == (30, "")
+    now[0] = 230.0
+    assert deadlines.exceeded([failing]).startswith("worker-0 cannot start, for 120 s (cluster.")
 
 
 def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
@@ -193,6 +213,38 @@ def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     deadlines.observe([pod])
     # It ran for 60 s, and not for the 20 s in which the job was made again.
     assert deadlines.seconds_left() == 40
+
+
+def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    attempt = Attempt(job_of(settings(max_restarts=0)))
+    kube.wait_watched()
+    kube.run_all()
+    job = kube.job()["metadata"]["name"]
+
+    def suspend(value):
+        def change(tree):
+            tree["spec"]["runPolicy"]["suspend"] = value
+
+        kube.store.change("tfjobs", NAMESPACE, job, change)
+
+    kube.store.wait(lambda: sum("/log?" in each for each in kube.server.requests) >= 3)
+    asked = len(kube.server.requests)
+    suspend(True)
+    kube.store.wait(lambda: not kube.pods())
+
+    def looks():
+        asks = (each for each in kube.server.requests[asked:] if each.startswith("GET"))
+        return sum(each.endswith(f"/tfjobs/{job}") for each in asks)
+
+    # The launcher looks at the job for each of its pods that goes.
+    kube.store.wait(lambda: looks() == 3)
+    suspend(False)
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    assert not [each for each in events.read(path) if isinstance(each, events.Restart)]
 
 
 def test_launch_raises_what_the_operator_leaves_undone(kube):
