@@ -17,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import replace
 
 from components.tfjob import names, state
@@ -220,9 +221,11 @@ class Supervisor:
             left = end - time.monotonic()
             if left <= 0 or self._is_blind:
                 return False
-            job_event = self._next(left)
+            job_event = self._next(min(left, CHECK_SECONDS))
             if job_event is not None:
                 self._observe(*job_event)
+            else:
+                self._forget_absent()
             if self._interrupts > 1:
                 raise RunInterruptedError(
                     "interrupted twice; the last published checkpoint is intact"
@@ -392,6 +395,19 @@ class Supervisor:
                 self._observe(*job_event)
         for pod in pods:
             self._observe({**pod, "kind": "Pod"}, False)
+
+    def _forget_absent(self) -> None:
+        """Forget the pods, and the job, that are gone: a watch after an outage never saw them."""
+        with suppress(RefusedError, UnreachableError):
+            there = self._api.labelled("pods", f"{names.JOB_NAME}={self._name}")
+            uids = {pod["metadata"]["uid"] for pod in there}
+            self._pods = {uid: pod for uid, pod in self._pods.items() if uid in uids}
+        try:
+            self._is_job_deleted |= self._api.get_job(self._name)["metadata"]["uid"] != self._uid
+        except RefusedError as error:
+            self._is_job_deleted |= error.is_missing
+        except UnreachableError as error:
+            log.debug("whether the job is deleted is not known: %s", error)
 
     def _check_deadlines(self) -> None:
         pods = self._pods.values()

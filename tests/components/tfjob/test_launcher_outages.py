@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from components.tfjob import launcher, names, watch
+from components.tfjob import launcher, names, supervisor, watch
 from components.tfjob.launcher import delete_jobs
 from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_attempt
 from tests.kubernetes.cluster import NAMESPACE
@@ -92,6 +92,19 @@ def test_without_permission_to_watch_the_message_names_the_remedy(kube):
 def test_an_expired_token_is_retried(kube):
     kube.faults.add("GET .*(pods|tfjobs)", 401, times=4)
     attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+
+
+def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
+    monkeypatch.setattr(watch, "FIRST_WAIT", 300)
+    monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
+    # Their watch begins after the job: what was deleted meanwhile it never reports.
+    kube.faults.add(r"GET .*/pods\?", 503, times=1)
+    attempt = Attempt(job_of(settings()))
+    kube.store.wait(lambda: kube.faults.hits)
     kube.run_all()
     kube.finish("chief-0", 0)
     attempt.succeed()
