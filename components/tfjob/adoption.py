@@ -1,8 +1,8 @@
 """Adopt the unfinished job of an earlier attempt of the step, or create a new one.
 
 A retry of the step finds the job of the earlier attempt under the same name. It adopts the job if
-the digest of the manifest is the same. A job that has finished, is being deleted, or has another
-manifest is deleted and replaced by a new one, whose training resumes from the newest checkpoint.
+the digest of the manifest is the same. A job that has finished, is being stopped or deleted, or
+has another manifest is replaced by a new one, whose training resumes from the newest checkpoint.
 No job is created while a pod of an earlier one is left: two would train at the same time.
 """
 
@@ -17,6 +17,7 @@ from components.tfjob import names, state
 from components.tfjob.client import Api, RefusedError
 from components.tfjob.names import Tree
 from components.tfjob.retry import refused, with_retry
+from components.tfjob.shutdown import Stop
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 
@@ -79,6 +80,9 @@ class Adoption:
 
     def _delete(self, found: Tree, seconds: float) -> None:
         metadata = found["metadata"]
+        if _is_stopping(found) and not state.is_finished(found):
+            # Its chief still saves.
+            Stop(found).wait(self._api, self._wait)
         if not metadata.get("deletionTimestamp"):
             self._ask(lambda: self._api.delete_job(metadata["name"], metadata["uid"]))
         self.wait_until_deleted(metadata["name"], seconds)
@@ -101,4 +105,8 @@ class Adoption:
 def _is_same(found: Tree, metadata: Tree) -> bool:
     annotations = found["metadata"].get("annotations", {})
     same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
-    return same and not found["metadata"].get("deletionTimestamp")
+    return same and not found["metadata"].get("deletionTimestamp") and not _is_stopping(found)
+
+
+def _is_stopping(found: Tree) -> bool:
+    return names.STOP in found["metadata"].get("annotations", {})

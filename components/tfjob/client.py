@@ -35,8 +35,14 @@ _TIMEOUT = urllib3.Timeout(connect=5, read=30)
 _QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
 # A silent stream is opened again after so long: a dead peer is silent too.
 STREAM_SECONDS = 60
-# 401 among them: an expired token is renewed on its node after a while.
-_RETRYABLE = (HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS)
+# What may pass: an expired token (401) is renewed on its node after a while, 500 is also a webhook
+# that does not answer, 502 to 504 come from proxies and overload. A method or a protocol that the
+# server does not know (501, 505) it will not learn.
+_RETRYABLE = (
+    HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)  # fmt: skip
 # An internal error (500) of the API server, when its request to the operator has failed.
 _SILENT_OPERATOR = re.compile(r"failed calling webhook .*training-operator")
 
@@ -153,9 +159,10 @@ class Api:
         """Return a TFJob."""
         return self._ask("GET", self._path(names.PLURAL, name))
 
-    def patch_job(self, name: str, patch: Tree) -> Tree:
+    def patch_job(self, name: str, patch: Tree, *, quick: bool = False) -> Tree:
         """Merge a patch into a TFJob."""
-        return self._ask("PATCH", self._path(names.PLURAL, name), body=patch)
+        timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
+        return self._ask("PATCH", self._path(names.PLURAL, name), body=patch, timeout=timeout)
 
     def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> None:
         """Delete a TFJob if it exists, only the one with `uid` if given."""
@@ -172,6 +179,10 @@ class Api:
         except RefusedError as error:
             if not error.is_missing and not (uid and error.code == HTTPStatus.CONFLICT):
                 raise
+
+    def post(self, path: str, body: Tree) -> Tree:
+        """Return the answer to an object that is only asked about, such as an access review."""
+        return self._ask("POST", path, body=body)
 
     def get_pod(self, name: str) -> Tree:
         """Return a pod."""
@@ -198,6 +209,11 @@ class Api:
         for line in self._lines(self._path(kind), parameters):
             if line.endswith("\n"):
                 yield json.loads(line)
+
+    def recent_log(self, pod: str, seconds: int) -> Iterator[str]:
+        """Yield what a pod has written to its log in so many seconds."""
+        query = {"container": names.CONTAINER, "sinceSeconds": str(seconds)}
+        return self._lines(f"{self._path('pods', pod)}/log", query)
 
     def log(self, pod: str, *, since: str, follow: bool, previous: bool) -> Iterator[str]:
         """Yield the lines of a pod's log with their times; a line cut off has no newline."""
@@ -290,7 +306,7 @@ def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
     text = f"{request}: {' '.join(str(message or answer.reason or '').split())}"
     if _SILENT_OPERATOR.search(text):
         return SilentOperatorError(text)
-    if answer.status in _RETRYABLE or answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+    if answer.status in _RETRYABLE:
         seconds = answer.headers.get("Retry-After", "")
         return UnreachableError(text, float(seconds) if seconds.isdigit() else 0.0)
     # What the API server has no resource for, its HTTP server refuses without an object.

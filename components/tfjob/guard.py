@@ -2,10 +2,14 @@
 
     python -m components.tfjob.guard -- python -m trainer task ...
 
-Next to the leading task it also watches the launcher's heartbeat, an annotation on the job. When
-the heartbeat stops, the job is an orphan: the guard ends training with a last checkpoint, and the
-job with it. An API that cannot be reached does not prove that the launcher is gone: only time
-during which the heartbeat could be read, and did not change, counts.
+Next to the leading task it also watches the job. Where the launcher asks for a stop, or its
+heartbeat stops, the guard ends training with a last checkpoint, and the job with it.
+
+The heartbeat is an annotation on the job; a job whose heartbeat stops is an orphan. An API that
+cannot be reached does not prove that the launcher is gone: only time during which the heartbeat
+could be read, and did not change, counts. A heartbeat that was never renewed proves nothing either:
+its launcher may not be able to. Such a launcher ends the job itself within the limit, so that the
+guard waits for twice the limit, and then finds only a job whose launcher died in between.
 
 The guard of a parameter server or worker delays SIGTERM until the leading task has ended; see
 `components.tfjob.shutdown`.
@@ -23,21 +27,36 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from components.tfjob import names
-from components.tfjob.manifest import CONFIG_FILE, CONFIG_VARIABLE, LAUNCHER_VARIABLE
+from components.tfjob.manifest import (
+    CONFIG_FILE,
+    CONFIG_VARIABLE,
+    GRACE_SECONDS,
+    LAUNCHER_VARIABLE,
+)
+from components.tfjob.names import Tree
 from components.tfjob.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
 from trainer.cluster import termination
-from trainer.errors import FAILED, USAGE, UserError
+from trainer.config.load import parse_config
+from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader
+
+if TYPE_CHECKING:
+    from components.tfjob.client import Api
 
 log = logging.getLogger(__name__)
 # How often the heartbeat is read before the job counts as an orphan.
 READS_PER_LIMIT = 10
-# A task that has not ended so long after SIGTERM is killed; below the grace period of the pod.
-TERM_SECONDS = 110.0
+# A launcher that has not renewed its first heartbeat after one limit has ended the job itself.
+UNRENEWED_LIMITS = 2
+# A task that has not ended so long before the end of the grace period of its pod is killed, in time
+# for its termination message; of a short grace period it is this share.
+KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -67,12 +86,17 @@ class HeartbeatAge:
 
 
 class Guard:
-    """The process of one task."""
+    """The process of one task.
 
-    def __init__(self, command: list[str], environment: Mapping[str, str]) -> None:
-        """Start the task."""
-        #: Why the task was ended; empty unless the launcher is gone.
-        self.orphaned = ""
+    Attributes:
+        ends_job: whether the job ends with the task, which was asked to end for the job's sake.
+    """
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], grace: float) -> None:
+        """Start the task, which has `grace` seconds from SIGTERM to SIGKILL."""
+        self.ends_job = False
+        self.term_seconds = grace - min(KILL_SECONDS, KILL_SHARE * grace)
+        self._reason = ""
         self._process = subprocess.Popen(command, env=dict(environment))
 
     def send_signal(self, number: int) -> None:
@@ -80,22 +104,27 @@ class Guard:
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
-    def end_orphan(self, reason: str) -> None:
-        """End the task with a last checkpoint, and the guard with a code that fails the job."""
-        self.orphaned = reason
+    def end_job(self, reason: str) -> None:
+        """End the task with a last checkpoint; a reason is part of its termination message."""
+        self.ends_job, self._reason = True, reason
         self.send_signal(signal.SIGTERM)
-        killer = threading.Timer(TERM_SECONDS, self.send_signal, (signal.SIGKILL,))
+        killer = threading.Timer(self.term_seconds, self.send_signal, (signal.SIGKILL,))
         killer.daemon = True
         killer.start()
 
     def wait(self) -> int:
-        """Return the exit code of the task: 128 and its number for a signal."""
+        """Return the exit code of the task: 128 and its number for a signal.
+
+        It is one that fails the job where the job ends with the task: from 128 on the operator
+        would start it again.
+        """
         code = self._process.wait()
-        if self.orphaned:
+        if not self.ends_job:
+            return code if code >= 0 else 128 - code
+        if self._reason:
             folder = Path.cwd()
-            termination.write(folder, f"{self.orphaned}; {termination.read(folder)}")
-            return FAILED
-        return code if code >= 0 else 128 - code
+            termination.write(folder, f"{self._reason}; {termination.read(folder)}")
+        return DONE if code == DONE and not self._reason else FAILED
 
 
 def main(arguments: list[str]) -> int:
@@ -106,22 +135,22 @@ def main(arguments: list[str]) -> int:
         return USAGE
     environment = dict(os.environ)
     config = environment.pop(CONFIG_VARIABLE, "")
+    cluster, task = _parse_tf_config(environment.get("TF_CONFIG", ""))
     try:
         if config:
             Path(CONFIG_FILE).write_text(config, encoding="utf-8")
-        guard = Guard(arguments[1:], environment)
+        guard = Guard(arguments[1:], environment, _grace_seconds(config, task))
     except OSError as error:
         what = error.filename or arguments[1]
         sys.stderr.write(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}\n")
         return FAILED
-    cluster, task = _parse_tf_config(environment.get("TF_CONFIG", ""))
     leads = cluster is not None and task == leader(cluster)
     _handle_signals(guard, cluster, task)
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
-        threading.Thread(target=_watch_heartbeat, args=(guard, watched), daemon=True).start()
+        threading.Thread(target=_watch_launcher, args=(guard, watched), daemon=True).start()
     code = guard.wait()
-    if guard.orphaned:
+    if guard.ends_job:
         _delete_job(watched)
     return code
 
@@ -132,6 +161,14 @@ def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
         return from_tf_config(text)
     except UserError:
         return None, None
+
+
+def _grace_seconds(config: str, task: Task | None) -> float:
+    """Return the grace period of the pod of this task, as the manifest has it."""
+    with suppress(UserError, ValueError):
+        settings = parse_config(json.loads(config)).cluster.kubernetes
+        return float(settings.of(task.role if task else "worker").grace_seconds or GRACE_SECONDS)
+    return float(GRACE_SECONDS)
 
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
@@ -156,37 +193,69 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
 
 def _end_after_leader(guard: Guard, connection: ShutdownConnection) -> None:
-    connection.wait(NOTICE_SECONDS, TERM_SECONDS)
+    connection.wait(NOTICE_SECONDS, guard.term_seconds)
     guard.send_signal(signal.SIGTERM)
 
 
-def _watch_heartbeat(guard: Guard, watched: Mapping[str, str]) -> None:
-    """End the task when the launcher's heartbeat is older than the limit."""
+def _watch_launcher(guard: Guard, watched: Mapping[str, str]) -> None:
+    """End the task when the launcher asks for it, or is gone."""
     # Imported here since it is slow, and the task must not wait for it.
-    from components.tfjob.client import Api, RefusedError, UnreachableError, connect
+    from components.tfjob.client import Api, connect
 
-    limit = float(watched["seconds"])
-    age = HeartbeatAge()
     try:
         api = Api(connect(), watched["namespace"])
     except UserError as error:
         log.warning("the launcher is not watched: %s", error)
         return
+    _watch_for_stop(guard, api, watched["job"])
+    _watch_heartbeat(guard, api, watched)
+
+
+def _watch_for_stop(guard: Guard, api: Api, job: str) -> None:
+    """Start a thread that ends the task as soon as the job has the annotation for it."""
+    from components.tfjob.watch import Watch
+
+    def see(item: Tree, deleted: bool) -> None:
+        if not deleted and names.STOP in (item["metadata"].get("annotations") or {}):
+            watch.stopped.set()
+            log.warning(names.STOPPING)
+            guard.end_job("")
+
+    def refuse(error: Exception) -> None:
+        log.warning("a cancel ends this job at once, perhaps without a last checkpoint: %s", error)
+
+    watch = Watch(api, names.PLURAL, {"fieldSelector": f"metadata.name={job}"}, see, refuse)
+    watch.start()
+
+
+def _watch_heartbeat(guard: Guard, api: Api, watched: Mapping[str, str]) -> None:
+    """End the task when the launcher's heartbeat is older than the limit."""
+    from components.tfjob.client import RefusedError, UnreachableError
+
+    limit = float(watched["seconds"])
+    age = HeartbeatAge()
     while True:
         try:
             metadata = api.get_job(watched["job"])["metadata"]
-            heartbeat = metadata.get("annotations", {}).get(names.HEARTBEAT, "")
+            heartbeat = (metadata.get("annotations") or {}).get(names.HEARTBEAT, "")
             if not heartbeat:
                 log.info("the job has no heartbeat: its launcher is not watched")
                 return
-            if age.read(heartbeat) >= limit:
-                reason = f"no heartbeat of the launcher for {limit:g} s"
+            limits = 1 if names.is_renewed(heartbeat) else UNRENEWED_LIMITS
+            if age.read(heartbeat) >= limits * limit:
+                reason = f"no heartbeat of the launcher for {limits * limit:g} s"
                 log.warning("%s: training ends", reason)
-                guard.end_orphan(reason)
+                guard.end_job(reason)
                 return
         except RefusedError as error:
-            log.warning("the launcher is not watched: %s", error)
-            return
+            if error.is_missing:
+                # Its pods are deleted with it.
+                log.info("the job is gone: its launcher is not watched any more")
+                return
+            if error.code == HTTPStatus.FORBIDDEN:
+                log.warning("the launcher is not watched: %s", error)
+                return
+            age.unreadable()
         except UnreachableError:
             age.unreadable()
         time.sleep(limit / READS_PER_LIMIT)

@@ -1,12 +1,13 @@
 """The TFJob launcher: creates or adopts the job of a run, watches it, and never leaves an orphan.
 
 A job must not outlive its launcher, however that one ends. Each of these ends it, and the first
-that works is enough: the signal handler deletes the job before anything else; `launch` deletes it
-on every return; the exit step deletes what has the run's label; the guard of the leading task ends
-the job when the heartbeat stops; the job has an owner reference to the step's pod; and it has an
-active deadline.
+that works is enough: the signal handler asks for a stop before anything else (`shutdown.Stop`), or
+deletes the job where nobody would answer; `launch` deletes it on every return; the exit step ends
+what has the run's label; the guard of the leading task ends the job when it is asked to, and when
+the heartbeat stops; the job has an owner reference to the step's pod; and an active deadline.
 
 The heartbeat is an annotation on the job, which needs no permission beyond those on the job itself.
+It is renewed for the first time before training can begin: a launcher that may not is refused.
 
 The operator fails the whole job when a pod of it is deleted, evicted or preempted. The launcher
 then deletes the job, waits until its pods are gone, and makes it again from the same manifest:
@@ -23,19 +24,20 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 
 from components.image import DEFAULTS, PodDefaults
-from components.tfjob import names
+from components.tfjob import names, permissions, state
 from components.tfjob.adoption import Adoption
 from components.tfjob.client import Api, Connection, RefusedError, UnreachableError, connect
 from components.tfjob.deadlines import Deadlines
 from components.tfjob.logs import EventRelay, Logs
 from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
 from components.tfjob.names import Tree
-from components.tfjob.retry import with_retry
+from components.tfjob.retry import refused, with_retry
+from components.tfjob.shutdown import Stop
 from components.tfjob.state import Loss
 from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Restarts, Supervisor
 from components.tfjob.watch import Watch
@@ -63,8 +65,9 @@ DELETE_SECONDS = 120.0
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """Train `job` as a TFJob; see `trainer.cluster.launcher.Launcher`.
 
-    SIGINT and SIGTERM delete the job, whose chief publishes a last checkpoint within the grace
-    period; a second signal does not wait for it. `defaults` hold where the configuration does not.
+    After SIGINT or SIGTERM the chief publishes a last checkpoint within its grace period, and the
+    job is deleted; a second signal deletes it without that. `defaults` hold where the
+    configuration does not.
 
     Raises:
         ConfigError: the configuration asks for servers that are not pods of the job.
@@ -78,7 +81,11 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
-    """Delete the jobs of a run that are left, and return their names; raises `UserError`."""
+    """End the jobs of a run that are left, and return their names; raises `UserError`.
+
+    This process may have ten seconds: a job whose leading task runs is asked to end by itself, with
+    a last checkpoint, before it is waited for and deleted.
+    """
     connection = connect()
     api = Api(connection, settings.namespace or connection.namespace)
     label = f"{names.RUN}={names.run_label(run_id)}"
@@ -86,7 +93,9 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
         orphans = with_retry(partial(api.labelled, names.PLURAL, label), DELETE_SECONDS, time.sleep)
         for orphan in orphans:
             name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
-            log.warning("deleting the job %s, which its launcher has left", name)
+            log.warning("ending the job %s, which its launcher has left", name)
+            if not state.is_finished(orphan) and not orphan["metadata"].get("deletionTimestamp"):
+                _stop(api, orphan)
             with_retry(partial(api.delete_job, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
         # Where the kind is not served there is no job.
@@ -96,36 +105,79 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
     return [orphan["metadata"]["name"] for orphan in orphans]
 
 
+def _stop(api: Api, job: Tree) -> None:
+    """Have the leading task of a job end with a last checkpoint, where it runs, and wait for it."""
+    stop = Stop(job)
+    with suppress(RefusedError, UnreachableError):
+        if stop.leader_runs(api):
+            stop.request(api)
+            stop.wait(api, time.sleep)
+
+
 class Heartbeat(threading.Thread):
     """Renews the heartbeat of a job until `stopped` is set."""
 
-    def __init__(self, api: Api, name: str, limit: float) -> None:
-        """Send `HEARTBEATS` in the `limit` seconds after which the guard ends the job."""
+    def __init__(
+        self, api: Api, name: str, limit: float, on_refused: Callable[[RefusedError], None]
+    ) -> None:
+        """Send `HEARTBEATS` in the `limit` seconds after which the guard ends the job.
+
+        `on_refused` is called when half of them in a row were refused.
+        """
         super().__init__(name="heartbeat", daemon=True)
         self._api = api
         self._name = name
+        self._limit = limit
         self._interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
+        self._on_refused = on_refused
         self._token = secrets.token_hex(4)
-        self._count = 0
+        self._count = -1
         self.stopped = threading.Event()
 
     def annotation(self) -> dict[str, str]:
         """Return the next heartbeat; two launchers never send the same."""
         self._count += 1
-        return {names.HEARTBEAT: f"{self._token}-{self._count}"}
+        return {names.HEARTBEAT: names.heartbeat(self._token, self._count)}
+
+    def renew_first(self, unreachable: float, wait: Callable[[float], None]) -> None:
+        """Renew the heartbeat of the job's creation: no guard relies on one that never was.
+
+        Raises:
+            UserError: it is refused, or the API does not answer in the time after which a guard
+                may take the job for an orphan.
+        """
+        seconds = min(unreachable or self._limit, self._limit)
+        heartbeat = self.annotation()
+        patch = {"metadata": {"annotations": heartbeat}}
+        try:
+            job = with_retry(partial(self._api.patch_job, self._name, patch), seconds, wait)
+        except RefusedError as error:
+            raise UserError(refused(error)) from None
+        if not heartbeat.items() <= (job["metadata"].get("annotations") or {}).items():
+            raise UserError(
+                f"the annotation {names.HEARTBEAT} of the job {self._name} is not kept by the "
+                "Kubernetes API: exempt it from what changes objects in this namespace"
+            )
 
     def run(self) -> None:
         """Send heartbeats."""
+        refusals = 0
         while not self.stopped.wait(self._interval):
             try:
                 self._api.patch_job(self._name, {"metadata": {"annotations": self.annotation()}})
+                refusals = 0
             except UnreachableError as error:
                 log.debug("a heartbeat was not sent: %s", error)
             except RefusedError as error:
                 if error.is_missing:
                     return
-                # Any other refusal may be temporary, and without heartbeats the guard ends the job.
-                log.warning("a heartbeat was refused, retrying: %s", error)
+                # Any other refusal may be temporary; without heartbeats the guard ends the job.
+                refusals += 1
+                if refusals * self._interval >= self._limit / 2:
+                    self._on_refused(error)
+                    return
+                if refusals == 1:
+                    log.warning("a heartbeat was refused, retrying: %s", error)
 
 
 class _Launch:
@@ -138,6 +190,7 @@ class _Launch:
         self._job, self._settings = job, settings
         self._manifest = manifest(job, _place(connection, namespace, defaults))
         self._name = self._manifest["metadata"]["name"]
+        self._namespace = namespace
         self._api = Api(connection, namespace)
         # The handler may run while a thread holds the lock of the other pool.
         self._handler_api = Api(connection, namespace)
@@ -147,28 +200,37 @@ class _Launch:
         )
         self._deletion_seconds = grace + REMOVAL_SECONDS
         self._uid = ""
-        self._is_interrupted = False
+        self._is_interrupted = self._is_stopping = False
+        self._is_interrupted_again = threading.Event()
+        self._stop: Stop | None = None
+        self._leader_runs: Callable[[], bool] = lambda: False
         # What the leading task said last, to whom an interrupt comes while there is no job.
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
-        self._heartbeat = Heartbeat(self._api, self._name, settings.deadlines.heartbeat)
+        self._heartbeat = self._new_heartbeat()
         self._deadlines = Deadlines(settings.deadlines, sum(replicas(job.config).values()))
         self._restarts = Restarts(job.config)
 
     def run(self) -> None:
         with on_interrupt(self._on_interrupt):
             try:
+                permissions.require(self._api, self._namespace)
                 while self._supervise(self._adopt_or_create()):
                     self._deadlines.begin_again()
             finally:
                 self._heartbeat.stopped.set()
                 self._delete()
 
+    def _new_heartbeat(self) -> Heartbeat:
+        limit = self._settings.deadlines.heartbeat
+        return Heartbeat(self._api, self._name, limit, self._job_events.put)
+
     def _adopt_or_create(self) -> Tree:
         if self._is_interrupted:
             raise self._interruption()
         self._uid = ""
-        self._heartbeat = Heartbeat(self._api, self._name, self._settings.deadlines.heartbeat)
+        self._stop = None
+        self._heartbeat = self._new_heartbeat()
         own: Tree = {"annotations": self._heartbeat.annotation()}
         name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
         # The deletion of the step's own pod deletes the job. An owner in another namespace does not
@@ -182,7 +244,8 @@ class _Launch:
         # may wait.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
-        self._uid = created["metadata"]["uid"]
+        self._uid, self._stop = created["metadata"]["uid"], Stop(created)
+        self._heartbeat.renew_first(limits.unreachable, self._wait)
         return created
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -205,6 +268,7 @@ class _Launch:
         supervisor = Supervisor(
             self._job, created, self._api, logs, self._deadlines, self._restarts, self._job_events
         )
+        self._leader_runs = supervisor.leader_runs
         self._heartbeat.start()
         for watch in watches:
             watch.start()
@@ -245,6 +309,8 @@ class _Launch:
 
     def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""
+        if self._is_stopping and self._stop:
+            self._stop.wait(self._api, self._is_interrupted_again.wait)
         self._delete()
         try:
             deleted = supervisor.wait_until_deleted(self._deletion_seconds)
@@ -263,11 +329,25 @@ class _Launch:
         return RunInterruptedError(self._message or "interrupted before training began")
 
     def _on_interrupt(self) -> None:
-        """Delete the job before anything else: this process may have one second left."""
+        """End the job before anything else: this process may have one second left."""
+        if self._is_interrupted:
+            self._is_interrupted_again.set()
+        self._is_stopping = not self._is_interrupted and self._is_stop_requested()
         self._is_interrupted = True
-        with suppress(RefusedError, UnreachableError):
-            self._handler_api.delete_job(self._name, quick=True)
+        if not self._is_stopping:
+            with suppress(RefusedError, UnreachableError):
+                self._handler_api.delete_job(self._name, quick=True)
         self._job_events.put(None)
+
+    def _is_stop_requested(self) -> bool:
+        """Ask the guard of the leading task to end the job, and say whether it may answer."""
+        if self._stop is None or not self._leader_runs():
+            return False
+        try:
+            self._stop.request(self._handler_api)
+        except (RefusedError, UnreachableError):
+            return False
+        return True
 
     def _delete(self) -> bool:
         """Delete the job, unless it is gone or another job has its name by now; say whether."""

@@ -22,6 +22,9 @@ MANAGED = "flotilla/launcher"
 # Annotations of Flotilla, on the job.
 MANIFEST = "flotilla/manifest"
 HEARTBEAT = "flotilla/heartbeat"
+STOP = "flotilla/stop"
+# What the guard of the leading task writes to its log when it has seen `STOP`.
+STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
 # Names of pods and services, and values of labels, have at most 63 characters.
 MAX_LENGTH = 63
@@ -48,6 +51,16 @@ def run_label(run_id: str) -> str:
         return run_id
     slug = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
     return f"{slug}-{_digest(run_id)}".lstrip("-")
+
+
+def heartbeat(token: str, number: int) -> str:
+    """Return a heartbeat of the launcher with this token; 0 is that of the job's creation."""
+    return f"{token}-{number}"
+
+
+def is_renewed(heartbeat: str) -> bool:
+    """Return whether a launcher has renewed its heartbeat since it created or adopted the job."""
+    return not heartbeat.endswith("-0")
 
 
 def _digest(text: str) -> str:

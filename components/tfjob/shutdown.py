@@ -1,25 +1,107 @@
-"""The shutdown connection: parameter servers stay up until the chief has saved what they hold.
+"""The end of a job before its time, so that the chief can save what the servers hold.
 
-When a job is deleted, Kubernetes sends SIGTERM to all of its pods at the same time. The guard of
-the leading task accepts a connection from the guard of every server. One byte on it announces that
-the leader is shutting down, and its end says that the leader has ended. A server that receives
-SIGTERM keeps serving in between. Without a connection it ends at once, and the last checkpoint is
-the one that was published before.
+A stop. The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody
+behind a channel that it first opens then: after the restart of a worker or a server, the channels
+of the last checkpoint. So a cancelled job is not deleted first. It gets an annotation (`Stop`), by
+which the guard of the leading task ends training; the job is deleted when that task has ended, by
+its guard and by who asked for the stop. Where no guard answers, the job is deleted at once.
+
+The shutdown connection. When a job is deleted, Kubernetes sends SIGTERM to all of its pods at the
+same time. The guard of the leading task accepts a connection from the guard of every server. One
+byte on it announces that the leader is shutting down, and its end says that the leader has ended. A
+server that receives SIGTERM keeps serving in between. Without a connection it ends at once, and the
+last checkpoint is the one that was published before.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
+from components.tfjob import names, state
+from components.tfjob.names import Tree
+
+# The client is slow to import, and the guard of a server does without.
+if TYPE_CHECKING:
+    from components.tfjob.client import Api
+
+log = logging.getLogger(__name__)
+# How long the guard may take to answer the request of a stop, and how often its end is looked for.
+ANSWER_SECONDS = 8.0
+POLL_SECONDS = 0.5
 PORT = int(os.environ.get("FLOTILLA_GUARD_PORT", "2223"))
 _SHUTTING_DOWN = b"e"
 # Leader and server receive SIGTERM together; a server that is ended alone waits this long.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
+
+
+class Stop:
+    """The stop of a job: the request, and the wait for the end of its leading task."""
+
+    def __init__(self, job: Tree) -> None:
+        """Take the job as the API returned it."""
+        self._name, self._uid = job["metadata"]["name"], job["metadata"]["uid"]
+        roles = job["spec"]["tfReplicaSpecs"]
+        role = "Chief" if "Chief" in roles else "Worker"
+        self._leader = f"{self._name}-{role.lower()}-0"
+        pod = roles.get(role, {}).get("template", {}).get("spec", {})
+        self._grace = float(pod.get("terminationGracePeriodSeconds", 30))
+
+    def leader_runs(self, api: Api) -> bool:
+        """Return whether the leading task runs, and so has something to save."""
+        return state.is_running(api.get_pod(self._leader))
+
+    def request(self, api: Api) -> None:
+        """Ask the guard of the leading task to end training, and then the job."""
+        # The API refuses the UID of another job that has this name by now.
+        metadata = {"uid": self._uid, "annotations": {names.STOP: "cancelled"}}
+        api.patch_job(self._name, {"metadata": metadata}, quick=True)
+
+    def wait(self, api: Api, pause: Callable[[float], object]) -> None:
+        """Return once the leading task has ended, or as soon as nothing says that it will.
+
+        `pause` waits for so many seconds; if it returns true, this returns at once.
+        """
+        from components.tfjob.client import RefusedError, UnreachableError
+
+        began, limit = time.monotonic(), ANSWER_SECONDS
+        while not pause(POLL_SECONDS):
+            try:
+                if self._has_ended(api):
+                    return
+                if time.monotonic() - began < limit:
+                    continue
+                if limit == ANSWER_SECONDS and self._is_answered(api):
+                    limit += self._grace
+                    continue
+            except RefusedError as error:
+                if error.is_missing:
+                    return
+                log.warning("the end of the leading task is not seen: %s", error)
+            except UnreachableError:
+                if time.monotonic() - began < limit:
+                    continue
+            log.warning("the leading task of the job %s does not end by itself", self._name)
+            return
+
+    def _has_ended(self, api: Api) -> bool:
+        job = api.get_job(self._name)
+        metadata = job["metadata"]
+        is_other = metadata["uid"] != self._uid or metadata.get("deletionTimestamp")
+        if is_other or state.is_finished(job):
+            return True
+        return state.has_ended(api.get_pod(self._leader))
+
+    def _is_answered(self, api: Api) -> bool:
+        recent = api.recent_log(self._leader, round(max(self._grace, 2 * ANSWER_SECONDS)))
+        return any(names.STOPPING in line for line in recent)
 
 
 class ShutdownServer:

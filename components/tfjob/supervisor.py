@@ -232,6 +232,11 @@ class Supervisor:
                 )
         return True
 
+    def leader_runs(self) -> bool:
+        """Return whether the leading task runs, as far as is known."""
+        pods = [pod for pod in self._pods.values() if state.task_of(pod) == self._leader]
+        return any(map(state.is_running, pods))
+
     def termination_message(self) -> str:
         """Return the last termination message of the leading task, or an empty string."""
         messages = [end.message for end in self._ends.values() if end.task == self._leader]

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from components.image import IMAGE, PodDefaults
 from components.tfjob.manifest import document, leading
+from components.tfjob.permissions import LAUNCHER, TRAINER
 from pipelines.doctor import (
     admission,
     configuration,
@@ -25,7 +26,7 @@ from pipelines.doctor import (
 )
 from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
 from pipelines.doctor.kubernetes_api import Kubernetes
-from pipelines.doctor.permissions import LAUNCHER, TRAINER, Account
+from pipelines.doctor.permissions import Account
 from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
 from pipelines.runs.kfp_client import health
 from pipelines.runs.local import root_of

@@ -12,55 +12,20 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
 
-from components.tfjob.names import GROUP, PLURAL, Tree
+from components.tfjob.names import Tree
+from components.tfjob.permissions import (
+    FILE,
+    LAUNCHER,
+    NEEDED,
+    REVIEWS,
+    WHO,
+    Permission,
+    granting,
+)
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 from pipelines.runs.kfp_access import NAMESPACE, found_namespace
 from trainer.errors import ConfigError
-
-_REVIEWS = "/apis/authorization.k8s.io/v1"
-_WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
-FILE = "deploy/rbac.yaml"
-LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
-
-
-@dataclass(frozen=True)
-class Permission:
-    """One verb on one kind of object; a run continues without an optional one."""
-
-    verb: str
-    resource: str
-    group: str = ""
-    is_optional: bool = False
-
-    def __str__(self) -> str:
-        """Write it as `kubectl auth can-i` takes it."""
-        resource, _, part = self.resource.partition("/")
-        named = f"{resource}.{self.group}" if self.group else resource
-        return f"{self.verb} {named}" + (f"/{part}" if part else "")
-
-    def attributes(self, namespace: str) -> Tree:
-        """Return it as the API takes it."""
-        resource, _, part = self.resource.partition("/")
-        named = {"verb": self.verb, "group": self.group, "resource": resource}
-        return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
-
-
-# What deploy/rbac.yaml grants, role by role.
-NEEDED = {
-    LAUNCHER: (
-        *(
-            Permission(verb, PLURAL, GROUP)
-            for verb in ("create", "delete", "get", "list", "patch", "watch")
-        ),
-        *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
-        Permission("get", "pods/log"),
-        # A report of a failure leaves the events out.
-        Permission("list", "events", is_optional=True),
-    ),
-    # An abandoned job ends by its deadline alone.
-    TRAINER: tuple(Permission(verb, PLURAL, GROUP, is_optional=True) for verb in ("delete", "get")),
-}
 
 
 @dataclass(frozen=True)
@@ -113,7 +78,7 @@ def _reviews(
             "kind": kind,
             "spec": {"resourceAttributes": attributes, **subject},
         }
-        answer = kubernetes.post(f"{_REVIEWS}/{kind.lower()}s", body)
+        answer = kubernetes.post(f"{REVIEWS}/{kind.lower()}s", body)
         if not answer.is_good:
             return answer
         found[permission] = bool(answer.tree.get("status", {}).get("allowed"))
@@ -130,27 +95,13 @@ def _judged(
     words = ", ".join(map(str, missing))
     fatal = any(not permission.is_optional for permission in missing)
     message = f"{who} may not in {where}: {words}"
-    return Finding("fail" if fatal else "warn", message, _granting(where, user, role))
-
-
-def _granting(namespace: str, user: str, role: str) -> str:
-    """Return the commands that make the role and bind a user to it."""
-    if user.startswith("system:serviceaccount:"):
-        *_, its_namespace, name = user.split(":")
-        subject = f"--serviceaccount {its_namespace}:{name}"
-    else:
-        name = "user"
-        subject = f"--user '{user or 'USER'}'"
-    return (
-        f"kubectl apply --namespace {namespace} --filename {FILE} && kubectl create rolebinding "
-        f"{role}-{name} --namespace {namespace} --role {role} {subject}"
-    )
+    return Finding("fail" if fatal else "warn", message, granting(where, user, role))
 
 
 def _name_of_this_user(kubernetes: Kubernetes) -> str:
     """Return as whom we ask, and nothing where the API does not say (Kubernetes before 1.28)."""
     body = {"apiVersion": "authentication.k8s.io/v1", "kind": "SelfSubjectReview"}
-    answer = kubernetes.post(_WHO, body)
+    answer = kubernetes.post(WHO, body)
     if answer.status not in (HTTPStatus.OK, HTTPStatus.CREATED):
         return ""
     return str(answer.tree.get("status", {}).get("userInfo", {}).get("username") or "")
