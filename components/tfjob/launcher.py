@@ -43,7 +43,7 @@ from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Restarts, Supe
 from components.tfjob.watch import Watch
 from trainer.cluster.launcher import Job
 from trainer.cluster.signals import on_interrupt
-from trainer.config.kubernetes import KubernetesConfig
+from trainer.config.kubernetes import DeadlinesConfig, KubernetesConfig
 from trainer.errors import ConfigError, RunInterruptedError, UserError
 from trainer.topology import Task
 
@@ -139,18 +139,19 @@ class Heartbeat(threading.Thread):
         self._count += 1
         return {names.HEARTBEAT: names.heartbeat(self._token, self._count)}
 
-    def renew_first(self, unreachable: float, wait: Callable[[float], None]) -> None:
+    def renew_first(self, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
         """Renew the heartbeat of the job's creation: no guard relies on one that never was.
 
         Raises:
             UserError: it is refused, or the API does not answer in the time after which a guard
                 may take the job for an orphan.
         """
-        seconds = min(unreachable or self._limit, self._limit)
+        seconds = min(limits.unreachable or self._limit, self._limit)
         heartbeat = self.annotation()
         patch = {"metadata": {"annotations": heartbeat}}
         try:
-            job = with_retry(partial(self._api.patch_job, self._name, patch), seconds, wait)
+            call = partial(self._api.patch_job, self._name, patch)
+            job = with_retry(call, seconds, wait, limits.operator)
         except RefusedError as error:
             raise UserError(refused(error)) from None
         if not heartbeat.items() <= (job["metadata"].get("annotations") or {}).items():
@@ -245,7 +246,7 @@ class _Launch:
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
         self._uid, self._stop = created["metadata"]["uid"], Stop(created)
-        self._heartbeat.renew_first(limits.unreachable, self._wait)
+        self._heartbeat.renew_first(limits, self._wait)
         return created
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -330,10 +331,10 @@ class _Launch:
 
     def _on_interrupt(self) -> None:
         """End the job before anything else: this process may have one second left."""
-        if self._is_interrupted:
+        again, self._is_interrupted = self._is_interrupted, True
+        if again:
             self._is_interrupted_again.set()
-        self._is_stopping = not self._is_interrupted and self._is_stop_requested()
-        self._is_interrupted = True
+        self._is_stopping = not again and self._is_stop_requested()
         if not self._is_stopping:
             with suppress(RefusedError, UnreachableError):
                 self._handler_api.delete_job(self._name, quick=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from components.tfjob import names
 from tests.kubernetes import events, pods, rbac
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.network import Network
@@ -89,6 +90,23 @@ class Cluster:
         self.store.wait(
             lambda: sum(f"{task}/log" in each for each in self.server.requests) >= times
         )
+
+    def wait_renewed(self, but: str = "") -> str:
+        """Wait for a heartbeat that is renewed, another one than `but`, and return it."""
+
+        def found() -> str:
+            for job in self.jobs():
+                beat = str((job["metadata"].get("annotations") or {}).get(names.HEARTBEAT, ""))
+                # Another launcher has another token.
+                if (
+                    beat
+                    and names.is_renewed(beat)
+                    and beat.split("-", maxsplit=1)[0] != but.split("-", maxsplit=1)[0]
+                ):
+                    return beat
+            return ""
+
+        return str(self.store.wait(found))
 
     def run_all(self) -> dict[str, Tree]:
         """Set every pod of the job running."""

@@ -127,7 +127,7 @@ class Store:
                 raise RefusedError(409, "Conflict", "the object has been modified")
             uid = body.get("metadata", {}).get("uid")
             if uid and uid != tree["metadata"]["uid"]:
-                raise RefusedError(409, "Conflict", f'Precondition failed: UID in "{name}"')
+                raise RefusedError(422, "Invalid", f'"{name}": metadata.uid: field is immutable')
             _merge(tree, body)
 
         return self.change(kind, namespace, name, by)

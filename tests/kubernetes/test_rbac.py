@@ -42,11 +42,11 @@ def test_the_roles_are_those_of_the_deployment():
     assert ("patch", "tfjobs") not in rbac.grants(rbac.TRAINER)
 
 
-def test_a_patch_of_another_object_of_the_same_name_is_a_conflict(kube, api):
+def test_a_patch_of_another_object_of_the_same_name_is_refused(kube, api):
     kube.store.create("tfjobs", NAMESPACE, tfjob("x"))
     place = ("kubeflow.org", "v1", NAMESPACE, "tfjobs", "x")
     with pytest.raises(client.ApiException) as error:
         client.CustomObjectsApi(api).patch_namespaced_custom_object(
             *place, {"metadata": {"uid": "another"}}
         )
-    assert error.value.status == 409
+    assert error.value.status == 422

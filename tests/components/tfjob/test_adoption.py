@@ -39,7 +39,7 @@ def test_an_unfinished_job_of_the_same_manifest_is_adopted(kube, monkeypatch):
     kube.finish("chief-0", 0)
     attempt.succeed()
     kube.wait_until_deleted()
-    assert not [each for each in kube.server.requests if each.startswith("POST")]
+    assert not [each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]
 
 
 @pytest.mark.parametrize("kind", ["Succeeded", "Failed", "another"])
@@ -66,7 +66,9 @@ def test_a_job_that_is_being_deleted_is_not_adopted(kube):
     kube.store.wait(lambda: sum(f"tfjobs/{name}" in each for each in kube.server.requests) >= 2)
     kube.store.graceful.clear()
     kube.store.remove("tfjobs", NAMESPACE, name)
-    kube.store.wait(lambda: any(each.startswith("POST") for each in kube.server.requests))
+    kube.store.wait(
+        lambda: any(each.startswith("POST /apis/kubeflow") for each in kube.server.requests)
+    )
     kube.run_all()
     kube.finish("chief-0", 0)
     attempt.succeed()

@@ -3,43 +3,27 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
-import yaml
 
+from components.tfjob import permissions
 from components.tfjob.launcher import delete_jobs
 from tests.components.tfjob.attempts import Attempt, job_of, settings, step
+from tests.kubernetes import rbac
 from tests.kubernetes.server import PATH
 from trainer.config.schema import Config
 
-FILE = Path(__file__).parents[3] / "deploy" / "rbac.yaml"
-VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
-
-
-def roles():
-    documents = list(yaml.safe_load_all(FILE.read_text(encoding="utf-8")))
-    return {each["metadata"]["name"]: each for each in documents if each["kind"] == "Role"}
-
-
-def allowed(role):
-    return {
-        (resource, verb)
-        for rule in roles()[role]["rules"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
+# What everybody may ask: who they are, and what they may do.
+REVIEWS = re.compile(r"POST /apis/auth(entication|orization)\.k8s\.io/v1/self")
 
 
 def permission(request):
-    """Return the resource and the verb of a request, as Kubernetes authorizes it."""
+    """Return the verb and the resource of a request, as Kubernetes authorizes it."""
     method, _, address = request.partition(" ")
     found = PATH.fullmatch(address.partition("?")[0])
     assert found, request
-    if found["log"]:
-        return "pods/log", "get"
-    verb = VERBS.get(method) or ("get" if found["name"] else "list")
-    return found["kind"], "watch" if "watch=" in address else verb
+    verb = rbac.verb_of(method, found["name"], watches="watch=" in address)
+    return verb, f"{found['kind']}{found['log'] or ''}"
 
 
 @pytest.mark.cluster
@@ -56,13 +40,20 @@ def test_the_launcher_is_allowed_exactly_what_it_requests(kube):
         kube.all_pods()
         process.process.kill()
     delete_jobs(Config().cluster.kubernetes, "run-1")
-    assert {permission(each) for each in kube.server.requests} == allowed("flotilla-launcher")
+    asked = {permission(each) for each in kube.server.requests if not REVIEWS.match(each)}
+    assert asked == rbac.grants(rbac.LAUNCHER)
 
 
-def test_the_guard_may_only_read_and_delete_jobs():
-    assert allowed("flotilla-trainer") == {("tfjobs", "get"), ("tfjobs", "delete")}
+def test_the_tasks_may_only_read_and_delete_jobs():
+    verbs = ("get", "list", "watch", "delete")
+    assert rbac.grants(rbac.TRAINER) == {(verb, "tfjobs") for verb in verbs}
+
+
+@pytest.mark.parametrize("role", [permissions.LAUNCHER, permissions.TRAINER])
+def test_one_list_says_what_the_roles_grant(role):
+    assert {(each.verb, each.resource) for each in permissions.NEEDED[role]} == rbac.grants(role)
 
 
 def test_no_permission_is_a_wildcard():
-    text = FILE.read_text(encoding="utf-8")
+    text = rbac.FILE.read_text(encoding="utf-8")
     assert not re.search(r"\*|ClusterRole|secrets", text)

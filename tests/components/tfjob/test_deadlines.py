@@ -44,7 +44,9 @@ def test_an_operator_that_is_not_running_is_named_at_once(kube):
 
 def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
     attempt = Attempt(job_of(settings(operator=2)))
-    kube.store.wait(lambda: any(each.startswith("POST") for each in kube.server.requests))
+    kube.store.wait(
+        lambda: any(each.startswith("POST /apis/kubeflow") for each in kube.server.requests)
+    )
     kube.server.go_down()
     before = kube.faults.hits.get("down", 0)
     # The verdict is due while the API is away, and is not given without it.

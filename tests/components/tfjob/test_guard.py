@@ -15,12 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.tfjob import names
-from components.tfjob.guard import HeartbeatAge
+from components.tfjob.guard import Guard, HeartbeatAge, _grace_seconds
 from components.tfjob.shutdown import ShutdownConnection, ShutdownServer
 from tests.components.tfjob.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.cluster import termination
 from trainer.cluster.local import free_port
+from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
 ENDS_AT_SIGTERM = (
@@ -166,6 +167,17 @@ def watched(kube):
     }
 
 
+def limit(seconds):
+    """Return the variable that names the limit of the heartbeat."""
+    place = {"namespace": NAMESPACE, "job": "job", "seconds": str(seconds)}
+    return {"FLOTILLA_LAUNCHER": json.dumps(place)}
+
+
+def ask_to_stop(kube):
+    stop = {"metadata": {"annotations": {names.STOP: "cancelled"}}}
+    kube.store.patch("tfjobs", NAMESPACE, "job", stop)
+
+
 @pytest.mark.parametrize("allowed", [True, False])
 def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, allowed):
     if not allowed:
@@ -191,6 +203,77 @@ def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, 
         assert process.poll() is None
         kube.faults.clear()
         assert exit_code_of(process) == 1
+
+
+def test_a_stop_ends_the_task_with_a_checkpoint_and_then_the_job(kube, watched, tmp_path):
+    with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
+        ask_to_stop(kube)
+        out, _ = process.communicate(timeout=60)
+    # From 128 on the operator would start it again.
+    assert process.returncode == 1
+    assert names.STOPPING in out
+    assert termination.read(tmp_path) == "interrupted at global step 7"
+    assert not kube.jobs()
+
+
+def test_a_stop_that_was_asked_for_before_the_pod_began_is_seen(kube, watched, tmp_path):
+    ask_to_stop(kube)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
+        assert exit_code_of(process) == 1
+    assert not kube.jobs()
+
+
+def test_a_task_that_is_done_when_it_is_stopped_is_done(kube, watched, tmp_path):
+    done = ENDS_AT_SIGTERM.replace("SystemExit(130)", "SystemExit(0)")
+    with guard(tmp_path, done, **{**watched, **limit(1000)}) as process:
+        ask_to_stop(kube)
+        assert exit_code_of(process) == 0
+
+
+@pytest.mark.parametrize("beats", [names.heartbeat("a", 0), names.heartbeat("b", 1)])
+def test_the_heartbeat_of_the_creation_is_told_from_a_renewed_one(beats):
+    assert names.is_renewed(beats) is beats.startswith("b")
+
+
+def test_a_job_whose_launcher_died_before_its_first_renewal_ends_after_two_limits(
+    kube, watched, tmp_path
+):
+    beat = {"metadata": {"annotations": {names.HEARTBEAT: names.heartbeat("a", 0)}}}
+    kube.store.patch("tfjobs", NAMESPACE, "job", beat)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        assert exit_code_of(process) == 1
+    assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 2 s")
+
+
+@pytest.mark.parametrize("status", [422, 429, 500, 503])
+def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(
+    kube, watched, tmp_path, status
+):
+    kube.faults.add("GET .*tfjobs/job", status, times=3)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        assert exit_code_of(process) == 1
+    assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 1 s")
+
+
+def test_a_job_that_is_gone_is_not_watched(kube, watched, tmp_path):
+    kube.store.delete("tfjobs", NAMESPACE, "job")
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        for line in process.stdout:
+            if "the job is gone" in line:
+                break
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert exit_code_of(process) == 130
+
+
+@pytest.mark.parametrize(("seconds", "term"), [(0, 110.0), (25, 20.0), (600, 590.0)])
+def test_a_task_is_killed_in_time_before_the_end_of_its_grace_period(seconds, term):
+    tree = {"cluster": {"kubernetes": {"pod": {"grace_seconds": seconds}}}}
+    grace = _grace_seconds(json.dumps(tree), Task(role="chief", index=0))
+    assert grace == (seconds or 120)
+    process = Guard([sys.executable, "-c", ""], {}, grace)
+    assert process.wait() == 0
+    assert process.term_seconds == term
 
 
 def test_without_permission_the_launcher_is_not_watched_and_training_continues(

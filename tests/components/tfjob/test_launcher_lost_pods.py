@@ -230,7 +230,7 @@ def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
     kube.take_away("worker-1")
     made_again(kube, before)
     # The answer to its creation was lost: the launcher adopts it.
-    kube.store.wait(lambda: [r for r in kube.server.requests if r.startswith("PATCH")])
+    kube.wait_renewed()
     kube.finish("chief-0", 0)
     kube.store.wait(lambda: not kube.jobs())
     kube.end_deleted()

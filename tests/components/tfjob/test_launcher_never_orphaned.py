@@ -74,12 +74,12 @@ def test_the_retry_of_a_killed_step_adopts_its_job(kube):
     with step(kube, settings()) as process:
         kube.wait_watched()
         kube.run_all()
-        uid = kube.job()["metadata"]["uid"]
+        uid, heartbeat = kube.job()["metadata"]["uid"], kube.wait_renewed()
         process.signal(signal.SIGKILL)
         assert process.end()[0] == -signal.SIGKILL
     assert kube.job()["metadata"]["uid"] == uid
     retry = Attempt(job_of(settings()))
-    kube.store.wait(lambda: [r for r in kube.server.requests if r.startswith("PATCH")])
+    kube.wait_renewed(but=heartbeat)
     kube.finish("chief-0", 0)
     retry.succeed()
     kube.wait_until_deleted()

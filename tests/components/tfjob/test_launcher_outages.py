@@ -54,7 +54,9 @@ def test_a_lost_answer_creates_no_second_job(kube):
     kube.run_all()
     kube.finish("chief-0", 0)
     attempt.succeed()
-    assert len([each for each in kube.server.requests if each.startswith("POST")]) == 2
+    assert (
+        len([each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]) == 2
+    )
     kube.wait_until_deleted()
 
 
