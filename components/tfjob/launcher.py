@@ -29,7 +29,7 @@ from contextlib import suppress
 from functools import partial
 
 from components.image import DEFAULTS, PodDefaults
-from components.tfjob import names, permissions, state
+from components.tfjob import names, rbac, state
 from components.tfjob.adoption import Adoption
 from components.tfjob.client import Api, Connection, RefusedError, UnreachableError, connect
 from components.tfjob.deadlines import Deadlines
@@ -215,7 +215,7 @@ class _Launch:
     def run(self) -> None:
         with on_interrupt(self._on_interrupt):
             try:
-                permissions.require(self._api, self._namespace)
+                rbac.require(self._api, self._namespace)
                 while self._supervise(self._adopt_or_create()):
                     self._deadlines.begin_again()
             finally:

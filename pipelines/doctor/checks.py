@@ -11,7 +11,7 @@ from pathlib import Path
 
 from components.image import IMAGE, PodDefaults
 from components.tfjob.manifest import document, leading
-from components.tfjob.permissions import LAUNCHER, TRAINER
+from components.tfjob.rbac import LAUNCHER, TRAINER
 from pipelines.doctor import (
     admission,
     configuration,

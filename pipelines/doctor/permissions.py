@@ -13,7 +13,7 @@ from http import HTTPStatus
 from urllib.parse import quote
 
 from components.tfjob.names import Tree
-from components.tfjob.permissions import (
+from components.tfjob.rbac import (
     FILE,
     LAUNCHER,
     NEEDED,

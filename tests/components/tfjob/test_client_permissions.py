@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from components.tfjob import permissions
 from components.tfjob.launcher import delete_jobs
+from components.tfjob.rbac import LAUNCHER, NEEDED, TRAINER
 from tests.components.tfjob.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import rbac
 from tests.kubernetes.server import PATH
@@ -49,9 +49,9 @@ def test_the_tasks_may_only_read_and_delete_jobs():
     assert rbac.grants(rbac.TRAINER) == {(verb, "tfjobs") for verb in verbs}
 
 
-@pytest.mark.parametrize("role", [permissions.LAUNCHER, permissions.TRAINER])
+@pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
 def test_one_list_says_what_the_roles_grant(role):
-    assert {(each.verb, each.resource) for each in permissions.NEEDED[role]} == rbac.grants(role)
+    assert {(each.verb, each.resource) for each in NEEDED[role]} == rbac.grants(role)
 
 
 def test_no_permission_is_a_wildcard():

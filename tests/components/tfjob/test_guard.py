@@ -231,7 +231,7 @@ def test_a_task_that_is_done_when_it_is_stopped_is_done(kube, watched, tmp_path)
 
 
 @pytest.mark.parametrize("beats", [names.heartbeat("a", 0), names.heartbeat("b", 1)])
-def test_the_heartbeat_of_the_creation_is_told_from_a_renewed_one(beats):
+def test_the_heartbeat_of_the_creation_differs_from_a_renewed_one(beats):
     assert names.is_renewed(beats) is beats.startswith("b")
 
 

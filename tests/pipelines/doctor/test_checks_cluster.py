@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from components.tfjob.names import GROUP
-from components.tfjob.permissions import LAUNCHER, NEEDED, TRAINER
+from components.tfjob.rbac import LAUNCHER, NEEDED, TRAINER
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
 from tests.kubernetes.faults import SILENCE
