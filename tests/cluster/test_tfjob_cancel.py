@@ -10,6 +10,7 @@ import signal
 
 import pytest
 
+from components.tfjob import names
 from tests.components.tfjob.attempts import step
 from tests.kubernetes.cluster import NAMESPACE, real_cluster
 from trainer import events, storage
@@ -103,3 +104,21 @@ def test_a_cancel_after_a_restart_publishes_the_last_checkpoint(kube, dataset, t
         assert training.published() >= reached > 0, (number, message)
         assert f"interrupted at global step {training.published()}; checkpoint" in message
         kube.wait_until_deleted()
+
+
+@pytest.mark.slow
+def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(
+    kube, dataset, tmp_path
+):
+    with Training(kube, tmp_path / "run-0", dataset) as training:
+        training.lose_a_worker()
+        reached = training.wait(Progress).global_step
+        training.process.signal(signal.SIGTERM)
+        # As KFP may kill it a second later, and the exit step too.
+        kube.store.wait(
+            lambda: any(names.STOP in job["metadata"]["annotations"] for job in kube.jobs())
+        )
+        training.process.signal(signal.SIGKILL)
+        training.process.end()
+        kube.wait_until_deleted()
+    assert training.published() >= reached > 0
