@@ -40,7 +40,11 @@ _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
 # The codes of a store without conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
+# None of these has another as its base: botocore's errors of a connection are not Python's.
 _TRANSIENT = (
+    boto.EndpointConnectionError,
+    boto.ConnectTimeoutError,
+    boto.ProxyConnectionError,
     boto.HTTPClientError,
     boto.IncompleteReadError,
     urllib3.exceptions.HTTPError,

@@ -10,6 +10,7 @@ import pytest
 
 from tests.stores.faults import Fault
 from trainer import storage
+from trainer.cluster.local import free_port
 from trainer.errors import ConfigError, UserError
 
 from .conftest import FILES, Make
@@ -108,6 +109,16 @@ def test_past_the_deadline_there_is_one_line(
         assert "\n" not in line
     bucket.plan.clear()
     assert bucket.content(uri) == {}
+
+
+def test_a_store_that_takes_no_connection_is_asked_again(
+    uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
+    for name in ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
+        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
+    with pytest.raises(storage.Unavailable, match="has not been available for 0.3 s"):
+        storage.write_bytes(uri, b"")
 
 
 def test_what_goes_on_is_not_cut_off_by_the_deadline(
