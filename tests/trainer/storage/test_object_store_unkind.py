@@ -117,7 +117,7 @@ def test_a_store_that_takes_no_connection_is_asked_again(
     monkeypatch.setenv("FLOTILLA_STORAGE_DEADLINE", "0.3")
     for name in ("STORAGE_EMULATOR_HOST", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
-    with pytest.raises(storage.Unavailable, match="has not been available for 0.3 s"):
+    with pytest.raises(storage.Unavailable, match=r"has not been available for 0\.3 s"):
         storage.write_bytes(uri, b"")
 
 
