@@ -114,9 +114,12 @@ def test_pods_that_no_watch_has_seen_are_not_waited_for(kube, monkeypatch):
 
 
 def test_a_refused_heartbeat_is_retried(kube):
-    kube.faults.add("PATCH .*tfjobs", 403, times=2)
     attempt = watching_attempt(kube, heartbeat=1)
     kube.run_all()
+    # The first one has to be accepted.
+    kube.wait_renewed()
+    kube.faults.add("PATCH .*tfjobs", 403, times=2)
+    kube.store.wait(lambda: kube.faults.hits.get("PATCH .*tfjobs") == 2)
     before = kube.job()["metadata"]["annotations"][names.HEARTBEAT]
     kube.store.wait(lambda: kube.job()["metadata"]["annotations"][names.HEARTBEAT] != before)
     assert kube.faults.hits == {"PATCH .*tfjobs": 2}
