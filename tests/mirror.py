@@ -33,12 +33,14 @@ ELSEWHERE = {
     "configs": ("tests/test_configs.py", "tests/docs"),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),
     "pipelines/cli": ("tests/pipelines/cli", "tests/golden/test_command_line.py"),
+    "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks_cluster.py",),
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),
     "trainer/export/model_card.py": ("tests/trainer/export/test_export.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity_smoke.py",),
     "trainer/storage": ("tests/trainer/storage",),
     "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
+    "trainer/training/dry_run.py": ("tests/pipelines/doctor/test_fit.py",),
 }
 
 

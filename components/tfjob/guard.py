@@ -11,6 +11,11 @@ could be read, and did not change, counts. A heartbeat that was never renewed pr
 its launcher may not be able to. Such a launcher ends the job itself within the limit, so that the
 guard waits for twice the limit, and then finds only a job whose launcher died in between.
 
+A leading task that loses its cluster within a minute of its start is started again in its pod, for
+two minutes: after the restart of a server the names of the cluster resolve one after another, and
+gRPC waits up to 30 s before it resolves a name again. Each new pod of the operator would count as a
+restart.
+
 The guard of a parameter server or worker delays SIGTERM until the leading task has ended; see
 `components.tfjob.shutdown`.
 """
@@ -27,6 +32,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
@@ -43,7 +49,7 @@ from components.tfjob.names import Tree
 from components.tfjob.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
 from trainer.cluster import termination
 from trainer.config.load import parse_config
-from trainer.errors import DONE, FAILED, USAGE, UserError
+from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader
 
 if TYPE_CHECKING:
@@ -57,6 +63,10 @@ UNRENEWED_LIMITS = 2
 # A task that has not ended so long before the end of the grace period of its pod is killed, in time
 # for its termination message; of a short grace period it is this share.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
+# A leading task that lost its cluster in less than the first is started again, up to the second,
+# which is longer than gRPC takes to resolve a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
+SHORT_ATTEMPT_SECONDS, BEGIN_AGAIN_SECONDS = 60.0, 120.0
+PAUSE_SECONDS = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -97,10 +107,13 @@ class Guard:
         self.ends_job = False
         self.term_seconds = grace - min(KILL_SECONDS, KILL_SHARE * grace)
         self._reason = ""
-        self._process = subprocess.Popen(command, env=dict(environment))
+        self._start = partial(subprocess.Popen, command, env=dict(environment))
+        self._process = self._start()
+        self._signalled = threading.Event()
 
     def send_signal(self, number: int) -> None:
-        """Forward a signal to the task."""
+        """Forward a signal to the task, which is not started again after it."""
+        self._signalled.set()
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
 
@@ -118,7 +131,26 @@ class Guard:
         It is one that fails the job where the job ends with the task: from 128 on the operator
         would start it again.
         """
-        code = self._process.wait()
+        return self._final(self._process.wait())
+
+    def wait_for_cluster(self) -> int:
+        """Return as `wait` does, for a task that is started again while its cluster settles."""
+        until = 0.0
+        while True:
+            began = time.monotonic()
+            code = self._process.wait()
+            ended = time.monotonic()
+            until = until or ended + BEGIN_AGAIN_SECONDS
+            is_short = ended - began < SHORT_ATTEMPT_SECONDS and ended < until
+            if code != BEGIN_AGAIN or not is_short or self._signalled.wait(PAUSE_SECONDS):
+                return self._final(code)
+            log.warning("the cluster was lost at the start: a new attempt begins in this pod")
+            Path(termination.FILE).unlink(missing_ok=True)
+            self._process = self._start()
+            if self._signalled.is_set():
+                self.send_signal(signal.SIGTERM)
+
+    def _final(self, code: int) -> int:
         if not self.ends_job:
             return code if code >= 0 else 128 - code
         if self._reason:
@@ -149,7 +181,7 @@ def main(arguments: list[str]) -> int:
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
         threading.Thread(target=_watch_launcher, args=(guard, watched), daemon=True).start()
-    code = guard.wait()
+    code = guard.wait_for_cluster() if leads else guard.wait()
     if guard.ends_job:
         _delete_job(watched)
     return code

@@ -97,6 +97,23 @@ def catch_stop_signals() -> Callable[[], bool]:
     return lambda: bool(seen)
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """End this process at SIGINT or SIGTERM in this block, in which there is nothing to save.
+
+    The kernel ends it, also while TensorFlow waits for other tasks and no handler of Python runs.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in _STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def parent_environment() -> dict[str, str]:
     """Return the environment variables that make a child process end with this one."""
     return {PARENT_VARIABLE: str(os.getpid())}

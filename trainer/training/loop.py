@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 from trainer.checkpoints import checkpoints as checkpointing
 from trainer.checkpoints import warm_start
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
+from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.strategies.strategy import Problem, Strategy
@@ -111,7 +112,8 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
     problem = hooks.make_problem(found.global_step if found else 0)
-    strategy.build(problem)
+    with ending_at_once():
+        strategy.build(problem)
     start = found.global_step if found else -1
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")

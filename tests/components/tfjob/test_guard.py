@@ -77,6 +77,28 @@ def test_the_guard_ends_with_the_code_of_its_task(tmp_path, code, exit_code):
         assert exit_code_of(process) == exit_code
 
 
+@pytest.mark.parametrize(("role", "exit_code", "starts"), [("chief", 0, 3), ("ps", 138, 1)])
+def test_a_leader_that_loses_its_cluster_at_its_start_begins_again_in_its_pod(
+    tmp_path, role, exit_code, starts
+):
+    code = (
+        "import pathlib; starts = pathlib.Path('starts'); starts.open('a').write('x')\n"
+        f"message = pathlib.Path({termination.FILE!r}); assert not message.exists()\n"
+        "message.write_text('a task of the cluster is gone'); print('ready', flush=True)\n"
+        "raise SystemExit(138 if len(starts.read_text()) < 3 else 0)"
+    )
+    with guard(tmp_path, code, TF_CONFIG=tf_config(role)) as process:
+        assert exit_code_of(process) == exit_code
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+def test_a_leader_that_is_asked_to_end_does_not_begin_again(tmp_path):
+    code = ENDS_AT_SIGTERM.replace("SystemExit(130)", "SystemExit(138)")
+    with guard(tmp_path, code, TF_CONFIG=tf_config("chief")) as process:
+        process.send_signal(signal.SIGTERM)
+        assert exit_code_of(process) == 138
+
+
 def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
     code = "import os; print(open('config.json').read(), 'FLOTILLA_CONFIG' in os.environ)"
     with guard(tmp_path, code, ready=False, FLOTILLA_CONFIG='{"name": "a"}') as process:

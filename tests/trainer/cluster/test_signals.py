@@ -167,3 +167,23 @@ print(requested())
 def test_a_stop_signal_is_noted_and_ends_nothing(name):
     done = run(None, CATCHES.format(name=name))
     assert (done.returncode, done.stdout, done.stderr) == (0, "False\nTrue\n", "")
+
+
+ENDS_AT_ONCE = """
+import os, signal
+from trainer.cluster import signals
+requested = signals.catch_stop_signals()
+with signals.ending_at_once():
+    pass
+os.kill(os.getpid(), signal.{name})
+print(requested(), flush=True)
+with signals.ending_at_once():
+    os.kill(os.getpid(), signal.{name})
+print("not reached")
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_a_stop_signal_ends_what_has_nothing_to_save(name):
+    done = run(None, ENDS_AT_ONCE.format(name=name))
+    assert (done.returncode, done.stdout) == (-getattr(signal, name), "True\n")
