@@ -84,6 +84,7 @@ def test_a_full_disk_ends_with_one_line_and_training_goes_on_when_there_is_room(
     assert again.newest() == last + EVERY
 
 
+@pytest.mark.slow
 def test_a_file_in_the_place_of_the_checkpoints_is_one_line(dataset, tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with launched(settings(EVERY), dataset, tmp_path) as run:
@@ -129,6 +130,7 @@ def test_a_model_that_ends_the_process_is_not_begun_again(dataset, tmp_path):
     assert failed.last_lines[-1].startswith("flotilla: the code that it was given")
 
 
+@pytest.mark.slow
 def test_a_store_that_is_out_for_too_long_is_a_failure_that_may_pass(
     dataset, tmp_path, monkeypatch, s3
 ):

@@ -11,7 +11,7 @@ from tests.cluster.servers import Outcome, Servers, Trial, serving
 from trainer.strategies.async_parameter_server import LONG_RUN, TURN, portions
 from trainer.topology import Task
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 
 BATCH = 8
 RUNS = [7, 13]
@@ -77,7 +77,6 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["clipped", long("embedded")])
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:

@@ -60,6 +60,7 @@ def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_pa
     assert loss == pytest.approx(best["validation_loss"], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_training_ends_early_when_the_evaluator_sees_no_gain(dataset, tmp_path):
     training = {
         "strategy": "single",

@@ -128,6 +128,7 @@ def test_the_global_step_is_exact_for_every_seed(dataset, tmp_path, seed):
     assert run.newest() == 501
 
 
+@pytest.mark.slow
 def test_a_loss_that_diverges_ends_with_one_line_and_a_finite_checkpoint(dataset, tmp_path):
     wild = settings(optimizer={"name": "sgd", "learning_rate": 1e6})
     with launched(wild, dataset, tmp_path) as run:
@@ -148,6 +149,7 @@ def test_an_adam_that_has_thrown_its_weights_away_has_diverged_too(dataset, tmp_
     assert "training diverged" in said
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_built_ends_the_run_with_its_line(dataset, tmp_path):
     with launched({"model": {"name": "no_such_package:model"}}, dataset, tmp_path) as run:
         code, said = run.end()

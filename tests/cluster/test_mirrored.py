@@ -56,6 +56,7 @@ def test_all_begin_again_from_the_newest_checkpoint_when_one_dies(running, kille
     assert "flotilla: a task of the cluster is gone: Collective ops is aborted by" in log
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_workers_after_one_last_checkpoint(running):
     running.process.send_signal(signal.SIGTERM)
     code, said = running.end()

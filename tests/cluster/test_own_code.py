@@ -80,6 +80,7 @@ def test_a_function_that_raises(fail):
     assert 'raise ValueError("no weights here")' in failed.traceback
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
 def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
     failed = fail(strategy, "late", error="traced")
@@ -90,7 +91,9 @@ def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
     assert "in reshaped" in failed.traceback
 
 
-@pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("single", marks=pytest.mark.slow), "async_parameter_server"]
+)
 def test_a_layer_whose_graph_fails_on_an_example(fail, strategy):
     failed = fail(strategy, "late", error="run")
     line = line_with("assert_less")

@@ -46,6 +46,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_all_tasks_train_and_publish(folder, dataset):
     training = {"steps": 100, "checkpoint_every": 50, "validate_every": 0}
     checkpoints = storage.uri_of(folder / "checkpoints")

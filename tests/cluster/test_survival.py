@@ -40,6 +40,7 @@ def running(dataset, tmp_path):
         yield run
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_and_training_goes_on(running):
     running.kill("worker-1")
     code, said = running.end()
@@ -60,6 +61,7 @@ def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(ru
     assert applied(running) - STEPS <= EVERY
 
 
+@pytest.mark.slow
 def test_a_killed_chief_begins_a_new_attempt_on_the_same_servers(running):
     servers = {name: running.task(name).pid for name in ("ps-0", "worker-0", "worker-1")}
     running.kill("chief-0")
@@ -102,6 +104,7 @@ def test_a_second_interrupt_ends_at_once(running):
     assert not alive
 
 
+@pytest.mark.slow
 def test_no_task_outlives_a_launcher_that_is_killed(running):
     tasks = running.tasks()
     assert len(tasks) == 4

@@ -141,6 +141,7 @@ def test_what_comes_late_is_dropped_and_counted(three_workers):
     assert all(before <= after for before, after in pairwise(dropped))
 
 
+@pytest.mark.slow
 def test_updates_go_on_without_a_worker_that_died(tmp_path):
     runs = [20, 400, 20]
     with serving(tmp_path, ps=1, workers=2) as servers:

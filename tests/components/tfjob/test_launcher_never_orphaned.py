@@ -29,7 +29,9 @@ def test_cancelled_while_queueing_the_first_request_is_the_delete(kube):
     kube.wait_until_deleted()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_cancelled_the_launcher_waits_for_the_last_checkpoint(kube, number):
     kube.store.graceful.add("pods")
     with step(kube, settings()) as process:
