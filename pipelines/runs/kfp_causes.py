@@ -109,5 +109,5 @@ def waiting_pods(nodes: Nodes) -> tuple[Pod, ...]:
 
 
 def is_busy(nodes: Nodes) -> bool:
-    """Return whether a pod is running or about to."""
-    return any(pod.state in ("PENDING", "RUNNING") for pod in nodes.pods)
+    """Return whether a pod is running or about to, if need be after a pause of minutes."""
+    return nodes.is_pausing or any(pod.state in ("PENDING", "RUNNING") for pod in nodes.pods)

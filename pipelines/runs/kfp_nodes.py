@@ -45,6 +45,8 @@ _PATCH, _INPUT = "pod-spec-patch", "--executor_input"
 # Argo cuts the name of a pod, so that its hash has room.
 _MOST_PREFIX = 242
 _OLD_NAMES = "workflows.argoproj.io/pod-name-format"
+# What Argo says of a task between two of its tries.
+_PAUSE = "Backoff for "
 # A log is printed as it is, and an error has status 200: its header was sent before.
 _NO_LOG = '{"error_message":'
 
@@ -110,12 +112,14 @@ class Nodes:
         pods: in the order in which they began.
         artifact: URI of an output of a step, in which the pipeline root is; empty where none began.
         message: why the workflow failed as a whole, or empty.
+        is_pausing: whether Argo waits before it makes a pod that was lost once more.
     """
 
     steps: tuple[Step, ...] = ()
     pods: tuple[Pod, ...] = ()
     artifact: str = ""
     message: str = ""
+    is_pausing: bool = False
 
 
 def nodes_of(client: Client, run_id: str) -> Nodes:
@@ -149,6 +153,7 @@ def _nodes(workflow: Tree) -> Nodes:
         pods=tuple(_pods(workflow, tasks)),
         artifact=next(filter(None, map(_artifact, inputs)), ""),
         message=one_line(status.get("message")) if failed else "",
+        is_pausing=any(_is_pausing(each) for tries in tasks.values() for each in tries),
     )
 
 
@@ -211,6 +216,11 @@ def _pods(workflow: Tree, tasks: Mapping[tuple[str, ...], Sequence[Tree]]) -> It
             message=one_line(last.get("message")),
             image="" if own else _image(last),
         )
+
+
+def _is_pausing(node: Tree) -> bool:
+    words = str(node.get("message") or "")
+    return node.get("type") == "Retry" and _state(node) == "RUNNING" and words.startswith(_PAUSE)
 
 
 def _is_refused(node: Tree) -> bool:

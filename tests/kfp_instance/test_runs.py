@@ -195,3 +195,19 @@ def test_a_step_publishes_its_record(tmp_path):
         "done",
         {"global_step": 9},
     )
+
+
+def test_after_the_loss_of_a_pod_argo_waits():
+    workflow = Workflow("some-run")
+    workflow.begin("train_model")
+    first = workflow.pod("train_model")
+    workflow.lose_pod("train_model")
+    task, lost = (
+        each for each in workflow.nodes if each["name"].endswith(("executor", "executor(0)"))
+    )
+    assert (task["type"], task["phase"]) == ("Retry", "Running")
+    assert task["message"] == "Backoff for 1 minutes 0 seconds"
+    assert (lost["type"], lost["phase"], lost["message"]) == ("Pod", "Error", "pod deleted")
+    workflow.try_again("train_model")
+    assert workflow.nodes[-1]["name"].endswith("executor(1)")
+    assert workflow.pod("train_model") != first

@@ -142,6 +142,21 @@ class Workflow:
         said = message or ("main: Error (exit code 1)" if failed else "")
         self._close(self._group(step), "Failed" if failed else "Succeeded", pod_message=said)
 
+    def lose_pod(self, step: str, pause: str = "1 minutes 0 seconds") -> None:
+        """Let the pod of a step be deleted; Argo waits before it makes the next one."""
+        last = self._last(step)
+        last.update(phase="Error", finishedAt=self._now(), message="pod deleted")
+        self._named(last["name"].rpartition("(")[0])["message"] = f"Backoff for {pause}"
+
+    def try_again(self, step: str) -> None:
+        """Make the next pod of a step whose pod was lost."""
+        last = self._last(step)
+        name, _, number = last["name"].removesuffix(")").rpartition("(")
+        self._named(name)["message"] = ""
+        again = self._node(f"{name}({int(number) + 1})", last["templateName"], "Pod", "Running")
+        again["inputs"] = last["inputs"]
+        self.logs[self.pod(step)] = ""
+
     def fail_driver(self, step: str, message: str = "main: Error (exit code 1)") -> None:
         """Let KFP's own driver of a step, or of the whole run (`root`), fail."""
         if step == "root":

@@ -389,6 +389,19 @@ def test_a_run_that_kfp_calls_running_for_ever(instance, remote):
     )
 
 
+@pytest.mark.usefixtures("no_waiting")
+def test_a_pod_that_was_lost_is_awaited_until_kfp_makes_it_again(waits):
+    def lose(workflow, run):
+        run["state"] = "RUNNING"
+        workflow.lose_pod("train_model")
+
+    def again(workflow, _run):
+        workflow.try_again("train_model")
+
+    answer = waits([begin("train_model"), lose, again, *BLESSED[1:]])
+    assert (answer.code, answer.json["status"]) == (0, "blessed")
+
+
 def test_a_failed_step_is_not_taken_for_the_end(instance, remote):
     # The exit step is still to come.
     instance.store.play = failed("train_model", NAN)
