@@ -73,6 +73,7 @@ def test_loopback_is_open(host):
             assert client.getpeername()[1] == port
 
 
+@pytest.mark.slow
 def test_an_attempt_that_was_swallowed_fails_its_test(tmp_path):
     report = outcome_of(tmp_path, TRIES_OUTSIDE)
     assert "2 passed, 1 error" in report
@@ -80,6 +81,7 @@ def test_an_attempt_that_was_swallowed_fails_its_test(tmp_path):
     assert "tried to leave this machine: example.com" in report
 
 
+@pytest.mark.slow
 def test_a_process_left_behind_fails_its_test(tmp_path):
     report = outcome_of(tmp_path, LEAVES_ONE)
     assert "3 passed, 2 errors" in report

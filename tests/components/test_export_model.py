@@ -47,6 +47,7 @@ def test_a_full_disk_is_one_line(run, root, tmp_path, capsys, size):
     assert not storage.names(storage.join(root, "full"))
 
 
+@pytest.mark.slow
 def test_other_formats_are_published_next_to_the_first(run, root, tmp_path):
     _, decision = gated(run, root, tmp_path, 0.1)
     found = []

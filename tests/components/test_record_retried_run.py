@@ -80,6 +80,7 @@ def failed(run, root, tmp_path, monkeypatch):
     return made
 
 
+@pytest.mark.slow
 def test_a_run_that_is_promoted_then_has_a_report_that_says_so(failed):
     word, decision = failed.judged(0.1)
     assert word == "blessed"

@@ -61,6 +61,7 @@ def pipeline(run, tmp_path, monkeypatch):
     return SimpleNamespace(go=go, root=root)
 
 
+@pytest.mark.slow
 def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_demand(
     run, pipeline, tmp_path, monkeypatch
 ):
@@ -87,6 +88,7 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     assert registry.champion(pipeline.root, "digits").number == 2
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
     better = {"gate": {"min": {}, "champion": "better"}}
     first, again = (pipeline.go("first", **better) for _ in range(2))

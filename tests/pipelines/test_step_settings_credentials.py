@@ -90,6 +90,7 @@ def test_the_first_step_reads_the_store(root, secret, tmp_path):
     assert "hush-hush" not in ended.stdout + ended.stderr
 
 
+@pytest.mark.slow
 def test_without_the_secret_a_step_starts_and_says_what_it_misses(root, tmp_path):
     ended = run("tests.pipelines.two_steps", "two_steps", tmp_path, root, {})
     assert ended.returncode == 1

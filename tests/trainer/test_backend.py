@@ -5,9 +5,12 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 CODE = "import trainer, keras; print(keras.config.backend())"
 
 
+@pytest.mark.slow
 def test_a_backend_of_the_shell_or_of_the_home_folder_is_not_ours(tmp_path):
     (tmp_path / "keras.json").write_text(json.dumps({"backend": "torch"}), encoding="utf-8")
     ended = subprocess.run(

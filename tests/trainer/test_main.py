@@ -323,6 +323,7 @@ def test_the_process_ends_well_where_all_is_well():
     assert (done.returncode, done.stderr) == (errors.DONE, "")
 
 
+@pytest.mark.slow
 def test_the_chief_of_a_dataset_that_is_not_there(options):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -11,6 +11,7 @@ from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.schema import Config
 
 
+@pytest.mark.slow
 def test_an_outage_of_the_api_loses_no_line(kube, capfd):
     attempt = watching_attempt(kube)
     kube.run_all()
@@ -29,6 +30,7 @@ def test_an_outage_of_the_api_loses_no_line(kube, capfd):
     ]
 
 
+@pytest.mark.slow
 def test_an_unreachable_api_fails_after_its_deadline(kube, monkeypatch):
     monkeypatch.setattr(launcher, "REMOVAL_SECONDS", 1)
     attempt = watching_attempt(kube, unreachable=2)
@@ -38,7 +40,9 @@ def test_an_unreachable_api_fails_after_its_deadline(kube, monkeypatch):
     assert "has not answered for 2 s (cluster.kubernetes.deadlines.unreachable)" in message
 
 
-@pytest.mark.parametrize("status", [429, 500, 503, 0])
+@pytest.mark.parametrize(
+    "status", [429, *(pytest.param(code, marks=pytest.mark.slow) for code in (500, 503)), 0]
+)
 def test_a_busy_api_is_retried(kube, status):
     kube.faults.add("(POST|GET|DELETE) .*tfjobs", status, times=3, headers={"Retry-After": "1"})
     attempt = watching_attempt(kube)

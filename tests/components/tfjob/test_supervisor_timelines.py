@@ -215,6 +215,7 @@ def test_training_that_takes_too_long_is_ended(kube):
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_two_runs_at_the_same_time_are_separate(kube):
     first = Attempt(job_of(settings(), root="gs://b/run-1"))
     second = Attempt(job_of(settings(), root="gs://b/run-2"))

@@ -224,6 +224,7 @@ def test_something_else_at_its_address(kube, of_job):
     assert "is no Kubernetes API" in report["Kubernetes API"]["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("silent", ["/version", "/selfsubjectaccessreviews"])
 def test_an_api_that_hangs_holds_up_nothing_else(kube, of_job, silent):
     kube.faults.add(silent, SILENCE)

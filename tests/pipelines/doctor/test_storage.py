@@ -82,6 +82,7 @@ def test_an_unreachable_store(doctor, store, monkeypatch):
     assert "retrying" not in report.err
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_costs_no_more_than_its_deadline(doctor, store, monkeypatch):
     monkeypatch.setattr("pipelines.doctor.checks.STORAGE_SECONDS", 1.0)
     store.plan.add(Fault("silence", method="GET", times=1, seconds=6.0))

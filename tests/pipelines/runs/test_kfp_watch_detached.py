@@ -116,6 +116,7 @@ def test_before_the_start_is_known(instance, calling):
     assert "whether the run was started is not known: see `flotilla runs`" in err
 
 
+@pytest.mark.slow
 def test_retries_are_not_printed_one_by_one(instance, calling, uploaded):
     instance.faults.add("GET .*/pipelines", 503, times=2)
     instance.has_ui = True
@@ -128,6 +129,7 @@ def test_retries_are_not_printed_one_by_one(instance, calling, uploaded):
     assert err == f"{link}version {uploaded} ({version}) of flotilla-training\n"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("uploaded")
 def test_a_reader_that_goes_away(instance, calling):
     assert calling("submit").wait(60) == 0

@@ -142,6 +142,7 @@ def test_what_was_uploaded_now_is_the_newest(remote):
         assert "newest" not in answer.err
 
 
+@pytest.mark.slow
 def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
     older = remote("upload", "--json").json["version"]["name"]
     newer = remote("upload", "--image", MINE, "--json").json["version"]["name"]
@@ -166,6 +167,7 @@ def test_the_content_of_an_older_version_is_not_the_newest(instance, remote):
     assert "newest" not in answer.err
 
 
+@pytest.mark.slow
 def test_of_two_in_one_second_the_instance_says_which_is_newest(instance, remote, monkeypatch):
     monkeypatch.setattr(instance.store, "_now", lambda: "2026-01-02T03:04:05Z")
     first = remote("upload", "--json").json["version"]["name"]

@@ -19,6 +19,7 @@ def loaded_by(code):
     return set(json.loads(done.stdout.splitlines()[-1]))
 
 
+@pytest.mark.slow
 def test_reading_needs_no_tfds():
     loaded = loaded_by("import trainer.data.read")
     assert "tensorflow" in loaded

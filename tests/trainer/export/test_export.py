@@ -103,6 +103,7 @@ def test_the_keras_form_gives_logits(run, exported):
     np.testing.assert_allclose(model(run.images).numpy(), run.logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_nothing_is_printed(run, blessed, tmp_path, capfd):
     small_run.export_model(run, blessed, storage.uri_of(tmp_path / "model"), tmp_path / "scratch")
     assert capfd.readouterr().out == ""
@@ -115,6 +116,7 @@ def test_a_second_time_is_a_no_op(run, blessed, exported, tmp_path):
     assert storage.read_manifest(result.uri) == before
 
 
+@pytest.mark.slow
 def test_another_checkpoint_does_not_replace_a_model(run, exported, tmp_path):
     other = small_run.publish_checkpoint(tmp_path / "checkpoints", run.model, step=8)
     later = dataclasses.replace(run, checkpoint=other)

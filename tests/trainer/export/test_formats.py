@@ -100,6 +100,7 @@ def own_run(run, tmp_path, monkeypatch):
     sys.modules.pop("own_exported", None)
 
 
+@pytest.mark.slow
 def test_an_own_class_leaves_as_a_saved_model(own_run, tmp_path):
     output = storage.uri_of(tmp_path / "model")
     result = small_run.export_model(*own_run, output, tmp_path / "scratch")

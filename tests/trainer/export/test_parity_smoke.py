@@ -28,6 +28,7 @@ def test_it_ends_with_an_export_that_fails(tmp_path):
     assert not psutil.pid_exists(process.pid)
 
 
+@pytest.mark.slow
 def test_it_loads_no_keras():
     program = "import sys, tensorflow; print('keras' in sys.modules)"
     done = subprocess.run(
