@@ -333,7 +333,9 @@ def log_of(event: Event) -> str:
     handler = logging.Handler()
     handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
     logger = logging.getLogger("trainer.events")
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    # By the method: the logger remembers what is enabled, and forgets it only there.
+    logger.setLevel(logging.INFO)
     logger.propagate = False
     logger.addHandler(handler)
     try:
@@ -341,6 +343,6 @@ def log_of(event: Event) -> str:
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-        logger.level = level
+        logger.setLevel(level)
     json.loads(written[0])
     return f"2026-01-02 03:04:05,006 INFO {written[0]}\n"
