@@ -90,7 +90,7 @@ def test_the_last_worker_of_a_synchronous_program_is_not_waited_for():
             each.wait()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_last_output_of_a_task_is_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(tmp_path / "none"))
     with pytest.raises(RuntimeError, match=r"has failed: .*Error"):

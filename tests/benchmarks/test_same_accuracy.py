@@ -43,7 +43,7 @@ def test_a_round_is_a_seed_and_the_ratio_that_of_both(monkeypatch):
     assert found.more["accuracy"] == [[0.9, 1.0], [1.0, 0.9], [1.1, 0.8]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_plain_way_learns(mnist_dir, monkeypatch):
     monkeypatch.setenv("FLOTILLA_MNIST_DIR", str(mnist_dir))
     settings = Settings(optimizer="Adam", rate=0.003, batch=100, steps=500)

@@ -37,7 +37,7 @@ def measured(dataset, uri, folder):
     return evaluate.measurer(model)(evaluation_batches(spec, files, batch_size=1000))["loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_an_evaluator_that_is_killed_five_times_is_never_noticed(dataset, tmp_path):
     with launched(SETTINGS, dataset, tmp_path) as run:

@@ -71,7 +71,7 @@ def content(run):
     return {path: path.stat().st_mtime_ns for path in folder.rglob("step-*/*")}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_second_launcher_is_refused_and_the_first_one_goes_on(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "first") as run:
         run.wait_for_step(50)
@@ -122,7 +122,7 @@ def left_elsewhere(run):
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_retry_on_another_machine_waits_for_the_lease_of_the_attempt_before(dataset, tmp_path):
     with launched(ENDLESS, dataset, tmp_path / "run") as run:
         run.wait_for_step(EVERY + 50)

@@ -166,7 +166,7 @@ def test_a_workdir_that_cannot_be_written_is_one_line(dataset, tmp_path):
     assert said.startswith(f"cannot write to {tmp_path / 'cluster'}")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_clusters_at_once_do_not_meet(dataset, tmp_path):
     with (
         launched(settings(steps=100), dataset, tmp_path / "one") as one,

@@ -117,7 +117,7 @@ def slowed(needed: int, runs: list[int]) -> Trial:
     return trial("uneven:slowed", runs, workers=3, needed=needed, **uneven)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_slow_worker_holds_nobody_up_where_two_of_three_are_enough(three_workers):
     runs = [25] * 60
     waiting = three_workers.lead(slowed(needed=3, runs=[SLOW_STEPS]))
