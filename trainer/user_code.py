@@ -57,7 +57,7 @@ def import_module(name: str) -> ModuleType:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
     top = name.partition(".")[0]
-    if top not in _OWN:
+    if top not in _OWN and top not in sys.stdlib_module_names:
         _imported.add(top)
     return importlib.import_module(name)
 

@@ -144,6 +144,12 @@ def test_an_installed_package_of_the_users_is_theirs(tmp_path, monkeypatch):
     assert place_of(raised(module.fail)) == ""
 
 
+def test_a_module_of_python_that_a_configuration_names_is_not_the_users(blocks):
+    user_code.import_module("json")
+    error = raised(blocks.calls_a_library)
+    assert place_of(error) == f"blocks.py:{line_with('json.loads')}"
+
+
 def test_an_error_of_flotilla_or_a_library_has_no_place():
     error = raised(user_code.import_module, "no_such_package")
     assert line_of(error) == "ModuleNotFoundError: No module named 'no_such_package'"
