@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from components.image import DEFAULTS, PodDefaults
 from trainer import events
-from trainer.cluster import local, task_logs
+from trainer.cluster import completion, local, task_logs
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Launcher
@@ -33,8 +33,11 @@ def _write(task: str, line: str) -> None:
 def _tfjob(job: Job, defaults: PodDefaults) -> None:
     # Importing the client of Kubernetes takes half a second, which a local run does not need.
     from components.tfjob.launcher import launch
+    from components.tfjob.manifest import leading
 
     launch(job, defaults)
+    # Whatever the job and its pods say.
+    completion.require(job, str(leading(job.config)))
 
 
 LAUNCHERS: dict[Launcher, Callable[[Job, PodDefaults], None]] = {"local": _local, "tfjob": _tfjob}

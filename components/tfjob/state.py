@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
 from components.tfjob.names import CONTAINER, REPLICA_INDEX, REPLICA_TYPE, Tree
+from trainer.errors import DONE
 from trainer.topology import Task
 
 QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
@@ -58,6 +59,11 @@ class TaskEnd:
     reason: str
     message: str
     pod_deleted: bool
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the task has ended by itself with exit code 0."""
+        return self.code == DONE and not self.pod_deleted
 
     @property
     def cause(self) -> str:

@@ -30,6 +30,7 @@ from components.tfjob.names import Tree
 from components.tfjob.retry import refused, unreachable
 from components.tfjob.state import Loss, TaskEnd
 from trainer import events
+from trainer.cluster import completion
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
 from trainer.errors import (
@@ -66,10 +67,6 @@ def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
     report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
     lines = " | ".join(log_tail) or end.message
     return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
-
-
-def _is_done(end: TaskEnd) -> bool:
-    return end.code == DONE and not end.pod_deleted
 
 
 class Restarts:
@@ -172,7 +169,7 @@ class Supervisor:
         """
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
-        self._leader = leading(job.config)
+        self._job, self._leader = job, leading(job.config)
         self._unreachable = job.config.cluster.kubernetes.deadlines.unreachable
         self._api = api
         self._logs = logs
@@ -267,7 +264,7 @@ class Supervisor:
                 )
             return bool(state.condition(item, "Failed"))
         # The operator writes no status while it is away, or may not make a pod of another task.
-        if any(end.task == self._leader and _is_done(end) for end in new_ends):
+        if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
         for end in new_ends:
             self._count_restart(end)
@@ -325,6 +322,8 @@ class Supervisor:
 
     def _count_restart(self, end: TaskEnd) -> None:
         """Count the restart of a task; raise `UserError` past the limit."""
+        if end.is_done and end.task.role != "evaluator" and not self._is_ending():
+            completion.require(self._job, f"{end.task} (pod {end.pod})")
         # A job that has failed ends all of its tasks, with whatever code.
         if end.code == DONE or self._is_ending() or self._restarts.count(end):
             return
@@ -351,7 +350,7 @@ class Supervisor:
             TransientError: a task says that it may succeed later.
             UserError: the job has failed for another reason.
         """
-        if any(end.task == self._leader and _is_done(end) for end in self._ends.values()):
+        if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
         roles = state.failed_roles(job)
         loss = state.first_loss(

@@ -3,7 +3,8 @@
 All that happens is a `TaskEvent` in one queue: the end of a task, or a request to stop (see
 `trainer.cluster.signals`). `Supervisor.run` takes one after the other and decides:
 
-- The leader is done: the evaluator may finish its last checkpoint, then the run is over.
+- The leader is done, and its record says so (`trainer.cluster.completion`): the evaluator may
+  finish its last checkpoint, then the run is over. Any other exit code 0 ends the run as failed.
 - A task died: it is restarted, at most `cluster.max_restarts` incidents in all. Exit codes that
   mean a final failure (`End.is_final`) end the run.
 - A request to stop: the leader gets SIGTERM, and `GRACE_SECONDS` for a last checkpoint.
@@ -24,7 +25,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from trainer import events
-from trainer.cluster import liveness
+from trainer.cluster import completion, liveness
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER, End, TaskProcess, report_failure
 from trainer.cluster.signals import on_interrupt
@@ -146,6 +147,7 @@ class Supervisor:
         evaluator: EvaluatorSupervision,
     ) -> None:
         """Supervise `leader` and the `others`."""
+        self._job = job
         self._limit = job.config.cluster.max_restarts
         self._stall_timeout = job.config.training.stall_timeout
         self._leader = leader
@@ -178,6 +180,7 @@ class Supervisor:
         for process in (*self._others, self._leader):
             self._start(process)
         self._start_evaluator(self._evaluator.begin())
+        is_over = False
         while True:
             event = self._events.get()
             if event is None:
@@ -186,10 +189,14 @@ class Supervisor:
             if process.task == EVALUATOR:
                 self._start_evaluator(self._evaluator.ended(end))
                 continue
-            if process is self._leader and end.code == DONE:
+            if end.code == DONE:
+                # Where all workers run the outer loop, they may end a little before the leader.
+                completion.require(self._job, f"{process.task} (log {process.log})")
+                is_over = True
+            if process is self._leader and is_over:
+                # Alone it would wait for those that have left.
                 self._await_evaluator()
                 return
-            # Where all workers run the outer loop, the others may end a little before the leader.
             if end.code not in (DONE, INTERRUPTED) or process is self._leader:
                 self._restart(process, end)
 

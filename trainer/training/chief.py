@@ -20,7 +20,7 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
-from trainer.cluster import signals
+from trainer.cluster import completion, signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
@@ -76,8 +76,24 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     checkpoints = _open_checkpoints(job, task, dataset, lease)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested)
     watch.begin()
-    with _lost_cluster(strategy), refused_input(), checkpoints.flushed():
-        train(job.config, strategy, checkpoints, hooks)
+    with _lost_cluster(strategy), refused_input():
+        with checkpoints.flushed():
+            train(job.config, strategy, checkpoints, hooks)
+        _end(job, strategy, checkpoints)
+
+
+def _end(job: Job, strategy: Strategy, checkpoints: Checkpoints) -> None:
+    """Record that training is over, and leave the other tasks that run the outer loop.
+
+    Raises:
+        ClusterLostError: the task that records it has left without.
+    """
+    if strategy.publishes:
+        checkpoints.lease.check()
+        completion.record(job, checkpoints.last)
+    strategy.leave()
+    if not strategy.publishes and not completion.is_over(job):
+        raise ClusterLostError("worker-0 is gone, and the end of training is not on record")
 
 
 def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -> Checkpoints:

@@ -176,7 +176,8 @@ class _OuterLoop:
         while step < self._training.steps:
             decision = self._decide(step)
             if decision.stop:
-                uri = self._finish()
+                uri = self.save()
+                self._strategy.leave()
                 raise RunInterruptedError(f"interrupted at global step {step}; checkpoint {uri}")
             if decision.stop_early:
                 break
@@ -187,7 +188,7 @@ class _OuterLoop:
             before, step = step, result.global_step
             if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
                 self.save()
-        self._finish()
+        self.save()
         return step
 
     def save(self) -> str:
@@ -207,11 +208,6 @@ class _OuterLoop:
             steps=self._pace.next_steps(step),
         )
         return _Decision(*self._strategy.barrier(*own))
-
-    def _finish(self) -> str:
-        uri = self.save()
-        self._strategy.leave()
-        return uri
 
     def _run_inner_loop(self, step: int, steps: int) -> _InnerResult:
         """Apply steps and measure how long they take; nothing is saved, logged or evaluated."""

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from components import launchers
 from components.image import PodDefaults
 from components.tfjob import client, launcher
-from tests.components.tfjob.attempts import job_of
+from components.tfjob.manifest import Place, manifest
+from tests.components.tfjob.attempts import SECONDS, job_of, settings
+from tests.kubernetes.cluster import NAMESPACE
+from trainer import storage
 from trainer.errors import ConfigError, UserError
 
 
@@ -33,6 +37,22 @@ def test_the_steps_endpoints_reach_every_task_and_its_secrets_do_not(kube, monke
     assert place.defaults == defaults
     assert place.variables == {"AWS_ENDPOINT_URL": "http://seaweedfs.kubeflow:9000"}
     assert kube.kubeconfig.is_file()
+
+
+@pytest.mark.parametrize("is_adopted", [False, True])
+def test_a_chief_that_ends_with_0_is_believed_by_its_record_alone(kube, tmp_path, is_adopted):
+    job = job_of(settings(), storage.uri_of(tmp_path / "run-1"))
+    if is_adopted:
+        kube.store.create("tfjobs", NAMESPACE, manifest(job, Place(namespace=NAMESPACE)))
+    with ThreadPoolExecutor() as pool:
+        launched = pool.submit(launchers.launch, job)
+        kube.wait_watched()
+        kube.run_all()
+        kube.finish("chief-0", 0)
+        error = launched.exception(SECONDS)
+    assert isinstance(error, UserError)
+    assert str(error).startswith("chief-0 ended with exit code 0 before training was over: ")
+    kube.wait_until_deleted()
 
 
 @pytest.mark.parametrize(

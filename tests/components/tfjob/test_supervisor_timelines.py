@@ -11,7 +11,8 @@ from tests.components.tfjob.attempts import Attempt, job_of, settings, watching_
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
-from trainer import events
+from trainer import events, storage
+from trainer.cluster import completion
 from trainer.errors import FAILED, TRY_AGAIN, TransientError, UserError
 from trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
 
@@ -36,7 +37,8 @@ def progress(step):
     return f"2026-01-01 00:00:00,000 INFO {json.dumps(fields)}"
 
 
-def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_events):
+def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_events, monkeypatch):
+    monkeypatch.setattr(completion, "is_over", lambda _job: True)
     attempt = watching_attempt(kube)
     kube.run_all()
     kube.write_log("worker-0", "ready", "{not json", progress(99))
@@ -54,6 +56,18 @@ def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_e
     assert [each.global_step for each in run_events(Progress)] == [5, 10]
     # An event that a model prints is not one of the step.
     assert not run_events(StepEnd)
+
+
+def test_a_worker_that_ends_with_0_during_training_fails_the_job(kube, tmp_path):
+    attempt = Attempt(job_of(settings(), storage.uri_of(tmp_path / "run-1")))
+    kube.wait_watched()
+    kube.run_all()
+    name = kube.pod("worker-0")["metadata"]["name"]
+    kube.finish("worker-0", 0)
+    assert attempt.failure().startswith(
+        f"worker-0 (pod {name}) ended with exit code 0 before training was over: "
+    )
+    kube.wait_until_deleted()
 
 
 def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):

@@ -1,0 +1,76 @@
+"""Which ends of tasks the supervisor of a local cluster believes; tasks are shell scripts."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.trainer.cluster.test_completion import job_of, publish
+from trainer.cluster import completion
+from trainer.cluster.process import TaskProcess
+from trainer.cluster.supervisor import EvaluatorSupervision, Supervisor
+from trainer.errors import UserError
+from trainer.topology import Cluster, Task
+
+CLUSTER = Cluster(addresses=dict.fromkeys(("chief", "ps", "worker"), ("localhost:1",)))
+CHIEF, PS, WORKER = (Task(role=role, index=0) for role in ("chief", "ps", "worker"))
+FOR_EVER = "sleep 600"
+
+
+class Scripted(TaskProcess):
+    """A task that runs a shell script."""
+
+    def __init__(self, job, task, script):
+        super().__init__(job, CLUSTER, task)
+        self._script = script
+
+    def _command(self):
+        return ["sh", "-c", self._script]
+
+
+@pytest.fixture
+def job(tmp_path):
+    made = job_of(tmp_path)
+    publish(made, 10)
+    return made
+
+
+def supervise(job, leader, **others):
+    processes = [Scripted(job, Task(role=role, index=0), script) for role, script in others.items()]
+    evaluator = EvaluatorSupervision(None)
+    Supervisor(job, Scripted(job, CHIEF, leader), processes, evaluator).run()
+
+
+@pytest.mark.parametrize(
+    ("leader", "others", "named"),
+    [
+        ("exit 0", {}, CHIEF),
+        ("exit 0", {"ps": FOR_EVER, "worker": FOR_EVER}, CHIEF),
+        (FOR_EVER, {"ps": FOR_EVER, "worker": "exit 0"}, WORKER),
+        (FOR_EVER, {"ps": "exit 0", "worker": FOR_EVER}, PS),
+    ],
+)
+def test_exit_code_0_before_the_end_fails_the_run(job, leader, others, named):
+    with pytest.raises(UserError) as caught:
+        supervise(job, leader, **others)
+    log = job.workdir / str(named) / "log.txt"
+    assert str(caught.value).startswith(
+        f"{named} (log {log}) ended with exit code 0 before training was over: "
+    )
+
+
+def test_a_leader_with_the_record_is_done(job):
+    completion.record(job, publish(job, 20))
+    supervise(job, "exit 0", ps=FOR_EVER)
+
+
+def test_a_leader_that_dies_after_another_has_left_at_the_end_is_done(job, tmp_path, monkeypatch):
+    completion.record(job, publish(job, 20))
+    require, left = completion.require, tmp_path / "left"
+
+    def noted(*given):
+        require(*given)
+        left.touch()
+
+    monkeypatch.setattr(completion, "require", noted)
+    leader = f"while ! test -e {left}; do sleep 0.01; done; kill -9 $$"
+    supervise(job, leader, worker="exit 0")

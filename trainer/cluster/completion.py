@@ -1,0 +1,90 @@
+"""The end of training: a record that the leading task writes once all of it is published.
+
+An exit code of 0 proves nothing: code of the user's may end the process. A launcher believes it
+only where `is_over` finds the record of this run and this configuration, whose checkpoint is still
+the newest: an older record says nothing about training that has gone on, or has to.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from trainer import storage
+from trainer.cluster.launcher import Job
+from trainer.errors import UserError
+from trainer.events import from_tree, to_tree
+
+FILE = "end.json"
+ALL_STEPS, EARLY_STOP = "all steps", "early stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """How training has ended.
+
+    Attributes:
+        run_id: the run.
+        config_hash: of the configuration that it has trained with.
+        steps: `training.steps`.
+        reason: `ALL_STEPS` or `EARLY_STOP`.
+        global_step: that of the last checkpoint.
+        checkpoint: the name of that checkpoint.
+        created: the time in its manifest: another one may be published under its name later.
+    """
+
+    run_id: str
+    config_hash: str
+    steps: int
+    reason: str
+    global_step: int
+    checkpoint: str
+    created: str
+
+
+def record(job: Job, checkpoint: str) -> Completion:
+    """Write that training is over with the published checkpoint at this URI; raises `UserError`."""
+    manifest = storage.read_manifest(checkpoint)
+    steps, reached = job.config.training.steps, int(manifest.fields["global_step"])
+    over = Completion(
+        run_id=job.run_id,
+        config_hash=job.config.digest(),
+        steps=steps,
+        reason=ALL_STEPS if reached >= steps else EARLY_STOP,
+        global_step=reached,
+        checkpoint=storage.name_of(checkpoint),
+        created=manifest.created,
+    )
+    storage.write_bytes(_place(job), json.dumps(to_tree(over), indent=2).encode())
+    return over
+
+
+def is_over(job: Job) -> bool:
+    """Return whether training is over, by its record and the newest checkpoint."""
+    try:
+        found = from_tree(Completion, json.loads(storage.read_bytes(_place(job))))
+    # The latter two of a damaged file.
+    except (storage.Missing, ValueError, RecursionError):
+        return False
+    if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
+        return False
+    newest = max(
+        storage.published(job.checkpoints),
+        key=lambda pair: int(pair[1].fields.get("global_step", 0)),
+        default=None,
+    )
+    named = storage.join(job.checkpoints, found.checkpoint)
+    return newest is not None and (newest[0], newest[1].created) == (named, found.created)
+
+
+def require(job: Job, task: str) -> None:
+    """Raise a `UserError` unless training is over, where `task` has ended with exit code 0."""
+    if not is_over(job):
+        raise UserError(
+            f"{task} ended with exit code 0 before training was over: {job.checkpoints} has no "
+            "record of its end; code that the task was given may have ended the process (os._exit)"
+        )
+
+
+def _place(job: Job) -> str:
+    return storage.join(job.checkpoints, FILE)
