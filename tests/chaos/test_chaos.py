@@ -26,9 +26,8 @@ def test_the_invariants_hold(tmp_path, capsys, seed):
 JOB_SEEDS = (5, 2, 16)
 
 
-@pytest.mark.parametrize(
-    "seed", [JOB_SEEDS[0], *(pytest.param(seed, marks=pytest.mark.long) for seed in JOB_SEEDS[1:])]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("seed", JOB_SEEDS)
 def test_the_invariants_hold_for_a_tfjob(tmp_path, capsys, seed):
     options = ["--on", "tfjob", "--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)]
     code = main(options)

@@ -91,9 +91,8 @@ def test_a_layer_that_raises_only_while_it_is_trained(fail, strategy):
     assert "in reshaped" in failed.traceback
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("single", marks=pytest.mark.slow), "async_parameter_server"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["single", "async_parameter_server"])
 def test_a_layer_whose_graph_fails_on_an_example(fail, strategy):
     failed = fail(strategy, "late", error="run")
     line = line_with("assert_less")

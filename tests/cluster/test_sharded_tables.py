@@ -115,7 +115,9 @@ def test_a_step_moves_more_for_a_larger_batch(asynchronous):
     assert (batch - large) / (3 * BATCH) == pytest.approx(EXAMPLE, rel=0.1)
 
 
-@pytest.mark.parametrize("strategy", ["in_graph", "sync_parameter_server"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+)
 def test_no_table_moves_where_the_chief_applies_the_updates(relayed, strategy):
     small, large = measured(relayed, strategy, [(SMALL, BATCH), (LARGE, BATCH)])
     assert large["bytes"] == pytest.approx(small["bytes"], rel=0.1)

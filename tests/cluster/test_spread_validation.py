@@ -41,7 +41,9 @@ def assert_same(outcome: Outcome, alone: Outcome) -> None:
     assert outcome.totals[:3] == [pytest.approx(loss, rel=1e-6), hits, EXAMPLES]
 
 
-@pytest.mark.parametrize("strategy", ["in_graph", "sync_parameter_server"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("in_graph", marks=pytest.mark.long), "sync_parameter_server"]
+)
 def test_workers_of_a_chief_measure_a_part_each(alone, two_workers: Servers, strategy):
     outcome = two_workers.lead(trial(strategy))
     assert_same(outcome, alone)

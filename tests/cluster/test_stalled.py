@@ -63,6 +63,7 @@ def test_asynchronous_training_goes_on_without_a_stopped_worker(dataset, tmp_pat
     assert len(run.events(AttemptBegin)) == 1
 
 
+@pytest.mark.long
 def test_synchronous_updates_do_not_wait_for_a_stopped_worker(dataset, tmp_path):
     run = stopped(dataset, tmp_path, settings("sync_parameter_server"), "worker-1")
     assert len(run.events(AttemptBegin)) == 1

@@ -76,6 +76,7 @@ def failure(leading: Leading, servers: Servers) -> str:
     return (servers.folder / str(CHIEF) / "log.txt").read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_equal_gradients_move_exactly_as_one_process(alone, two_workers):
     runs = [7, 13]
     outcome = two_workers.lead(trial("problems:equal", runs))
@@ -151,7 +152,7 @@ def test_updates_go_on_without_a_worker_that_died(tmp_path):
         assert_adds_up(leading.outcome(), runs, needed=1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_updates_wait_for_a_worker_that_they_cannot_do_without(tmp_path):
     runs = [20, 400, 20]
     worker = Task(role="worker", index=1)

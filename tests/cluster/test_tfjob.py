@@ -85,6 +85,7 @@ def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_cancelled_while_training_the_chief_publishes_a_last_checkpoint(attempt, kube, tmp_path):
     tree = settings(10**6, pod={"secret_env": {"AWS_ACCESS_KEY_ID": "store/accesskey"}})
     with attempt(tree) as process:

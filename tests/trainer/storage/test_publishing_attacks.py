@@ -219,7 +219,14 @@ def test_what_a_living_process_writes_is_no_garbage(
 @pytest.mark.timeout(900)
 # The client of `minio` is that of `s3`.
 @pytest.mark.parametrize(
-    "place", ["file", "gs", "s3", pytest.param("minio", marks=pytest.mark.long)], indirect=True
+    "place",
+    [
+        "file",
+        pytest.param("gs", marks=pytest.mark.long),
+        "s3",
+        pytest.param("minio", marks=pytest.mark.long),
+    ],
+    indirect=True,
 )
 def test_a_gigabyte_takes_less_than_200_mb_of_memory(place: Place, tmp_path: Path) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
