@@ -88,7 +88,7 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
     """
     connection = connect()
     api = Api(connection, settings.namespace or connection.namespace)
-    label = f"{names.RUN}={names.run_label(run_id)}"
+    label = f"{names.RUN}={names.label_value(run_id)}"
     try:
         orphans = with_retry(partial(api.labelled, names.PLURAL, label), DELETE_SECONDS, time.sleep)
         for orphan in orphans:

@@ -75,7 +75,8 @@ def manifest(job: Job, place: Place) -> Tree:
     """
     config = job.config
     settings = config.cluster.kubernetes
-    labels = {names.RUN: names.run_label(job.run_id), names.MANAGED: LAUNCHER}
+    run = names.label_value(job.run_id)
+    labels = {names.RUN: run, names.MANAGED: LAUNCHER}
     queue = {KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
     counts = replicas(config)
     name = names.job_name(config.name, job.checkpoints)
@@ -94,7 +95,12 @@ def manifest(job: Job, place: Place) -> Tree:
         "metadata": {
             "name": name,
             **({"namespace": namespace} if namespace else {}),
-            "labels": {**settings.job.labels, **queue, **labels},
+            "labels": {
+                **settings.job.labels,
+                **queue,
+                **labels,
+                **names.app_labels("training", run),
+            },
             "annotations": dict(settings.job.annotations),
         },
         "spec": {
@@ -103,7 +109,9 @@ def manifest(job: Job, place: Place) -> Tree:
                 REPLICAS[role]: {
                     "replicas": count,
                     "restartPolicy": restart_policy(config, role),
-                    "template": _pod_template(job, role, place, labels),
+                    "template": _pod_template(
+                        job, role, place, {**labels, **names.app_labels(role, run)}
+                    ),
                 }
                 for role, count in counts.items()
             },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from importlib.metadata import version
 from typing import Any
 
 # A Kubernetes object, or a part of one, as JSON.
@@ -19,6 +20,8 @@ REPLICA_INDEX = "training.kubeflow.org/replica-index"
 # Labels of Flotilla, on the job and on its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
+# The prefix of the labels that Kubernetes recommends.
+APP = "app.kubernetes.io/"
 # Annotations of Flotilla, on the job.
 MANIFEST = "flotilla/manifest"
 HEARTBEAT = "flotilla/heartbeat"
@@ -45,12 +48,33 @@ def job_name(model: str, checkpoints: str) -> str:
     return f"{slug[:length].rstrip('-')}-{_digest(checkpoints)}"
 
 
-def run_label(run_id: str) -> str:
-    """Return a run id as the value of a label; one that does not fit ends with a digest."""
-    if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", run_id):
-        return run_id
-    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", run_id).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
-    return f"{slug}-{_digest(run_id)}".lstrip("-")
+def label_value(text: str) -> str:
+    """Return a text, such as a run id, as the value of a label; one that does not fit is digested.
+
+    Different texts have different values.
+    """
+    if re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", text):
+        return text
+    slug = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-._")[: MAX_LENGTH - _DIGEST_LENGTH - 1]
+    return f"{slug}-{_digest(text)}".lstrip("-")
+
+
+def app_labels(component: str, instance: str) -> dict[str, str]:
+    """Return the labels by which tools and policies recognize a part of a run.
+
+    Args:
+        component: what the part is for: the role of a task, or the step of a pipeline.
+        instance: the run, as the value of a label.
+    """
+    values = {
+        "name": "flotilla",
+        "part-of": "flotilla",
+        "managed-by": "flotilla",
+        "component": component,
+        "instance": instance,
+        "version": label_value(version("flotilla")),
+    }
+    return {f"{APP}{name}": value for name, value in values.items()}
 
 
 def heartbeat(token: str, number: int) -> str:

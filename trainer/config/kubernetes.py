@@ -85,7 +85,9 @@ def _refuse_reserved(*prefixes: str) -> Callable[[dict[str, str]], dict[str, str
 
 
 _refuse_reserved_variables = _refuse_reserved("TF_CONFIG", "FLOTILLA_")
-_refuse_reserved_keys = _refuse_reserved("training.kubeflow.org/", "flotilla/")
+_refuse_reserved_keys = _refuse_reserved(
+    "training.kubeflow.org/", "flotilla/", "app.kubernetes.io/"
+)
 
 
 # Those of a container are set by `security`; an unknown one would be dropped silently by the API.

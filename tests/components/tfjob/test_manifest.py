@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
+from importlib.metadata import distribution
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -270,6 +272,31 @@ def test_istio_injects_no_sidecar_unless_configured():
     injected = {"annotations": {"sidecar.istio.io/inject": "true"}}
     job = made({"cluster": {"kubernetes": {"pod": injected}}})
     assert template(job, "PS")["metadata"]["annotations"]["sidecar.istio.io/inject"] == "true"
+
+
+def test_a_job_and_the_pods_of_every_role_have_the_labels_that_kubernetes_recommends():
+    tree = {"cluster": {"evaluator": True, "kubernetes": {"pod": {"labels": {"team": "a"}}}}}
+    config = parse_config(tree)
+    long = Job(
+        config=config, dataset="gs://b/d", checkpoints=f"gs://b/{'run ' * 30}/c", workdir=Path()
+    )
+    for job in (job_of(config), long):
+        tree = manifest(job, PLACE)
+        run = names.label_value(job.run_id)
+        assert tree["metadata"]["labels"].items() >= names.app_labels("training", run).items()
+        for role, name in REPLICAS.items():
+            found = template(tree, name)["metadata"]["labels"]
+            assert found.items() >= {"team": "a", **names.app_labels(role, run)}.items()
+            for value in found.values():
+                assert re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?", value)
+    assert names.app_labels("ps", "run-1") == {
+        "app.kubernetes.io/name": "flotilla",
+        "app.kubernetes.io/part-of": "flotilla",
+        "app.kubernetes.io/managed-by": "flotilla",
+        "app.kubernetes.io/component": "ps",
+        "app.kubernetes.io/instance": "run-1",
+        "app.kubernetes.io/version": distribution("flotilla").version,
+    }
 
 
 def test_without_a_chief_worker_0_leads():

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.tfjob.names import job_name, run_label
+from components.tfjob.names import job_name, label_value
 
 LABEL = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
 
@@ -21,7 +21,7 @@ def test_a_name_with_its_longest_suffix_is_one_of_a_service(model, uri):
 
 @given(st.text(min_size=1, max_size=90))
 def test_a_run_id_is_a_label(run_id):
-    assert LABEL.fullmatch(run_label(run_id))
+    assert LABEL.fullmatch(label_value(run_id))
 
 
 def test_different_runs_have_different_names():
@@ -29,9 +29,9 @@ def test_different_runs_have_different_names():
         "digits", "gs://b/run-2/checkpoints"
     )
     long = "a" * 70
-    assert len({run_label(each) for each in (f"{long}b", f"{long}c", "a b", "a:b", "a-b")}) == 5
+    assert len({label_value(each) for each in (f"{long}b", f"{long}c", "a b", "a:b", "a-b")}) == 5
 
 
 def test_the_same_run_has_the_same_name():
     assert job_name("7", "gs://b/r/checkpoints") == job_name("7", "gs://b/r/checkpoints")
-    assert run_label("digits-20260101-000000-abcd") == "digits-20260101-000000-abcd"
+    assert label_value("digits-20260101-000000-abcd") == "digits-20260101-000000-abcd"

@@ -13,6 +13,10 @@ from trainer.errors import ConfigError
     [
         ({"pod": {"env": {"TF_CONFIG": "{}"}}}, "TF_CONFIG is set by Flotilla or by the operator"),
         ({"pod": {"labels": {"flotilla/run": "x"}}}, "flotilla/run is set by Flotilla"),
+        (
+            {"pod": {"labels": {"app.kubernetes.io/part-of": "x"}}},
+            "app.kubernetes.io/part-of is set by Flotilla",
+        ),
         ({"job": {"annotations": {"flotilla/heartbeat": "x"}}}, "flotilla/heartbeat is set by"),
         ({"namespace": "A"}, "kubernetes.namespace: 'A' is not allowed"),
         ({"pod": {"secret_env": {"A": "no-key"}}}, "secret_env.A: 'no-key' is not allowed"),
