@@ -75,8 +75,6 @@ def manifest(job: Job, place: Place) -> Tree:
     """
     config = job.config
     settings = config.cluster.kubernetes
-    run = names.label_value(job.run_id)
-    labels = {names.RUN: run, names.MANAGED: LAUNCHER}
     queue = {KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
     counts = replicas(config)
     name = names.job_name(config.name, job.checkpoints)
@@ -95,12 +93,7 @@ def manifest(job: Job, place: Place) -> Tree:
         "metadata": {
             "name": name,
             **({"namespace": namespace} if namespace else {}),
-            "labels": {
-                **settings.job.labels,
-                **queue,
-                **labels,
-                **names.app_labels("training", run),
-            },
+            "labels": {**settings.job.labels, **queue, **_labels(job, "training")},
             "annotations": dict(settings.job.annotations),
         },
         "spec": {
@@ -109,9 +102,7 @@ def manifest(job: Job, place: Place) -> Tree:
                 REPLICAS[role]: {
                     "replicas": count,
                     "restartPolicy": restart_policy(config, role),
-                    "template": _pod_template(
-                        job, role, place, {**labels, **names.app_labels(role, run)}
-                    ),
+                    "template": _pod_template(job, role, place),
                 }
                 for role, count in counts.items()
             },
@@ -183,8 +174,13 @@ def _run_policy(settings: JobConfig, pods: int) -> Tree:
     return _without_empty(policy)
 
 
-def _pod_template(job: Job, role: str, place: Place, labels: Mapping[str, str]) -> Tree:
-    """Return the pod template of a role; `labels` are Flotilla's own."""
+def _labels(job: Job, component: str) -> dict[str, str]:
+    """Return the labels of Flotilla for the job, or for the pods of a role."""
+    run = names.label_value(job.run_id)
+    return {names.RUN: run, names.MANAGED: LAUNCHER, **names.app_labels(component, run)}
+
+
+def _pod_template(job: Job, role: str, place: Place) -> Tree:
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
     pod = _with_defaults(job.config.cluster.kubernetes.of(role), arguments, place.defaults)
@@ -202,7 +198,7 @@ def _pod_template(job: Job, role: str, place: Place, labels: Mapping[str, str]) 
         "imagePullSecrets": [{"name": name} for name in pod.image_pull_secrets],
     }
     metadata = {
-        "labels": {**_NO_SIDECAR, **pod.labels, **labels},
+        "labels": {**_NO_SIDECAR, **pod.labels, **_labels(job, role)},
         "annotations": {**_NO_SIDECAR, **pod.annotations},
     }
     return {"metadata": metadata, "spec": _without_empty(spec)}
