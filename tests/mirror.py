@@ -31,6 +31,7 @@ ELSEWHERE = {
     "benchmarks/ports.py": ("tests/benchmarks",),
     "components/tfjob": ("tests/components/tfjob",),
     "configs": ("tests/test_configs.py", "tests/docs"),
+    "deploy": ("tests/test_deploy.py", "tests/components/tfjob/test_client_permissions.py"),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),
     "pipelines/cli": ("tests/pipelines/cli", "tests/golden/test_command_line.py"),
     "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks_cluster.py",),

@@ -1,4 +1,4 @@
-"""What Flotilla asks of the Kubernetes API: the permissions that deploy/rbac.yaml grants.
+"""What Flotilla asks of the Kubernetes API: the permissions that deploy/base/rbac.yaml grants.
 
 The doctor reviews them, and the launcher does before it creates a job: without `patch` it could not
 renew its heartbeat, and the guard of the leading task would take a healthy job for an orphan.
@@ -13,7 +13,8 @@ from components.tfjob.client import Api, RefusedError, UnreachableError
 from components.tfjob.names import GROUP, PLURAL, Tree
 from trainer.errors import UserError
 
-FILE = "deploy/rbac.yaml"
+BASE = "deploy/base"
+FILE = f"{BASE}/rbac.yaml"
 LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
 REVIEWS = "/apis/authorization.k8s.io/v1"
 WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
@@ -41,7 +42,7 @@ class Permission:
         return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
 
 
-# What deploy/rbac.yaml grants, role by role.
+# What it grants, role by role.
 NEEDED = {
     LAUNCHER: (
         *(
@@ -94,7 +95,7 @@ def granting(namespace: str, user: str, role: str) -> str:
         name = "user"
         subject = f"--user '{user or 'USER'}'"
     return (
-        f"kubectl apply --namespace {namespace} --filename {FILE} && kubectl create rolebinding "
+        f"kubectl apply --namespace {namespace} --kustomize {BASE} && kubectl create rolebinding "
         f"{role}-{name} --namespace {namespace} --role {role} {subject}"
     )
 

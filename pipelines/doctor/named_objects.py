@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from components.image import IMAGE
 from components.tfjob.names import Tree
+from components.tfjob.rbac import TRAINER, granting
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
@@ -148,8 +149,8 @@ REMEDIES = {
 
 
 def _remedy(namespace: str, kind: str, name: str, keys: list[str]) -> str:
-    if kind == ACCOUNTS and name == "flotilla-trainer":
-        return f"kubectl apply --namespace {namespace} --filename deploy/rbac.yaml"
+    if kind == ACCOUNTS and name == TRAINER:
+        return granting(namespace, f"system:serviceaccount:{namespace}:{name}", TRAINER)
     literals = " ".join(f"--from-literal={key}=VALUE" for key in keys or ["KEY"])
     return REMEDIES[kind].format(name=name, namespace=namespace, literals=literals)
 

@@ -54,7 +54,7 @@ def of_this_user(kubernetes: Kubernetes) -> Finding:
 
 
 def of_account(kubernetes: Kubernetes, account: Account, role: str) -> Finding:
-    """Check that a service account has what a role of deploy/rbac.yaml grants."""
+    """Check that a service account has what a role of deploy/base/rbac.yaml grants."""
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
     answers = _reviews(kubernetes, "SubjectAccessReview", subject, NEEDED[role])

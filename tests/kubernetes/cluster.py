@@ -187,7 +187,7 @@ def real_cluster(
 ) -> Iterator[Cluster]:
     """Yield a cluster that runs the command of every pod as a process of this machine.
 
-    Its users may do what deploy/rbac.yaml grants: the launcher, and the tasks in the pods.
+    Its users may do what deploy/base/rbac.yaml grants: the launcher, and the tasks in the pods.
     """
     with Server() as server, Network(server.store) as network:
         operator = Operator(server.store)

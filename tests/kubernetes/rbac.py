@@ -1,4 +1,4 @@
-"""What the roles of deploy/rbac.yaml grant, and how the API server refuses the rest."""
+"""What the roles of deploy/base/rbac.yaml grant, and how the API server refuses the rest."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import yaml
 
 from tests.kubernetes.store import RefusedError
 
-FILE = Path(__file__).parents[2] / "deploy" / "rbac.yaml"
+FILE = Path(__file__).parents[2] / "deploy" / "base" / "rbac.yaml"
 LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
 GROUPS = {"tfjobs": "kubeflow.org"}
 _VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}

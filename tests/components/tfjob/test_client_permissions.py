@@ -1,4 +1,4 @@
-"""deploy/rbac.yaml allows every request that is sent to the API, and nothing else."""
+"""deploy/base/rbac.yaml allows every request that is sent to the API, and nothing else."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_without_patch_no_job_is_launched_and_the_line_names_verb_account_and_re
         f"{ACCOUNT} may not in the namespace {NAMESPACE}: patch tfjobs.kubeflow.org, get pods/log; "
         "no job is launched. Grant it: kubectl apply "
     )
-    assert "--filename deploy/rbac.yaml && kubectl create rolebinding" in message
+    assert "--kustomize deploy/base && kubectl create rolebinding" in message
     assert f"--serviceaccount {NAMESPACE}:pipeline-runner" in message
     assert not created(kube)
 

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import yaml
 
 from components.tfjob.names import GROUP
 from components.tfjob.rbac import LAUNCHER, NEEDED, TRAINER
+from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
 from tests.kubernetes.faults import SILENCE
 from tests.pipelines.doctor.conftest import RUNNER
 
-RBAC = Path(__file__).parents[3] / "deploy" / "rbac.yaml"
 OF_THE_CLUSTER = [
     "namespace",
     "TFJob CRD",
@@ -29,7 +27,7 @@ OF_THE_CLUSTER = [
 
 
 def granted(role):
-    documents = yaml.safe_load_all(RBAC.read_text(encoding="utf-8"))
+    documents = yaml.safe_load_all(rbac.FILE.read_text(encoding="utf-8"))
     [rules] = [
         each["rules"]
         for each in documents
@@ -113,7 +111,7 @@ def test_without_a_permission_of_the_user(kube, of_job):
     found = report["permissions of this user"]
     said = f"{USER} may not in {NAMESPACE}: create tfjobs.kubeflow.org, get pods/log"
     assert found["message"] == said
-    assert f"kubectl apply --namespace {NAMESPACE} --filename deploy/rbac.yaml" in found["remedy"]
+    assert f"kubectl apply --namespace {NAMESPACE} --kustomize deploy/base" in found["remedy"]
     assert f"--role flotilla-launcher --user '{USER}'" in found["remedy"]
 
 
@@ -142,7 +140,11 @@ def test_the_tasks_own_account_is_asked_for(kube, of_job):
     assert name in report["permissions of the tasks"]["message"]
     found = report["service accounts of tasks"]
     assert (found["state"], found["message"]) == ("fail", f"not there in {NAMESPACE}: {name}")
-    assert found["remedy"] == f"kubectl apply --namespace {NAMESPACE} --filename deploy/rbac.yaml"
+    assert found["remedy"] == (
+        f"kubectl apply --namespace {NAMESPACE} --kustomize deploy/base && "
+        f"kubectl create rolebinding {name}-{name} --namespace {NAMESPACE} --role {name} "
+        f"--serviceaccount {NAMESPACE}:{name}"
+    )
 
 
 def test_who_may_not_ask_for_others_is_reported_how_to(kube, of_job):
