@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import socket
@@ -21,13 +22,15 @@ class Fault:
     Attributes:
         kind: a status code, or `drop` (the connection ends unanswered), `lose` (the request is
             served and its answer lost), `truncate` (the answer ends half-way), `silence` (nothing
-            is said for `seconds`, and then all goes on).
+            is said for `seconds`, and then all goes on), `mangle` (one byte of what is sent is
+            another one when it comes).
         method: `GET`, `PUT`, ...; all when empty.
         path: a regular expression that is searched in the path with its query.
         header: only requests that have it.
         times: how often.
         every: only each so manieth request that matches.
         seconds: of silence.
+        body: of the answer with the status code; an error in JSON where it is None.
     """
 
     kind: int | str
@@ -38,6 +41,7 @@ class Fault:
     every: int = 1
     seen: int = 0
     seconds: float = 0.0
+    body: bytes | None = None
 
     def strikes(self, handler: BaseHTTPRequestHandler) -> bool:
         """Count a request, and say whether it is to fail."""
@@ -123,8 +127,15 @@ class Faulty(BaseHTTPRequestHandler):
 
     def _fail(self, fault: Fault) -> bool:
         if isinstance(fault.kind, int):
-            self._answer(fault.kind)
+            self._answer(fault.kind, fault.body)
             return False
+        if fault.kind == "mangle":
+            # In the first half, where a manifest has its head.
+            sent = bytearray(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+            sent[len(sent) // 4] ^= 1
+            self.rfile = io.BytesIO(sent)
+            self.close_connection = True
+            return True
         if fault.kind == "silence":
             time.sleep(fault.seconds)
             return True
@@ -135,10 +146,11 @@ class Faulty(BaseHTTPRequestHandler):
         self.close_connection = True
         return True
 
-    def _answer(self, status: int) -> None:
+    def _answer(self, status: int, body: bytes | None) -> None:
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         reason = {"code": status, "message": "injected", "errors": [{"reason": "injected"}]}
-        body = b"" if self.command == "HEAD" else json.dumps({"error": reason}).encode()
+        if body is None:
+            body = b"" if self.command == "HEAD" else json.dumps({"error": reason}).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))

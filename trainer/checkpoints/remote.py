@@ -129,6 +129,7 @@ class RemoteCheckpoints(Checkpoints):
         self._pending = storage.uri_of(scratch / "unpublished")
         self._logs = scratch / "logs"
         self._uploading = ""
+        self._logs_failed = False
         self._measured: list[dict[str, Any]] = []
 
     @property
@@ -226,6 +227,12 @@ class RemoteCheckpoints(Checkpoints):
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:
+        """Upload TensorBoard's files; the first failure is a warning, and none ends training."""
         self.lease.require()
-        for path in sorted(self._logs.glob("*")):
-            storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())
+        try:
+            for path in sorted(self._logs.glob("*")):
+                storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())
+        except (UserError, OSError) as error:
+            level = logging.DEBUG if self._logs_failed else logging.WARNING
+            log.log(level, "the logs for TensorBoard are not uploaded: %s", error)
+            self._logs_failed = True

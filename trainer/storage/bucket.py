@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ Result = TypeVar("Result")
 PART_BYTES = 8 << 20
 # Seconds to connect, and seconds until the next bytes come.
 TIMEOUTS = (5.0, 60.0)
+SUCCESS = range(200, 300)
 # The metadata key of the process that wrote an object of a published directory.
 WRITER = "flotilla-writer"
 
@@ -28,6 +30,8 @@ class Trouble(enum.Enum):
     EXISTS = "there is an object already"
     DENIED = "no permission"
     NO_CREDENTIALS = "no credentials, or wrong ones"
+    EXPIRED = "credentials that have expired"
+    NO_TLS = "no TLS connection"
     OTHER = "another error of the store"
     FOREIGN = "no error of the store"
 
@@ -119,4 +123,16 @@ class ChangedError(Exception):
 
 
 class DamagedInTransitError(Exception):
-    """Content was damaged between this process and the store."""
+    """Content or an answer was damaged between this process and the store."""
+
+
+def tls_trouble(error: BaseException) -> Trouble:
+    """Return the class of a client's error of TLS, by its causes."""
+    cause: BaseException | None = error
+    while cause:
+        # The endpoint speaks plain HTTP. Other errors come of connections that were cut.
+        plain = isinstance(cause, ssl.SSLError) and cause.reason == "WRONG_VERSION_NUMBER"
+        if plain or isinstance(cause, ssl.SSLCertVerificationError):
+            return Trouble.NO_TLS
+        cause = cause.__cause__ or cause.__context__
+    return Trouble.TRANSIENT

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -20,6 +21,7 @@ from requests.adapters import HTTPAdapter
 
 from trainer.storage.bucket import (
     PART_BYTES,
+    SUCCESS,
     TIMEOUTS,
     WRITER,
     ChangedError,
@@ -28,9 +30,11 @@ from trainer.storage.bucket import (
     Sink,
     Stored,
     Trouble,
+    tls_trouble,
 )
 from trainer.storage.manifest import Checksum
 from trainer.storage.retry import THREADS
+from trainer.storage.uri import web_address
 
 _TRANSIENT = (
     ConnectionError,
@@ -63,6 +67,7 @@ class GcsBucket:
                 "run `gcloud auth application-default login`, set GOOGLE_APPLICATION_CREDENTIALS, "
                 "or use workload identity"
             ),
+            Trouble.NO_TLS: "name the certificate of its authority in REQUESTS_CA_BUNDLE",
         }
     )
 
@@ -166,10 +171,10 @@ class GcsBucket:
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
-        if isinstance(error, auth.TransportError | auth.RefreshError) and error.retryable:
-            return Trouble.TRANSIENT
         if isinstance(error, auth.GoogleAuthError):
-            return Trouble.NO_CREDENTIALS
+            return Trouble.TRANSIENT if error.retryable else Trouble.NO_CREDENTIALS
+        if isinstance(error, requests.exceptions.SSLError):
+            return tls_trouble(error)
         # The store refuses content with another checksum.
         damaged = isinstance(error, api.BadRequest) and "doesn't match calculated" in str(error)
         if damaged or isinstance(error, _TRANSIENT):
@@ -203,7 +208,8 @@ class GcsBucket:
 
     @property
     def _client(self) -> storage.Client:
-        return _client(os.getpid(), os.environ.get("STORAGE_EMULATOR_HOST", ""))
+        emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
+        return _client(os.getpid(), emulator and web_address(emulator, "STORAGE_EMULATOR_HOST"))
 
 
 @cache
@@ -215,7 +221,29 @@ def _client(_process: int, _emulator: str) -> storage.Client:
     adapter = HTTPAdapter(pool_maxsize=2 * THREADS)
     for scheme in ("http://", "https://"):
         client._http.mount(scheme, adapter)
+    client._http.hooks["response"].append(_refuse_foreign_answer)
     return client
+
+
+def _refuse_foreign_answer(answer: requests.Response, **_: Any) -> None:
+    """Refuse an answer of success that no store gives, such as an empty one of a proxy.
+
+    The client fails with an `AttributeError`, or takes it for the content of an object.
+    """
+    url, method = urllib3.util.parse_url(answer.url), answer.request.method
+    query = url.query or ""
+    if answer.status_code not in SUCCESS or method == "DELETE":
+        return
+    is_whole = False
+    if "alt=media" in query:
+        is_whole = any(name.lower().startswith("x-goog-") for name in answer.headers)
+    elif "uploadType=resumable" in query and method == "POST":
+        is_whole = "Location" in answer.headers
+    else:
+        with suppress(ValueError):
+            is_whole = isinstance(answer.json(), dict)
+    if not is_whole:
+        raise DamagedInTransitError(f"the answer to {method} {url.path} is none of a store")
 
 
 def _stored(blob: Any) -> Stored:

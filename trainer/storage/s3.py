@@ -11,7 +11,7 @@ from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import boto3
 import google_crc32c
@@ -22,6 +22,7 @@ from botocore.response import StreamingBody
 
 from trainer.storage.bucket import (
     PART_BYTES,
+    SUCCESS,
     TIMEOUTS,
     WRITER,
     ChangedError,
@@ -30,14 +31,27 @@ from trainer.storage.bucket import (
     Sink,
     Stored,
     Trouble,
+    tls_trouble,
 )
 from trainer.storage.manifest import Checksum
 from trainer.storage.retry import THREADS
 from trainer.storage.s3_endpoint import Endpoint, kfp_credentials
 
+Result = TypeVar("Result")
 # The limit of S3.
 _MAX_PARTS = 10_000
 _CHUNK = 1 << 20
+# What each answer of a store has; what lacks it came from something in between.
+_ANSWERED = {
+    "GetObject": "ETag",
+    "HeadObject": "LastModified",
+    "PutObject": "ETag",
+    "CreateMultipartUpload": "UploadId",
+    "UploadPart": "ETag",
+    "CompleteMultipartUpload": "ETag",
+    "ListObjectsV2": "IsTruncated",
+    "ListMultipartUploads": "IsTruncated",
+}
 # The codes of a store without conditional PUT.
 _UNKNOWN_CONDITION = ("NotImplemented", "501")
 # None of these has another as its base: botocore's errors of a connection are not Python's.
@@ -68,8 +82,10 @@ _TROUBLES = {
     "412": Trouble.EXISTS,
     "InvalidAccessKeyId": Trouble.NO_CREDENTIALS,
     "SignatureDoesNotMatch": Trouble.NO_CREDENTIALS,
-    "ExpiredToken": Trouble.NO_CREDENTIALS,
     "InvalidToken": Trouble.NO_CREDENTIALS,
+    "ExpiredToken": Trouble.EXPIRED,
+    "ExpiredTokenException": Trouble.EXPIRED,
+    "TokenRefreshRequired": Trouble.EXPIRED,
     "AccessDenied": Trouble.DENIED,
     "403": Trouble.DENIED,
 }
@@ -88,6 +104,14 @@ class S3Bucket:
                 "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile, or a role of the "
                 "service account"
             ),
+            Trouble.EXPIRED: (
+                "renew them (aws sso login, or a new AWS_SESSION_TOKEN), or use a role, which is "
+                "renewed by itself"
+            ),
+            Trouble.NO_TLS: (
+                "write http:// in the endpoint of a store without TLS; name the certificate of its "
+                "authority in AWS_CA_BUNDLE"
+            ),
         }
     )
 
@@ -95,7 +119,7 @@ class S3Bucket:
         """Use boto3's chain of credentials at an endpoint."""
         self._name = name
         self._endpoint = endpoint
-        self._retry = retry
+        self._retrying = retry
 
     def get(self, key: str) -> bytes:
         """Return the content of an object, checked against its MD5 where the store has it."""
@@ -148,7 +172,7 @@ class S3Bucket:
         except BaseException:
             # An upload that is not aborted here is found by `abort_uploads` later.
             with suppress(boto.ClientError, boto.BotoCoreError):
-                self._client.abort_multipart_upload(**upload)
+                self._abort(upload)
             raise
 
     def stat(self, key: str) -> Stored:
@@ -208,17 +232,19 @@ class S3Bucket:
         old = [each for each in self._retry(pending) if each["Initiated"].timestamp() < before]
         for each in old:
             upload = {**self._at(each["Key"]), "UploadId": each["UploadId"]}
-            self._retry(partial(self._client.abort_multipart_upload, **upload))
+            self._retry(partial(self._abort, upload))
         return [each["Key"] for each in old]
 
     def judge(self, error: BaseException) -> Trouble:
         """Classify an error."""
-        if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
-            return Trouble.NO_CREDENTIALS
+        if isinstance(error, boto.SSLError):
+            return tls_trouble(error)
         if isinstance(error, _TRANSIENT):
             return Trouble.TRANSIENT
-        if isinstance(error, boto.BotoCoreError):
-            return Trouble.OTHER
+        # botocore follows a redirection to itself as far as Python allows.
+        if isinstance(error, boto.BotoCoreError | RecursionError):
+            lacks = isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError)
+            return Trouble.NO_CREDENTIALS if lacks else Trouble.OTHER
         if not isinstance(error, boto.ClientError):
             return Trouble.FOREIGN
         code = _code(error)
@@ -226,6 +252,16 @@ class S3Bucket:
         if code in _TRANSIENT_ERRORS or status in _TRANSIENT_CODES:
             return Trouble.TRANSIENT
         return _TROUBLES.get(code, Trouble.OTHER)
+
+    def _retry(self, request: Callable[[], Result]) -> Result:
+        try:
+            return self._retrying(request)
+        except boto.ClientError as error:
+            if self.judge(error) is not Trouble.EXPIRED:
+                raise
+        # They may have been renewed in the file of a profile, which a client reads once.
+        client.cache_clear()
+        return self._retrying(request)
 
     @property
     def _client(self) -> Any:
@@ -252,16 +288,38 @@ class S3Bucket:
         self._retry(lambda: self._client.complete_multipart_upload(**whole))
 
     def _send(self, key: str, data: bytes, **how: Any) -> None:
-        digest = hashlib.md5(data)
+        """Store an object; a new one that arrived damaged is removed before it is sent again."""
+        digest = _base64(hashlib.md5(data).digest())
+        is_new = "Metadata" in how
+        damaged = False
+
+        def remove_damaged() -> None:
+            nonlocal damaged
+            if damaged:
+                self._client.delete_object(**self._at(key))
+                damaged = False
 
         def send() -> None:
-            answer = self._client.put_object(
-                **self._at(key), Body=data, ContentMD5=_base64(digest.digest()), **how
-            )
-            if _is_md5(answer) and _tag(answer) != digest.hexdigest():
+            nonlocal damaged
+            remove_damaged()
+            answer = self._client.put_object(**self._at(key), Body=data, ContentMD5=digest, **how)
+            arrived = self._arrived(key, data, answer, is_new)
+            # Not every store compares the MD5 that was sent, and nobody may read such a manifest.
+            damaged = is_new and not arrived
+            remove_damaged()
+            if not arrived:
                 raise DamagedInTransitError(f"{key} was damaged on its way to the store")
 
         self._retry(send)
+
+    def _arrived(self, key: str, data: bytes, answer: dict[str, Any], is_new: bool) -> bool:
+        """Say whether a store has what was sent, by its MD5, or else by reading a small object."""
+        if _is_md5(answer):
+            return _tag(answer) == hashlib.md5(data).hexdigest()
+        if not is_new or len(data) > _CHUNK:
+            return True
+        stored: bytes = self._client.get_object(**self._at(key))["Body"].read()
+        return stored == data
 
     def _parts(
         self, upload: dict[str, str], path: Path, expected: Checksum
@@ -285,6 +343,9 @@ class S3Bucket:
             raise DamagedInTransitError(f"part {number} was damaged on its way to the store")
         tag: str = answer["ETag"]
         return tag
+
+    def _abort(self, upload: dict[str, str]) -> None:
+        self._client.abort_multipart_upload(**upload)
 
     def _pages(self, operation: str, prefix: str, **how: Any) -> Any:
         paginator = self._client.get_paginator(operation)
@@ -316,7 +377,7 @@ def _base64(digest: bytes) -> str:
 def client(_process: int, endpoint: Endpoint) -> Any:
     """Return the client of an endpoint, one for each process."""
     # All threads can share it, a forked child cannot.
-    return boto3.session.Session().client(
+    made = boto3.session.Session().client(
         "s3",
         endpoint_url=endpoint.url or None,
         region_name=endpoint.region or None,
@@ -333,6 +394,18 @@ def client(_process: int, endpoint: Endpoint) -> Any:
         ),
         **(kfp_credentials() if endpoint.kfp_secret else {}),
     )
+    made.meta.events.register("after-call.s3", _refuse_foreign_answer)
+    return made
+
+
+def _refuse_foreign_answer(http_response: Any, parsed: Any, model: Any, **_: Any) -> None:
+    """Refuse an answer of success that no store gives, such as an empty one of a proxy.
+
+    It would pass for a list without an entry.
+    """
+    lacks = _ANSWERED.get(model.name, "") not in {"", *parsed}
+    if http_response.status_code in SUCCESS and lacks:
+        raise DamagedInTransitError(f"the answer to {model.name} is none of a store")
 
 
 def _code(error: boto.ClientError) -> str:

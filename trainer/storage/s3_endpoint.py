@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.storage.uri import Location
+from trainer.storage.uri import Location, web_address
 
 # The object store of a KFP instance, in the namespace where KFP puts it.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
@@ -31,8 +31,10 @@ class Endpoint:
 def endpoint_of(location: Location) -> Endpoint:
     """Return the endpoint of a URI, or else of the environment, or else the default."""
     minio = location.scheme == "minio"
-    given = [_with_scheme(location), *(os.environ.get(name, "") for name in _VARIABLES)]
-    url = next(filter(None, given), KFP_ENDPOINT if minio else "")
+    given = {f"the endpoint of {location.home}": _with_scheme(location)}
+    given |= {name: os.environ.get(name, "") for name in _VARIABLES}
+    found = next((web_address(url, where) for where, url in given.items() if url), "")
+    url = found or (KFP_ENDPOINT if minio else "")
     return Endpoint(
         url=url,
         region=location.option("region"),

@@ -9,7 +9,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import parse_qsl, quote, unquote_to_bytes
+from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
 from trainer.errors import ConfigError, UserError, nearest
 
@@ -142,6 +142,19 @@ def uri_of(path: str | Path) -> str:
     except FileNotFoundError:
         raise ConfigError("the current folder was removed; change to one that is there") from None
     return "file://" + quote(os.fsencode(absolute))
+
+
+def web_address(text: str, where: str) -> str:
+    """Return the URL of a store's server; raises `ConfigError`, which names `where` it is."""
+    try:
+        parts = urlsplit(text)
+        right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        right = False
+    if not right or not text.isprintable() or " " in text:
+        said = repr(text) if "@" not in text else "its value"
+        raise ConfigError(f"{where}: {said} is no address of a store: write it as http://host:port")
+    return text
 
 
 def _names(part: str) -> list[str]:

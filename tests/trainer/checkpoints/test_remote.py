@@ -220,6 +220,27 @@ def test_an_attempt_that_begins_again_does_not_wait(of):
     assert of().newest().global_step == 1
 
 
+@pytest.mark.parametrize("error", [UserError, storage.Unavailable, OSError])
+def test_logs_that_cannot_be_uploaded_end_no_training(of, uri, monkeypatch, caplog, error):
+    kept = of()
+    kept.logs.mkdir(parents=True)
+    (kept.logs / "events.1").write_bytes(b"figures")
+    real = storage.write_bytes
+
+    def write(place, data):
+        if "/logs/" in place:
+            raise error("no more room for logs")
+        real(place, data)
+
+    monkeypatch.setattr(storage, "write_bytes", write)
+    for step in (1, 2, 3):
+        with kept.flushed():
+            save(kept, step)
+    assert steps(uri) == [1, 2, 3]
+    said = [each for each in caplog.messages if "no more room for logs" in each]
+    assert said == ["the logs for TensorBoard are not uploaded: no more room for logs"]
+
+
 def test_logs_go_with_a_checkpoint(of, uri):
     kept = of()
     kept.logs.mkdir(parents=True)
