@@ -89,7 +89,17 @@ def _is_outside(host: object) -> bool:
         address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return True
-    return not (address.is_loopback or address.is_unspecified)
+    return not (address.is_loopback or address.is_unspecified or str(address) in _own_addresses())
+
+
+def _own_addresses() -> set[str]:
+    """Return the addresses of this machine: a connection to one of them does not leave it."""
+    return {
+        each.address.partition("%")[0]
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in {socket.AF_INET, socket.AF_INET6}
+    }
 
 
 @pytest.fixture(autouse=True)

@@ -207,6 +207,12 @@ class Validation(Event):
     created: str = ""
 
 
+class OpenPorts(Event):
+    """The ports of a local cluster are open to more than this machine."""
+
+    warning: str
+
+
 class LeaseTakenOver(Event):
     """The lease of a folder of checkpoints was taken over from a holder that is gone."""
 

@@ -205,7 +205,9 @@ def _grace_seconds(config: str, task: Task | None) -> float:
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
     """Forward signals to the task; to a server only when its leader has ended."""
-    server = ShutdownServer() if cluster and task == leader(cluster) else None
+    server = None
+    if cluster and task == leader(cluster):
+        server = ShutdownServer(cluster.count("ps") + cluster.count("worker"))
     connection = None
     if cluster and task and not server and task.role in ("ps", "worker"):
         host, _, _ = cluster.address(leader(cluster)).rpartition(":")

@@ -20,6 +20,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
@@ -40,6 +41,8 @@ _SHUTTING_DOWN = b"e"
 # Leader and server receive SIGTERM together; a server that is ended alone waits this long.
 NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
+# Connections past one for each server.
+SPARE = 8
 
 
 class Stop:
@@ -105,28 +108,52 @@ class Stop:
 
 
 class ShutdownServer:
-    """The leader's side: accepts a connection from every server."""
+    """The leader's side: accepts a connection from every server.
 
-    def __init__(self, port: int = PORT) -> None:
+    Anybody who reaches the port can open connections, so there are at most as many as servers and
+    `SPARE` for those that reconnect. Past that, the address with the most loses its oldest one.
+    """
+
+    def __init__(self, servers: int, port: int = PORT) -> None:
         """Listen on `port`; if it is taken, servers end without waiting for the leader."""
-        self._connections: list[socket.socket] = []
+        self._limit = servers + SPARE
+        # With the address of the peer, the oldest first.
+        self._connections: dict[socket.socket, str] = {}
         self._shutting_down = False
         with suppress(OSError):
-            self._server = socket.create_server(("", port), backlog=1024)
+            self._server = socket.create_server(("", port), backlog=self._limit)
             threading.Thread(target=self._accept, name="shutdown-server", daemon=True).start()
 
     def announce(self) -> None:
         """Announce to all servers that the leader is shutting down."""
         self._shutting_down = True
-        for connection in self._connections:
+        for connection in list(self._connections):
             _announce(connection)
 
     def _accept(self) -> None:
         while True:
-            connection, _ = self._server.accept()
-            self._connections.append(connection)
+            try:
+                connection, (host, *_) = self._server.accept()
+                _expect_end(connection)
+            except OSError:
+                # The peer has left already, or this process has no descriptor to spare.
+                time.sleep(CONNECT_SECONDS / 2)
+                continue
+            self._make_room()
+            self._connections[connection] = host
             if self._shutting_down:
                 _announce(connection)
+
+    def _make_room(self) -> None:
+        for connection in [each for each in self._connections if _has_ended(each)]:
+            self._close(connection)
+        if len(self._connections) >= self._limit:
+            ((crowded, _),) = Counter(self._connections.values()).most_common(1)
+            self._close(next(each for each, host in self._connections.items() if host == crowded))
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._connections[connection]
+        connection.close()
 
 
 class ShutdownConnection:
@@ -156,7 +183,7 @@ class ShutdownConnection:
                 socket.create_connection(self._address, CONNECT_SECONDS) as connection,
             ):
                 connection.settimeout(None)
-                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                _expect_end(connection)
                 if connection.recv(1) == _SHUTTING_DOWN:
                     self._announced.set()
                     with suppress(OSError):
@@ -168,3 +195,23 @@ class ShutdownConnection:
 def _announce(connection: socket.socket) -> None:
     with suppress(OSError):
         connection.send(_SHUTTING_DOWN)
+
+
+def _expect_end(connection: socket.socket) -> None:
+    """Find out within a minute that the peer is gone, although neither side says anything."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has these.
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        if option := getattr(socket, name, None):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Say whether the peer has left, or says something, which no server does."""
+    try:
+        connection.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

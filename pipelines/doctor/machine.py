@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 import socket
+from collections.abc import Callable
 from glob import glob
 from importlib.util import find_spec
 from pathlib import Path
 
 from pipelines.doctor.examination import Finding, State
+from trainer.cluster import loopback as ports
 from trainer.config.schema import Config
 from trainer.storage.uri import speaks_s3
 
@@ -54,15 +56,17 @@ def disk(workdir: Path) -> Finding:
     return Finding("ok", message)
 
 
-def loopback() -> Finding:
-    """Check that tasks can listen on, and reach, a port of 127.0.0.1."""
+def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
+    """Check that tasks, and nobody elsewhere, can reach a port of 127.0.0.1."""
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
             socket.create_connection(server.getsockname()[:2], timeout=5).close()
     except OSError as error:
         message = f"tasks cannot reach each other on 127.0.0.1: {error.strerror or error}"
         return Finding("fail", message, "ip link set lo up")
-    return Finding("ok", "ports of 127.0.0.1 can be opened and reached")
+    if not closes():
+        return Finding("warn", ports.WARNING, "less docs/security.md")
+    return Finding("ok", "ports of 127.0.0.1 can be opened and reached, by this machine alone")
 
 
 def gpus(config: Config) -> Finding:

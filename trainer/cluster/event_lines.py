@@ -15,6 +15,7 @@ from trainer.events import (
     LeaseAwaited,
     LeaseTakenOver,
     NewestVersion,
+    OpenPorts,
     Progress,
     Restart,
     Stalled,
@@ -30,6 +31,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     AttemptBegin: lambda event: (
         f"training resumes from global step {event.global_step}" if event.resumed else ""
     ),
+    OpenPorts: lambda event: f"warning: {event.warning}",
     NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
     WarmStart: lambda event: f"training begins with the weights of {event.uri}",
     FromScratch: lambda event: f"training begins from scratch: {event.reason}",

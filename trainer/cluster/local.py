@@ -17,6 +17,8 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+from trainer import events
+from trainer.cluster import loopback
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import TaskProcess
 from trainer.cluster.supervisor import EVALUATOR, EvaluatorSupervision, Supervisor
@@ -58,6 +60,7 @@ def launch(job: Job) -> None:
     at once.
     """
     with _cluster(job.config) as (cluster, own):
+        _report_open_ports(cluster, own)
         processes = {
             task: TaskProcess(job, cluster, task)
             for role, count in own.items()
@@ -68,6 +71,13 @@ def launch(job: Job) -> None:
         wanted = job.config.cluster.evaluator
         evaluator = EvaluatorSupervision(TaskProcess(job, cluster, EVALUATOR) if wanted else None)
         Supervisor(job, processes[leading], others, evaluator).run()
+
+
+def _report_open_ports(cluster: Cluster, own: dict[str, int]) -> None:
+    tasks = [Task(role=role, index=0) for role in own if cluster.count(role)]
+    closes = any(loopback.is_loopback(cluster.address(task)) for task in tasks)
+    if sum(map(len, cluster.addresses.values())) > 1 and closes and not loopback.can_close():
+        events.emit(events.OpenPorts(warning=loopback.WARNING))
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tensorflow as tf
 
+from trainer.cluster import loopback
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import gpu_count
 from trainer.config.schema import Config
@@ -67,13 +68,12 @@ def serve_in_process(cluster: Cluster) -> None:
     """
     settings = _settings()
     settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
-    _SERVERS.extend(
-        tf.distribute.Server(
-            tf.train.ClusterSpec(cluster.spec()), job_name=role, task_index=index, config=settings
-        )
-        for role in ("ps", "worker")
-        for index in range(cluster.count(role))
-    )
+    for role in ("ps", "worker"):
+        for index, address in enumerate(cluster.addresses[role]):
+            loopback.close_to_others(address)
+            spec = tf.train.ClusterSpec(cluster.spec())
+            server = tf.distribute.Server(spec, job_name=role, task_index=index, config=settings)
+            _SERVERS.append(server)
 
 
 def _settings() -> tf.compat.v1.ConfigProto:

@@ -156,7 +156,7 @@ def test_a_parameter_server_without_a_leader_ends(tmp_path):
 
 def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
     port = free_port()
-    server = ShutdownServer(port)
+    server = ShutdownServer(1, port)
     server.announce()
     connection = ShutdownConnection("127.0.0.1", port)
     waited = threading.Thread(target=connection.wait, args=(30, 30))

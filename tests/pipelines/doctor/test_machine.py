@@ -213,6 +213,12 @@ def test_a_machine_without_ports(doctor, monkeypatch):
     assert "Cannot assign requested address" in report["loopback"]["message"]
 
 
+def test_a_machine_whose_ports_stay_open_to_others():
+    assert machine.loopback().state == ("ok" if sys.platform == "linux" else "warn")
+    found = machine.loopback(closes=lambda: False)
+    assert (found.state, "any graph" in found.message) == ("warn", True)
+
+
 @pytest.mark.parametrize(("asked", "has", "state"), [(1, 0, "warn"), (4, 2, "fail"), (2, 2, "ok")])
 def test_gpus_of_this_machine(doctor, monkeypatch, asked, has, state):
     monkeypatch.setattr(machine, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(has)])

@@ -1,0 +1,64 @@
+"""Who reaches this machine over an address that is not a loopback address."""
+
+from __future__ import annotations
+
+import ipaddress
+import select
+import socket
+from collections.abc import Iterable
+from contextlib import ExitStack
+
+import psutil
+import pytest
+
+# Connections on one machine are made, or dropped, within the call that asks for them.
+SECONDS = 0.5
+
+
+def other_addresses() -> list[str]:
+    """Return this machine's addresses that are not on loopback; skip the test where it has none."""
+    found = [
+        each.address
+        for addresses in psutil.net_if_addrs().values()
+        for each in addresses
+        if each.family in {socket.AF_INET, socket.AF_INET6}
+        and not ipaddress.ip_address(each.address.partition("%")[0]).is_loopback
+    ]
+    if not found:
+        pytest.skip("this machine has no address but loopback: nobody can reach it over another")
+    return found
+
+
+def open_ports(process: psutil.Process) -> list[int]:
+    """Return the ports on which a process listens."""
+    found = process.net_connections("tcp")
+    return sorted({each.laddr.port for each in found if each.status == psutil.CONN_LISTEN})
+
+
+def reached(addresses: Iterable[str], ports: Iterable[int]) -> list[tuple[str, int]]:
+    """Return the addresses and ports that take a connection."""
+    ports = list(ports)
+    with ExitStack() as stack:
+        tried = {}
+        for address in addresses:
+            for port in ports:
+                (family, kind, _, _, place), *_ = socket.getaddrinfo(
+                    address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST
+                )
+                client = stack.enter_context(socket.socket(family, kind))
+                client.setblocking(False)
+                client.connect_ex(place)
+                tried[client] = (address, port)
+        _, ready, _ = select.select([], list(tried), [], 0)
+        if len(ready) < len(tried):
+            _, ready, _ = select.select([], set(tried).difference(ready), [], SECONDS)
+        made = [each for each in tried if not each.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)]
+        return [tried[each] for each in made if _is_connected(each)]
+
+
+def _is_connected(client: socket.socket) -> bool:
+    try:
+        client.getpeername()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,128 @@
+"""Ports that only loopback reaches; the server here shares its port as TensorFlow's does."""
+
+from __future__ import annotations
+
+import socket
+import sys
+
+import pytest
+
+from tests.cluster.strangers import other_addresses, reached
+from trainer import events
+from trainer.cluster import local, loopback
+from trainer.cluster.event_lines import line_of
+from trainer.errors import UserError
+from trainer.topology import Cluster
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a way")
+
+
+@pytest.fixture(autouse=True)
+def closed(monkeypatch):
+    """The sockets that drop connections; closed at the end of the test."""
+    sockets = []
+    monkeypatch.setattr(loopback, "_closed", sockets)
+    monkeypatch.setenv("TF_GRPC_REUSE_PORT", "0")
+    yield sockets
+    for each in sockets:
+        each.close()
+
+
+def serve(address):
+    """Close the port of `address` to others where that is due, and listen."""
+    loopback.close_to_others(address)
+    server = loopback._bound(int(address.rpartition(":")[2]))
+    server.listen()
+    return server
+
+
+@linux
+@pytest.mark.parametrize("family", ["IPv6", "IPv4"])
+def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family):
+    others = other_addresses()
+    loopbacks = ["127.0.0.1", "127.7.7.7", "::1"]
+    if family == "IPv4":
+        # As on a machine without IPv6.
+        monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
+        loopbacks.remove("::1")
+    port = local.free_port()
+    with serve(f"127.0.0.1:{port}") as server:
+        for _ in range(10):
+            assert reached(loopbacks, [port]) == [(each, port) for each in loopbacks]
+        assert reached(others, [port]) == []
+        assert server.getsockname()[1] == port
+
+
+@linux
+def test_a_connection_over_loopback_from_another_address_is_dropped():
+    """As a router that passes 127.0.0.0/8 on delivers it."""
+    port = local.free_port()
+    source = next(each for each in other_addresses() if "." in each)
+    with serve(f"127.0.0.1:{port}"), pytest.raises(TimeoutError):
+        socket.create_connection(("127.0.0.1", port), 0.2, (source, 0))
+
+
+def test_a_server_that_others_have_to_reach_is_left_open(closed):
+    port = local.free_port()
+    with serve(f"10.0.0.1:{port}"):
+        others = [each for each in other_addresses() if "." in each]
+        assert reached(others, [port]) == [(each, port) for each in others]
+    assert not closed
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("127.0.0.1:1", True), ("127.1.2.3:1", True), ("[::1]:1", True), ("localhost:1", True),
+        ("10.0.0.1:1", False), ("[::]:1", False), ("0.0.0.0:1", False), ("ps-0.ns.svc:1", False),
+    ],
+)  # fmt: skip
+def test_which_addresses_are_on_loopback(address, expected):
+    assert loopback.is_loopback(address) is expected
+
+
+@linux
+def test_a_port_that_is_taken_is_one_line():
+    with socket.create_server(("", 0)) as other:
+        address = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(UserError, match=f"cannot serve on {address}: Address already in use"):
+            loopback.close_to_others(address)
+
+
+@linux
+def test_a_system_that_takes_the_filter_and_ignores_it_is_found_out(monkeypatch):
+    monkeypatch.setattr(loopback, "_TRIAL_SECONDS", 0.05)
+    assert loopback.can_close()
+    monkeypatch.setattr(loopback, "_SERVER_IF_LOOPBACK", [(6, 0, 0, 0)])
+    assert not loopback.can_close()
+
+
+@pytest.mark.parametrize("lacks", ["platform", "filter"])
+def test_a_system_without_a_way_serves_with_a_warning(monkeypatch, caplog, closed, lacks):
+    if lacks == "platform":
+        monkeypatch.setattr(loopback.sys, "platform", "darwin")
+    else:
+        monkeypatch.setattr(loopback, "_ATTACH_REUSEPORT_FILTER", 9999)
+    port = local.free_port()
+    with serve(f"127.0.0.1:{port}"):
+        assert reached(["127.0.0.1"], [port])
+    assert [record.message for record in caplog.records] == [loopback.WARNING]
+    assert not closed
+
+
+@pytest.mark.parametrize(
+    ("addresses", "can_close", "warned"),
+    [
+        ({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)}, False, True),
+        ({"chief": ("127.0.0.1:1",), "ps": ("127.0.0.1:2",)}, True, False),
+        # One task alone makes no server.
+        ({"chief": ("127.0.0.1:1",)}, False, False),
+        ({"chief": ("10.0.0.1:1",), "ps": ("10.0.0.2:2",)}, False, False),
+    ],
+)
+def test_a_run_warns_once_where_its_ports_stay_open(monkeypatch, addresses, can_close, warned):
+    monkeypatch.setattr(loopback, "can_close", lambda: can_close)
+    heard = []
+    with events.heard_by(heard.append):
+        local._report_open_ports(Cluster(addresses=addresses), dict.fromkeys(addresses, 1))
+    assert [line_of(each) for each in heard] == [f"warning: {loopback.WARNING}"] * warned

@@ -1,0 +1,153 @@
+"""The ports of a local cluster, closed to all that does not come over loopback.
+
+TensorFlow's servers run whatever graph they are sent, and listen on every address of the machine.
+They cannot be told another address, but they can share their port (SO_REUSEPORT). So a socket of
+ours listens first, and makes the kernel choose between the two by a filter: a connection over
+loopback is the server's, any other is ours, which drops it. There is no moment in which the server
+listens and the filter is not in place. See `docs/decisions/0046-ports-on-loopback.md`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import ipaddress
+import logging
+import os
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+WARNING = (
+    "other machines can reach the tasks of this run and run any graph as this user: this system "
+    "cannot keep TensorFlow's servers on loopback, see docs/security.md"
+)
+# Read by TensorFlow when it makes a server.
+_SHARE_PORT = "TF_GRPC_REUSE_PORT"
+# asm-generic/socket.h
+_ATTACH_FILTER, _ATTACH_REUSEPORT_FILTER = 26, 51
+# linux/filter.h: offsets from here on count from the begin of the IP header.
+_IP = 0xFFF00000
+_LOAD_BYTE, _LOAD_WORD, _SHIFT_RIGHT, _IF_EQUAL, _RETURN = 0x30, 0x20, 0x74, 0x15, 0x06
+_DROP = [(_RETURN, 0, 0, 0)]
+# Each is an instruction, how many to skip where its comparison is true and where not, and a value.
+# The result is the place in the group of sockets that share the port. A source is looked at too: a
+# router that passes 127.0.0.0/8 on (`route_localnet`) does not forge it.
+_SERVER_IF_LOOPBACK = [
+    (_LOAD_BYTE, 0, 0, _IP),
+    (_SHIFT_RIGHT, 0, 0, 4),
+    (_IF_EQUAL, 0, 4, 4),
+    # IPv4: source and destination in 127.0.0.0/8.
+    (_LOAD_BYTE, 0, 0, _IP + 12),
+    (_IF_EQUAL, 0, 11, 127),
+    (_LOAD_BYTE, 0, 0, _IP + 16),
+    (_IF_EQUAL, 8, 9, 127),
+    # IPv6: destination ::1, which the kernel takes from nowhere else.
+    (_LOAD_WORD, 0, 0, _IP + 24),
+    (_IF_EQUAL, 0, 7, 0),
+    (_LOAD_WORD, 0, 0, _IP + 28),
+    (_IF_EQUAL, 0, 5, 0),
+    (_LOAD_WORD, 0, 0, _IP + 32),
+    (_IF_EQUAL, 0, 3, 0),
+    (_LOAD_WORD, 0, 0, _IP + 36),
+    (_IF_EQUAL, 0, 1, 1),
+    (_RETURN, 0, 0, 1),
+    (_RETURN, 0, 0, 0),
+]
+# A kernel that takes the filter and ignores it spreads connections by chance.
+_TRIALS, _TRIAL_SECONDS = 8, 1.0
+# Open for as long as this process.
+_closed: list[socket.socket] = []
+
+
+def is_loopback(address: str) -> bool:
+    """Say whether `host:port` names a loopback address."""
+    host = address.rpartition(":")[0].strip("[]")
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+def close_to_others(address: str) -> None:
+    """Let only connections over loopback reach the server that this process makes at `address`.
+
+    Called before the server is made. A task whose address is no loopback address has to be reached
+    from elsewhere, and stays so; so it does where the system has no way, with a warning.
+
+    Raises:
+        UserError: the port is taken.
+    """
+    if not is_loopback(address):
+        return
+    if not can_close():
+        log.warning(WARNING)
+        return
+    try:
+        _closed.append(_dropping(int(address.rpartition(":")[2])))
+    except OSError as error:
+        raise UserError(f"cannot serve on {address}: {error.strerror}") from None
+    os.environ[_SHARE_PORT] = "1"
+
+
+def can_close() -> bool:
+    """Say whether this system can close a port to others, by a trial."""
+    if sys.platform != "linux":
+        return False
+    try:
+        with _dropping(0) as dropping:
+            port = dropping.getsockname()[1]
+            with _bound(port) as server:
+                server.listen(_TRIALS)
+                for _ in range(_TRIALS):
+                    socket.create_connection(("127.0.0.1", port), _TRIAL_SECONDS).close()
+    except OSError:
+        return False
+    return True
+
+
+def _dropping(port: int) -> socket.socket:
+    """Return a socket that listens on `port` and shares it, and drops what is not over loopback."""
+    held = _bound(port)
+    try:
+        _attach(held, _ATTACH_REUSEPORT_FILTER, _SERVER_IF_LOOPBACK)
+        _attach(held, _ATTACH_FILTER, _DROP)
+        held.listen(1)
+    except OSError:
+        held.close()
+        raise
+    return held
+
+
+def _bound(port: int) -> socket.socket:
+    """Return a socket on all addresses, as gRPC makes it: only equal ones share a port."""
+    family = socket.AF_INET6 if _has_ipv6() else socket.AF_INET
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        made.bind(("", port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _has_ipv6() -> bool:
+    try:
+        with socket.socket(socket.AF_INET6, socket.SOCK_STREAM) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
+def _attach(held: socket.socket, option: int, program: list[tuple[int, int, int, int]]) -> None:
+    code = b"".join(struct.pack("HBBI", *instruction) for instruction in program)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    filters = struct.pack("HP", len(program), ctypes.addressof(buffer))
+    held.setsockopt(socket.SOL_SOCKET, option, filters)
