@@ -26,13 +26,18 @@ POLL_SECONDS = 1.0
 
 
 class Adoption:
-    """Ensures that the job of a manifest exists."""
+    """Ensures that the job of a manifest exists.
+
+    Attributes:
+        is_adopted: whether it is the job of an earlier attempt, whose tasks may run already.
+    """
 
     def __init__(self, api: Api, deadlines: DeadlinesConfig, wait: Callable[[float], None]) -> None:
         """Take the API, how long it and the operator may be silent, and a function that sleeps."""
         self._api = api
         self._deadlines = deadlines
         self._wait = wait
+        self.is_adopted = False
 
     def adopt_or_create(self, manifest: Tree, own: Tree, delete_seconds: float) -> Tree:
         """Return the job as the API holds it.
@@ -59,8 +64,15 @@ class Adoption:
                     return created
                 continue
             if _is_same(found, metadata) and not state.is_finished(found):
+                adopted = self._ask(
+                    lambda: self._api.patch_job(name, {"metadata": own}),
+                    unless=HTTPStatus.NOT_FOUND,
+                )
+                if adopted is None:
+                    continue
                 log.info("adopted the job %s of an earlier attempt", name)
-                return self._ask(lambda: self._api.patch_job(name, {"metadata": own}))
+                self.is_adopted = True
+                return adopted
             self._delete(found, delete_seconds)
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:

@@ -36,7 +36,7 @@ from components.tfjob.deadlines import Deadlines
 from components.tfjob.logs import EventRelay, Logs
 from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
 from components.tfjob.names import Tree
-from components.tfjob.retry import refused, with_retry
+from components.tfjob.retry import deleted_by_another, refused, with_retry
 from components.tfjob.shutdown import Stop
 from components.tfjob.state import Loss
 from components.tfjob.supervisor import DRAIN_SECONDS, JobEvents, Restarts, Supervisor
@@ -153,7 +153,9 @@ class Heartbeat(threading.Thread):
             call = partial(self._api.patch_job, self._name, patch)
             job = with_retry(call, seconds, wait, limits.operator)
         except RefusedError as error:
-            raise UserError(refused(error)) from None
+            is_gone = error.is_missing and not error.is_unserved
+            message = deleted_by_another(self._name) if is_gone else refused(error)
+            raise UserError(message) from None
         if not heartbeat.items() <= (job["metadata"].get("annotations") or {}).items():
             raise UserError(
                 f"the annotation {names.HEARTBEAT} of the job {self._name} is not kept by the "
@@ -204,6 +206,7 @@ class _Launch:
         self._is_interrupted = self._is_stopping = False
         self._is_interrupted_again = threading.Event()
         self._stop: Stop | None = None
+        self._is_adopted = False
         self._leader_runs: Callable[[], bool] = lambda: False
         # What the leading task said last, to whom an interrupt comes while there is no job.
         self._message = ""
@@ -245,7 +248,8 @@ class _Launch:
         # may wait.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
-        self._uid, self._stop = created["metadata"]["uid"], Stop(created)
+        self._uid, self._is_adopted = created["metadata"]["uid"], adoption.is_adopted
+        self._stop = Stop(created)
         self._heartbeat.renew_first(limits, self._wait)
         return created
 
@@ -342,9 +346,14 @@ class _Launch:
 
     def _is_stop_requested(self) -> bool:
         """Ask the guard of the leading task to end the job, and say whether it may answer."""
-        if self._stop is None or not self._leader_runs():
+        if self._stop is None:
             return False
         try:
+            # The pods of an adopted job may run before this launcher has seen any of them.
+            if not self._leader_runs() and not (
+                self._is_adopted and self._stop.leader_runs(self._handler_api)
+            ):
+                return False
             self._stop.request(self._handler_api)
         except (RefusedError, UnreachableError):
             return False

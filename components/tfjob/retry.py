@@ -90,6 +90,14 @@ def _remedy(error: RefusedError) -> str:
     return ""
 
 
+def deleted_by_another(job: str) -> str:
+    """Return the message for a job that is gone, and that this launcher has not deleted."""
+    return (
+        f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
+        "flotilla run --resume, trains on from its newest checkpoint"
+    )
+
+
 def silent_operator(seconds: float, detail: str) -> str:
     """Return the message for an operator that has left a job alone for so many seconds."""
     return (

@@ -27,7 +27,7 @@ from components.tfjob.kubernetes_events import PodRefusals, last_events
 from components.tfjob.logs import Logs
 from components.tfjob.manifest import leading, restart_policy
 from components.tfjob.names import Tree
-from components.tfjob.retry import refused, unreachable
+from components.tfjob.retry import deleted_by_another, refused, unreachable
 from components.tfjob.state import Loss, TaskEnd
 from trainer import events
 from trainer.cluster import completion
@@ -258,10 +258,7 @@ class Supervisor:
             if state.condition(item, "Succeeded"):
                 return True
             if deleted or item["metadata"].get("deletionTimestamp"):
-                raise UserError(
-                    f"the job {self._name} was deleted by someone else, which ends the run; Retry "
-                    "in the KFP UI, or flotilla run --resume, trains on from its newest checkpoint"
-                )
+                raise UserError(deleted_by_another(self._name))
             return bool(state.condition(item, "Failed"))
         # The operator writes no status while it is away, or may not make a pod of another task.
         if any(end.task == self._leader and end.is_done for end in new_ends):

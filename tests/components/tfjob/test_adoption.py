@@ -57,6 +57,18 @@ def test_any_other_job_is_deleted_and_created_again(kube, kind):
     kube.wait_until_deleted()
 
 
+def test_a_job_that_goes_while_it_is_adopted_is_looked_for_again(kube):
+    orphan(kube)
+    kube.faults.add("PATCH .*tfjobs", 404, times=1)
+    attempt = start_attempt()
+    kube.wait_renewed()
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+    assert kube.faults.hits == {"PATCH .*tfjobs": 1}
+
+
 def test_a_job_that_is_being_deleted_is_not_adopted(kube):
     kube.store.graceful.add("tfjobs")
     before = orphan(kube)

@@ -148,3 +148,23 @@ def test_a_job_that_is_being_stopped_is_not_adopted(kube):
     kube.finish("chief-0", 0)
     retry.succeed()
     kube.wait_until_deleted()
+
+
+def test_a_job_that_was_adopted_a_moment_ago_is_stopped_and_not_deleted(kube):
+    job = running_job(kube)
+    earlier = kube.wait_renewed()
+    # The launcher that adopts it sees no pods before it is cancelled.
+    kube.faults.add(r"GET .*/pods\?", 503)
+    before = len(kube.server.requests)
+    with step(kube, settings()) as process:
+        kube.wait_renewed(but=earlier)
+        process.signal()
+        asked_to_stop(kube)
+        kube.faults.clear()
+        assert kube.job()["metadata"]["uid"] == job["metadata"]["uid"]
+        assert not [r for r in kube.server.requests[before:] if r.startswith("DELETE")]
+        kube.write_log("chief-0", names.STOPPING)
+        save(kube)
+        code, _, message = process.end()
+    assert (code, message) == (130, MESSAGE)
+    kube.wait_until_deleted()
