@@ -16,7 +16,8 @@ from typing import Any
 
 from trainer import storage
 from trainer.errors import UserError
-from trainer.events import from_tree, to_tree
+from trainer.events import to_tree
+from trainer.json_records import from_tree, parse
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +82,7 @@ def check(artifact: Any, uri: str) -> None:
 
 def _read(artifact: Any) -> Descriptor:
     try:
-        tree = json.loads(Path(artifact.path).read_text(encoding="utf-8"))
+        tree = parse(Path(artifact.path).read_bytes())
     except (OSError, ValueError):
         tree = None
     if found := from_tree(Descriptor, tree):

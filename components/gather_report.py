@@ -20,6 +20,7 @@ from typing import Any
 from components.step_record import (
     CONFIG,
     INCIDENTS,
+    OF_STEPS,
     StepRecord,
     all_step_records,
     harmless,
@@ -72,6 +73,8 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
 
 
 log = logging.getLogger(__name__)
+# Progress and the like is in the history.
+_REPORTED = (*OF_STEPS, *INCIDENTS, AttemptBegin, CheckpointPublished, UserCodeFailed)
 _LINEAGE = (
     "run_id", "commit", "image", "config", "dataset", "fingerprint", "checkpoint", "evaluation",
     "decision",
@@ -279,7 +282,7 @@ class _Made:
 
 def _events(folder: Path) -> list[Event]:
     with _left_out_if_unreadable():
-        return list(events.read(folder / "events.jsonl"))
+        return list(events.read(folder / "events.jsonl", every=_REPORTED))
     return []
 
 

@@ -25,23 +25,27 @@ from trainer.events import (
     CheckpointPassedOver,
     EvaluatorLeft,
     Event,
+    Interrupted,
     Restart,
     RunBegin,
+    RunEnd,
     Stalled,
     StepBegin,
     StepEnd,
     StepResult,
     TaskFailed,
-    from_tree,
     now,
     to_tree,
 )
+from trainer.json_records import from_tree, parse
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
 # What the report lists of a step beside its end.
 INCIDENTS = (Restart, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
+# All that the records and the outcome of a run are made from.
+OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 # For so long a store may fail before a step continues without its record. A step that is asked to
 # end has about a second.
 _RETRY_SECONDS = 10.0
@@ -155,17 +159,20 @@ def _tries(start: Sequence[Event]) -> list[StepRecord]:
     tries: list[StepRecord] = []
     for event in start:
         if isinstance(event, StepBegin):
-            killed = StepRecord(step=event.step, status="running", began=event.time)
-            tries.append(_guessed(killed, start[-1].time, error=_KILLED_HERE))
+            tries.append(StepRecord(step=event.step, status="running", began=event.time))
         elif isinstance(event, StepEnd):
-            ended = record_of(event, began=event.time - event.seconds, ended=event.time)
             for number, each in enumerate(tries):
                 if each.step == event.step and each.ended is None:
-                    tries[number] = replace(ended, began=each.began)
+                    tries[number] = record_of(event, began=each.began, ended=event.time)
                     break
             else:
-                tries.append(ended)
-    return tries
+                began = event.time - event.seconds
+                tries.append(record_of(event, began=began, ended=event.time))
+    lived_until = max((event.time for event in start), default=0.0)
+    return [
+        _guessed(each, lived_until, error=_KILLED_HERE) if each.ended is None else each
+        for each in tries
+    ]
 
 
 def _summed(earlier: Sequence[StepRecord], last: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
@@ -177,6 +184,8 @@ def _summed(earlier: Sequence[StepRecord], last: Sequence[StepRecord]) -> tuple[
             before[each.step].append(each)
     return tuple(
         replace(each, earlier=tuple(_try(one, one.seconds) for one in before[name]))
+        if before[name]
+        else each
         for name, each in newest.items()
     )
 
@@ -283,7 +292,7 @@ def published_records(at: str) -> list[StepRecord]:
 def record_in(data: bytes) -> StepRecord | None:
     """Return the record in the bytes of its file; None where it is none."""
     try:
-        return from_tree(StepRecord, json.loads(data))
+        return from_tree(StepRecord, parse(data))
     except ValueError:
         return None
 

@@ -4,6 +4,9 @@ Every process of a run appends to the file that `FLOTILLA_EVENTS` names; without
 same line goes to the log. A line is `{"event": NAME, "time": seconds since 1970, ...fields}`, and
 NAME is the name of the class in snake case: `StepBegin` is `step_begin`.
 
+The file is bounded: progress is appended to its first `PROGRESS_BYTES`. From then on the newest
+progress alone is kept, in a file next to it (`newest_progress`), which each one replaces.
+
 A reader gets checked instances. It passes over what is damaged, half-written or of an unknown name,
 and ignores fields that it does not know, so that it can follow a newer version of this program.
 """
@@ -12,23 +15,26 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, cast, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Any, dataclass_transform
+
+from trainer.json_records import from_tree, parse_mapping
 
 VARIABLE = "FLOTILLA_EVENTS"
 MARK = '{"event": '
+# Progress is appended up to this size of the file: at one a second, most of an hour.
+PROGRESS_BYTES = 1 << 20
+# No event is longer; the pieces of a longer line are no events.
+_LONGEST = 1 << 20
+_NAME = MARK.encode() + b'"'
 log = logging.getLogger(__name__)
-Record = TypeVar("Record")
-_hints = cache(get_type_hints)
 _listeners: list[Callable[[Event], None]] = []
 
 
@@ -287,17 +293,87 @@ def heard_by(listener: Callable[[Event], None]) -> Iterator[None]:
 def append(path: Path, event: Event) -> None:
     """Append one event to a file; raises `OSError`."""
     with open(path, "ab", buffering=0) as file:
-        file.write(f"{json.dumps(to_tree(event), default=str)}\n".encode())
+        # A pipe has no size.
+        if not isinstance(event, Progress) or os.fstat(file.fileno()).st_size < PROGRESS_BYTES:
+            file.write(_line(event))
+            return
+    place = _place_of_progress(path)
+    # Of an attempt that is being replaced, the last progress may come at the same time.
+    staged = place.with_name(f"{place.name}.{os.getpid()}")
+    staged.write_bytes(_line(event))
+    staged.replace(place)
 
 
-def read(path: Path) -> Iterator[Event]:
-    """Yield the events of a file in order; none where there is no such file."""
+def begin_again(path: Path, run_id: str) -> int:
+    """Append that a run begins to the events of its earlier starts; return where those end.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
+    with path.open("ab", buffering=0) as file:
+        if progress := newest_progress(path):
+            # How far that start has come stays with its events.
+            file.write(_line(progress))
+        _place_of_progress(path).unlink(missing_ok=True)
+        size = os.fstat(file.fileno()).st_size
+        file.write(_line(RunBegin(run_id=run_id, number=before + 1)))
+    return size
+
+
+def read(path: Path, *, every: Collection[type[Event]] = ()) -> Iterator[Event]:
+    """Yield the events of a file in order; none where there is no such file.
+
+    Where `every` names kinds, only the newest event of each other kind is yielded for each start of
+    the run, after the events of that start. Most lines are then only looked at: a week of progress
+    is read in a second.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    whole = {name_of(kind).encode() for kind in every}
+    newest: dict[bytes, bytes] = {}
     if not path.is_file():
         return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if event := parse(line):
+    with path.open("rb") as file:
+        for line in iter(partial(file.readline, _LONGEST), b""):
+            begin = line.rfind(_NAME) + len(_NAME)
+            name = line[begin : line.find(b'"', begin)]
+            if whole and name not in whole and name != b"run_begin":
+                newest[name] = line
+                continue
+            event = _parsed(line)
+            if isinstance(event, RunBegin):
+                yield from filter(None, map(_parsed, newest.values()))
+                newest.clear()
+            if event:
                 yield event
+    yield from filter(None, map(_parsed, newest.values()))
+    if progress := newest_progress(path):
+        yield progress
+
+
+def newest_progress(path: Path) -> Progress | None:
+    """Return the newest progress where the file of events has no room for it, else None."""
+    place = _place_of_progress(path)
+    if not place.is_file():
+        return None
+    with suppress(OSError), place.open("rb") as file:
+        event = _parsed(file.read(_LONGEST))
+        return event if isinstance(event, Progress) else None
+    return None
+
+
+def _place_of_progress(path: Path) -> Path:
+    return path.with_name(f"{path.name}.progress")
+
+
+def _line(event: Event) -> bytes:
+    return f"{json.dumps(to_tree(event), default=str)}\n".encode()
+
+
+def _parsed(line: bytes) -> Event | None:
+    return parse(line.decode("utf-8", "replace"))
 
 
 def parse(line: str) -> Event | None:
@@ -309,9 +385,8 @@ def parse(line: str) -> Event | None:
     if at < 0:
         return None
     try:
-        tree = json.loads(line[at:])
-    # The latter of junk that is nested too deep.
-    except (ValueError, RecursionError):
+        tree = parse_mapping(line[at:])
+    except ValueError:
         return None
     kind = _kinds().get(str(tree["event"]))
     return from_tree(kind, tree) if kind and "time" in tree else None
@@ -334,39 +409,6 @@ def _plain(value: Any) -> Any:
     return to_tree(value) if is_dataclass(value) else value
 
 
-def from_tree(kind: type[Record], tree: object) -> Record | None:
-    """Return the record of a dataclass that a JSON object holds.
-
-    None where a field without a default is missing, or one has another type.
-    """
-    if not isinstance(tree, dict):
-        return None
-    hints = _hints(cast(Any, kind))
-    try:
-        return kind(**{name: _checked(tree[name], hints[name]) for name in hints if name in tree})
-    except TypeError:
-        return None
-
-
 @cache
 def _kinds() -> dict[str, type[Event]]:
     return {name_of(kind): kind for kind in Event.__subclasses__()}
-
-
-def _checked(value: Any, hint: Any) -> Any:
-    """Return a JSON value as the type of a field; raises `TypeError` where it is another one."""
-    if hint is Any or (hint in (int, str, bool, NoneType) and type(value) is hint):
-        return value
-    if hint is float and type(value) in (int, float) and math.isfinite(value):
-        return float(value)
-    parts = get_args(hint)
-    if get_origin(hint) is tuple and isinstance(value, list):
-        return tuple(_checked(each, parts[0]) for each in value)
-    if get_origin(hint) is Mapping and isinstance(value, dict):
-        return {name: _checked(each, parts[1]) for name, each in value.items()}
-    if NoneType in parts:
-        return None if value is None else _checked(value, parts[0])
-    record = from_tree(cast(Any, hint), value) if is_dataclass(hint) else None
-    if record is not None:
-        return record
-    raise TypeError(f"{value!r} is no {hint}")

@@ -1,7 +1,8 @@
 """A run by its id, on this machine or on a KFP instance: list, status, logs and cancel.
 
 A run below the workdir is one of this machine. Any other id or name is that of a run on the
-instance, which the options or the environment name.
+instance, which the options or the environment name. The client of KFP takes a second to load: only
+for a run of an instance.
 """
 
 from __future__ import annotations
@@ -12,17 +13,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipelines.runs import local_status
 from pipelines.runs.kfp_access import Instance
-from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
-from pipelines.runs.kfp_outcome import result_of
-from pipelines.runs.kfp_run import RemoteRun, run_of, view
-from pipelines.runs.kfp_watch import OnNote, OnText, command, follow_logs
 from pipelines.runs.outcome import RunResult
-from pipelines.runs.upload import NEWEST, equals
 from trainer.errors import DONE, ConfigError, UserError, nearest
+
+if TYPE_CHECKING:
+    from pipelines.runs.kfp_client import Client
+    from pipelines.runs.kfp_run import RemoteRun
+    from pipelines.runs.kfp_watch import OnNote, OnText
 
 RUNS = Path("runs")
 _REFUSED = 400
@@ -40,15 +41,17 @@ class Cancellation:
 def list_local(workdir: str | Path = RUNS, limit: int = 20) -> tuple[RunResult, ...]:
     """Return the runs on this machine, newest first."""
     folder = Path(workdir)
-    return tuple(
-        local_status.status_of(folder, run) for run in local_status.run_ids(folder)[:limit]
-    )
+    return tuple(local_status.statuses(folder, local_status.run_ids(folder)[:limit]))
 
 
 def list_remote(
     instance: Instance | None = None, *, experiment: str = "", limit: int = 20
 ) -> tuple[RemoteRun, ...]:
     """Return the runs on a KFP instance, of one experiment or of all, newest first."""
+    from pipelines.runs.kfp_client import connect, pages
+    from pipelines.runs.kfp_run import view
+    from pipelines.runs.upload import NEWEST, equals
+
     client = connect((instance or Instance()).access())
     named: dict[str, Any] = {}
     if experiment:
@@ -67,6 +70,9 @@ def status(run: str, *, workdir: str | Path = RUNS, instance: Instance | None = 
     """Return the result of a run, or how far it has come; raises `UserError`."""
     if local_status.is_local(Path(workdir), run):
         return local_status.status_of(Path(workdir), run)
+    from pipelines.runs.kfp_outcome import result_of
+    from pipelines.runs.kfp_run import run_of
+
     client = _client(run, workdir, instance)
     return result_of(client, run_of(client, run))
 
@@ -102,6 +108,9 @@ def logs(
         for piece in local_status.lines((folder / run).absolute(), wait):
             on_text("", piece)
         return local_status.status_of(folder, run)
+    from pipelines.runs.kfp_run import run_of
+    from pipelines.runs.kfp_watch import follow_logs
+
     client = _client(run, workdir, instance)
     name = step.replace("-", "_")
     note = on_note or (lambda _line: None)
@@ -134,6 +143,10 @@ def cancel(
 
 
 def _cancel_remote(client: Client, run: str) -> Cancellation:
+    from pipelines.runs.kfp_client import InstanceError, ask
+    from pipelines.runs.kfp_run import run_of
+    from pipelines.runs.kfp_watch import command
+
     remote, asked = run_of(client, run), False
     if not remote.has_ended and remote.state != "CANCELING":
         try:
@@ -172,6 +185,8 @@ def _interrupt(folder: Path) -> bool:
 
 
 def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
+    from pipelines.runs.kfp_client import connect
+
     try:
         return connect((instance or Instance()).access())
     except ConfigError as error:
@@ -180,5 +195,7 @@ def _client(run: str, workdir: str | Path, instance: Instance | None) -> Client:
 
 def _experiments(client: Client, only: str = "") -> Iterator[Any]:
     """Yield the experiments of the instance that a filter lets through."""
+    from pipelines.runs.kfp_client import pages
+
     named: dict[str, Any] = {"filter": only} if only else {}
     return pages(client.list_experiments, "experiments", **named)

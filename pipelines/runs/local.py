@@ -32,11 +32,12 @@ from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.events import Event, Interrupted, RunBegin
+from trainer.events import Event, Interrupted, Progress
 
 OnEvent = Callable[[Event], None]
 
 DEFAULT_CONFIG = Path("configs/digits.yaml")
+CONFIG = "config.json"
 EVENTS = "events.jsonl"
 # How often the events of a run are read: often enough for a progress bar.
 LOOK_SECONDS = 0.2
@@ -216,12 +217,33 @@ def resumed_run(config: Config, workdir: Path, run_id: str) -> LocalRun:
 def saved_config(workdir: Path, run_id: str) -> Path:
     """Return the file with the configuration that a run was started with."""
     check_run_id(workdir, run_id)
-    return workdir / run_id / "config.json"
+    return workdir / run_id / CONFIG
+
+
+def begun(workdir: Path) -> dict[str, float]:
+    """Return the runs below `workdir`, and when each was begun or resumed, by its files.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        folders = os.listdir(workdir)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"cannot read {workdir}: {error.strerror}") from None
+    found: dict[str, float] = {}
+    for name in folders:
+        # One of them may be damaged, or whatever else.
+        for file in (CONFIG, EVENTS):
+            with suppress(OSError):
+                found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
+    return found
 
 
 def check_run_id(workdir: Path, run_id: str) -> None:
     """Raise a `ConfigError` unless `run_id` is a run below `workdir`."""
-    runs = [path.parent.name for path in workdir.glob("*/config.json")]
+    runs = begun(workdir)
     if run_id not in runs:
         # By the stamp after the name.
         newest = max(runs, key=lambda each: each.split("-")[-3:], default="")
@@ -243,8 +265,8 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         (folder / "tmp").mkdir(parents=True, exist_ok=True)
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        begin = _begun(folder / EVENTS, run_id)
-        (folder / "config.json").write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        begin = events.begin_again(folder / EVENTS, run_id)
+        (folder / CONFIG).write_text(config.model_dump_json(indent=2), encoding="utf-8")
     except BlockingIOError:
         raise ConfigError(
             f"run {run_id} is still running; wait for its end, or cancel it"
@@ -254,14 +276,6 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
         ) from None
     return LocalRun(run_id=run_id, folder=folder, config=placed, lock=lock, begin=begin)
-
-
-def _begun(path: Path, run_id: str) -> int:
-    """Append that the run begins to the events of earlier starts; return where they end."""
-    before = [each for each in events.read(path) if isinstance(each, RunBegin)]
-    size = path.stat().st_size if path.exists() else 0
-    events.append(path, RunBegin(run_id=run_id, number=len(before) + 1))
-    return size
 
 
 def execute(
@@ -341,7 +355,9 @@ def _environment(run: LocalRun) -> dict[str, str]:
 
 
 def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) -> list[Event]:
+    """Pass on the events of a run until it ends; return all of them, of progress the newest."""
     happened: list[Event] = []
+    newest: Progress | None = None
     running = True
     with (run.folder / EVENTS).open("rb") as lines:
         lines.seek(run.begin)
@@ -352,9 +368,16 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
             except subprocess.TimeoutExpired:
                 pass
             for event in _since(lines):
-                happened.append(event)
                 on_event(event)
-    return happened
+                if isinstance(event, Progress):
+                    newest = event
+                else:
+                    happened.append(event)
+            apart = events.newest_progress(run.folder / EVENTS)
+            if apart and (newest is None or apart.time > newest.time):
+                newest = apart
+                on_event(apart)
+    return [*happened, newest] if newest else happened
 
 
 def _since(lines: BinaryIO) -> Iterator[Event]:

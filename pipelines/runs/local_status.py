@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from components.step_record import last_start, step_records
+from components.step_record import OF_STEPS, last_start, step_records
 from pipelines.runs import local
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events
 from trainer.errors import DONE, FAILED, UserError
 from trainer.events import Event, Interrupted, RunEnd
+from trainer.storage.errors import reported
 
 LOOK_SECONDS = 0.3
 LOG = "pipeline.log"
@@ -28,41 +30,64 @@ _COLUMNS = 2
 def is_local(workdir: Path, run_id: str) -> bool:
     """Return whether a run of this id is below `workdir`."""
     single = bool(run_id) and Path(run_id).name == run_id
-    return single and (workdir / run_id / local.EVENTS).is_file()
+    return single and os.path.lexists(workdir / run_id / local.EVENTS)
 
 
 def run_ids(workdir: Path) -> list[str]:
-    """Return the runs below `workdir`, newest first."""
-    begun = {path.parent.name: path.stat().st_mtime for path in workdir.glob("*/config.json")}
+    """Return the runs below `workdir`, newest first; raises `UserError`."""
+    begun = local.begun(workdir)
     return sorted(begun, key=lambda name: (begun[name], name), reverse=True)
+
+
+def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:
+    """Return the result of each run, or how far it has come; `unknown` where no one can say."""
+    # Read before the events: a run that ends meanwhile has written all of them.
+    working = {folder for _, folder in _run_processes()}
+    folders = [(workdir / run).absolute() for run in runs]
+    return [_status(folder, str(folder) in working) for folder in folders]
 
 
 def status_of(workdir: Path, run_id: str) -> RunResult:
     """Return the result of a run, or how far it has come."""
-    folder = (workdir / run_id).absolute()
-    # Read before the events: a run that ends meanwhile has written all of them.
-    running = bool(process_of(folder))
-    happened = last_start(events.read(folder / local.EVENTS))
-    result = _so_far(happened) if running else _ended(happened)
-    return replace(result, run_id=run_id, folder=folder)
+    return statuses(workdir, [run_id])[0]
+
+
+def _status(folder: Path, is_working: bool) -> RunResult:
+    try:
+        happened = _happened(folder)
+    except OSError as error:
+        message = f"cannot read {folder / local.EVENTS}: {error.strerror}"
+        result = RunResult(status="unknown", exit_code=FAILED, message=message, steps=())
+    else:
+        result = _so_far(happened) if is_working else _ended(happened)
+    return replace(result, run_id=folder.name, folder=folder)
+
+
+def _happened(folder: Path) -> list[Event]:
+    return last_start(events.read(folder / local.EVENTS, every=OF_STEPS))
 
 
 def is_cancelled(workdir: Path, run_id: str) -> bool:
-    """Return whether a run that is still running was asked to end."""
+    """Return whether a run that is still running was asked to end; raises `UserError`."""
     folder = (workdir / run_id).absolute()
     if not process_of(folder):
         return False
-    return any(
-        isinstance(each, Interrupted) for each in last_start(events.read(folder / local.EVENTS))
-    )
+    with reported(f"read {folder / local.EVENTS}"):
+        return any(isinstance(each, Interrupted) for each in _happened(folder))
 
 
 def process_of(folder: Path) -> int:
     """Return the id of the process in which the run of this folder works, or 0."""
+    return next((pid for pid, of in _run_processes() if of == str(folder)), 0)
+
+
+def _run_processes() -> Iterator[tuple[int, str]]:
+    """Yield the id of every process in which a run works, and the folder of that run."""
     for pid, words in _processes():
-        if _RUN_PROCESS in words and words.rstrip().endswith(f" {folder}"):
-            return pid
-    return 0
+        _, is_run, arguments = words.rstrip().partition(_RUN_PROCESS)
+        if is_run:
+            # The name of the pipeline has no space, a path may have.
+            yield pid, arguments.partition(" ")[2]
 
 
 def lines(folder: Path, follow: bool) -> Iterator[str]:
@@ -107,13 +132,13 @@ def _progress(happened: list[Event]) -> dict[str, Any]:
 
 def _ended(happened: list[Event]) -> RunResult:
     """Return the result of a run without a process."""
-    steps = step_records(happened)
+    result = outcome_of(happened, 0, interrupted=False)
     # A runner that is killed between two steps leaves neither an event nor a failed step.
     was_killed = not any(isinstance(each, Interrupted | RunEnd) for each in happened)
-    if was_killed and all(step.status == "done" for step in steps):
+    if was_killed and all(step.status == "done" for step in result.steps):
         message = "the run did not finish: its process was killed, or the machine stopped"
-        return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
-    return outcome_of(happened, 0, interrupted=False)
+        return replace(result, status="failed", exit_code=FAILED, message=message)
+    return result
 
 
 def _processes() -> Iterator[tuple[int, str]]:

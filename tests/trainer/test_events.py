@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -157,3 +159,97 @@ def test_lines_of_several_processes_do_not_mix(file):
     assert len(found) == 800
     for writer in "0123":
         assert [number for name, number in found if name == writer] == list(range(200))
+
+
+def progress(step, time=1.0, **more):
+    fields = {"steps": 10, "loss": 0.5, "steps_per_second": 1.0, "seconds_left": 1.0, **more}
+    return events.Progress(global_step=step, time=time, **fields)
+
+
+class TestProgress:
+    """It is appended up to a size of the file; from then on the newest alone is kept."""
+
+    @pytest.fixture
+    def full(self, file, monkeypatch):
+        monkeypatch.setattr(events, "PROGRESS_BYTES", 300)
+        events.begin_again(file, "run-1")
+        for step in range(100):
+            events.append(file, progress(step))
+        return file
+
+    def test_the_file_does_not_grow_with_it(self, full):
+        size = full.stat().st_size
+        assert size < 600
+        found = list(events.read(full))
+        assert [each.global_step for each in found[1:]] == [0, 1, 99]
+        events.append(full, progress(100))
+        assert full.stat().st_size == size
+        assert len(list(full.parent.iterdir())) == 2
+
+    def test_every_other_event_is_appended_all_the_same(self, full):
+        events.append(full, ATTEMPT)
+        assert ATTEMPT in list(events.read(full))
+
+    def test_the_next_start_keeps_how_far_this_one_came(self, full):
+        size = events.begin_again(full, "run-1")
+        assert events.newest_progress(full) is None
+        found = list(events.read(full))
+        assert found[-2:] == [progress(99), events.RunBegin(run_id="run-1", number=2)]
+        assert full.read_bytes()[size:].count(b"\n") == 1
+
+    def test_a_pipe_takes_all_of_it(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(events, "PROGRESS_BYTES", 1)
+        pipe = tmp_path / "pipe"
+        os.mkfifo(pipe)
+        reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+        for step in range(3):
+            events.append(pipe, progress(step))
+        assert os.read(reader, 10_000).count(b"\n") == 3
+        os.close(reader)
+
+    @pytest.mark.parametrize("damage", [b"", b"{", b"\0" * 9, b"\xff", b"[" * 9999])
+    def test_a_damaged_one_is_none(self, full, damage):
+        full.with_name("events.jsonl.progress").write_bytes(damage)
+        assert events.newest_progress(full) is None
+        assert len(list(events.read(full))) == 3
+
+
+class TestReadingOfSomeKinds:
+    def test_of_the_others_the_newest_of_each_start_comes(self, file):
+        for number in (1, 2):
+            events.begin_again(file, "run-1")
+            for step in range(5):
+                events.append(file, progress(step))
+                events.append(file, events.Saved(uri="u", global_step=step, seconds=1.0))
+            events.append(file, WarmStart(uri=str(number)))
+        found = list(events.read(file, every=[WarmStart]))
+        start = [progress(4), events.Saved(uri="u", global_step=4, seconds=1.0)]
+        assert found[1:4] == [WarmStart(uri="1"), *start]
+        assert found[5:] == [WarmStart(uri="2"), *start]
+
+    def test_a_line_behind_a_torn_one_is_of_its_own_kind(self, file):
+        file.write_text('{"event": "progress", "ti' + f"{LINE}}}\n")
+        assert list(events.read(file, every=[type(ATTEMPT)])) == [ATTEMPT]
+
+    def test_a_line_without_an_end_takes_no_memory(self, file):
+        with file.open("wb") as writer:
+            writer.write(f"{LINE}}}\n".encode())
+            writer.truncate(1 << 26)
+            writer.seek(0, 2)
+            writer.write(f"\n{LINE}}}\n".encode())
+        tracemalloc.start()
+        assert list(events.read(file)) == [ATTEMPT, ATTEMPT]
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 1 << 24
+
+
+@pytest.mark.parametrize("number", ["1e999", "9" * 400, "-1e400"])
+def test_a_number_that_no_machine_holds_hides_no_line(file, number):
+    lines = [
+        f'{{"event": "run_begin", "time": {number}, "run_id": "a", "number": 1}}',
+        f'{{"event": "run_begin", "time": 1.0, "run_id": "a", "number": {number}}}',
+        f"{LINE}}}",
+    ]
+    file.write_text("\n".join(lines))
+    assert list(events.read(file)) == [ATTEMPT]

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
-from trainer.checkpoints.history import read_validations
+from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
+from trainer.checkpoints.rows import RowFile
 from trainer.cluster.lease import NoLease
 from trainer.errors import UserError
 from trainer.storage.errors import reported
@@ -143,10 +145,14 @@ class Checkpoints:
         """Return the local folder for TensorBoard's files."""
         return storage.local_path(storage.join(self.uri, "logs"))
 
-    def write(self, uri: str, data: bytes) -> None:
-        """Write a small file next to the checkpoints."""
+    @cached_property
+    def history(self) -> RowFile:
+        """Return the writer of the history of the run."""
+        return RowFile(storage.join(self.uri, HISTORY_FILE), self._require_lease)
+
+    def _require_lease(self) -> None:
+        # It is acquired after this was made.
         self.lease.require()
-        storage.write_bytes(uri, data)
 
     @contextmanager
     def flushed(self) -> Iterator[None]:

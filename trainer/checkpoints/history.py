@@ -2,43 +2,43 @@
 
 `history.jsonl` is the chief's: one row for each inner loop. A new attempt drops the rows after its
 checkpoint, as it repeats those steps. `validation.jsonl` is the evaluator's: one row a checkpoint,
-identified by its global step and the time at which it was published. Each file has one writer and
-is replaced by an atomic write, so that a reader never sees half a row.
+identified by its global step and the time at which it was published; of two of one step the later
+one counts. Each file has one writer; see `trainer.checkpoints.rows`.
 """
 
 from __future__ import annotations
 
-import json
-import logging
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from trainer import storage
+from trainer.checkpoints.rows import RowFile, read_rows, row_file
+from trainer.json_records import is_number
 from trainer.storage import Manifest
 
 HISTORY_FILE = "history.jsonl"
 VALIDATIONS_FILE = "validation.jsonl"
 VALIDATION_LOSS = "validation_loss"
-log = logging.getLogger(__name__)
 
 
 class History:
     """Rows by global step; each has at least `global_step` and `seconds`."""
 
-    def __init__(
-        self, uri: str, *, start: int, write: Callable[[str, bytes], None] = storage.write_bytes
-    ) -> None:
+    def __init__(self, uri: str, *, start: int, file: RowFile | None = None) -> None:
         """Read the rows up to global step `start` from below the checkpoints' `uri`."""
-        self._uri = storage.join(uri, HISTORY_FILE)
-        self._write = write
+        self._file = file or row_file(storage.join(uri, HISTORY_FILE))
+        self._begun = False
         self.rows = [row for row in read_history(uri) if row["global_step"] <= start]
 
     def add(self, row: dict[str, Any]) -> None:
-        """Append one row of finite numbers."""
+        """Append one row of finite numbers; raises `UserError`."""
         self.rows.append(row)
-        text = "".join(json.dumps(each) + "\n" for each in self.rows)
-        self._write(self._uri, text.encode())
+        if self._begun:
+            self._file.append(row)
+            return
+        # Without the rows of the attempt before, and without what is damaged.
+        self._file.begin(self.rows)
+        self._begun = True
 
     def seconds(self) -> float:
         """Return the seconds of training so far, over all attempts."""
@@ -48,26 +48,36 @@ class History:
 def read_history(uri: str) -> list[dict[str, Any]]:
     """Return the rows below the checkpoints' `uri`; none when training has not begun.
 
-    A line that is no such row is skipped with a warning: a damaged file must not end training.
+    A line that is no such row is passed over with a warning: it must not end training.
     """
-    place = storage.join(uri, HISTORY_FILE)
-    rows = []
-    for number, line in enumerate(_lines(place), start=1):
-        if row := _row(line):
-            rows.append(row)
-        else:
-            log.warning("passed over: line %d of %s is no row of a history", number, place)
-    return rows
+    return read_rows(storage.join(uri, HISTORY_FILE), _is_of_history)
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    try:
-        row = json.loads(line)
-    # The latter of junk that is nested too deep.
-    except (ValueError, RecursionError):
-        return None
-    timed = isinstance(row, dict) and isinstance(row.get("seconds"), int | float)
-    return row if timed and isinstance(row.get("global_step"), int) else None
+def _is_of_history(row: Mapping[str, Any]) -> bool:
+    return _is_step(row.get("global_step")) and is_number(row.get("seconds")) and _is_finite(row)
+
+
+def _is_of_validation(row: Mapping[str, Any]) -> bool:
+    created, loss = row.get("created"), row.get(VALIDATION_LOSS)
+    return (
+        _is_step(row.get("global_step"))
+        and isinstance(created, str)
+        and is_number(loss)
+        and _is_finite(row)
+    )
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_finite(row: Mapping[str, Any]) -> bool:
+    """Say whether each column of a chart is a number, and no number is infinite."""
+    is_plain = all(is_number(value) for value in row.values() if isinstance(value, int | float))
+    return is_plain and all(is_number(row[name]) for name in _COLUMNS if name in row)
+
+
+_COLUMNS = ("loss", VALIDATION_LOSS, "learning_rate", "steps_per_second")
 
 
 class Validations:
@@ -75,7 +85,8 @@ class Validations:
 
     def __init__(self, uri: str) -> None:
         """Continue the rows below the checkpoints' `uri`."""
-        self._uri = storage.join(uri, VALIDATIONS_FILE)
+        self._file = row_file(storage.join(uri, VALIDATIONS_FILE))
+        self._begun = False
         self._rows = {row["global_step"]: row for row in read_validations(uri)}
 
     def has(self, manifest: Manifest) -> bool:
@@ -89,30 +100,23 @@ class Validations:
         named = {f"validation_{name}": value for name, value in metrics.items()}
         row = {"global_step": step, "created": manifest.created, **named}
         self._rows[step] = row
-        text = "".join(f"{json.dumps(self._rows[each])}\n" for each in sorted(self._rows))
-        storage.write_bytes(self._uri, text.encode())
+        if self._begun:
+            self._file.append(row)
+        else:
+            self._file.begin(self._rows[each] for each in sorted(self._rows))
+        self._begun = True
+        self._file.upload()
         return row
 
 
 def read_validations(uri: str) -> list[dict[str, Any]]:
     """Return the rows below the checkpoints' `uri` by global step; none without an evaluator.
 
-    A line that is no such row is skipped: a damaged file must not end training.
+    A line that is no such row is passed over with a warning: it must not end training.
     """
-    rows = []
-    for line in _lines(storage.join(uri, VALIDATIONS_FILE)):
-        with suppress(ValueError, TypeError, KeyError):
-            row = json.loads(line)
-            int(row["global_step"]), str(row["created"]), float(row[VALIDATION_LOSS])
-            rows.append(row)
-    return rows
-
-
-def _lines(uri: str) -> list[str]:
-    try:
-        return storage.read_bytes(uri).decode(errors="replace").splitlines()
-    except storage.Missing:
-        return []
+    rows = read_rows(storage.join(uri, VALIDATIONS_FILE), _is_of_validation)
+    newest = {row["global_step"]: row for row in rows}
+    return [newest[step] for step in sorted(newest)]
 
 
 def merge_validations(

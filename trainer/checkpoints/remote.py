@@ -13,14 +13,15 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint, publish_anew
-from trainer.checkpoints.history import read_validations
+from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import list_checkpoints
+from trainer.checkpoints.rows import RowFile, SegmentedRowFile
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 
 Upload = Callable[[], None]
@@ -145,9 +146,11 @@ class RemoteCheckpoints(Checkpoints):
             self._queue(storage.name_of(found.uri))
         return found
 
-    def write(self, uri: str, data: bytes) -> None:
-        """Write a small file in the background; newer content replaces older."""
-        self._uploads.put(uri, partial(super().write, uri, data))
+    @cached_property
+    def history(self) -> RowFile:
+        """Return the writer of the history, which is uploaded before each checkpoint."""
+        uri = storage.join(self.uri, HISTORY_FILE)
+        return SegmentedRowFile(uri, self._require_lease)
 
     def measured(self) -> list[dict[str, Any]]:
         """Return the validations of the last read, and queue the next read."""
@@ -168,14 +171,18 @@ class RemoteCheckpoints(Checkpoints):
         except ClusterLostError:
             raise
         except RunInterruptedError:
-            self._uploads.flush()
+            self._flush()
             raise
         except UserError:
             try:
-                self._uploads.flush()
+                self._flush()
             except UserError as error:
                 log.warning("%s", error)
             raise
+        self._flush()
+
+    def _flush(self) -> None:
+        self._uploads.put("history", self.history.upload)
         self._uploads.flush()
 
     def _candidates(self) -> list[tuple[str, int]]:
@@ -195,6 +202,8 @@ class RemoteCheckpoints(Checkpoints):
         self._queue(name)
 
     def _queue(self, name: str) -> None:
+        # A run that goes on from the checkpoint has the rows up to there.
+        self._uploads.put("history", self.history.upload)
         self._uploads.put("checkpoint", partial(self._upload, name))
         self._uploads.put("logs", self._upload_logs)
 

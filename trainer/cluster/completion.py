@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from trainer import storage
 from trainer.cluster.launcher import Job
 from trainer.errors import UserError
-from trainer.events import from_tree, to_tree
+from trainer.events import to_tree
+from trainer.json_records import from_tree, parse
 
 FILE = "end.json"
 ALL_STEPS, EARLY_STOP = "all steps", "early stop"
@@ -62,9 +63,8 @@ def record(job: Job, checkpoint: str) -> Completion:
 def is_over(job: Job) -> bool:
     """Return whether training is over, by its record and the newest checkpoint."""
     try:
-        found = from_tree(Completion, json.loads(storage.read_bytes(_place(job))))
-    # The latter two of a damaged file.
-    except (storage.Missing, ValueError, RecursionError):
+        found = from_tree(Completion, parse(storage.read_bytes(_place(job))))
+    except (storage.Missing, ValueError):
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False

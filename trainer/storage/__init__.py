@@ -19,6 +19,7 @@ from trainer.storage.errors import (
 )
 from trainer.storage.manifest import Manifest
 from trainer.storage.publishing import (
+    append_line,
     collect_garbage,
     create_bytes,
     delete,
@@ -44,6 +45,7 @@ __all__ = [
     "NotPublished",
     "Unavailable",
     "UnknownSchema",
+    "append_line",
     "collect_garbage",
     "create_bytes",
     "delete",

@@ -15,6 +15,7 @@ import fcntl
 import os
 import re
 import shutil
+import stat
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -32,8 +33,13 @@ class FileStore:
     """Local disks, and what is mounted like one."""
 
     def read(self, uri: str) -> bytes:
-        """Return the content of one file."""
-        return _path(uri).read_bytes()
+        """Return the content of one file; of what is no file, such as a pipe, nothing is read."""
+        path = _path(uri)
+        # To open a pipe would wait for its writer.
+        if not path.is_file() and not path.is_dir() and os.path.lexists(path):
+            path.stat()
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        return path.read_bytes()
 
     def write(self, uri: str, data: bytes) -> None:
         """Create or replace one file by an atomic rename."""
@@ -102,6 +108,31 @@ class FileStore:
     def sweep(self, uri: str) -> list[str]:
         """Delete the staging folders of dead writers."""
         return [uri_of(path) for path in delete_orphans(_path(uri))]
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line that ends with a newline, and flush it to the disk: whole, or not at all.
+
+    The file may have one writer. A last line that a kill has cut short is ended first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # To open a pipe would wait for its reader.
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a file", str(path))
+        size = os.fstat(descriptor).st_size
+        is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
+        data = b"\n" + line if is_cut else line
+        try:
+            if os.write(descriptor, data) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            os.fsync(descriptor)
+        except OSError:
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def _path(uri: str) -> Path:
@@ -294,9 +325,9 @@ def _machine() -> str:
 
 def _started(process: int) -> str:
     try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
+        text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
     # After the name, which may hold any character: the state is the 1st field, the start the 20th.
-    state, *fields = stat.rpartition(")")[2].split()
+    state, *fields = text.rpartition(")")[2].split()
     return "" if state == "Z" else fields[18]

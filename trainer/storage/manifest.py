@@ -8,6 +8,7 @@ may have `"at"` too: the path at which it is stored, where another file had its 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -36,7 +37,9 @@ class Checksum:
 
 
 def checksum(path: Path) -> Checksum:
-    """Read a local file and return its size and crc32c."""
+    """Read a local file and return its size and crc32c; raises `OSError` where it is none."""
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "not a file", str(path))
     size = crc = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trainer.errors import UserError, nearest
+from trainer.storage import local
 from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
 from trainer.storage.local import is_staging, staging
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
 from trainer.storage.retry import in_parallel
 from trainer.storage.schemes import store_for
 from trainer.storage.store import Store
-from trainer.storage.uri import join
+from trainer.storage.uri import join, local_path
 
 _log = logging.getLogger(__name__)
 
@@ -280,6 +281,15 @@ def write_bytes(uri: str, data: bytes) -> None:
     """Create or replace the file at `uri`, atomically."""
     with reported(f"write {uri}"):
         store_for(uri).write(uri, data)
+
+
+def append_line(uri: str, line: bytes) -> None:
+    """Append a line to the file at `uri`, in a file system; see `trainer.storage.local`."""
+    path = local_path(uri)
+    if path is None:
+        raise ValueError(f"nothing can be appended to the object {uri}")
+    with reported(f"write {uri}"):
+        local.append_line(path, line)
 
 
 def create_bytes(uri: str, data: bytes) -> bool:

@@ -75,7 +75,7 @@ class Journal:
         self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
         self._batch_size = config.training.batch_size
         self._checkpoints = checkpoints
-        self._history = History(checkpoints.uri, start=start, write=checkpoints.write)
+        self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         self._newest = self._history.rows[-1] if self._history.rows else {}
 
     @cached_property
@@ -114,8 +114,8 @@ class Journal:
     def add(self, row: dict[str, Any]) -> None:
         """Add one row to the history, unless there are too many.
 
-        A history has at most `MAX_ROWS` rows, and those with a validation and the last one: it is
-        written as a whole each time.
+        A history has at most `MAX_ROWS` rows, and those with a validation and the last one: each
+        attempt and each report reads all of them.
         """
         since = row["global_step"] - (self.rows[-1]["global_step"] if self.rows else 0)
         asked_for = "validation_loss" in row or row["global_step"] >= self._steps

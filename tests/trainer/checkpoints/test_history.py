@@ -90,7 +90,7 @@ def test_one_damaged_line_hides_no_other_and_ends_no_training(uri, caplog, damag
     text = "\n".join([whole[0], damaged, whole[1], ""])
     storage.write_bytes(storage.join(uri, HISTORY_FILE), text.encode())
     assert [each["global_step"] for each in read_history(uri)] == [10, 30]
-    assert caplog.text.count("line 2 of ") == 1
+    assert caplog.text.count("history.jsonl: line 2\n") == 1
     continued = History(uri, start=30)
     continued.add(row(40))
     assert [each["global_step"] for each in lines(uri)] == [10, 30, 40]

@@ -12,11 +12,14 @@ from tests.stores.fixtures import bucket_name
 from tests.trainer.checkpoints.test_checkpoints import restored, save, variables
 from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.checkpoints.history import read_history
 from trainer.checkpoints.index import list_checkpoints
 from trainer.checkpoints.remote import RemoteCheckpoints, checkpoints_of
 from trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import CheckpointPassedOver
+
+ROW = {"global_step": 1500, "loss": 0.5, "seconds": 1.0}
 
 
 @pytest.fixture(params=["gs", "s3"])
@@ -88,10 +91,10 @@ def test_what_is_saved_is_published_when_the_block_is_left(of, uri):
     kept = of()
     with kept.flushed():
         at = save(kept, 1500, strategy="counting")
-        kept.write(storage.join(uri, "history.jsonl"), b"{}")
+        kept.history.begin([ROW])
     assert at == storage.join(uri, "step-00001500")
     assert storage.verify(at).fields["strategy"] == "counting"
-    assert storage.read_bytes(storage.join(uri, "history.jsonl")) == b"{}"
+    assert read_history(uri) == [ROW]
     found = of("another machine").newest()
     assert (found.uri, found.global_step) == (at, 1500)
     assert restored(found)["global_step"] == 1500
@@ -312,4 +315,4 @@ def test_who_lost_the_lock_publishes_nothing_more(of, uri, server):
     after = server.plan.requests[len(before) :]
     assert not [each for each in after if each.startswith(("PUT", "POST", "DELETE"))]
     with pytest.raises(LeaseLostError):
-        kept.write(storage.join(uri, "history.jsonl"), b"{}")
+        kept.history.begin([ROW])
