@@ -21,6 +21,7 @@ from trainer.storage.s3_endpoint import KFP_SECRET
 
 Kind = type[str] | type[list[object]] | type[dict[str, object]]
 Default = str | list[object] | dict[str, object]
+_FORMS = {str: "a text: write it in quotes", list: "a list", dict: "a mapping"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +106,11 @@ def check_parameters(values: Mapping[str, Any]) -> None:
     """Raise a `ConfigError` of one line for the values that are not allowed."""
     wrong = []
     for each in step_parameters():
+        value = values.get(each.name, each.default)
         try:
-            each.check(values.get(each.name, each.default))
+            if not isinstance(value, each.type):
+                raise ValueError(f"{value!r} is not {_FORMS[each.type]}")
+            each.check(value)
         except ValueError as error:
             wrong.append(f"{each.name}: {error}")
     if wrong:

@@ -15,6 +15,7 @@ from kfp import dsl, kubernetes
 from components.image import SECRET_KEYS
 from components.pod_parameters import Default, StepParameter, check_parameters, step_parameters
 from components.table import StepSpec
+from components.tfjob import names
 from trainer.config import pod_fields
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.storage.uri import scheme_of
@@ -88,6 +89,9 @@ RUN_SECONDS = 35 * _DAY
 #: How long the pods of an ended run, and with them their logs, are retained.
 RETENTION_SECONDS = 7 * _DAY
 _GPU = "nvidia.com/gpu"
+# KFP writes the id of a run in the place of this text, wherever a compiled pipeline has it, before
+# its pods are made. Its own placeholders are none in labels, which it takes at this time alone.
+_RUN_ID = "{{workflow.uid}}"
 
 
 def configuration() -> dsl.PipelineConfig:
@@ -109,6 +113,8 @@ def apply(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
         # the last one reports, whatever that is.
         kubernetes.add_node_selector_json(task, given["step_node_selector"])
         kubernetes.add_toleration_json(task, given["step_tolerations"])
+    for key, value in names.app_labels(step.kfp_name, _RUN_ID).items():
+        kubernetes.add_pod_label(task, key, value)
     kubernetes.set_timeout(task, step.deadline_seconds)
     # All else that the Pod Security Standard `restricted` requires KFP sets by itself.
     kubernetes.set_security_context(task, run_as_non_root=True)

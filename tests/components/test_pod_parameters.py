@@ -36,6 +36,23 @@ def test_a_wrong_value_is_one_line_with_name_value_and_remedy():
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("step_cpu", 4, "4 is not a text: write it in quotes"),
+        ("step_gpus", 1.0, "1.0 is not a text"),
+        ("step_memory", None, "None is not a text"),
+        ("image", ["a"], r"\['a'\] is not a text"),
+        ("step_node_selector", "pool", "'pool' is not a mapping"),
+        ("step_node_selector", {7: "x"}, "7 is not the key of a label"),
+        ("step_tolerations", {"key": "spot"}, "{'key': 'spot'} is not a list"),
+    ],
+)
+def test_a_value_of_another_type_is_one_line_too(name, value, said):
+    with pytest.raises(ConfigError, match=f"^{name}: {said}"):
+        check_parameters({name: value})
+
+
 def test_all_wrong_values_are_named():
     with pytest.raises(ConfigError) as error:
         check_parameters(WRONG)

@@ -12,7 +12,7 @@ from components.step_record import published_records
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError
 from tests.kfp_instance.shapes import check
-from tests.kfp_instance.workflow import NEVER, Workflow, fnv
+from tests.kfp_instance.workflow import IMPLEMENTATION, NEVER, Workflow, fnv
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_a_pod_has_the_hash_of_the_name_of_its_node(get, run_id, workflow):
     assert node["name"].endswith(".exit-handler-1(0).train-model(0).executor(0)")
     assert node["id"] == f"flotilla-training-x7z2p-{fnv(node['name'])}"
     assert workflow.pod("train_model") == (
-        f"flotilla-training-x7z2p-system-container-impl-{fnv(node['name'])}"
+        f"flotilla-training-x7z2p-{IMPLEMENTATION}-{fnv(node['name'])}"
     )
     # As published for this hash.
     assert (fnv(""), fnv("a"), fnv("foobar")) == (0x811C9DC5, 0xE40C292C, 0xBF9CF968)

@@ -24,6 +24,9 @@ from trainer.events import Event, StepBegin, StepEnd
 
 WORKFLOW = "flotilla-training-x7z2p"
 BEGIN = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+# KFP compiles a template of its own for so many annotations and labels of pods.
+EXECUTOR = "metadata-0-6-retry-system-container-executor"
+IMPLEMENTATION = "metadata-0-6-retry-system-container-impl"
 IMAGE = "registry.example/flotilla:1"
 NEVER = "0001-01-01T00:00:00Z"
 # As the API's list of nodes has them; a phase that is not here has no state there.
@@ -87,7 +90,7 @@ class Workflow:
         """Start a step; its code has not said anything yet."""
         self._drive(step)
         executor = f"{self._group(step)}(0).executor"
-        self._pod_of(executor, "system-container-impl", "Running")
+        self._pod_of(executor, IMPLEMENTATION, "Running")
         self._last(step)["inputs"] = self._pod_spec(step, image)
         self.logs[self.pod(step)] = ""
 
@@ -101,7 +104,7 @@ class Workflow:
     def take_from_cache(self, step: str) -> None:
         self._drive(step)
         name = f"{self._group(step)}(0).executor"
-        self._node(name, "system-container-impl", "Skipped", "Skipped")
+        self._node(name, IMPLEMENTATION, "Skipped", "Skipped")
         self._close(self._group(step), "Succeeded")
 
     def write(self, step: str, text: str) -> None:
@@ -173,7 +176,7 @@ class Workflow:
 
     def omit(self, step: str) -> None:
         """Leave a step out because one before it failed."""
-        self._node(self._group(step), "system-container-executor", "Skipped", "Omitted")
+        self._node(self._group(step), EXECUTOR, "Skipped", "Omitted")
 
     def skip(self, name: str = "condition-2") -> None:
         """Leave out what a condition leaves out."""
@@ -237,7 +240,7 @@ class Workflow:
 
     def _drive(self, step: str) -> None:
         self._pod_of(f"{self._group(step)}-driver", "system-container-driver", "Succeeded")
-        self._tried(self._group(step), "system-container-executor", "DAG")
+        self._tried(self._group(step), EXECUTOR, "DAG")
 
     def _tried(self, name: str, template: str, kind: str) -> str:
         """Add a node and its first try; return the name of the try."""

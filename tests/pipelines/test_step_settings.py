@@ -7,6 +7,7 @@ import yaml
 
 from components.pod_parameters import step_parameters
 from components.table import STEPS
+from components.tfjob import names
 from pipelines.compile import compile_pipeline
 from pipelines.step_settings import RUN_SECONDS
 from pipelines.training import PIPELINES
@@ -147,6 +148,13 @@ def test_where_the_pods_go_is_for_the_run_to_say(pods):
         (toleration,) = pod["tolerations"]
         name = toleration["tolerationJson"]["componentInputParameter"]
         assert name.removeprefix("pipelinechannel--") == "step_tolerations"
+
+
+def test_every_pod_has_the_labels_that_kubernetes_recommends(pods):
+    for step, pod in pods.items():
+        labels = pod["podMetadata"]["labels"]
+        assert labels == names.app_labels(step, "{{workflow.uid}}")
+        assert labels["app.kubernetes.io/component"] == step
 
 
 @pytest.mark.parametrize("name", PIPELINES)

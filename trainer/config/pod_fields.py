@@ -21,11 +21,12 @@ _QUANTITY = re.compile(
 _DECIMAL = {"n": -9, "u": -6, "m": -3, "k": 3, "M": 6, "G": 9, "T": 12, "P": 15, "E": 18}
 _BINARY = {unit: 1 << (10 * power) for power, unit in enumerate("KMGTPE", start=1)}
 _LEAST_MEMORY = 2**20
+# github.com/distribution/reference. A first part is a host where it has a dot, a port or brackets
+# (IPv6); only then may it have capitals.
+_HOST = r"([A-Za-z0-9-]+(\.[A-Za-z0-9-]+)+(:\d+)?|[A-Za-z0-9-]+:\d+|\[[0-9A-Fa-f:]+\](:\d+)?)"
+_PART = r"[a-z0-9]+((\.|__?|-+)[a-z0-9]+)*"
 _IMAGE = re.compile(
-    r"[a-z0-9][a-z0-9._-]*(:\d+)?"  # a host, or the name itself
-    r"(/[a-z0-9]+([._-]+[a-z0-9]+)*)*"
-    r"(:\w[\w.-]{0,127})?(@sha256:[0-9a-f]{64})?",
-    re.ASCII,
+    rf"({_HOST}/)?{_PART}(/{_PART})*(:\w[\w.-]{{0,127}})?(@sha256:[0-9a-f]{{64}})?", re.ASCII
 )
 _NAME = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 _KEY = re.compile(
@@ -75,7 +76,7 @@ def name(text: str) -> str:
 def labels(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Check labels that are required of a node."""
     for key, value in tree.items():
-        if not _KEY.fullmatch(key):
+        if not isinstance(key, str) or not _KEY.fullmatch(key):
             raise ValueError(f"{key!r} is not the key of a label, such as pool or example.com/pool")
         if not isinstance(value, str):
             raise ValueError(f'{key}: {value!r} is not a text: write it in quotes, as "{value}"')

@@ -49,6 +49,10 @@ def test_a_part_of_a_gpu(text):
     [
         (pod_fields.image, "a:5000/b/c:1.2", "Our Image"),
         (pod_fields.image, "python", "a/B:1"),
+        (pod_fields.image, "Registry.Example.com:5000/team/mine:Tag", "Registry.example.com/Mine"),
+        (pod_fields.image, "Box:5000/mine", "Team/mine"),
+        (pod_fields.image, "[2001:DB8::1]:5000/a__b-c.d/e", "a/b..c"),
+        (pod_fields.image, f"a/b:1@sha256:{'0' * 64}", "a//b"),
         (pod_fields.name, "mlpipeline-minio-artifact", "My_Secret"),
         (pod_fields.name, "a.b", ""),
     ],
