@@ -43,6 +43,11 @@ _RETRYABLE = (
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
+# Of the kinds that are not of the API's core.
+_GROUPS = {
+    names.PLURAL: f"apis/{names.GROUP}/{names.VERSION}",
+    "networkpolicies": "apis/networking.k8s.io/v1",
+}
 # An internal error (500) of the API server, when its request to the operator has failed.
 _SILENT_OPERATOR = re.compile(r"failed calling webhook .*training-operator")
 
@@ -155,6 +160,14 @@ class Api:
         """Create a TFJob; a conflict where one of its name exists."""
         return self._ask("POST", self._path(names.PLURAL), body=job)
 
+    def create_policy(self, policy: Tree) -> None:
+        """Create a network policy, unless it exists."""
+        try:
+            self._ask("POST", self._path("networkpolicies"), body=policy)
+        except RefusedError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+
     def get_job(self, name: str) -> Tree:
         """Return a TFJob."""
         return self._ask("GET", self._path(names.PLURAL, name))
@@ -255,8 +268,7 @@ class Api:
             raise UnreachableError(f"{method} {path}: {error}") from None
 
     def _path(self, kind: str, name: str = "") -> str:
-        group = f"apis/{names.GROUP}/{names.VERSION}" if kind == names.PLURAL else "api/v1"
-        path = f"/{group}/namespaces/{self._namespace}/{kind}"
+        path = f"/{_GROUPS.get(kind, 'api/v1')}/namespaces/{self._namespace}/{kind}"
         return f"{path}/{quote(name)}" if name else path
 
     def _ask(

@@ -34,7 +34,15 @@ from components.tfjob.adoption import Adoption
 from components.tfjob.client import Api, Connection, RefusedError, UnreachableError, connect
 from components.tfjob.deadlines import Deadlines
 from components.tfjob.logs import EventRelay, Logs
-from components.tfjob.manifest import GRACE_SECONDS, Place, leading, manifest, replicas
+from components.tfjob.manifest import (
+    GRACE_SECONDS,
+    Place,
+    isolated,
+    leading,
+    manifest,
+    network_policy,
+    replicas,
+)
 from components.tfjob.names import Tree
 from components.tfjob.retry import deleted_by_another, refused, with_retry
 from components.tfjob.shutdown import Stop
@@ -219,6 +227,7 @@ class _Launch:
         with on_interrupt(self._on_interrupt):
             try:
                 rbac.require(self._api, self._namespace)
+                self._isolate()
                 while self._supervise(self._adopt_or_create()):
                     self._deadlines.begin_again()
             finally:
@@ -250,8 +259,32 @@ class _Launch:
         created = adoption.adopt_or_create(self._manifest, own, patience)
         self._uid, self._is_adopted = created["metadata"]["uid"], adoption.is_adopted
         self._stop = Stop(created)
+        self._make_policy(created)
         self._heartbeat.renew_first(limits, self._wait)
         return created
+
+    def _isolate(self) -> None:
+        """Leave the pods to a network policy of the job, where it may be made."""
+        if rbac.may_isolate(self._api, self._namespace):
+            self._manifest = isolated(self._manifest)
+            return
+        log.warning(
+            "the launcher may not %s in the namespace %s: other jobs of Flotilla there reach the "
+            "tasks of this one; deploy/ grants it", rbac.ISOLATION, self._namespace,
+        )  # fmt: skip
+
+    def _make_policy(self, job: Tree) -> None:
+        """Make the network policy of a job; an isolated one is not left open."""
+        policy = network_policy(job)
+        if policy is None:
+            return
+        try:
+            limit = self._settings.deadlines.unreachable
+            with_retry(partial(self._api.create_policy, policy), limit, self._wait)
+        except RefusedError as error:
+            raise UserError(
+                f"{refused(error)}; the network policy of the job {self._name} cannot be made"
+            ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
         """Watch a job until it is gone; return the loss for which it has to be made again."""

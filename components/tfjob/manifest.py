@@ -6,6 +6,7 @@ has a pod template of its own, since a parameter server must not request the GPU
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -111,6 +112,47 @@ def manifest(job: Job, place: Place) -> Tree:
     digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
     tree["metadata"]["annotations"][names.MANIFEST] = digest
     return tree
+
+
+def isolated(job: Tree) -> Tree:
+    """Return a TFJob whose pods only a network policy of their own admits to.
+
+    Its digest stays the same: a launcher that may make policies adopts the job of one that may not.
+    """
+    job = copy.deepcopy(job)
+    for replica in job["spec"]["tfReplicaSpecs"].values():
+        replica["template"]["metadata"]["labels"][names.NETWORK] = "job"
+    return job
+
+
+def network_policy(job: Tree) -> Tree | None:
+    """Return the network policy of a job as the API holds it; None for one that is not isolated.
+
+    Only the pods of the job reach each other, on every port: NCCL takes any. It is deleted with the
+    job, and named for this job alone: that of an earlier one of its name may still be deleted.
+    """
+    replicas = job["spec"]["tfReplicaSpecs"].values()
+    labels = [each["template"].get("metadata", {}).get("labels") or {} for each in replicas]
+    if not all(names.NETWORK in each for each in labels):
+        return None
+    metadata = job["metadata"]
+    name, uid = metadata["name"], metadata["uid"]
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
+    pods = {"podSelector": {"matchLabels": {names.JOB_NAME: name}}}
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": f"{name}-{uid[:8]}",
+            "labels": {
+                key: value
+                for key, value in metadata["labels"].items()
+                if key.startswith((names.APP, names.RUN, names.MANAGED))
+            },
+            "ownerReferences": [owner],
+        },
+        "spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]},
+    }
 
 
 def document(config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:

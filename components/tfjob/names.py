@@ -20,6 +20,8 @@ REPLICA_INDEX = "training.kubeflow.org/replica-index"
 # Labels of Flotilla, on the job and on its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
+# Label of pods that have a network policy of their job: no other one of Flotilla selects them.
+NETWORK = "flotilla/network"
 # The prefix of the labels that Kubernetes recommends.
 APP = "app.kubernetes.io/"
 # Annotations of Flotilla, on the job.

@@ -42,7 +42,10 @@ class Permission:
         return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
 
 
-# What it grants, role by role.
+POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
+# Without it the tasks of other jobs of Flotilla in the namespace reach those of this one.
+ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
+# What the file grants, role by role.
 NEEDED = {
     LAUNCHER: (
         *(
@@ -53,6 +56,7 @@ NEEDED = {
         Permission("get", "pods/log"),
         # A report of a failure leaves the events out.
         Permission("list", "events", is_optional=True),
+        ISOLATION,
     ),
     # Without them an abandoned job ends by its deadline alone, and a cancelled one at once.
     TRAINER: tuple(
@@ -76,6 +80,14 @@ def require(api: Api, namespace: str) -> None:
     except (RefusedError, UnreachableError):
         return
     raise UserError(refusal(missing, user, namespace))
+
+
+def may_isolate(api: Api, namespace: str) -> bool:
+    """Return whether the launcher may make network policies; not where the API does not say."""
+    try:
+        return _may(api, ISOLATION, namespace)
+    except (RefusedError, UnreachableError):
+        return False
 
 
 def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:

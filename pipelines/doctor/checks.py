@@ -17,6 +17,7 @@ from pipelines.doctor import (
     configuration,
     controllers,
     fit,
+    isolation,
     kubernetes_api,
     machine,
     named_objects,
@@ -176,6 +177,7 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
         yield _in_cluster("Kueue", lambda: controllers.queue(kubernetes, settings.job, tree))
     if any(each.pod.get("nodeSelector") for each in resources.roles(tree)):
         yield _in_cluster("nodes", lambda: resources.selected(kubernetes, tree))
+    yield _in_cluster("network policy", lambda: isolation.isolated(kubernetes, tree))
     yield _in_cluster("quota", lambda: resources.room(kubernetes, tree))
     for resource in resources.devices(tree):
         title = GPUS if resource == settings.gpu_resource else resource

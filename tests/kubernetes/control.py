@@ -18,6 +18,8 @@ WEBHOOK_FAILED = (
     'no endpoints available for service "training-operator"'
 )
 _DEPLOYMENTS = r"GET /apis/apps/v1/(namespaces/(?P<namespace>[^/]+)/)?deployments"
+# Groups of the API server itself.
+BUILT_IN = {"networking.k8s.io"}
 _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
@@ -73,6 +75,8 @@ class Control:
 
     def check_served(self, group: str, version: str, kind: str) -> None:
         """Refuse what the cluster has no resource for, as its HTTP server does."""
+        if group in BUILT_IN:
+            return
         if group and kind not in self.kinds.get(f"{group}/{version}", []):
             raise NotServedError
 

@@ -19,10 +19,10 @@ from tests.kubernetes.logs import Logs, stamp
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree, selected
 
 PATH = re.compile(
-    r"/(?:api/v1|apis/(?P<group>kubeflow\.org|kueue\.x-k8s\.io)/(?P<version>v[^/]+))"
+    r"/(?:api/v1|apis/(?P<group>kubeflow\.org|kueue\.x-k8s\.io|networking\.k8s\.io)/(?P<version>v[^/]+))"
     r"/namespaces/(?P<namespace>[^/]+)"
     r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
-    r"|resourcequotas|limitranges|localqueues)"
+    r"|resourcequotas|limitranges|localqueues|networkpolicies)"
     r"(?:/(?P<name>[^/]+)(?:(?P<log>/log)|(?P<eviction>/eviction))?)?"
 )
 POLL_SECONDS = 0.5

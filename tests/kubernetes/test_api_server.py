@@ -293,3 +293,17 @@ def test_a_pod_deleted_by_force_is_killed_and_its_end_is_not_that_of_its_success
     # Those two, and the chief: none was made for an end that was not its own.
     assert {before["metadata"]["uid"], after["metadata"]["uid"]} < made
     assert len(made) == 3
+
+
+def test_network_policies_are_listed_and_go_with_their_owner(kube, api, jobs):
+    kube.server.control.kinds = {"kubeflow.org/v1": ["tfjobs"]}
+    uid = jobs.create_namespaced_custom_object(*ARGS, tfjob())["metadata"]["uid"]
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "name": "job", "uid": uid}
+    metadata = {"name": "policy", "ownerReferences": [owner]}
+    spec = {"podSelector": {"matchLabels": {"a": "b"}}, "policyTypes": ["Ingress"]}
+    networking = client.NetworkingV1Api(api)
+    networking.create_namespaced_network_policy(NAMESPACE, {"metadata": metadata, "spec": spec})
+    [found] = networking.list_namespaced_network_policy(NAMESPACE).items
+    assert (found.metadata.name, found.spec.pod_selector.match_labels) == ("policy", {"a": "b"})
+    jobs.delete_namespaced_custom_object(*ARGS, "job")
+    assert not networking.list_namespaced_network_policy(NAMESPACE).items

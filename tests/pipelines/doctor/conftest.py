@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from pipelines.cli import app
 from pipelines.doctor import fit
 from pipelines.doctor.examination import Finding
 from pipelines.runs import kfp_access
+from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE, Cluster, cluster
 
 RUNNER = f"system:serviceaccount:{NAMESPACE}:pipeline-runner"
+POLICY = ROOT / "deploy/base/networkpolicy.yaml"
 IMAGE = "cluster.kubernetes.pod.image=registry.example.com/flotilla:1"
 
 
@@ -74,6 +77,7 @@ def kube(tmp_path, monkeypatch) -> Iterator[Cluster]:
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
         made.install_operator()
         made.store.create("serviceaccounts", NAMESPACE, {"metadata": {"name": "pipeline-runner"}})
+        made.store.create("networkpolicies", NAMESPACE, yaml.safe_load(POLICY.read_text()))
         yield made
 
 

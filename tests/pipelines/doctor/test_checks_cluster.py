@@ -22,6 +22,7 @@ OF_THE_CLUSTER = [
     "account of the KFP UI",
     "permissions of that account",
     "permissions of the tasks",
+    "network policy",
     "quota",
 ]
 
