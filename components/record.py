@@ -26,7 +26,7 @@ import tenacity
 from components.locations import is_local_run
 from components.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, step_of
-from trainer import events
+from trainer import events, variables
 from trainer.cluster import signals
 from trainer.errors import (
     DONE,
@@ -139,6 +139,7 @@ def _framed(course: _Course) -> Iterator[_Course]:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     course.begin()
     try:
+        variables.check()
         with _interruptible(course):
             # The exit step works even when the run was asked to end.
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:

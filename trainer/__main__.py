@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import events, user_code
+from trainer import events, user_code, variables
 from trainer.cluster import signals, termination
 from trainer.config.load import load_config
 from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, TransientError, UserError
@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     signals.end_with_parent()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     try:
+        variables.check()
         options.stage(options)
     except UserError as error:
         _report(options.workdir, str(error), user_code.traceback_of(error))

@@ -47,9 +47,10 @@ from components.tfjob.manifest import (
 )
 from components.tfjob.names import Tree
 from components.tfjob.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
+from trainer import variables
 from trainer.cluster import termination
 from trainer.config.load import parse_config
-from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, UserError
+from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, ConfigError, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader
 
 if TYPE_CHECKING:
@@ -164,6 +165,11 @@ def main(arguments: list[str]) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     if arguments[:1] != ["--"] or not arguments[1:]:
         sys.stderr.write("guard: usage: python -m components.tfjob.guard -- COMMAND\n")
+        return USAGE
+    try:
+        variables.check()
+    except ConfigError as error:
+        sys.stderr.write(f"guard: {error}\n")
         return USAGE
     environment = dict(os.environ)
     config = environment.pop(CONFIG_VARIABLE, "")

@@ -36,7 +36,10 @@ log = logging.getLogger(__name__)
 # How long the guard may take to answer the request of a stop, and how often its end is looked for.
 ANSWER_SECONDS = 8.0
 POLL_SECONDS = 0.5
-PORT = int(os.environ.get("FLOTILLA_GUARD_PORT", "2223"))
+_PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
+# The guard itself refuses one that is no number.
+_named_port = os.environ.get(_PORT_VARIABLE, "")
+PORT = int(_named_port) if _named_port.isdecimal() else 2223
 _SHUTTING_DOWN = b"e"
 # Leader and server receive SIGTERM together; a server that is ended alone waits this long.
 NOTICE_SECONDS = 5.0

@@ -22,6 +22,7 @@ from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
+from trainer import variables
 from trainer.errors import DONE, FAILED, USAGE, UserError
 
 if TYPE_CHECKING:
@@ -204,6 +205,7 @@ def called(arguments: list[str]) -> int:
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
     try:
+        variables.check()
         code: Any = app(
             arguments or ["--help"], prog_name="flotilla", standalone_mode=False, obj=as_json
         )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
@@ -34,6 +35,11 @@ class _Loader(yaml.SafeLoader):
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)
 
+
+# A configuration has 100 keys; PyYAML reads 1 MB in 20 s.
+_MOST_BYTES = 1 << 17
+# An alias is a value more each time, and one of an alias of an alias soon fills the memory.
+_MOST_VALUES = 100_000
 
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -82,20 +88,16 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
 def parse_value(text: str) -> Any:
     """Parse a YAML value; raises `ConfigError`."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return _load(text)
     # PyYAML passes on any error of its constructors: `!!bool x` is a KeyError.
     except Exception:
         raise ConfigError(f"{text!r} is not a YAML value") from None
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text = _text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8 text"
-        raise ConfigError(f"cannot read the configuration {path}: {reason}") from None
-    try:
-        tree = yaml.load(text, Loader=_Loader)
+        tree = _load(text)
     except Exception as error:  # as in `parse_value`
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -106,6 +108,50 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path} has to hold sections with keys, not a {type(tree).__name__}")
     return tree
+
+
+def _text(path: Path) -> str:
+    reason = ""
+    try:
+        # A fifo or a device would be waited for.
+        if stat.S_ISREG(path.stat().st_mode) or path.is_dir():
+            with path.open("rb") as file:
+                data = file.read(_MOST_BYTES + 1)
+            if len(data) <= _MOST_BYTES:
+                return data.decode()
+            reason = f"more than {_MOST_BYTES >> 10} KiB are no configuration"
+        else:
+            reason = "not a file"
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8 text"
+    raise ConfigError(f"cannot read the configuration {path}: {reason}")
+
+
+def _load(text: str) -> Any:
+    """Return the value of a YAML document, of bounded size; raises whatever PyYAML does."""
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values(node, {}) > _MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases make more than {_MOST_VALUES} values")
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _values(node: Any, seen: dict[int, int]) -> int:
+    """Return how many values a node has with all aliases written out.
+
+    `seen` has those of each node so far. A node that holds itself is refused as no plain data.
+    """
+    if id(node) not in seen:
+        seen[id(node)] = 0
+        below = node.value if isinstance(node, yaml.CollectionNode) else ()
+        parts = (part for each in below for part in (each if isinstance(each, tuple) else (each,)))
+        seen[id(node)] = 1 + sum(_values(part, seen) for part in parts)
+    return seen[id(node)]
 
 
 def _assign(tree: dict[str, Any], assignment: str) -> None:

@@ -15,8 +15,8 @@ from pydantic import Field, field_validator, model_validator
 from trainer.config.base import MOST, Free, Section, key
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.config.schedule import ScheduleConfig
-from trainer.errors import nearest
-from trainer.storage.uri import FORMS, is_uri
+from trainer.errors import UserError, nearest
+from trainer.storage.uri import FORMS, check_path, is_uri
 from trainer.topology import TOPOLOGIES, topology_of
 
 # `tests/trainer/evaluation/test_evaluate.py` compares them with the metrics of an evaluation.
@@ -140,6 +140,8 @@ class TrainingConfig(Section):
         if value and value != CHAMPION and not is_uri(value):
             hint = nearest(value, [CHAMPION])
             raise ValueError(f"neither {CHAMPION} nor the URI of a checkpoint ({FORMS}){hint}")
+        if value and value != CHAMPION:
+            _refuse_bad_uri(value)
         return value.rstrip("/")
 
     _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
@@ -222,6 +224,13 @@ class ExportConfig(Section):
         return formats
 
 
+def _refuse_bad_uri(value: str) -> None:
+    try:
+        check_path(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+
+
 class RegistryConfig(Section):
     """Limits that an exported model has to keep to become the champion."""
 
@@ -239,6 +248,8 @@ class StorageConfig(Section):
     def _uri(cls, value: str) -> str:
         if value and not is_uri(value):
             raise ValueError(f"not a URI: write it as {FORMS}")
+        if value:
+            _refuse_bad_uri(value)
         return value.rstrip("/")
 
 

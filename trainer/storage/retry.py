@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -18,8 +17,8 @@ from typing import TypeVar
 
 import tenacity
 
-from trainer.errors import ConfigError
 from trainer.storage.errors import StoreUnavailable
+from trainer.variables import checked
 
 # How long the requests of an operation may fail before it gives up, in seconds.
 VARIABLE = "FLOTILLA_STORAGE_DEADLINE"
@@ -54,11 +53,7 @@ class Retry:
 
     def __init__(self) -> None:
         """Read the deadline from the environment; raises `ConfigError` when it is no number."""
-        text = os.environ.get(VARIABLE) or str(DEADLINE)
-        try:
-            self._seconds = min(float(text), _limit.get())
-        except ValueError:
-            raise ConfigError(f"{VARIABLE}: {text!r} is not a number of seconds") from None
+        self._seconds = min(float(checked(VARIABLE) or DEADLINE), _limit.get())
         self._logs = math.isinf(_limit.get())
         self._succeeded_at = time.monotonic()
 

@@ -24,6 +24,10 @@ OPTIONS = (
     "hostname_immutable", "awssdk",
 )  # fmt: skip
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
+# Also in logs and tables, a URI is one line.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+# Of all object stores, and of Linux: of a path and of one of its names.
+_MOST_KEY, _MOST_PATH, _MOST_NAME = 1024, 4095, 255
 
 
 @dataclass(frozen=True)
@@ -74,18 +78,10 @@ def locate(uri: str) -> Location:
     scheme = scheme_of(uri)
     rest, _, query = uri.removeprefix(f"{scheme}://").partition("?")
     bucket, _, path = rest.partition("/")
-    path = path.rstrip("/")
-    names = [_plain(name) for name in path.split("/")] if path else []
     bare = _without_query(uri)
     if not _BUCKET.fullmatch(bucket):
         raise UserError(f"{bare!r} is not a storage URI: {bucket!r} is no name of a bucket")
-    if any(name in ("", ".", "..") for name in names) or "\0" in path:
-        raise UserError(f"{bare!r} is not a storage URI: its path has an empty part, '.' or '..'")
-    try:
-        path.encode()
-    except UnicodeEncodeError:
-        raise UserError(f"{bare!r} is not a storage URI: it is not UTF-8") from None
-    return Location(scheme, bucket, "/".join(names), _options(scheme, bare, query))
+    return Location(scheme, bucket, _checked_key(bare, path), _options(scheme, bare, query))
 
 
 def join(uri: str, *parts: str) -> str:
@@ -125,10 +121,22 @@ def local_path(uri: str) -> Path | None:
     if scheme_of(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")
-    path = os.fsdecode(unquote_to_bytes(text))
-    if not path.startswith("/") or "\0" in path:
+    raw = unquote_to_bytes(text)
+    if not raw.startswith(b"/") or b"\0" in raw:
         raise UserError(f"{uri!r} is not a storage URI: a file URI is file:///absolute/path")
-    return Path(path)
+    if "\\" in uri:
+        raise UserError(f"{uri!r} is not a storage URI: separate its names by /")
+    names = raw[1:].rstrip(b"/").split(b"/") if raw.strip(b"/") else []
+    too_long = len(raw) > _MOST_PATH or any(len(name) > _MOST_NAME for name in names)
+    _refuse_path(uri, [os.fsdecode(name) for name in names], too_long=too_long)
+    return Path(os.fsdecode(raw))
+
+
+def check_path(uri: str) -> None:
+    """Raise `UserError` unless the path of a URI is one that a store takes."""
+    if local_path(uri) is None:
+        bare = _without_query(uri)
+        _checked_key(bare, bare.partition("://")[2].partition("/")[2])
 
 
 def uri_of(path: str | Path) -> str:
@@ -142,6 +150,28 @@ def uri_of(path: str | Path) -> str:
     except FileNotFoundError:
         raise ConfigError("the current folder was removed; change to one that is there") from None
     return "file://" + quote(os.fsencode(absolute))
+
+
+def _checked_key(bare: str, path: str) -> str:
+    path = path.rstrip("/")
+    names = [_plain(name) for name in path.split("/")] if path else []
+    key = "/".join(names)
+    try:
+        size = len(key.encode())
+    except UnicodeEncodeError:
+        raise UserError(f"{bare!r} is not a storage URI: it is not UTF-8") from None
+    _refuse_path(bare, names, too_long=size > _MOST_KEY)
+    return key
+
+
+def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
+    """Raise `UserError` for a path that climbs, is ambiguous or no store takes."""
+    if too_long:
+        raise UserError(f"{uri[:100]!r}... is not a storage URI: its path is too long")
+    if any(name in ("", ".", "..") for name in names):
+        raise UserError(f"{uri!r} is not a storage URI: its path has an empty part, '.' or '..'")
+    if _CONTROL.search(uri):
+        raise UserError(f"{uri!r} is not a storage URI: it has a control character")
 
 
 def web_address(text: str, where: str) -> str:

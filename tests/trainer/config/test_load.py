@@ -5,6 +5,8 @@ Whatever a person writes: hypothesis looks for a text that ends in anything else
 
 from __future__ import annotations
 
+import os
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -239,3 +241,46 @@ def test_a_slip_in_a_key_is_answered_with_a_key_that_there_is(key, data):
 @pytest.mark.parametrize("key", KEYS)
 def test_a_wrong_type_names_the_key(key):
     assert refused(load_config, None, [f"{key}=[[1]]"]).startswith((f"{key}: ", f"{key}.0: "))
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+    for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+
+
+def test_aliases_that_fill_the_memory_are_one_line(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(LAUGHS)
+    with pytest.raises(ConfigError, match=r"its aliases make more than 100000 values$") as error:
+        load_config(path)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ConfigError, match=r"^--set .* is not a YAML value$"):
+        load_config(None, [f"model.args={{{LAUGHS.strip().replace(chr(10), ', ')}}}"])
+
+
+def test_an_alias_is_a_value(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("training: {steps: &n 7, checkpoint_every: *n}\n")
+    assert load_config(path).training.checkpoint_every == 7
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (os.mkfifo, "not a file"),
+        (lambda path: path.symlink_to("/dev/zero"), "not a file"),
+        (lambda path: path.symlink_to(path), "Too many levels of symbolic links"),
+        (lambda path: path.mkdir(), "Is a directory"),
+        (lambda path: path.write_bytes(b"\x00\xff" * 100), "not UTF-8 text"),
+        (lambda path: path.write_bytes(b" " * (1 << 18)), "more than 128 KiB are no configuration"),
+        (lambda path: (path.touch(), os.truncate(path, 1 << 40)), "more than 128 KiB"),
+        (lambda _: None, "No such file or directory"),
+    ],
+)
+def test_what_is_no_configuration_is_not_waited_for(tmp_path, make, reason):
+    path = tmp_path / "config.yaml"
+    make(path)
+    with pytest.raises(ConfigError) as error:
+        load_config(path)
+    assert str(error.value).startswith(f"cannot read the configuration {path}: {reason}")

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer import storage
-from trainer.errors import UserError
-from trainer.storage.uri import FORMS, SCHEMES, is_uri, scheme_of, speaks_s3
+from trainer.config.load import parse_config
+from trainer.errors import ConfigError, UserError
+from trainer.storage.uri import FORMS, SCHEMES, check_path, is_uri, scheme_of, speaks_s3
 
 _names = st.text(
     st.characters(exclude_characters="/\0", exclude_categories=["Cs"]), min_size=1, max_size=20
@@ -137,3 +138,31 @@ def test_the_form_of_a_uri_and_the_protocol_of_its_store(text, is_one, is_s3):
 def test_a_message_lists_every_scheme():
     assert FORMS == "file:///path, gs://, s3:// or minio://"
     assert all(f"{scheme}://" in FORMS for scheme in SCHEMES)
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("file:///a/../..", "empty part, '.' or '..'"),
+        ("file:///a/%2e%2E/b", "empty part, '.' or '..'"),
+        ("file:///a%2F..%2Fb", "empty part, '.' or '..'"),
+        ("file:///a/./b", "empty part, '.' or '..'"),
+        ("file:///a\\..\\b", "separate its names by /"),
+        ("file:///a\nb", "control character"),
+        ("file:///a/\x1b[31m", "control character"),
+        ("s3://bucket/a\x7f", "control character"),
+        ("gs://bucket/a\rb", "control character"),
+        ("s3://bucket/a/../b", "empty part, '.' or '..'"),
+        ("file:///" + "x" * 256, "too long"),
+        ("file:///" + "x/" * 2100, "too long"),
+        ("gs://bucket/" + "é" * 513, "too long"),
+    ],
+)
+def test_a_path_that_climbs_or_hides_is_refused_wherever_a_uri_is_read(uri, reason):
+    for act in (storage.read_bytes, storage.names, storage.is_published, check_path):
+        with pytest.raises(UserError, match=f"is not a storage URI: .*{reason}") as error:
+            act(uri)
+        assert str(error.value).isprintable()
+        assert len(str(error.value)) < 400
+    with pytest.raises(ConfigError, match=r"^storage\.root: .*is not a storage URI"):
+        parse_config({"storage": {"root": uri}})
