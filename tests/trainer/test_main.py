@@ -16,7 +16,7 @@ import pytest
 from trainer import __main__ as module
 from trainer import errors, events, topology, user_code
 from trainer.__main__ import main
-from trainer.cluster import loopback, termination
+from trainer.cluster import termination
 from trainer.config.schema import Config
 
 ROOT = Path(module.__file__).parents[1]
@@ -296,8 +296,6 @@ def test_a_worker_without_its_dataset(capsys, monkeypatch, options):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setenv("TF_CONFIG", tf_config("worker", port=port - 1))
-    # A port is held for as long as the process lives, and this one is that of the tests.
-    monkeypatch.setattr(loopback, "close_to_others", lambda _address: None)
     assert main(flat(options)) == errors.FAILED
     assert f"{options['--dataset']} is not published" in one_line(capsys.readouterr().err)
 

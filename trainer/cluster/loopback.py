@@ -74,8 +74,9 @@ def is_loopback(address: str) -> bool:
 def close_to_others(address: str) -> None:
     """Let only connections over loopback reach the server that this process makes at `address`.
 
-    Called before the server is made. A task whose address is no loopback address has to be reached
-    from elsewhere, and stays so; so it does where the system has no way, with a warning.
+    Called just before the server is made: until then connections over loopback are dropped as well,
+    where they would be refused and tried again. A task whose address is no loopback address has to
+    be reached from elsewhere, and stays open; where the system has no way it does with a warning.
 
     Raises:
         UserError: the port is taken.

@@ -20,7 +20,7 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
-from trainer.cluster import completion, signals
+from trainer.cluster import completion, loopback, signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
@@ -33,7 +33,7 @@ from trainer.models.registry import refused_input, require_compilable
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
-from trainer.topology import Cluster, Task
+from trainer.topology import Cluster, Task, topology_of
 from trainer.training.input import PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
@@ -75,6 +75,9 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     watch = StallWatch(strategy, partial(probe_peers, cluster, task), job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)
     hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested)
+    if topology_of(job.config.training.strategy).workers:
+        # The strategy makes a server when it connects to the cluster.
+        loopback.close_to_others(cluster.address(task))
     watch.begin()
     with _lost_cluster(strategy), refused_input():
         with checkpoints.flushed():

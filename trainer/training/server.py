@@ -52,6 +52,7 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     """
     configure_gpus(job.config, task)
     stage_input(job, cluster, task)
+    loopback.close_to_others(cluster.address(task))
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
         job_name=task.role,

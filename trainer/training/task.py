@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from trainer import topology, user_code
-from trainer.cluster import lease, liveness, loopback, signals
+from trainer.cluster import lease, liveness, signals
 from trainer.cluster.launcher import Job, task_command
 from trainer.cluster.local import free_port
 from trainer.config.load import load_config
@@ -66,8 +66,6 @@ def run(options: argparse.Namespace) -> None:
         tasks, this = with_chief(tasks), CHIEF
         command = task_command(job, options.config, job.workdir)
         start_first_worker(tasks, command, config.cluster.max_restarts)
-    if used.workers:
-        loopback.close_to_others(tasks.address(this))
     # For the parts of TensorFlow that read it: without the evaluator, and with the chief.
     os.environ["TF_CONFIG"] = tasks.tf_config(this)
     # Graphs that run in this process find its shards by paths relative to its folder.
