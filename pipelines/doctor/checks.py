@@ -24,6 +24,7 @@ from pipelines.doctor import (
     permissions,
     resources,
     storage,
+    versions,
 )
 from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
 from pipelines.doctor.kubernetes_api import Kubernetes
@@ -250,4 +251,5 @@ def instance_answers(instance: Instance) -> Finding:
         message = f"{access.endpoint} answers, but does not give its version"
         return Finding("warn", message, show_instance(instance))
     where = f", in {access.namespace}" if found.is_shared else ""
-    return Finding("ok", f"{access.endpoint} is KFP {found.version}{where}")
+    message = f"{access.endpoint} is KFP {found.version}{where}"
+    return versions.judged(versions.KFP, found.version, message, show_instance(instance))

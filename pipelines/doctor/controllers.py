@@ -10,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
 from components.tfjob.names import GROUP, PLURAL, VERSION, Tree
+from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import OPERATOR, Kubernetes, unexpected
 from trainer.config.kubernetes import JobConfig
@@ -30,7 +31,8 @@ def operator(kubernetes: Kubernetes) -> Finding:
     found, whole = _deployments(kubernetes)
     ready = [each for each in found if each.get("status", {}).get("readyReplicas")]
     if ready:
-        return Finding("ok", f"{_place(ready[0])} is ready")
+        message = f"{_place(ready[0])} is ready"
+        return versions.judged(versions.OPERATOR, _tag(ready[0]), message, _SHOW)
     if found:
         name, namespace = (found[0]["metadata"][key] for key in ("name", "namespace"))
         message = f"{_place(found[0])} has no ready pod: nobody takes up a job"
@@ -73,9 +75,19 @@ def _deployments(kubernetes: Kubernetes) -> tuple[list[Tree], bool]:
 
 
 def _is_operator(deployment: Tree) -> bool:
+    words = [deployment["metadata"]["name"], *_images(deployment)]
+    return any("training-operator" in text for text in words)
+
+
+def _images(deployment: Tree) -> list[str]:
     template = deployment.get("spec", {}).get("template", {}).get("spec", {})
-    images = [each.get("image", "") for each in template.get("containers", [])]
-    return any("training-operator" in text for text in [deployment["metadata"]["name"], *images])
+    return [each.get("image", "") for each in template.get("containers", [])]
+
+
+def _tag(deployment: Tree) -> str:
+    """Return the tag of the operator's image, which is its version in a release."""
+    images = (each for each in _images(deployment) if "training-operator" in each)
+    return next(images, "").rpartition(":")[2]
 
 
 def _place(deployment: Tree) -> str:

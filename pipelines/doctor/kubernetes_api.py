@@ -14,6 +14,7 @@ import urllib3
 
 from components.tfjob.client import Api, Connection, UnreachableError, connect
 from components.tfjob.names import GROUP, PLURAL, VERSION, Tree
+from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from trainer.errors import UserError
 
@@ -159,7 +160,8 @@ def answers(kubernetes: Kubernetes) -> Finding:
     if not answer.is_good or "gitVersion" not in answer.tree:
         message = f"{host} is no Kubernetes API ({answer.words})"
         return Finding("fail", message, SHOW)
-    return Finding("ok", f"{answer.tree['gitVersion']} at {host}")
+    version = str(answer.tree["gitVersion"])
+    return versions.judged(versions.KUBERNETES, version, f"{version} at {host}", SHOW)
 
 
 def namespace(kubernetes: Kubernetes) -> Finding:
@@ -181,7 +183,8 @@ def namespace(kubernetes: Kubernetes) -> Finding:
 
 OPERATOR = (
     "kubectl apply --server-side --kustomize "
-    "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone?ref=v1.9.4'"
+    "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone"
+    f"?ref=v{versions.OPERATOR.seen[-1]}'"
 )
 
 
