@@ -12,14 +12,15 @@ import secrets
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 
-from tests.chaos.invariants import Outcome, attempts, repeated, restarts, violations_of
-from tests.chaos.job_plan import draw_job_plan
+from tests.chaos.invariants import violations_of
+from tests.chaos.job_plan import JobPlan, draw_job_plan
 from tests.chaos.job_run import run_job_plan
 from tests.chaos.plan import Plan, draw_plan
 from tests.chaos.run import forget, run_plan
+from tests.chaos.stores import store_below
+from tests.chaos.tally import Tally
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,55 +35,31 @@ def main(arguments: list[str] | None = None) -> int:
     seeds = range(options.seed, options.seed + options.runs)
     say(f"seed {options.seed}, {options.runs} runs, in {folder}")
     began = time.monotonic()
-    total: Counter[str] = Counter()
+    tally = Tally()
     for seed in seeds:
-        total += one(options.on, seed, folder)
-    total["seconds"] = round(time.monotonic() - began)
-    counts = [f"{total[name]} {name}" for name in COUNTED]
-    say(f"seed {options.seed}: {', '.join(counts)}")
-    return int(total["invariants broken"] > 0)
+        one(options.on, seed, folder, tally)
+        # What is known so far, also of a series that is interrupted.
+        say(f"  so far: {tally}")
+    say(f"{tally.table()}\nseed {options.seed}: {tally}, {time.monotonic() - began:.0f} seconds")
+    return int(tally.is_violated)
 
 
-COUNTED = (
-    "runs", "blessed", "faults", "tries resumed", "attempts", "restarts", "steps repeated",
-    "invariants broken", "seconds",
-)  # fmt: skip
-
-
-def one(where: str, seed: int, folder: Path) -> Counter[str]:
+def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
     """Run one plan; print its faults, and whether the invariants held."""
-    plan: Plan
-    if where == "tfjob":
-        plan = draw_job_plan(seed)
-        say(f"run {seed}: TFJob, {plan}")
-        found = run_job_plan(plan, folder.absolute(), say)
-    else:
-        plan = draw_plan(seed)
-        say(f"run {seed}: {plan}")
-        found = run_plan(plan, folder.absolute(), say)
-    violations = violations_of(found)
-    say(
-        "  all invariants held"
-        if not violations
-        else "\n".join(f"  BROKEN: {it}" for it in violations)
-    )
+    plan: Plan = draw_job_plan(seed) if where == "tfjob" else draw_plan(seed)
+    say(f"run {seed}: {'TFJob, ' if where == 'tfjob' else ''}{plan}")
+    with store_below(folder.absolute(), has_outages=plan.has_outages) as store:
+        if isinstance(plan, JobPlan):
+            found = run_job_plan(plan, folder.absolute(), say, store)
+        else:
+            found = run_plan(plan, folder.absolute(), say, store)
+        violations = violations_of(found)
+        tally.add(plan, found, violations)
+    for violation in violations:
+        say(f"  BROKEN, {violation.total}: {violation.words}")
     if not violations:
+        say("  all invariants held")
         forget(folder, seed)
-    return Counter(counted(found, faults=len(plan.faults), violations=len(violations)))
-
-
-def counted(found: Outcome, *, faults: int, violations: int) -> dict[str, int]:
-    """Return the counts of a run."""
-    return {
-        "runs": 1,
-        "blessed": int(found.ends[-1][0] == 0),
-        "faults": faults,
-        "tries resumed": len(found.ends) - 1,
-        "attempts": attempts(found),
-        "restarts": restarts(found),
-        "steps repeated": repeated(found),
-        "invariants broken": violations,
-    }
 
 
 def say(text: str) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import NamedTuple
 
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
 from trainer.errors import UserError
 from trainer.events import AttemptBegin, Event, Progress, Restart
 from trainer.strategies.async_parameter_server import MAX_PORTION
+
+# The exit code of a command line that was killed.
+KILLED = -signal.SIGKILL
 
 
 @dataclass
@@ -23,8 +27,10 @@ class Outcome:
         checkpoints: URI below which the run has published.
         steps: how many it had to train.
         every: the steps between checkpoints.
+        struck: the kind of each fault that found what it was to hit.
         losses: how many faults may have cost an attempt of the chief.
         cancels: how many faults have requested the end of a try.
+        kills: how many faults have killed the command line.
         most_failures: how many tries may fail; None where any fault may be the reason.
         torn: the checkpoints that a fault has torn.
         left: orphans: processes of the run that outlived it.
@@ -36,17 +42,26 @@ class Outcome:
     every: int
     ends: list[tuple[int, str]] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    struck: list[str] = field(default_factory=list)
     losses: int = 0
     cancels: int = 0
+    kills: int = 0
     most_failures: int | None = None
-    torn: set[Path] = field(default_factory=set)
+    torn: set[str] = field(default_factory=set)
     left: list[str] = field(default_factory=list)
     tracebacks: int = 0
 
 
-def violations_of(outcome: Outcome) -> list[str]:
+class Violation(NamedTuple):
+    """An invariant that does not hold: which total counts it, and what was found."""
+
+    total: str
+    words: str
+
+
+def violations_of(outcome: Outcome) -> list[Violation]:
     """Describe each invariant that a run has violated."""
-    return [words for check in INVARIANTS for words in check(outcome)]
+    return [Violation(total, words) for check, total in INVARIANTS for words in check(outcome)]
 
 
 def it_ends_blessed(outcome: Outcome) -> Iterator[str]:
@@ -59,7 +74,10 @@ def it_ends_blessed(outcome: Outcome) -> Iterator[str]:
 def an_end_before_is_one_line_and_can_be_resumed(outcome: Outcome) -> Iterator[str]:
     """A try that fails says in one line why and how to resume, without a traceback."""
     codes = (1, 130) if outcome.cancels else (1,)
+    before = [code for code, _ in outcome.ends[:-1]]
     for code, words in outcome.ends[:-1]:
+        if code == KILLED and before.count(KILLED) <= outcome.kills:
+            continue
         if code not in codes or "resume with: flotilla" not in words:
             yield f"a try ended with exit code {code} and no way to resume: {words!r}"
     if outcome.tracebacks:
@@ -79,15 +97,21 @@ def no_checkpoint_is_torn(outcome: Outcome) -> Iterator[str]:
         try:
             storage.verify(uri)
         except UserError as error:
-            if storage.local_path(uri) not in outcome.torn:
+            if uri not in outcome.torn:
                 yield f"a checkpoint is torn: {error}"
 
 
-def all_steps_are_trained(outcome: Outcome) -> Iterator[str]:
-    """The last checkpoint has all steps; a lost worker may repeat those of its portion."""
+def a_green_end_has_all_steps(outcome: Outcome) -> Iterator[str]:
+    """A run that ends blessed has trained all of its steps."""
     step = newest_checkpoint(outcome.checkpoints)[1]
-    most = outcome.steps + MAX_PORTION * restarts(outcome)
-    if not outcome.steps <= step <= most:
+    if outcome.ends[-1][0] == 0 and step < outcome.steps:
+        yield f"the last checkpoint is of step {step}, and {outcome.steps} were asked for"
+
+
+def no_step_is_added(outcome: Outcome) -> Iterator[str]:
+    """No more steps are trained than asked for; a lost worker may repeat those of its portion."""
+    step = newest_checkpoint(outcome.checkpoints)[1]
+    if step > outcome.steps + MAX_PORTION * restarts(outcome):
         yield f"the last checkpoint is of step {step}, and {outcome.steps} were asked for"
 
 
@@ -105,14 +129,21 @@ def no_process_is_left(outcome: Outcome) -> Iterator[str]:
 
 
 INVARIANTS = (
-    it_ends_blessed,
-    an_end_before_is_one_line_and_can_be_resumed,
-    no_try_fails_for_what_is_survived,
-    no_checkpoint_is_torn,
-    all_steps_are_trained,
-    few_steps_are_repeated,
-    no_process_is_left,
+    (it_ends_blessed, "lost"),
+    (an_end_before_is_one_line_and_can_be_resumed, "unclear"),
+    (no_try_fails_for_what_is_survived, "lost"),
+    (no_checkpoint_is_torn, "torn"),
+    (a_green_end_has_all_steps, "wrongly green"),
+    (no_step_is_added, "inexact"),
+    (few_steps_are_repeated, "lost"),
+    (no_process_is_left, "left"),
 )
+TOTALS = tuple(dict.fromkeys(total for _, total in INVARIANTS))
+
+
+def is_exact(outcome: Outcome) -> bool:
+    """Return whether the last checkpoint has exactly the steps that were asked for."""
+    return newest_checkpoint(outcome.checkpoints)[1] == outcome.steps
 
 
 def repeated(outcome: Outcome) -> int:

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.chaos.faults import MissedError
 from tests.chaos.plan import Fault
 from tests.kubernetes.cluster import NAMESPACE, Cluster
 from tests.kubernetes.store import Tree
@@ -23,7 +24,7 @@ class JobTarget:
     def __init__(self, kube: Cluster, workdir: Path, process: subprocess.Popen[bytes]) -> None:
         """Use the cluster, the folder of the run, and the process that was started."""
         self.kube = kube
-        self.torn: set[Path] = set()
+        self.torn: set[str] = set()
         self._workdir, self._process = workdir, process
         self._outages: list[threading.Timer] = []
 
@@ -61,11 +62,13 @@ class JobTarget:
 
 
 def inject_into_job(fault: Fault, target: JobTarget) -> str:
-    """Inject a fault; return what came of it, in a few words."""
+    """Inject a fault; return what came of it, in a few words; raises `MissedError`."""
     if fault.task:
         with target.kube.store.changed:
             pod = target.pod(fault.task)
-            return _into_pod(fault, target.kube, pod) if pod else "it was not there"
+            if pod is None:
+                raise MissedError(f"{fault.task} was not there")
+            return _into_pod(fault, target.kube, pod)
     return OF_THE_RUN[fault.kind](fault, target)
 
 
@@ -89,7 +92,9 @@ def _cancel(_fault: Fault, target: JobTarget) -> str:
 
 
 def _kill_launcher(_fault: Fault, target: JobTarget) -> str:
-    return "done" if target.kill_launcher() else "it was not there"
+    if not target.kill_launcher():
+        raise MissedError("the launcher was not there")
+    return "done"
 
 
 def _api_outage(fault: Fault, target: JobTarget) -> str:

@@ -11,21 +11,22 @@ from tests.chaos.job_faults import JobTarget, inject_into_job
 from tests.chaos.job_plan import JobPlan
 from tests.chaos.plan import Fault
 from tests.chaos.run import Run, Say
+from tests.chaos.stores import Store
 from tests.kubernetes.cluster import Cluster, real_cluster
 
 # Faults of which training notices nothing.
 HARMLESS = ("API outage", "operator outage")
 
 
-def run_job_plan(plan: JobPlan, folder: Path, say: Say) -> Outcome:
+def run_job_plan(plan: JobPlan, folder: Path, say: Say, store: Store) -> Outcome:
     """Run a plan below `folder`, where the dataset of other runs is reused."""
     with real_cluster(folder / f"run-{plan.seed}" / "kubernetes") as kube:
-        return _JobRun(plan, kube, folder, say).to_its_end()
+        return _JobRun(plan, kube, folder, say, store).to_its_end()
 
 
 class _JobRun(Run):
-    def __init__(self, plan: JobPlan, kube: Cluster, folder: Path, say: Say) -> None:
-        super().__init__(plan, folder, say, {"KUBECONFIG": str(kube.kubeconfig)})
+    def __init__(self, plan: JobPlan, kube: Cluster, folder: Path, say: Say, store: Store) -> None:
+        super().__init__(plan, folder, say, store, {"KUBECONFIG": str(kube.kubeconfig)})
         self._kube = kube
         self._found.most_failures = plan.most_failures
         self._resumable = (1, 130)

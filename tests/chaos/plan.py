@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 STEPS = 3000
 EVERY = 250
 STALL_SECONDS = 15
 CLUSTERED = ("async_parameter_server", "sync_parameter_server", "in_graph")
 STRATEGIES = (*CLUSTERED, "multi_worker_mirrored", "single")
+# Each kind with its weight among the further faults of a run; the first fault takes its turn.
+OF_TASKS = {"kill pair": 2, "kill": 3, "stop": 2, "pause": 2}
+OUTAGES = {"outage of 15 s": 15.0, "outage of 2 min": 120.0}
+OF_THE_RUN = {
+    "kill launcher": 1,
+    "lie": 1,
+    "torn file": 2,
+    "full disk": 1,
+    **dict.fromkeys(OUTAGES, 0),
+}
+KINDS = (
+    "kill pair", "kill launcher", "lie", "outage of 15 s", "torn file",
+    "kill", "stop", "full disk", "pause", "outage of 2 min",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,20 +32,30 @@ class Fault:
 
     Attributes:
         kind: a name of `tests.chaos.faults.FAULTS`.
-        task: the task that it hits; empty for faults of the disk.
+        task: the task that it hits; empty for faults of the run.
         step: the global step from which on it is injected.
-        seconds: the length of a pause.
+        seconds: the length of a pause or an outage.
+        other: the second task of a pair.
+        silent: in this outage connections are taken, and nothing is said.
     """
 
     kind: str
     task: str
     step: int
     seconds: float = 0.0
+    other: str = ""
+    silent: bool = False
 
     def __str__(self) -> str:
         """Describe it in a line of the log."""
+        tasks = " and ".join(self.tasks())
         lasts = f" for {self.seconds:.1f} s" if self.seconds else ""
-        return f"{self.kind}{f' {self.task}' if self.task else ''}{lasts} at step {self.step}"
+        manner = ", silent" if self.silent else ""
+        return f"{self.kind}{f' {tasks}' if tasks else ''}{lasts}{manner} at step {self.step}"
+
+    def tasks(self) -> list[str]:
+        """Return the tasks that it hits."""
+        return [task for task in (self.task, self.other) if task]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +90,16 @@ class Plan:
             counts["worker"] = self.workers
         return [f"{role}-{index}" for role, count in counts.items() for index in range(count)]
 
+    @property
+    def has_outages(self) -> bool:
+        """Return whether the store is to be out of reach for a while."""
+        return any(fault.kind in OUTAGES for fault in self.faults)
+
+    @property
+    def has_lies(self) -> bool:
+        """Return whether the model is to end its process."""
+        return any(fault.kind == "lie" for fault in self.faults)
+
     def settings(self) -> dict[str, object]:
         """Return the configuration, by `section.key`."""
         return {
@@ -85,24 +119,48 @@ class Plan:
 
 
 def draw_plan(seed: int) -> Plan:
-    """Return the plan of a seed."""
+    """Return the plan of a seed; 50 in a row have each kind of fault under each strategy."""
     draw = random.Random(seed)
+    turn, number = divmod(seed, len(STRATEGIES))
     shape = Plan(
         seed=seed,
-        strategy=draw.choice(STRATEGIES),
+        strategy=STRATEGIES[number],
         servers=draw.randint(1, 2),
         workers=draw.randint(2, 3),
         evaluator=draw.random() < 0.25,
         faults=(),
     )
-    faults = [_fault(draw, shape) for _ in range(draw.randint(1, 3))]
-    ordered = tuple(sorted(faults, key=lambda fault: fault.step))
-    return Plan(**{**vars(shape), "faults": ordered})
+    weights = {**OF_TASKS, **OF_THE_RUN}
+    further = draw.choices(list(weights), list(weights.values()), k=draw.randint(0, 2))
+    kinds = [KINDS[turn % len(KINDS)], *further]
+    faults = sorted((_fault(draw, shape, kind) for kind in kinds), key=lambda fault: fault.step)
+    return replace(shape, faults=tuple(faults))
 
 
-def _fault(draw: random.Random, plan: Plan) -> Fault:
-    kind = draw.choices(("kill", "stop", "pause", "full disk", "torn file"), (4, 2, 2, 1, 2))[0]
-    task = "" if kind in ("full disk", "torn file") else draw.choice(plan.tasks())
-    step = draw.randrange(1, STEPS - EVERY)
-    seconds = draw.uniform(0.2, 5) if kind == "pause" else 0.0
-    return Fault(kind=kind, task=task, step=step, seconds=seconds)
+def _fault(draw: random.Random, plan: Plan, kind: str) -> Fault:
+    tasks = _tasks(draw, plan, kind) if kind in OF_TASKS else []
+    if kind == "kill pair" and len(tasks) == 1:
+        kind = "kill"
+    return Fault(
+        kind=kind,
+        task=tasks[0] if tasks else "",
+        step=draw.randrange(1, STEPS - EVERY),
+        seconds=draw.uniform(0.2, 5) if kind == "pause" else OUTAGES.get(kind, 0.0),
+        other=tasks[1] if kind == "kill pair" else "",
+        silent=kind in OUTAGES and draw.random() < 0.5,
+    )
+
+
+def _tasks(draw: random.Random, plan: Plan, kind: str) -> list[str]:
+    """Draw a task, or two, of different roles where the strategy has those."""
+    tasks = plan.tasks()
+    one = draw.choice(tasks)
+    if kind != "kill pair":
+        return [one]
+    others = [task for task in tasks if _role(task) != _role(one)]
+    others = others or [task for task in tasks if task != one]
+    return [one, draw.choice(others)] if others else [one]
+
+
+def _role(task: str) -> str:
+    return task.partition("-")[0]

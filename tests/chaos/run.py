@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.faults import Target, inject
-from tests.chaos.invariants import Outcome
-from tests.chaos.plan import Fault, Plan
+from tests.chaos.faults import MissedError, Target, inject, lie_of
+from tests.chaos.invariants import KILLED, Outcome
+from tests.chaos.plan import OUTAGES, Fault, Plan
+from tests.chaos.stores import Store
 from tests.pipelines.called import processes_of
 from trainer import storage
 from trainer.events import Event, Progress, parse
@@ -22,6 +24,9 @@ from trainer.events import Event, Progress, parse
 # A ceiling for a machine that is busy with other things.
 SECONDS = 900
 FLOTILLA = [sys.executable, "-c", "from pipelines.cli.__main__ import main; main()"]
+SECONDS_TO_NOTICE = 30
+# Named, and not imported: it loads Keras.
+LIAR = "tests.chaos.liar:mlp"
 # The roles whose loss costs no steps, by strategy.
 SPARED = {
     "async_parameter_server": ("worker", "evaluator"),
@@ -30,32 +35,37 @@ SPARED = {
 Say = Callable[[str], None]
 
 
-def run_plan(plan: Plan, folder: Path, say: Say) -> Outcome:
+def run_plan(plan: Plan, folder: Path, say: Say, store: Store) -> Outcome:
     """Run a plan below `folder`, where the dataset of other runs is reused."""
-    return Run(plan, folder, say, {}).to_its_end()
+    return Run(plan, folder, say, store, store.variables).to_its_end()
 
 
 class Run:
     """A run on this machine; how faults are injected, and what may be left, is for subclasses."""
 
-    def __init__(self, plan: Plan, folder: Path, say: Say, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self, plan: Plan, folder: Path, say: Say, store: Store, variables: Mapping[str, str]
+    ) -> None:
         """Work below `folder`, with these variables of the environment besides its own."""
         self._plan = plan
         self._workdir = folder / f"run-{plan.seed}"
         self._read: dict[Path, int] = {}
-        self._store = folder / "store"
+        self._store = store
         self._say = say
         self._faults = list(plan.faults)
         self._found = Outcome(checkpoints="", steps=plan.steps, every=plan.every)
         self._environment = {**os.environ, **variables}
         # Exit codes of a try after which the run is resumed.
-        self._resumable: tuple[int, ...] = (1,)
+        self._resumable: tuple[int, ...] = (1, KILLED)
 
     def to_its_end(self) -> Outcome:
         """Start the run, and resume it as long as it fails and faults may be the reason."""
-        root = storage.uri_of(self._store)
+        root = self._store.root
         # Models of one name would be compared with each other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
+        if self._plan.has_lies:
+            lie = json.dumps({"lie": str(lie_of(self._workdir)), "hidden_units": [100]})
+            own |= {"model.name": LIAR, "model.args": lie}
         settings = {**self._plan.settings(), **own}
         options = [f"--set={name}={value}" for name, value in settings.items()]
         arguments = ["run", "--workdir", str(self._workdir), *options]
@@ -67,6 +77,7 @@ class Run:
             if self._found.ends[-1][0] not in self._resumable:
                 break
             self._tried([*arguments, "--resume", run_id])
+        self._store.open()
         return self._found
 
     def _tried(self, arguments: list[str]) -> None:
@@ -104,19 +115,30 @@ class Run:
     def _inject(self, target: Any, step: int) -> None:
         while self._faults and step >= self._faults[0].step:
             fault = self._faults.pop(0)
-            self._say(f"  {fault}: {self._strike(fault, target)}")
+            try:
+                words = self._strike(fault, target)
+                self._found.struck.append(fault.kind)
+            except MissedError as missed:
+                words = str(missed)
+            self._say(f"  {fault}: {words}")
 
-    def _aim(self, _process: subprocess.Popen[bytes]) -> Any:
+    def _aim(self, process: subprocess.Popen[bytes]) -> Any:
         """Return what faults are injected into: it has `cancel` and `torn`."""
-        return _target(self._workdir, self._store, self._plan.seed)
+        (config,) = self._workdir.glob("*/config.json")
+        return Target(config.parent, self._store, random.Random(self._plan.seed), process)
 
     def _strike(self, fault: Fault, target: Any) -> str:
         """Inject a fault; return what came of it, in a few words."""
-        self._found.losses += _costs_an_attempt(self._plan, fault)
+        self._found.losses += _attempts_lost(self._plan, fault)
+        self._found.kills += fault.kind == "kill launcher"
         return inject(fault, target)
 
     def _left(self) -> list[str]:
-        """Return what is left of a try that has ended."""
+        """Return what is left of a try that has ended; what was killed is given time to notice."""
+        is_killed = self._found.ends[-1][0] == KILLED
+        deadline = time.monotonic() + (SECONDS_TO_NOTICE if is_killed else 0)
+        while processes_of(self._workdir) and time.monotonic() < deadline:
+            time.sleep(0.1)
         return [" ".join(each.cmdline()) for each in processes_of(self._workdir)]
 
 
@@ -141,18 +163,12 @@ def events_of(
         time.sleep(0.1)
 
 
-def _target(workdir: Path, store: Path, seed: int) -> Target:
-    (config,) = workdir.glob("*/config.json")
-    run = config.parent
-    published = store / run.name / "checkpoints"
-    return Target(run / "cluster", published, random.Random(seed))
-
-
-def _costs_an_attempt(plan: Plan, fault: Fault) -> bool:
-    if fault.kind == "pause":
-        return False
-    role = fault.task.partition("-")[0]
-    return role not in SPARED.get(plan.strategy, ("evaluator",))
+def _attempts_lost(plan: Plan, fault: Fault) -> int:
+    if fault.kind == "pause" or fault.kind in OUTAGES:
+        return 0
+    spared = SPARED.get(plan.strategy, ("evaluator",))
+    lost = [task for task in fault.tasks() if task.partition("-")[0] not in spared]
+    return len(lost) if fault.tasks() else 1
 
 
 def forget(folder: Path, seed: int) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from tests.chaos import job_plan
-from tests.chaos.invariants import INVARIANTS, Outcome, repeated, violations_of
+from tests.chaos.faults import FAULTS
+from tests.chaos.invariants import INVARIANTS, KILLED, TOTALS, Outcome, repeated, violations_of
 from tests.chaos.job_faults import OF_THE_RUN
 from tests.chaos.job_plan import draw_job_plan
-from tests.chaos.plan import STEPS, STRATEGIES, draw_plan
+from tests.chaos.plan import KINDS, OUTAGES, STEPS, STRATEGIES, draw_plan
+from tests.chaos.stores import LOOPBACK, Door
+from tests.chaos.tally import Tally
 from trainer import storage
 from trainer.events import AttemptBegin, Progress
 
@@ -49,24 +54,52 @@ def test_a_sound_run_violates_none(sound):
 
 
 @pytest.mark.parametrize(
-    ("change", "expected"),
+    ("change", "total", "words"),
     [
-        ({"ends": [(1, "x")]}, "it did not end blessed: exit code 1"),
-        ({"ends": [(1, "no more"), (0, "")]}, "a try ended with exit code 1 and no way to resume"),
-        ({"ends": [(130, "resume with: flotilla run"), (0, "")]}, "a try ended with exit code 130"),
-        ({"most_failures": 0}, "1 tries failed, and 0 may: failed | when that is fixed"),
-        ({"tracebacks": 2}, "2 tracebacks were shown"),
-        ({"steps": 3001}, "the last checkpoint is of step 3000, and 3001 were asked for"),
-        ({"steps": 2999}, "the last checkpoint is of step 3000, and 2999 were asked for"),
-        ({"losses": 0}, "200 steps were repeated, and 0 are the most"),
-        ({"left": ["python -m trainer task"]}, "a process is left: python -m trainer task"),
+        ({"ends": [(1, "x")]}, "lost", "it did not end blessed: exit code 1"),
+        (
+            {"ends": [(1, "no more"), (0, "")]},
+            "unclear",
+            "a try ended with exit code 1 and no way to resume",
+        ),
+        (
+            {"ends": [(130, "resume with: flotilla run"), (0, "")]},
+            "unclear",
+            "a try ended with exit code 130",
+        ),
+        ({"ends": [(KILLED, ""), (0, "")]}, "unclear", "a try ended with exit code -9"),
+        (
+            {"most_failures": 0},
+            "lost",
+            "1 tries failed, and 0 may: failed | when that is fixed",
+        ),
+        ({"tracebacks": 2}, "unclear", "2 tracebacks were shown"),
+        (
+            {"steps": 3001},
+            "wrongly green",
+            "the last checkpoint is of step 3000, and 3001 were asked for",
+        ),
+        (
+            {"steps": 2999},
+            "inexact",
+            "the last checkpoint is of step 3000, and 2999 were asked for",
+        ),
+        ({"losses": 0}, "lost", "200 steps were repeated, and 0 are the most"),
+        ({"left": ["python -m trainer"]}, "left", "a process is left: python -m trainer"),
     ],
 )
-def test_a_violation_is_described(sound, change, expected):
+def test_a_violation_is_described(sound, change, total, words):
     for name, value in change.items():
         setattr(sound, name, value)
     (violation,) = violations_of(sound)
-    assert violation.startswith(expected)
+    assert violation.total == total
+    assert violation.words.startswith(words)
+
+
+def test_a_command_line_that_was_killed_says_nothing(sound):
+    sound.ends = [(KILLED, ""), (0, "")]
+    sound.kills = 1
+    assert violations_of(sound) == []
 
 
 def test_a_try_that_was_cancelled_is_resumed(sound):
@@ -79,13 +112,30 @@ def test_a_torn_checkpoint_is_found_unless_a_fault_has_torn_it(sound, tmp_path):
     path = publish(tmp_path, 2750)
     (path / "data").write_bytes(b"0123456780")
     (violation,) = violations_of(sound)
-    assert violation.startswith(f"a checkpoint is torn: {storage.uri_of(path)} is damaged")
-    sound.torn.add(path)
+    assert violation.total == "torn"
+    assert violation.words.startswith(f"a checkpoint is torn: {storage.uri_of(path)} is damaged")
+    sound.torn.add(storage.uri_of(path))
     assert violations_of(sound) == []
 
 
 def test_every_invariant_is_documented():
-    assert all(each.__doc__ for each in INVARIANTS)
+    assert all(check.__doc__ for check, _ in INVARIANTS)
+
+
+def test_a_tally_has_a_row_a_strategy_and_a_row_a_kind(sound):
+    sound.struck = ["kill", "kill", "torn file"]
+    tally = Tally()
+    plan = draw_plan(0)
+    tally.add(plan, sound, [])
+    rows = [line.split("  ")[0] for line in tally.table().splitlines()]
+    assert rows == ["", plan.strategy, "kill", "torn file"]
+    assert not tally.is_violated
+    sound.steps = 3001
+    tally.add(plan, sound, violations_of(sound))
+    assert tally.is_violated
+    assert str(tally).startswith("2 runs, 2 blessed, 1 exact steps, 2 tries resumed, ")
+    assert str(tally).endswith(", 1 wrongly green, 0 inexact, 0 left")
+    assert all(f" {total}" in str(tally) for total in TOTALS)
 
 
 def test_a_seed_is_a_plan_of_a_job():
@@ -104,18 +154,58 @@ def test_a_seed_is_a_plan_of_a_job():
 def test_a_seed_is_a_plan():
     plans = [draw_plan(seed) for seed in range(200)]
     assert plans == [draw_plan(seed) for seed in range(200)]
-    assert {plan.strategy for plan in plans} == set(STRATEGIES)
     faults = [(plan, fault) for plan in plans for fault in plan.faults]
-    assert {fault.kind for _, fault in faults} == {
-        "kill",
-        "stop",
-        "pause",
-        "full disk",
-        "torn file",
-    }
+    assert {fault.kind for _, fault in faults} == set(KINDS) == set(FAULTS)
     assert {fault.task.partition("-")[0] for _, fault in faults} == {
         "", "chief", "ps", "worker", "evaluator",
     }  # fmt: skip
     for plan, fault in faults:
-        assert not fault.task or fault.task in plan.tasks()
+        assert set(fault.tasks()) <= set(plan.tasks())
+        assert (len(set(fault.tasks())) == 2) == (fault.kind == "kill pair")
         assert 0 < fault.step < STEPS
+        assert (fault.kind in OUTAGES) <= plan.has_outages
+    assert {(fault.seconds, fault.silent) for _, fault in faults if fault.kind in OUTAGES} == {
+        (seconds, silent) for seconds in OUTAGES.values() for silent in (True, False)
+    }
+
+
+@pytest.mark.parametrize("first", [0, 7, 1234])
+def test_fifty_seeds_have_each_kind_of_fault_under_each_strategy(first):
+    plans = [draw_plan(seed) for seed in range(first, first + 50)]
+    found = {(plan.strategy, fault.kind) for plan in plans for fault in plan.faults}
+    everything = {(strategy, kind) for strategy in STRATEGIES for kind in KINDS}
+    # A run of one process has no pair.
+    assert found >= everything - {("single", "kill pair")}
+
+
+def test_a_door_refuses_in_an_outage_and_opens_again():
+    with socket.create_server((LOOPBACK, 0)) as server, Door(server.getsockname()[1]) as door:
+        address = (LOOPBACK, door.port)
+        before = socket.create_connection(address)
+        inner, _ = server.accept()
+        door.close_for(600, silent=False)
+        assert before.recv(1) == inner.recv(1) == b""
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        door.end_outage()
+        with socket.create_connection(address) as after:
+            after.sendall(b"x")
+            again, _ = server.accept()
+            assert again.recv(1) == b"x"
+        for each in (before, inner, again):
+            each.close()
+
+
+def test_a_silent_door_passes_on_when_the_outage_ends():
+    with socket.create_server((LOOPBACK, 0)) as server, Door(server.getsockname()[1]) as door:
+        door.close_for(600, silent=True)
+        with socket.create_connection((LOOPBACK, door.port)) as caller:
+            caller.sendall(b"x")
+            inner, _ = server.accept()
+            with inner:
+                inner.settimeout(0.05)
+                with pytest.raises(TimeoutError):
+                    inner.recv(1)
+                inner.settimeout(None)
+                door.end_outage()
+                assert inner.recv(1) == b"x"

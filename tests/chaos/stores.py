@@ -1,0 +1,199 @@
+"""Where the runs publish: a folder, or an object store behind a door that faults close."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from unittest.mock import patch
+
+from tests.stores.s3_server import S3Server, s3_server
+from trainer import storage
+
+BUCKET = "chaos"
+LOOPBACK = "127.0.0.1"
+CHUNK = 1 << 16
+
+
+class Folder:
+    """A store of files on this machine, which is always there."""
+
+    variables: Mapping[str, str] = {}
+
+    def __init__(self, path: Path) -> None:
+        """Publish below `path`."""
+        self._path = path
+        self.root = storage.uri_of(path)
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the files below a folder, sorted."""
+        files = (path for path in (self._path / prefix).rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(self._path)) for path in files)
+
+    def read(self, name: str) -> bytes:
+        """Return a file."""
+        return (self._path / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace a file past everything that Flotilla checks."""
+        (self._path / name).write_bytes(data)
+
+    def close_for(self, seconds: float, *, silent: bool) -> None:
+        """Have no outage; a plan with one has an object store."""
+        raise NotImplementedError
+
+    def open(self) -> None:
+        """Do nothing: it always is."""
+
+
+class Bucket:
+    """A store of objects behind a door."""
+
+    root = f"s3://{BUCKET}/flotilla"
+    _prefix = "flotilla/"
+
+    def __init__(self, server: S3Server, door: Door) -> None:
+        """Reach the server past the door; the runs reach it through the door alone."""
+        self._server, self._door = server, door
+        self.variables: Mapping[str, str] = {
+            "AWS_ACCESS_KEY_ID": "chaos",
+            "AWS_SECRET_ACCESS_KEY": "chaos",
+            "AWS_ENDPOINT_URL": f"http://{LOOPBACK}:{door.port}",
+            "AWS_EC2_METADATA_DISABLED": "true",
+        }
+
+    def names(self, prefix: str) -> list[str]:
+        """Return the names of the objects below a folder, sorted."""
+        keys = (key.removeprefix(self._prefix) for key in self._server.keys(BUCKET))
+        return [name for name in keys if name.startswith(f"{prefix}/")]
+
+    def read(self, name: str) -> bytes:
+        """Return an object."""
+        return self._server.content(BUCKET, self._prefix + name)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Replace an object past everything that Flotilla checks."""
+        self._server.replace(BUCKET, self._prefix + name, data)
+
+    def close_for(self, seconds: float, *, silent: bool) -> None:
+        """Have an outage."""
+        self._door.close_for(seconds, silent=silent)
+
+    def open(self) -> None:
+        """End an outage."""
+        self._door.end_outage()
+
+
+Store = Folder | Bucket
+
+
+@contextmanager
+def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
+    """Yield a store; in this block this process reaches it too."""
+    if not has_outages:
+        yield Folder(folder / "store")
+        return
+    with s3_server() as server, Door(int(server.url.rpartition(":")[2])) as door:
+        server.create_bucket(BUCKET)
+        store = Bucket(server, door)
+        with patch.dict(os.environ, store.variables):
+            yield store
+
+
+class Door:
+    """Relays connections on a port of its own, except in an outage; as a context manager."""
+
+    def __init__(self, to: int) -> None:
+        """Relay to a port of this machine."""
+        self._to = to
+        self._flows = threading.Event()
+        self._flows.set()
+        self._open: set[socket.socket] = set()
+        self._socket = _bound(0)
+        self.port: int = self._socket.getsockname()[1]
+        self._timer: threading.Timer | None = None
+
+    def __enter__(self) -> Door:
+        self._listen()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.end_outage()
+        self._hang_up()
+
+    def close_for(self, seconds: float, *, silent: bool) -> None:
+        """Refuse connections for a while, or take them and let nothing through."""
+        self.end_outage()
+        self._flows.clear()
+        if not silent:
+            self._hang_up()
+            # Bound and not listening: refused, and taken by no one else.
+            self._socket = _bound(self.port)
+        self._timer = threading.Timer(seconds, self.end_outage if silent else self._reopen)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def end_outage(self) -> None:
+        """Let everything through again."""
+        timer, self._timer = self._timer, None
+        if timer and timer.is_alive() and timer is not threading.current_thread():
+            timer.cancel()
+            if timer.function == self._reopen:
+                self._listen()
+        self._flows.set()
+
+    def _reopen(self) -> None:
+        self._listen()
+        self._flows.set()
+
+    def _listen(self) -> None:
+        self._socket.listen(256)
+        _in_background(self._accept, self._socket)
+
+    def _hang_up(self) -> None:
+        _shut(self._socket, *list(self._open))
+        self._socket.close()
+
+    def _accept(self, listening: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                caller, _ = listening.accept()
+                _in_background(self._serve, caller)
+
+    def _serve(self, caller: socket.socket) -> None:
+        with caller, socket.create_connection((LOOPBACK, self._to)) as server:
+            self._open |= {caller, server}
+            back = _in_background(self._relay, server, caller)
+            self._relay(caller, server)
+            back.join()
+            self._open -= {caller, server}
+
+    def _relay(self, source: socket.socket, target: socket.socket) -> None:
+        with suppress(OSError):
+            while data := source.recv(CHUNK):
+                self._flows.wait()
+                target.sendall(data)
+        _shut(source, target)
+
+
+def _shut(*sockets: socket.socket) -> None:
+    """Wake the threads that wait for them, which close them."""
+    for each in sockets:
+        with suppress(OSError):
+            each.shutdown(socket.SHUT_RDWR)
+
+
+def _bound(port: int) -> socket.socket:
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.bind((LOOPBACK, port))
+    return bound
+
+
+def _in_background(act: Callable[..., None], *arguments: object) -> threading.Thread:
+    thread = threading.Thread(target=act, args=arguments, daemon=True)
+    thread.start()
+    return thread

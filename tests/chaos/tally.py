@@ -1,0 +1,74 @@
+"""What came of many runs: their figures, by kind of fault and by strategy, and the totals."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tests.chaos.invariants import (
+    TOTALS,
+    Outcome,
+    Violation,
+    attempts,
+    is_exact,
+    repeated,
+    restarts,
+)
+from tests.chaos.plan import Plan
+
+COUNTED = ("runs", "blessed", "exact steps", "tries resumed", "failed in one line", "broken")
+OF_ALL = ("faults", "missed", "attempts", "restarts", "steps repeated")
+
+
+class Tally:
+    """Counts of runs, each added once."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self._all: Counter[str] = Counter()
+        self._rows: dict[str, Counter[str]] = {}
+
+    def add(self, plan: Plan, found: Outcome, violations: Sequence[Violation]) -> None:
+        """Add a run."""
+        broken = Counter(violation.total for violation in violations)
+        counts = Counter({
+            "runs": 1,
+            "blessed": int(found.ends[-1][0] == 0),
+            "exact steps": int(is_exact(found)),
+            "tries resumed": len(found.ends) - 1,
+            "failed in one line": sum(code == 1 and bool(words) for code, words in found.ends),
+            "broken": len(violations),
+        })  # fmt: skip
+        self._all += counts + broken
+        self._all += Counter({
+            "faults": len(found.struck),
+            "missed": len(plan.faults) - len(found.struck),
+            "attempts": attempts(found),
+            "restarts": restarts(found),
+            "steps repeated": repeated(found),
+        })  # fmt: skip
+        for name in [plan.strategy, *sorted(set(found.struck))]:
+            self._rows[name] = self._rows.get(name, Counter()) + counts
+
+    @property
+    def is_violated(self) -> bool:
+        """Return whether an invariant was violated."""
+        return any(self._all[total] for total in TOTALS)
+
+    def table(self) -> str:
+        """Return a row a strategy and a row a kind of fault that was injected."""
+        width = max(map(len, self._rows), default=0)
+        titles = [" " * width, *COUNTED]
+        rows = [
+            [name.ljust(width), *(str(counts[each]).rjust(len(each)) for each in COUNTED)]
+            for name, counts in sorted(self._rows.items())
+        ]
+        return "\n".join("  ".join(cells).rstrip() for cells in [titles, *rows])
+
+    def __str__(self) -> str:
+        """Return all counts of all runs, on one line."""
+        return _listed(self._all, (*COUNTED[:-1], *OF_ALL, *TOTALS))
+
+
+def _listed(counts: Counter[str], names: Iterable[str]) -> str:
+    return ", ".join(f"{counts[name]} {name}" for name in names)
