@@ -42,6 +42,9 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
         UserError: a file cannot be written.
     """
     check_image(image)
+    if components is not None:
+        # Before the first file: what cannot be written whole is not begun.
+        _make_folder(components, components)
     compile_pipeline(output, image or IMAGE)
     if components is None:
         return {"pipeline": str(output)}
@@ -79,9 +82,16 @@ def _compiled(source: object) -> str:
         return path.read_text(encoding="utf-8")
 
 
-def _write(output: Path, text: str) -> None:
+def _make_folder(folder: Path, output: Path) -> None:
     try:
-        output.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {output}: {error.strerror}") from None
+
+
+def _write(output: Path, text: str) -> None:
+    _make_folder(output.parent, output)
+    try:
         output.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot write {output}: {error.strerror}") from None
@@ -137,8 +147,7 @@ def package_of(file: Path | None, image: str) -> Package:
     """Return the pipeline in `file`, or ours, compiled for `image` (the default when empty).
 
     Raises:
-        ConfigError: both are given, or the file holds no compiled pipeline.
-        UserError: the file cannot be read.
+        ConfigError: both are given, or the file cannot be read, or it holds no compiled pipeline.
     """
     if file is None:
         check_image(image)
@@ -152,7 +161,7 @@ def package_of(file: Path | None, image: str) -> Package:
     try:
         return _package(file.read_text(encoding="utf-8"), str(file))
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from None
     except UnicodeDecodeError:
         return _package("", str(file))
 

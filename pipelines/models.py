@@ -12,6 +12,7 @@ from trainer import storage
 from trainer.errors import ConfigError, nearest
 from trainer.promotion import registry
 from trainer.promotion.registry import Promotion
+from trainer.storage.uri import FORMS, is_uri
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +39,13 @@ class ModelDetails:
 
 
 def root_of(root: str, workdir: Path) -> str:
-    """Return the storage root that was named, or that of the runs on this machine."""
+    """Return the storage root that was named, or that of the runs on this machine.
+
+    Raises:
+        ConfigError: `root` is no URI.
+    """
+    if root and not is_uri(root):
+        raise ConfigError(f"--root {root!r} is not a storage URI: write it as {FORMS}")
     return root or storage.uri_of(workdir)
 
 

@@ -89,10 +89,11 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _fit(options: argparse.Namespace) -> None:
+    config = load_config(options.config)
     # It loads TensorFlow, for which a task has its own time.
     from trainer.training import dry_run
 
-    found = dry_run.fit(load_config(options.config), options.workdir)
+    found = dry_run.fit(config, options.workdir)
     sys.stdout.write(f"{json.dumps(asdict(found))}\n")
 
 

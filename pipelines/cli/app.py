@@ -19,7 +19,7 @@ from pipelines.cli.doctor import doctor
 from pipelines.cli.exit import answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
-from pipelines.cli.options import TRAINED, Assignments, Config, Workdir
+from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables
@@ -83,12 +83,16 @@ app.command(epilog=TRAINED)(train)
 @app.command("compile")
 @answers
 def compile_(
-    output: Annotated[Path, typer.Option("-o", "--output", help="File to write.")] = Path(
-        "build/pipeline.yaml"
-    ),
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE", parser=local_path, help="File to write."),
+    ] = Path("build/pipeline.yaml"),
     image: Annotated[str, typer.Option(help="Image of all steps; the default when empty.")] = "",
     components: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Also write one YAML a component here.")
+        Path | None,
+        typer.Option(
+            metavar="DIR", parser=local_path, help="Also write one YAML a component here."
+        ),
     ] = None,
 ) -> Answer:
     """Compile the pipeline to the YAML that a KFP instance takes."""

@@ -57,14 +57,15 @@ def doctor(
 ) -> Answer:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
     from pipelines.doctor.checks import DoctorOptions
-    from pipelines.doctor.permissions import check_name, check_namespace
+    from pipelines.doctor.permissions import check_name
+    from pipelines.runs.kfp_access import check_namespace, found_namespace
     from pipelines.runs.local import configuration, require_current_folder
     from pipelines.step_settings import check_image
 
     require_current_folder()
     check_name(service_account)
     check_image(image)
-    check_namespace(instance.namespace)
+    check_namespace(found_namespace(instance.namespace))
     try:
         loaded: RunConfig | UserError = configuration(config, assignments or ())
     except UserError as error:

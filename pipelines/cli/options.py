@@ -22,8 +22,26 @@ Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one key; may be repeated."),
 ]
+
+
+def local_path(given: str | Path) -> Path:
+    """Return the path of an option; an empty text and a URI are wrong usage."""
+    text = str(given)
+    # As of a variable of the shell that is not set: it would be the current folder.
+    if not text.strip():
+        raise typer.BadParameter("it is empty: name a path, or leave the option out")
+    if "://" in text:
+        raise typer.BadParameter(
+            f"{text!r} is no path of this machine; set storage.root to publish at a URI"
+        )
+    return Path(text)
+
+
 Workdir = Annotated[
-    Path, typer.Option(metavar="DIR", help="Folder below which everything is written.")
+    Path,
+    typer.Option(
+        metavar="DIR", parser=local_path, help="Folder below which everything is written."
+    ),
 ]
 Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Resume this run.")]
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
@@ -94,7 +112,10 @@ Latest = Annotated[
 CatchUp = Annotated[bool, typer.Option("--catch-up", help="Start missed runs later.")]
 AtOnce = Annotated[int, typer.Option(help="Runs at a time.", min=1, max=10)]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="Id of the run, or its name.")]
-RunsDir = Annotated[Path, typer.Option(help="Folder with the runs of this machine.")]
+RunsDir = Annotated[
+    Path,
+    typer.Option(metavar="DIR", parser=local_path, help="Folder with the runs of this machine."),
+]
 
 
 _INSTANCE = {

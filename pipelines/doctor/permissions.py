@@ -6,7 +6,6 @@ of steps and tasks, and for that of runs that are started from the KFP UI.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -24,7 +23,6 @@ from components.tfjob.rbac import (
 )
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
-from pipelines.runs.kfp_access import NAMESPACE, found_namespace
 from trainer.errors import ConfigError
 
 
@@ -109,7 +107,6 @@ def _name_of_this_user(kubernetes: Kubernetes) -> str:
 
 # The account of a KFP instance for one team, and of a profile of one for many.
 USUAL, PROFILES = "pipeline-runner", "default-editor"
-_LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 
 def account_of(text: str, namespace: str) -> Account:
@@ -123,17 +120,6 @@ def check_name(text: str) -> None:
     parts = text.split(":")
     if text and (len(parts) > 2 or not all(part and part == quote(part, "") for part in parts)):  # noqa: PLR2004
         raise ConfigError(f"--service-account {text!r}: write it as NAME or NAMESPACE:NAME")
-
-
-def check_namespace(given: str) -> None:
-    """Raise a `ConfigError` for what, given or of the environment, is no name of a namespace."""
-    name = found_namespace(given)
-    if name and not _LABEL.fullmatch(name):
-        where = "--namespace" if given else NAMESPACE[0]
-        raise ConfigError(
-            f"{where} {name!r} is not the name of a namespace: small letters, digits and '-', "
-            "63 at most"
-        )
 
 
 def of_the_ui(kubernetes: Kubernetes, account: Account, text: str) -> Finding:

@@ -7,6 +7,7 @@ the machine can read them.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ UI = ("FLOTILLA_KFP_UI",)
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
 HIDDEN = "***"
 _LEAST_SECRET = 4
+_NAMESPACE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +104,7 @@ class Access:
     def check(self) -> None:
         """Raise a `ConfigError` for a wrong value, before anything is sent."""
         _check_url("the endpoint", self.endpoint)
+        check_namespace(self.namespace)
         if self.ui:
             _check_url("--ui", self.ui)
         for name, value in (("the token", self.token), ("the cookies", self.cookies)):
@@ -149,6 +152,15 @@ def found_namespace(namespace: str = "", environment: Mapping[str, str] = os.env
     return _either(namespace, NAMESPACE, environment)
 
 
+def check_namespace(name: str) -> None:
+    """Raise a `ConfigError` for what is no name of a namespace; none is one."""
+    if name and not _NAMESPACE_NAME.fullmatch(name):
+        raise ConfigError(
+            f"{name!r} is not the name of a namespace (--namespace, else {NAMESPACE[0]}): small "
+            "letters, digits and '-', 63 at most"
+        )
+
+
 def _either(given: str, names: tuple[str, ...], environment: Mapping[str, str]) -> str:
     return given or next((environment[name] for name in names if environment.get(name)), "")
 
@@ -185,9 +197,9 @@ def _read(path: str, what: str) -> str:
     try:
         text = Path(path).read_text(encoding="utf-8").strip()
     except OSError as error:
-        raise UserError(f"cannot read the {what} {path}: {error.strerror}") from None
+        raise ConfigError(f"cannot read the {what} {path}: {error.strerror}") from None
     except ValueError:
-        raise UserError(f"the {what} {path} is not a text file") from None
+        raise ConfigError(f"the {what} {path} is not a text file") from None
     if not text:
-        raise UserError(f"the {what} {path} is empty")
+        raise ConfigError(f"the {what} {path} is empty")
     return text

@@ -55,6 +55,9 @@ class Submission:
         """Refuse wrong values before a request is sent; raises `ConfigError`."""
         if isinstance(self.parameters, str):
             raise ConfigError(f"parameters {self.parameters!r} is a text: give a list of texts")
+        for option in ("pipeline", "experiment"):
+            if not getattr(self, option).strip():
+                raise ConfigError(f"--{option} is empty: name one, or leave the option out")
         assigned(self.parameters)
         check_target(self.pipeline_root, self.service_account)
 

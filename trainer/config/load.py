@@ -18,6 +18,9 @@ from pydantic import BaseModel, ValidationError
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, nearest
 
+# Of a message: it quotes the values that it is about.
+_MOST_LETTERS = 1000
+
 
 class _Loader(yaml.SafeLoader):
     """YAML 1.1 reads `1e6` as a text; here it is a number, as in learning rates.
@@ -156,7 +159,7 @@ def _values(node: Any, seen: dict[int, int]) -> int:
 
 def _assign(tree: dict[str, Any], assignment: str) -> None:
     key, equals, text = assignment.partition("=")
-    if not equals or not key.strip():
+    if not equals or not all(part.strip() for part in key.split(".")):
         raise ConfigError(f"--set {assignment!r}: write it as section.key=value")
     node = tree
     *sections, last = key.strip().split(".")
@@ -172,7 +175,11 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.splitlines())
+    line = " ".join(text.splitlines())
+    if len(line) <= _MOST_LETTERS:
+        return line
+    half = _MOST_LETTERS // 2
+    return f"{line[:half]} ... {line[-half:]}"
 
 
 def _innermost(invalid: ValidationError) -> list[Any]:

@@ -60,6 +60,6 @@ def test_a_job_of_another_namespace_is_launched_from_that_of_the_steps(team, of_
 def test_what_is_no_namespace(doctor, monkeypatch, name):
     report = doctor(options=(f"--namespace={name}",))
     assert (report.code, report.lines) == (2, [])
-    assert f"--namespace {name!r} is not the name of a namespace" in report.err
+    assert f"{name!r} is not the name of a namespace" in report.err
     monkeypatch.setenv("KFP_NAMESPACE", name)
-    assert f"KFP_NAMESPACE {name!r} is not the name of a namespace" in doctor().err
+    assert f"{name!r} is not the name of a namespace" in doctor().err
