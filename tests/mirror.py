@@ -33,7 +33,11 @@ ELSEWHERE = {
     "configs": ("tests/test_configs.py", "tests/docs"),
     "deploy": ("tests/test_deploy.py", "tests/components/tfjob/test_client_permissions.py"),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),
-    "pipelines/cli": ("tests/pipelines/cli", "tests/golden/test_command_line.py"),
+    "pipelines/cli": (
+        "tests/pipelines/cli",
+        "tests/bad_inputs",
+        "tests/golden/test_command_line.py",
+    ),
     "pipelines/doctor/permissions.py": ("tests/pipelines/doctor/test_checks_cluster.py",),
     "pipelines/runs/local_child.py": ("tests/pipelines/runs/test_local_whole.py",),
     "tests/golden": ("tests/golden",),

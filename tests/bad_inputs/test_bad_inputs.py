@@ -1,0 +1,135 @@
+"""Every command and every option, called wrongly: exit code, one line, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import typer
+
+from pipelines.cli import __main__ as flotilla
+from pipelines.cli.app import app
+from tests.bad_inputs.files import prepare, tree
+from tests.bad_inputs.table import Row, rows
+from trainer import __main__ as trainer
+
+ROWS = rows()
+KEYS = {"status", "run_id", "metrics", "artifacts", "message"}
+# The SDK of KFP pauses before it tries a connection again, and a closed port stays closed.
+NO_PAUSE = "urllib3.util.retry.Retry.get_backoff_time"
+
+
+def commands() -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield every command with its words."""
+    groups = [((), typer.main.get_command(app))]
+    while groups:
+        words, command = groups.pop()
+        below = getattr(command, "commands", None)
+        if below is None:
+            yield words, command
+        else:
+            groups += [((*words, name), each) for name, each in below.items()]
+
+
+COMMANDS = dict(commands())
+
+
+def command_of(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return those of the first words that name a command; none where they name none."""
+    return next((words[:size] for size in (2, 1) if words[:size] in COMMANDS), ())
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Be in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    before = signal.getsignal(signal.SIGINT)
+    yield tmp_path
+    signal.signal(signal.SIGINT, before)
+
+
+def called(row: Row, words: tuple[str, ...], monkeypatch, capsys) -> tuple[Any, str, str]:
+    """Call a program in this process; return exit code, standard output and standard error."""
+    for name, value in row.variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(NO_PAUSE, lambda _: 0)
+    monkeypatch.setattr(sys, "argv", [row.program, *words])
+    main = trainer.main if row.program == "trainer" else flotilla.main
+    with pytest.raises(SystemExit) as ended:
+        main(*([list(words)] if row.program == "trainer" else []))
+    return (ended.value.code, *capsys.readouterr())
+
+
+def in_a_shell(row: Row, folder: Path) -> tuple[int, str, str]:
+    """Run a line of the shell, in which `flotilla` and `python` are ours."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    ended = subprocess.run(
+        ["sh", "-c", row.words[0]],
+        cwd=folder,
+        env={**os.environ, "PATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def with_json(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the words of a command with `--json` behind its name, where there is one."""
+    size = len(command_of(words))
+    return (*words[:size], "--json", *words[size:]) if size else words
+
+
+@pytest.mark.parametrize("row", [pytest.param(each, id=each.text[:60]) for each in ROWS])
+def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
+    prepare(row.text, here)
+    before, children = tree(here), psutil.Process().children(recursive=True)
+    if row.program == "sh":
+        code, out, err = in_a_shell(row, here)
+    else:
+        words = with_json(row.words) if row.program == "flotilla" else row.words
+        code, out, err = called(row, words, monkeypatch, capsys)
+        if "--json" in words:
+            check_json(out, err)
+            out = ""
+    assert out == ""
+    assert err.count("\n") == 1, err
+    assert row.line in err
+    assert err.startswith(("flotilla: ", "python -m trainer"))
+    assert code == row.code
+    assert tree(here) == before if here.exists() else row.program == "sh"
+    assert psutil.Process().children(recursive=True) == children
+
+
+def check_json(out: str, err: str) -> None:
+    """Check that an answer is one object on one line, and says what standard error says."""
+    assert out.count("\n") == 1, out
+    answer = json.loads(out)
+    assert set(answer) == KEYS
+    assert answer["status"] == "failed"
+    assert err == f"flotilla: {answer['message']}\n"
+
+
+def test_the_table_has_each_call_once():
+    texts = [row.text for row in ROWS]
+    assert len(texts) == len(set(texts)) >= 300
+
+
+def test_the_table_has_every_command_and_every_option():
+    called = [(command_of(row.words), row.words) for row in ROWS if row.program == "flotilla"]
+    assert {command for command, _ in called} >= set(COMMANDS)
+    for command, definition in COMMANDS.items():
+        given = {word.split("=")[0] for words in called if words[0] == command for word in words[1]}
+        for option in definition.params:
+            names = {*option.opts, *option.secondary_opts}
+            is_option = option.param_type_name == "option" and "--json" not in names
+            assert not is_option or given & names, f"{' '.join(command)} {option.opts}: no row"
