@@ -96,7 +96,7 @@ class Plan:
         return any(fault.kind in OUTAGES for fault in self.faults)
 
     @property
-    def has_lies(self) -> bool:
+    def exits_early(self) -> bool:
         """Return whether the model is to end its process."""
         return any(fault.kind == "lie" for fault in self.faults)
 

@@ -63,7 +63,7 @@ class Run:
         root = self._store.root
         # Models of one name would be compared with each other.
         own = {"name": f"chaos-{self._plan.seed}", "storage.root": root}
-        if self._plan.has_lies:
+        if self._plan.exits_early:
             lie = json.dumps({"lie": str(lie_of(self._workdir)), "hidden_units": [100]})
             own |= {"model.name": LIAR, "model.args": lie}
         settings = {**self._plan.settings(), **own}

@@ -104,7 +104,7 @@ def test_promote_and_roll_back(flotilla, workdir):
         (("promote", "digits", "9"), 1, "digits has no version 9 below"),
         (("promote", "digits", "x"), 2, "Invalid value for 'VERSION'"),
         (("rollback", "mnist"), 2, "no model 'mnist' is registered below"),
-        (("list", "--root", "nonsense"), 1, "'nonsense' is not a storage URI"),
+        (("list", "--root", "nonsense"), 2, "'nonsense' is not a storage URI"),
     ],
 )
 def test_what_is_wrong_is_one_line(flotilla, words, code, message):

@@ -101,7 +101,7 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
         (1, ("--pipeline", "flotilla-trainin"), "did you mean 'flotilla-training'?"),
         (2, ("--set", "training.step=1"), "did you mean 'steps'?"),
         (2, ("--file", "x.yaml", "--version", "v"), "leave one out"),
-        (1, ("--file", "x.yaml"), "cannot read x.yaml"),
+        (2, ("--file", "x.yaml"), "cannot read x.yaml"),
         (2, ("--namespace",), "requires an argument"),
     ],
 )

@@ -237,7 +237,7 @@ def test_in_a_namespace(instance, remote):
 @pytest.mark.parametrize(
     ("name", "content", "answer"),
     [
-        ("none.yaml", None, (1, "cannot read")),
+        ("none.yaml", None, (2, "cannot read")),
         ("p.zip", b"PK", (2, "does not end with .yaml")),
         ("p.yaml", b"a: [", (2, "holds no compiled pipeline")),
         ("p.yaml", b"", (2, "holds no compiled pipeline")),
