@@ -44,6 +44,7 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
     if family == "IPv4":
         # As on a machine without IPv6.
         monkeypatch.setattr(loopback, "_has_ipv6", lambda: False)
+    if not loopback._has_ipv6():
         loopbacks.remove("::1")
     port = local.free_port()
     with serve(f"127.0.0.1:{port}") as server:
@@ -57,7 +58,9 @@ def test_a_server_on_loopback_is_reached_over_loopback_alone(monkeypatch, family
 def test_a_connection_over_loopback_from_another_address_is_dropped():
     """As a router that passes 127.0.0.0/8 on delivers it."""
     port = local.free_port()
-    source = next(each for each in other_addresses() if "." in each)
+    source = next((each for each in other_addresses() if "." in each), "")
+    if not source:
+        pytest.skip("this machine has no IPv4 address but loopback")
     with serve(f"127.0.0.1:{port}"), pytest.raises(TimeoutError):
         socket.create_connection(("127.0.0.1", port), 0.2, (source, 0))
 
