@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -13,7 +14,6 @@ from unittest.mock import patch
 from tests.stores.s3_server import S3Server, s3_server
 from trainer import storage
 
-BUCKET = "chaos"
 LOOPBACK = "127.0.0.1"
 CHUNK = 1 << 16
 
@@ -52,12 +52,15 @@ class Folder:
 class Bucket:
     """A store of objects behind a door."""
 
-    root = f"s3://{BUCKET}/flotilla"
     _prefix = "flotilla/"
 
     def __init__(self, server: S3Server, door: Door) -> None:
         """Reach the server past the door; the runs reach it through the door alone."""
         self._server, self._door = server, door
+        # All servers of this process share their objects.
+        self._bucket = f"chaos-{secrets.token_hex(4)}"
+        self.root = f"s3://{self._bucket}/flotilla"
+        server.create_bucket(self._bucket)
         self.variables: Mapping[str, str] = {
             "AWS_ACCESS_KEY_ID": "chaos",
             "AWS_SECRET_ACCESS_KEY": "chaos",
@@ -67,16 +70,16 @@ class Bucket:
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of the objects below a folder, sorted."""
-        keys = (key.removeprefix(self._prefix) for key in self._server.keys(BUCKET))
+        keys = (key.removeprefix(self._prefix) for key in self._server.keys(self._bucket))
         return [name for name in keys if name.startswith(f"{prefix}/")]
 
     def read(self, name: str) -> bytes:
         """Return an object."""
-        return self._server.content(BUCKET, self._prefix + name)
+        return self._server.content(self._bucket, self._prefix + name)
 
     def write(self, name: str, data: bytes) -> None:
         """Replace an object past everything that Flotilla checks."""
-        self._server.replace(BUCKET, self._prefix + name, data)
+        self._server.replace(self._bucket, self._prefix + name, data)
 
     def close_for(self, seconds: float, *, silent: bool) -> None:
         """Have an outage."""
@@ -97,7 +100,6 @@ def store_below(folder: Path, *, has_outages: bool) -> Iterator[Store]:
         yield Folder(folder / "store")
         return
     with s3_server() as server, Door(int(server.url.rpartition(":")[2])) as door:
-        server.create_bucket(BUCKET)
         store = Bucket(server, door)
         with patch.dict(os.environ, store.variables):
             yield store

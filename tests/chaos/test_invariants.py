@@ -12,7 +12,7 @@ from tests.chaos.invariants import INVARIANTS, KILLED, TOTALS, Outcome, repeated
 from tests.chaos.job_faults import OF_THE_RUN
 from tests.chaos.job_plan import draw_job_plan
 from tests.chaos.plan import KINDS, OUTAGES, STEPS, STRATEGIES, draw_plan
-from tests.chaos.stores import LOOPBACK, Door
+from tests.chaos.stores import LOOPBACK, Door, store_below
 from tests.chaos.tally import Tally
 from trainer import storage
 from trainer.events import AttemptBegin, Progress
@@ -209,3 +209,13 @@ def test_a_silent_door_passes_on_when_the_outage_ends():
                 inner.settimeout(None)
                 door.end_outage()
                 assert inner.recv(1) == b"x"
+
+
+def test_runs_of_one_process_have_stores_of_their_own(tmp_path):
+    for content in (b"1", b"2"):
+        with store_below(tmp_path, has_outages=True) as store:
+            assert store.names("run") == []
+            storage.write_bytes(storage.join(store.root, "run", "a"), b"0")
+            store.write("run/a", content)
+            assert store.names("run") == ["run/a"]
+            assert storage.read_bytes(storage.join(store.root, "run", "a")) == store.read("run/a")
