@@ -61,6 +61,11 @@ def run_step(
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
         settings = Config.model_validate_json(config)
+        from trainer.data.spec import DatasetSpec, require_slices
+
+        spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+        # Of all that is looked at only once the model is trained.
+        require_slices(settings, spec.features, spec.label)
         record.held = gather_report.held_by(settings.model_dump())
         job = Job(
             config=settings,

@@ -45,7 +45,6 @@ ELSEWHERE = {
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity_smoke.py",),
     "trainer/storage": ("tests/trainer/storage",),
     "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
-    "trainer/training/dry_run.py": ("tests/pipelines/doctor/test_fit.py",),
 }
 
 

@@ -3,17 +3,37 @@
 import os
 import signal
 import sys
-from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from pipelines.cli.answer import failure
-from trainer.errors import INTERRUPTED
+# As in `trainer.errors`, which is not loaded yet.
+_INTERRUPTED = 130
+
+
+def _end(_number: int, _frame: FrameType | None) -> NoReturn:
+    # Raised in the middle of an import, an exception could surface as another one. A run that has
+    # started has handlers of its own.
+    try:
+        os.write(2, b"flotilla: interrupted\n")
+        # It may be what is being imported.
+        if "--json" in sys.argv:
+            from pipelines.cli.answer import failure
+
+            os.write(1, f"{failure('interrupted', _INTERRUPTED).json()}\n".encode())
+    finally:
+        os._exit(_INTERRUPTED)
+
+
+def _catch() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # Whoever ignores them (`nohup`, a shell's background) has asked for that.
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, _end)
 
 
 def main() -> NoReturn:
     """Handle interrupts, then load what takes time and run the command line."""
-    signal.signal(signal.SIGINT, _end)
+    _catch()
     _open_closed_streams()
     from pipelines.cli.app import called
 
@@ -32,16 +52,6 @@ def _open_closed_streams() -> None:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
-
-
-def _end(_number: int, _frame: FrameType | None) -> NoReturn:
-    # Raised in the middle of an import, an exception could surface as another one. A run that has
-    # started has handlers of its own.
-    with suppress(OSError):
-        os.write(2, b"flotilla: interrupted\n")
-        if "--json" in sys.argv:
-            os.write(1, f"{failure('interrupted', INTERRUPTED).json()}\n".encode())
-    os._exit(INTERRUPTED)
 
 
 if __name__ == "__main__":

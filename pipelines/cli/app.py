@@ -227,4 +227,8 @@ def called(arguments: list[str]) -> int:
             raise
         discard(sys.stdout)
         return fail(f"cannot write to standard output: {error.strerror}", FAILED, as_json=as_json)
+    except SystemExit:
+        # Of typer, where the reader of its help has gone.
+        discard(sys.stdout)
+        return DONE
     return int(code or DONE)

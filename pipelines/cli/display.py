@@ -50,6 +50,15 @@ class Terminal(Console):
         """Discard what follows; rich itself would end the process, and the run with it."""
         discard(self.file)
 
+    def _check_buffer(self) -> None:
+        try:
+            super()._check_buffer()
+        except OSError:
+            # What is shown of a run never ends it; an answer that is lost is reported.
+            if not self.stderr:
+                raise
+            discard(self.file)
+
 
 class Display:
     """Follows the events of one run; to be used as a context manager."""

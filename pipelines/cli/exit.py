@@ -96,9 +96,12 @@ def write(text: str) -> None:
 
 
 def note(line: str) -> None:
-    """Write a line to standard error."""
-    sys.stderr.write(f"{line}\n")
-    sys.stderr.flush()
+    """Write a line to standard error; one that nobody can read is no reason to end."""
+    try:
+        sys.stderr.write(f"{line}\n")
+        sys.stderr.flush()
+    except OSError:
+        discard(sys.stderr)
 
 
 @contextmanager

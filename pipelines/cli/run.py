@@ -111,6 +111,10 @@ def remedy_of(options: RunOptions, run: LocalRun, result: RunResult) -> str:
     """Return how to resume a run that has not finished, where that is possible."""
     resume = ["flotilla", options.pipeline, "--workdir", str(options.workdir)]
     resume += ["--resume", run.run_id]
+    if options.resume is not None:
+        # The run has what it was resumed with only once its training has begun.
+        resume += [each for text in options.settings for each in ("--set", text)]
+        resume += [str(options.config)] if isinstance(options.config, Path) else []
     if options.dataset:
         resume += ["--dataset", options.dataset]
     # An interrupted preparation published nothing that could be resumed.

@@ -32,7 +32,7 @@ from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.events import Event, Interrupted, Progress
+from trainer.events import AttemptBegin, Event, Interrupted, Progress
 from trainer.storage.uri import FORMS, is_uri
 
 OnEvent = Callable[[Event], None]
@@ -178,6 +178,8 @@ class LocalRun:
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.
         begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
+        saved: what `config.json` says once training has begun; a resume that is refused before
+            leaves the configuration of the run as it was.
     """
 
     run_id: str
@@ -185,6 +187,12 @@ class LocalRun:
     config: Config
     lock: int
     begin: int
+    saved: str
+
+    def save_config(self) -> None:
+        """Write `config.json`, from which a resume takes what it is not given."""
+        with suppress(OSError):
+            (self.folder / CONFIG).write_text(self.saved, encoding="utf-8")
 
 
 def start(options: RunOptions) -> LocalRun:
@@ -269,7 +277,12 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         lock = os.open(folder / "lock", os.O_CREAT | os.O_RDWR, 0o644)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         begin = events.begin_again(folder / EVENTS, run_id)
-        (folder / CONFIG).write_text(config.model_dump_json(indent=2), encoding="utf-8")
+        saved = config.model_dump_json(indent=2)
+        if (folder / CONFIG).exists():
+            # The time at which the run was last begun.
+            os.utime(folder / CONFIG)
+        else:
+            (folder / CONFIG).write_text(saved, encoding="utf-8")
     except BlockingIOError:
         raise ConfigError(
             f"run {run_id} is still running; wait for its end, or cancel it"
@@ -278,7 +291,9 @@ def _laid_out(config: Config, workdir: Path, run_id: str) -> LocalRun:
         raise ConfigError(
             f"cannot write to {folder}: {error.strerror}; choose another --workdir"
         ) from None
-    return LocalRun(run_id=run_id, folder=folder, config=placed, lock=lock, begin=begin)
+    return LocalRun(
+        run_id=run_id, folder=folder, config=placed, lock=lock, begin=begin, saved=saved
+    )
 
 
 def execute(
@@ -304,6 +319,8 @@ def execute(
         # The request came before the child could handle it.
         happened.append(_interrupted(run))
     result = outcome_of(happened, child.returncode, interrupted=bool(interrupts))
+    if result.status not in ("failed", "interrupted"):
+        run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
     return with_full_disk(result, run.folder)
 
@@ -371,6 +388,8 @@ def _follow(run: LocalRun, child: subprocess.Popen[bytes], on_event: OnEvent) ->
             except subprocess.TimeoutExpired:
                 pass
             for event in _since(lines):
+                if isinstance(event, AttemptBegin):
+                    run.save_config()
                 on_event(event)
                 if isinstance(event, Progress):
                     newest = event

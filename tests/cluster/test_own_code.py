@@ -6,7 +6,7 @@ import pytest
 
 from tests.cluster.launched import launched
 from trainer import user_code
-from trainer.events import Restart, UserCodeFailed
+from trainer.events import AttemptBegin, Restart, UserCodeFailed
 
 pytestmark = pytest.mark.cluster
 
@@ -38,6 +38,14 @@ def late(spec, error):
     return keras.Model(inputs, keras.layers.Dense(spec.num_classes)(Late(error)(flat)))
 
 
+def frozen(spec):
+    inputs = keras.Input(spec.shape, dtype=spec.dtype)
+    flat = keras.layers.Flatten()(keras.layers.Rescaling(1 / 16)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(spec.num_classes)(flat))
+    model.trainable = False
+    return model
+
+
 def never(spec):
     raise ValueError("no weights here")
 """
@@ -58,6 +66,8 @@ def fail(dataset, tmp_path, monkeypatch):
             "model": {"name": f"blocks:{model}", "args": args},
             "training": {"strategy": strategy, "steps": 50, "validate_every": 0},
             "cluster": {"workers": 1},
+            # Its layer has no get_config.
+            "export": {"formats": ["saved_model"]},
         }
         with launched(settings, dataset, tmp_path / "run") as run:
             code, said = run.end()
@@ -78,6 +88,38 @@ def test_a_function_that_raises(fail):
     line = line_with("no weights here")
     assert failed.error == f"model blocks:never: ValueError: no weights here (blocks.py:{line})"
     assert 'raise ValueError("no weights here")' in failed.traceback
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "multi_worker_mirrored",
+        *(
+            pytest.param(name, marks=pytest.mark.long)
+            for name in (
+                "single",
+                "async_parameter_server",
+                "sync_parameter_server",
+                "in_graph",
+            )
+        ),
+    ],
+)
+def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy):
+    (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
+    settings = {
+        "model": {"name": "blocks:frozen"},
+        "training": {"strategy": strategy, "steps": 50},
+        "cluster": {"workers": 1},
+    }
+    with launched(settings, dataset, tmp_path / "run") as run:
+        code, said = run.end()
+    assert code == 1
+    assert said.startswith(
+        "model blocks:frozen: it has nothing to train: all of its variables are frozen ("
+    )
+    assert run.events(AttemptBegin) == []
 
 
 @pytest.mark.slow

@@ -103,6 +103,18 @@ class TestTrainModel:
         assert metrics["global_step"] == 10
         assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
 
+    def test_a_slice_that_there_cannot_be_is_refused_before_anything_is_launched(
+        self, launched, root, run, outputs, capsys
+    ):
+        evaluation = run.config.evaluation.model_copy(update={"slices": ("writer",)})
+        settings = run.config.model_copy(update={"evaluation": evaluation})
+        text = settings.model_dump_json()
+        given = (text, root, RUN, run.dataset, *PODS, *outputs)
+        code, line = refused(train_model.run_step, *given, capsys=capsys)
+        assert code == 2
+        assert line.startswith("evaluation.slices: 'writer' is no feature of the dataset")
+        assert launched == []
+
     def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, outputs, capsys):
         def fail(_job, _defaults):
             raise UserError("worker-0 ended with exit code 1")

@@ -39,7 +39,6 @@ ALONE = {
     "pipelines/garbage.py": "a command",
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
     "trainer/data/digits.py": "a TFDS builder, which TFDS imports by name",
-    "trainer/training/dry_run.py": "needs a process of its own, as it never leaves Keras's scope",
 }
 
 

@@ -147,6 +147,13 @@ class TrainingConfig(Section):
     _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
 
 
+def server_number(name: str) -> int:
+    """Return the index in the name of a parameter server such as "ps:0"; -1 where it is none."""
+    role, _, index = name.partition(":")
+    # `isdigit` accepts digits of other scripts, of which `int` refuses some.
+    return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
+
+
 class ClusterConfig(Section):
     """The tasks of the cluster, and where they run."""
 
@@ -168,6 +175,14 @@ class ClusterConfig(Section):
         3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
     )
     kubernetes: KubernetesConfig = key(KubernetesConfig(), "settings of the TFJob and its pods")
+
+    @field_validator("placement")
+    @classmethod
+    def _on_servers(cls, value: dict[str, str]) -> dict[str, str]:
+        for glob, server in value.items():
+            if server_number(server) < 0:
+                raise ValueError(f"{glob!r} is on {server!r}; write the server as ps:0")
+        return value
 
 
 class EvaluationConfig(Section):
@@ -300,6 +315,21 @@ class Config(Section):
                 "cluster.existing_servers: leave cluster.in_process out; it starts servers of its "
                 "own"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _servers_of_placement(self) -> Config:
+        """`cluster.placement` names servers that are among `cluster.parameter_servers`."""
+        cluster, servers = self.cluster, self.cluster.parameter_servers
+        # Servers that run already are counted where they are joined.
+        if not topology_of(self.training.strategy).servers or cluster.existing_servers:
+            return self
+        for glob, server in cluster.placement.items():
+            if server_number(server) >= servers:
+                raise ValueError(
+                    f"cluster.placement: {glob!r} is on {server!r}; it has to be ps:0 to "
+                    f"ps:{servers - 1}"
+                )
         return self
 
     @model_validator(mode="after")

@@ -7,11 +7,12 @@ float32) or "bytes" (texts).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from trainer.errors import UserError, nearest
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, UserError, nearest
 from trainer.storage import Manifest
 
 KIND = "dataset"
@@ -92,3 +93,33 @@ class DatasetSpec:
 def shard_name(split: str, index: int, count: int) -> str:
     """Return the file name of one shard."""
     return f"{split}-{index:05d}-of-{count:05d}.tfrecord"
+
+
+def slice_features(
+    features: Mapping[str, FeatureSpec], label: str, wanted: Sequence[str]
+) -> list[str]:
+    """Return the features to slice an evaluation by: the label, and those that are `wanted`.
+
+    Raises:
+        ConfigError: there is no such feature, or it is more than one value an example.
+    """
+    able = [name for name, feature in features.items() if feature.shape == ()]
+    for name in wanted:
+        if name not in able:
+            what = "is more than one value an example" if name in features else "is no feature"
+            hint = nearest(name, able) or f" (one of {', '.join(able)})"
+            raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
+    return list(dict.fromkeys([label, *wanted]))
+
+
+def require_slices(config: Config, features: Mapping[str, FeatureSpec], label: str) -> None:
+    """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want."""
+    able = slice_features(features, label, config.evaluation.slices)
+    for bound in ("min", "max"):
+        for rule in getattr(config.gate, bound):
+            feature = rule.partition("@")[2].partition("=")[0]
+            if feature and feature not in able:
+                raise ConfigError(
+                    f"gate.{bound}.{rule}: there is no slice by {feature!r}{nearest(feature, able)}"
+                    f" (sliced by: {', '.join(able)}); name it in evaluation.slices"
+                )

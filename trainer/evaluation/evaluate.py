@@ -24,14 +24,14 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.config.schema import Config
 from trainer.data.read import labelled_columns, stage_shards
-from trainer.data.spec import DatasetSpec
+from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
 from trainer.evaluation import metrics
 from trainer.evaluation.champion import champion_of, compared
 from trainer.evaluation.metrics import Metrics, intervals
 from trainer.evaluation.predictions import Predictions, predict
 from trainer.evaluation.signature import class_names
-from trainer.evaluation.slices import slice_features, sliced
+from trainer.evaluation.slices import sliced
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -77,7 +77,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
         return Evaluation(uri=output, metrics=_defined(written["metrics"]))
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
-    features = slice_features(spec, config.evaluation.slices)
+    features = slice_features(spec.features, spec.label, config.evaluation.slices)
     model, step = restored(config, spec, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size

@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.data.spec import DatasetSpec
-from trainer.errors import ConfigError, nearest
 from trainer.evaluation.metrics import Floats, Labels, headline, intervals_of_means
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
@@ -19,21 +17,6 @@ OTHER = "(other)"
 
 Values = npt.NDArray[Any]
 Rows = npt.NDArray[np.bool_]
-
-
-def slice_features(spec: DatasetSpec, wanted: tuple[str, ...]) -> list[str]:
-    """Return the features to slice by: the label, and those that are `wanted`.
-
-    Raises:
-        ConfigError: there is no such feature, or it is more than one value an example.
-    """
-    able = [name for name, feature in spec.features.items() if feature.shape == ()]
-    for name in wanted:
-        if name not in able:
-            what = "is more than one value an example" if name in spec.features else "is no feature"
-            hint = nearest(name, able) or f" (one of {', '.join(able)})"
-            raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
-    return list(dict.fromkeys([spec.label, *wanted]))
 
 
 def sliced(

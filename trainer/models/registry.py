@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -74,6 +75,44 @@ def require_compilable(model: keras.Model) -> None:
     if layers:
         named = ", ".join(f"{layer.name} ({type(layer).__name__})" for layer in layers)
         raise ConfigError(f"training.jit_compile: XLA cannot compile {named}; set it to false")
+
+
+def require_trainable(name: str, model: keras.Model) -> None:
+    """Raise `ConfigError` where no variable of the model is trained: no step would change it."""
+    if not model.trainable_variables:
+        why = "all of its variables are frozen" if model.variables else "it has no variables"
+        raise ConfigError(f"model {name}: it has nothing to train: {why}")
+
+
+def require_readable(name: str, model: keras.Model) -> None:
+    """Raise `ConfigError` where Keras could not read the model back from a `.keras` file.
+
+    So it is with a `Lambda` layer, and with a layer of the user's without a `get_config` of its
+    own. Nothing is written, and the copy gets no values.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        unreadable = pool.submit(_unreadable, model).result()
+    if unreadable:
+        raise ConfigError(
+            f"model {name}: {unreadable}; give its own classes a get_config, replace a Lambda by a "
+            "layer of your own, or leave keras out of export.formats"
+        )
+
+
+def _unreadable(model: keras.Model) -> str:
+    """Say which part of the model cannot be read back, and why; empty where all can."""
+    # Left with the thread: its end would give all variables of the copies their values.
+    keras.StatelessScope().__enter__()
+    for part in (*model.layers, model):
+        try:
+            tree = keras.saving.serialize_keras_object(part)
+            keras.saving.deserialize_keras_object(tree, safe_mode=True)
+        # Layers of the user's may fail in any way.
+        except Exception as error:
+            words = user_code.message_of(error).partition(". ")[0]
+            what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
+            return f"{what} cannot be written in the format keras and read back: {words}"
+    return ""
 
 
 def _function(name: str) -> ModelFunction:

@@ -17,6 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.config.schema import server_number
 from trainer.errors import ConfigError, nearest
 from trainer.strategies.fused_updates import fuse
 
@@ -37,13 +38,13 @@ def assign(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -
     Raises:
         ConfigError: a server that does not exist, or a glob that fits no variable.
     """
-    _check(variables, servers, named)
+    check([variable.path for variable in variables], servers, named)
     load = [0] * servers
     chosen: dict[int, int] = {}
     for index, variable in enumerate(variables):
         server = next((to for glob, to in named.items() if fnmatchcase(variable.path, glob)), "")
         if server:
-            chosen[index] = _server(server)
+            chosen[index] = server_number(server)
             load[chosen[index]] += variable.bytes
     for index in sorted(range(len(variables)), key=lambda i: -variables[i].bytes):
         if index not in chosen:
@@ -149,16 +150,10 @@ def _bytes(variable: tf.Variable) -> int:
     return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
 
 
-def _server(name: str) -> int:
-    role, _, index = name.partition(":")
-    # `isdigit` accepts digits of other scripts, of which `int` refuses some.
-    return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
-
-
-def _check(variables: Sequence[Sized], servers: int, named: Mapping[str, str]) -> None:
-    paths = [variable.path for variable in variables]
+def check(paths: Sequence[str], servers: int, named: Mapping[str, str]) -> None:
+    """Raise `ConfigError` where `named` has a server, or a glob, that fits nothing."""
     for glob, name in named.items():
-        if not 0 <= _server(name) < servers:
+        if not 0 <= server_number(name) < servers:
             raise ConfigError(
                 f"cluster.placement: {glob!r} is on {name!r}; it has to be ps:0 to ps:{servers - 1}"
             )

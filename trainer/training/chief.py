@@ -29,11 +29,12 @@ from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
-from trainer.models.registry import refused_input, require_compilable
+from trainer.models.registry import refused_input
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
 from trainer.topology import Cluster, Task, topology_of
+from trainer.training import dry_run
 from trainer.training.input import PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
@@ -165,17 +166,18 @@ def is_lost(error: tf.errors.OpError) -> bool:
     return isinstance(error, _LOST)
 
 
-def _build_model(config: Config, spec: DatasetSpec) -> keras.Model:
+def _build_model(config: Config, spec: DatasetSpec, checked: list[bool]) -> keras.Model:
     model = evaluate.build_model(config, spec)
-    if config.training.jit_compile:
-        require_compilable(model)
+    if not checked:
+        dry_run.require(config, model)
+        checked.append(True)
     return model
 
 
 def _problem(config: Config, spec: DatasetSpec, start: int) -> Problem:
     training = config.training
     return Problem(
-        build_model=partial(_build_model, config, spec),
+        build_model=partial(_build_model, config, spec, []),
         build_optimizer=partial(build_optimizer, training),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         chance_loss=math.log(max(2, spec.num_classes)),

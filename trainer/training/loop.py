@@ -168,6 +168,7 @@ class _OuterLoop:
         self._stop_early = False
         self._seconds = journal.rows[-1]["seconds"] if journal.rows else 0.0
         self._saved_at = time.monotonic()
+        self._stepped_at = time.monotonic()
         for row in journal.rows:
             self._note_validation(row)
 
@@ -184,10 +185,16 @@ class _OuterLoop:
             if decision.save:
                 self.save()
             result = self._run_inner_loop(step, decision.steps)
+            if not result.loss <= self._max_loss:
+                self._raise_diverged(f"the loss is {result.loss:g}", result.global_step)
+            if result.global_step == step:
+                self._require_no_stall(step)
+                continue
             self._record(step, result)
             before, step = step, result.global_step
             if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
                 self.save()
+            self._stepped_at = time.monotonic()
         self.save()
         return step
 
@@ -224,11 +231,18 @@ class _OuterLoop:
             steps_per_second=(reached - step) / max(seconds, 1e-9),
         )
 
+    def _require_no_stall(self, step: int) -> None:
+        """Raise `ClusterLostError` after `training.stall_timeout` in inner loops without a step."""
+        seconds = self._training.stall_timeout
+        if time.monotonic() - self._stepped_at > seconds:
+            raise ClusterLostError(
+                f"no progress for {seconds:g} s: training.strategy {self._training.strategy} runs, "
+                f"and applies no step after global step {step}"
+            )
+
     def _record(self, before: int, result: _InnerResult) -> None:
-        """Check, report and keep what an inner loop brought, with a validation where one is due."""
+        """Report and keep what an inner loop brought, with a validation where one is due."""
         step = result.global_step
-        if not result.loss <= self._max_loss:
-            self._raise_diverged(f"the loss is {result.loss:g}", step)
         self._pace.steps_per_second = result.steps_per_second
         self._seconds += result.seconds
         row = {

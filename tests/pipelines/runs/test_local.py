@@ -16,7 +16,7 @@ from trainer.config.load import load_config, parse_config
 from trainer.config.run_parameters import from_parameters
 from trainer.config.schema import Config, StorageConfig
 from trainer.errors import ConfigError
-from trainer.events import FromScratch, RunBegin
+from trainer.events import AttemptBegin, FromScratch, RunBegin
 
 CONFIG = Config()
 # A runner that says it is there, and goes on when it is asked to end.
@@ -92,6 +92,9 @@ class TestLayingOut:
         with (run.folder / local.EVENTS).open("rb") as lines:
             lines.seek(again.begin)
             assert list(local._since(lines)) == [RunBegin(run_id=run.run_id, number=2)]
+        # Until its training has begun.
+        assert load_config(local.saved_config(workdir, run.run_id)) == CONFIG
+        again.save_config()
         assert load_config(local.saved_config(workdir, run.run_id)).training.steps == 9
 
     @pytest.mark.parametrize("take", [local.saved_config, local.check_run_id])
@@ -118,6 +121,19 @@ class TestExecuting:
         log = (run.folder / "pipeline.log").read_text(encoding="utf-8")
         assert "KeyError: 'no_such_pipeline'" in log
         assert not (run.folder / "tmp").exists()
+
+    @pytest.mark.parametrize("begins", [False, True])
+    def test_a_resume_that_is_refused_leaves_the_configuration_of_the_run(self, workdir, begins):
+        run = local.new_run(CONFIG, workdir)
+        os.close(run.lock)
+        other = load_config(None, ["training.steps=9"])
+        again = local.resumed_run(other, workdir, run.run_id)
+        if begins:
+            attempt = AttemptBegin(global_step=0, steps=9, resumed=False)
+            events.append(run.folder / local.EVENTS, attempt)
+        assert local.execute(again, "no_such_pipeline", {}).status == "failed"
+        kept = load_config(local.saved_config(workdir, run.run_id))
+        assert kept == (other if begins else CONFIG)
 
     def test_a_cancel_before_the_runner_can_handle_it(self, workdir, monkeypatch):
         run = local.new_run(CONFIG, workdir)

@@ -80,6 +80,11 @@ BAD = [
     ("training.schedule.args={alpha: 0.1}", "args.alpha of constant: "),
     ("data.partition=shuffle", "data.partition: 'shuffle' is not allowed"),
     ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
+    ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is on 'ps0'; write the server as"),
+    (
+        "cluster.placement={'*': 'ps:1'}",
+        "cluster.placement: '*' is on 'ps:1'; it has to be ps:0 to ps:0",
+    ),
     ("cluster.placement={'*': 0}", "cluster.placement.*: 0 is not allowed"),
     ("training.schedule.name=cosin", "'constant', 'cosine', 'exponential' or 'piecewise'"),
     ("training.checkpoint_every=0", "training.checkpoint_every: 0 is not allowed"),

@@ -4,8 +4,16 @@ import sys
 
 import pytest
 
-from trainer.data.spec import SCHEMA, DatasetSpec, FeatureSpec, shard_name
-from trainer.errors import UserError
+from trainer.config.load import parse_config
+from trainer.data.spec import (
+    SCHEMA,
+    DatasetSpec,
+    FeatureSpec,
+    require_slices,
+    shard_name,
+    slice_features,
+)
+from trainer.errors import ConfigError, UserError
 from trainer.storage import Manifest
 
 FIELDS = {
@@ -97,3 +105,53 @@ def test_it_is_in_a_module_without_tensorflow():
     source = sys.modules[DatasetSpec.__module__].__file__
     with open(source, encoding="utf-8") as file:
         assert "import tensorflow" not in file.read()
+
+
+SLICED = {
+    "image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw"),
+    "digit": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "writer": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+}
+
+
+def test_an_evaluation_is_sliced_by_the_label_first_and_once():
+    assert slice_features(SLICED, "digit", ()) == ["digit"]
+    assert slice_features(SLICED, "digit", ("writer", "digit")) == ["digit", "writer"]
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        (
+            {"evaluation": {"slices": ["writr"]}},
+            "evaluation.slices: 'writr' is no feature of the dataset; did you mean 'writer'?",
+        ),
+        (
+            {"evaluation": {"slices": ["image"]}},
+            "evaluation.slices: 'image' is more than one value an example of the dataset (one of "
+            "digit, writer)",
+        ),
+        (
+            {"gate": {"min": {"accuracy@writer=a": 0.5}}},
+            "gate.min.accuracy@writer=a: there is no slice by 'writer' (sliced by: digit); name it "
+            "in evaluation.slices",
+        ),
+        (
+            {"gate": {"max": {"loss@digt": 0.5}}},
+            "gate.max.loss@digt: there is no slice by 'digt'; did you mean 'digit'? (sliced by: "
+            "digit); name it in evaluation.slices",
+        ),
+    ],
+)
+def test_a_slice_that_there_cannot_be_is_named(tree, message):
+    with pytest.raises(ConfigError) as error:
+        require_slices(parse_config(tree), SLICED, "digit")
+    assert str(error.value) == message
+
+
+def test_slices_of_label_and_features_are_allowed():
+    tree = {
+        "evaluation": {"slices": ["writer"]},
+        "gate": {"min": {"accuracy": 0.5, "accuracy@digit": 0.1, "accuracy@writer=a": 0.1}},
+    }
+    require_slices(parse_config(tree), SLICED, "digit")

@@ -5,22 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.errors import ConfigError
-from trainer.evaluation.slices import MOST_VALUES, OTHER, slice_features, sliced
-
-SPEC = DatasetSpec(
-    features={
-        "image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw"),
-        "digit": FeatureSpec(shape=(), dtype="int64", stored="int"),
-        "writer": FeatureSpec(shape=(), dtype="string", stored="bytes"),
-    },
-    inputs=("image",),
-    label="digit",
-    num_classes=2,
-    labels=(),
-    shards={},
-)
+from trainer.evaluation.slices import MOST_VALUES, OTHER, sliced
 
 
 def parts(values, names=()):
@@ -30,24 +15,6 @@ def parts(values, names=()):
     rows = sliced(values, labels, logits, names)
     assert sum(row["examples"] for row in rows) == len(values), "every example is in one part"
     return {row["value"]: row["examples"] for row in rows}
-
-
-def test_the_label_comes_first_and_once():
-    assert slice_features(SPEC, ()) == ["digit"]
-    assert slice_features(SPEC, ("writer", "digit")) == ["digit", "writer"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("writr", "'writr' is no feature of the dataset; did you mean 'writer'?"),
-        ("image", "'image' is more than one value an example of the dataset (one of digit, writer"),
-    ],
-)
-def test_a_feature_that_cannot_be_sliced_by_is_named(name, message):
-    with pytest.raises(ConfigError) as error:
-        slice_features(SPEC, (name,))
-    assert str(error.value).startswith(f"evaluation.slices: {message}")
 
 
 def test_metrics_are_those_of_the_part_alone():

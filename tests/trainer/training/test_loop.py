@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.trainer.counting import Counting, Run, config_of, nothing
 from trainer import events
 from trainer.config.schema import TrainingConfig
-from trainer.errors import RunInterruptedError, UserError
+from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import AttemptBegin, CheckpointPublished, Progress
 from trainer.strategies.strategy import Report
 from trainer.training.loop import Hooks, Pace
@@ -259,3 +259,21 @@ def test_hooks_are_given_by_name_and_do_not_change():
     assert not hooks.should_stop_early()
     with hooks.watch_steps(), pytest.raises(FrozenInstanceError):
         hooks.validate = measured
+
+
+class Idle(Counting):
+    """Runs its first stretches, and then applies nothing."""
+
+    def run(self, steps):
+        return super().run(steps) if self.global_step() < 20 else Report(loss=1.0)
+
+
+def test_inner_loops_without_a_step_are_a_stall(run):
+    with pytest.raises(ClusterLostError) as caught:
+        run.train(Idle(), steps=100, stall_timeout=1)
+    assert str(caught.value) == (
+        "no progress for 1 s: training.strategy async_parameter_server runs, and applies no step "
+        "after global step 20"
+    )
+    assert run.steps() == [0, 10, 20]
+    assert run.rows() == [10, 20]

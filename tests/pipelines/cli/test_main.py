@@ -1,0 +1,139 @@
+"""The console script from its first moment on: signals while it loads, streams that are gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+FLOTILLA = Path(sys.executable).with_name("flotilla")
+# Modules in the order in which `flotilla prepare` loads them, the first of them after the handlers.
+FIRST, COMMANDS, LAST = "pipelines.cli.app", "pipelines.cli.kfp", "components.record"
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """Send a signal once a module is being loaded; return code and streams of the command."""
+
+    def send(module, number, *arguments):
+        # Each module that Python finds is a line on standard error.
+        command = [sys.executable, "-v", "-m", "pipelines.cli", *arguments]
+        with subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        ) as process:
+            place = f"{module.replace('.', '/')}."
+            for line in process.stderr:
+                if place in line:
+                    break
+            else:
+                raise AssertionError(f"{module} was never loaded")
+            process.send_signal(number)
+            out, err = process.communicate()
+        own = [line for line in err.splitlines() if line.startswith(("flotilla", "Traceback"))]
+        return process.returncode, out, own
+
+    return send
+
+
+@pytest.mark.parametrize(
+    ("module", "number"),
+    [
+        (FIRST, signal.SIGTERM),
+        (FIRST, signal.SIGHUP),
+        (COMMANDS, signal.SIGTERM),
+        (COMMANDS, signal.SIGINT),
+        (LAST, signal.SIGTERM),
+    ],
+)
+def test_a_signal_while_the_command_loads_is_an_interrupt(interrupted, module, number, tmp_path):
+    assert interrupted(module, number, "prepare") == (130, "", ["flotilla: interrupted"])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_interrupt_is_an_answer_where_one_is_asked_for(interrupted):
+    code, out, own = interrupted(COMMANDS, signal.SIGTERM, "prepare", "--json")
+    assert (code, own) == (130, ["flotilla: interrupted"])
+    assert out.count("\n") == 1
+    assert out.startswith('{"status": "interrupted"')
+
+
+def test_a_hang_up_that_is_ignored_stays_ignored():
+    program = (
+        "import signal\n"
+        "from pipelines.cli.__main__ import _catch\n"
+        "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "_catch()\n"
+        "assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+# Commands that write a document, a table, lines on standard error, an object, or an error.
+COMMANDS_THAT_WRITE = [
+    (["--help"], 0),
+    (["run", "--help"], 0),
+    (["--version"], 0),
+    (["manifest"], 0),
+    (["gc", "--workdir", "runs"], 0),
+    (["gc", "--json", "--workdir", "runs"], 0),
+    (["nonsense"], 2),
+    (["status", "absent", "--json"], 2),
+]
+
+
+def called(arguments, folder, **streams):
+    with subprocess.Popen(
+        [FLOTILLA, *arguments],
+        cwd=folder,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},
+    ) as process:
+        _, err = process.communicate()
+    return process.returncode, (err or b"").decode()
+
+
+WITH_LINES = [(["gc", "--workdir", "runs"], 0), (["nonsense"], 2)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "stream"),
+    [
+        *((*command, "stdout") for command in COMMANDS_THAT_WRITE),
+        *((*command, "stderr") for command in WITH_LINES),
+    ],
+)
+def test_a_reader_that_has_gone_changes_no_exit_code(arguments, code, stream, tmp_path):
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        ended, err = called(arguments, tmp_path, **{stream: writer})
+    finally:
+        os.close(writer)
+    assert ended == code
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(("arguments", "code"), WITH_LINES)
+def test_lines_that_nobody_can_read_change_no_exit_code(arguments, code, tmp_path):
+    with open("/dev/full", "wb") as full:
+        assert called(arguments, tmp_path, stderr=full)[0] == code
+
+
+@pytest.mark.parametrize(("arguments", "code"), COMMANDS_THAT_WRITE)
+def test_an_answer_that_cannot_be_written_is_a_failure_of_one_line(arguments, code, tmp_path):
+    with open("/dev/full", "wb") as full:
+        ended, err = called(arguments, tmp_path, stdout=full)
+    assert ended == (code or 1)
+    assert "Traceback" not in err
+    if not code:
+        assert err.splitlines()[-1] == (
+            "flotilla: cannot write to standard output: No space left on device"
+        )
