@@ -1,5 +1,6 @@
 """The exit step: runs after success, refusal and failure alike; ends the job and reports."""
 
+import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from components.locations import folder_of_run, root_of, run_at_first, run_id_of
 from components.record import StepOutput, tried
 from trainer import storage
 from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 @component
@@ -68,8 +71,17 @@ def run_step(
             for name, content in gather_report.displayed(facts, page, uri).items():
                 Path(artifacts[name].path).write_bytes(content)
             record.displays = {name: each.uri for name, each in artifacts.items()}
-            if found:
-                storage.write_bytes(uri, page.read_bytes())
+            if found and _published(uri, page):
                 record.done(uri, {})
 
     tried("finish", run_at_first(root, report.uri, kfp_run_id), work)
+
+
+def _published(uri: str, page: Path) -> bool:
+    """Publish the report; a store that is out for too long fails no run that is done."""
+    try:
+        storage.write_bytes(uri, page.read_bytes())
+    except storage.Unavailable as error:
+        log.warning("the report is not published, and stays at %s: %s", page, error)
+        return False
+    return True

@@ -59,6 +59,26 @@ def test_a_root_that_cannot_be_written_is_one_line(report, summary, tmp_path, ca
     assert Page((tmp_path / "folder" / "report.html").read_text(encoding="utf-8")).words
 
 
+def test_a_store_that_is_out_for_too_long_fails_no_run_that_is_done(
+    root, tmp_path, monkeypatch, emitted, caplog
+):
+    report = dsl.HTML(uri=str(tmp_path / "report"))
+    summary = dsl.Markdown(uri=str(tmp_path / "summary"))
+    real = storage.write_bytes
+
+    def write(uri, data):
+        if uri.endswith("report.html") and uri.startswith(root):
+            raise storage.Unavailable("the store has not been available for 300 s")
+        real(uri, data)
+
+    monkeypatch.setattr(storage, "write_bytes", write)
+    finish.run_step(ended("SUCCEEDED"), root, "local", "{}", RUN, report, summary)
+    assert emitted()[-1].status == "done"
+    page = tmp_path / "folder" / "report.html"
+    assert f"the report is not published, and stays at {page}: the store has" in caplog.text
+    assert Page(page.read_text(encoding="utf-8")).words[1] == "done"
+
+
 def test_a_job_that_cannot_be_ended_fails_the_step_and_leaves_a_report(
     root, report, summary, monkeypatch, emitted
 ):
