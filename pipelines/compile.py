@@ -20,19 +20,23 @@ from kfp import compiler
 
 from components import contract
 from components.image import IMAGE
+from pipelines.step_pods import NO_SETTINGS, StepPods
 from pipelines.step_settings import check_image
 from pipelines.training import COMPONENTS, cluster_pipeline
 from trainer.errors import ConfigError, UserError
 from trainer.promotion import lineage
 
 
-def compile_all(output: Path, image: str, components: Path | None) -> dict[str, str]:
+def compile_all(
+    output: Path, image: str, components: Path | None, pods: StepPods = NO_SETTINGS
+) -> dict[str, str]:
     """Write the pipeline to `output`, and its components below a folder if one is given.
 
     Args:
         output: the file of the pipeline.
         image: the default of the run parameter `image`; ours when empty.
         components: the folder, or None.
+        pods: settings of the pods of the steps.
 
     Returns:
         The paths of the pipeline and of the components, by these names.
@@ -45,16 +49,16 @@ def compile_all(output: Path, image: str, components: Path | None) -> dict[str, 
     if components is not None:
         # Before the first file: what cannot be written whole is not begun.
         _make_folder(components, components)
-    compile_pipeline(output, image or IMAGE)
+    compile_pipeline(output, image or IMAGE, pods)
     if components is None:
         return {"pipeline": str(output)}
     compile_components(components, image or IMAGE)
     return {"pipeline": str(output), "components": str(components)}
 
 
-def compile_pipeline(output: Path, image: str = IMAGE) -> None:
+def compile_pipeline(output: Path, image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> None:
     """Write the IR YAML of the whole pipeline to `output`; raises `UserError` if that fails."""
-    _write(output, _compiled(cluster_pipeline(image)))
+    _write(output, _compiled(cluster_pipeline(image, pods)))
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:
@@ -143,18 +147,21 @@ class Package:
         return "-".join(filter(None, [self.digest, commit[:COMMIT_LENGTH], dirty]))
 
 
-def package_of(file: Path | None, image: str) -> Package:
+def package_of(file: Path | None, image: str, pods: StepPods = NO_SETTINGS) -> Package:
     """Return the pipeline in `file`, or ours, compiled for `image` (the default when empty).
+
+    `pods` are settings of the pods of ours.
 
     Raises:
         ConfigError: both are given, or the file cannot be read, or it holds no compiled pipeline.
     """
     if file is None:
         check_image(image)
-        return _package(_compiled(cluster_pipeline(image or IMAGE)), "the pipeline")
-    if image:
+        return _package(_compiled(cluster_pipeline(image or IMAGE, pods)), "the pipeline")
+    if image or pods != NO_SETTINGS:
+        option = "--image" if image else "a setting of the pods"
         raise ConfigError(
-            f"--image is for compiling, and {file} is compiled already: omit one of them"
+            f"{option} is for compiling, and {file} is compiled already: omit one of them"
         )
     if file.suffix not in SUFFIXES:
         raise ConfigError(f"{file} does not end with .yaml: give a compiled pipeline")

@@ -23,6 +23,7 @@ from components.resolve_config import resolve_config
 from components.table import STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
 from pipelines import step_settings
+from pipelines.step_pods import NO_SETTINGS, StepPods
 from trainer.config.run_parameters import Parameter, run_parameters
 
 Place = Callable[[Any, StepSpec, Mapping[str, Any]], None]
@@ -166,9 +167,14 @@ def local_pipeline(wiring: Any, name: str, *more: inspect.Parameter) -> Any:
     return dsl.pipeline(_called(wiring, _on_this_machine, signature), name=name)
 
 
-def cluster_pipeline(image: str = IMAGE) -> Any:
+def cluster_pipeline(image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> Any:
     """Return the whole pipeline for a KFP instance; `image` is the default of its image."""
-    function = _called(training, step_settings.apply, _signature(image))
+
+    def place(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
+        step_settings.apply(task, step, given)
+        pods.apply(task, step)
+
+    function = _called(training, place, _signature(image))
     pipeline = dsl.pipeline(
         function,
         name="flotilla-training",

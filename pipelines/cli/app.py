@@ -19,7 +19,7 @@ from pipelines.cli.doctor import doctor
 from pipelines.cli.exit import answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
-from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path
+from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables
@@ -82,7 +82,9 @@ app.command(epilog=TRAINED)(train)
 
 @app.command("compile")
 @answers
+@of_pods
 def compile_(
+    pods: Any,
     output: Annotated[
         Path,
         typer.Option("-o", "--output", metavar="FILE", parser=local_path, help="File to write."),
@@ -99,7 +101,7 @@ def compile_(
     from components.image import IMAGE
     from pipelines.compile import compile_all, image_remark
 
-    written = compile_all(output, image, components)
+    written = compile_all(output, image, components, pods)
     for path in written.values():
         note(f"wrote {path}")
     if remark := image_remark(image or IMAGE):

@@ -21,6 +21,7 @@ from pipelines.cli.options import (
     Latest,
     Timezone,
     of_instance,
+    of_pods,
     of_submission,
 )
 from pipelines.cli.run import answer_of
@@ -35,8 +36,10 @@ if TYPE_CHECKING:
 
 @answers
 @of_instance
+@of_pods
 def upload(
     instance: Instance,
+    pods: Any,
     file: Annotated[
         Path | None, typer.Argument(metavar="[FILE]", help="Compiled pipeline; ours when left out.")
     ] = None,
@@ -48,7 +51,7 @@ def upload(
     from pipelines.runs.upload import default_of
     from pipelines.runs.upload import upload as upload_package
 
-    access, package = instance.access(), package_of(file, image)
+    access, package = instance.access(), package_of(file, image, pods)
     made = upload_package(access, package, name)
     version = made.version
     action = "uploaded" if made.created else "the same content exists already"

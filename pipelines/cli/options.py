@@ -80,6 +80,37 @@ Ui = Annotated[
 Image = Annotated[
     str, typer.Option(metavar="IMAGE", help="Image of all steps; the default when empty.")
 ]
+PullSecrets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pull-secret", metavar="NAME", help="Secret of the image's registry; may be repeated."
+    ),
+]
+Mounts = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--mount",
+        metavar="CLAIM:FOLDER",
+        help="Volume claim of prepare-data, for data.manual_dir; may be repeated.",
+    ),
+]
+Scratch = Annotated[
+    str, typer.Option(metavar="SIZE", help="Limit of /tmp of each working step, such as 50Gi.")
+]
+Labels = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--label",
+        metavar="KEY=VALUE",
+        help="Label of the pods of the steps, such as that of a Kueue queue; may be repeated.",
+    ),
+]
+Variables = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env", metavar="NAME=VALUE", help="Variable of the steps, no secret; may be repeated."
+    ),
+]
 Pipeline = Annotated[str, typer.Option(metavar="NAME", help="The uploaded pipeline.")]
 Version = Annotated[
     str, typer.Option(help="Name or id of the uploaded version; the newest when left out.")
@@ -134,6 +165,13 @@ _TARGET = {
     "service_account": (ServiceAccount, ""),
     "parameters": (Parameters, None),
 }
+_PODS = {
+    "pull_secrets": (PullSecrets, None),
+    "mounts": (Mounts, None),
+    "scratch": (Scratch, ""),
+    "labels": (Labels, None),
+    "variables": (Variables, None),
+}
 Options = Mapping[str, tuple[Any, str | None]]
 
 
@@ -150,6 +188,17 @@ def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:
         return {**named, "parameters": tuple(parameters or ())}
 
     return _grouped(command, "target", _TARGET, made)
+
+
+def of_pods(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace the parameter `pods` by the options of what is compiled into the steps' pods."""
+
+    def made(**named: Any) -> Any:
+        from pipelines.step_pods import step_pods
+
+        return step_pods(**{name: value for name, value in named.items() if value})
+
+    return _grouped(command, "pods", _PODS, made)
 
 
 def _grouped(

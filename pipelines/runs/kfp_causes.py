@@ -12,7 +12,7 @@ from pipelines.runs.kfp_nodes import Nodes, Pod
 
 _IMAGE = (
     "name one that is there by `flotilla upload --image` or `--parameter image=NAME`, or check "
-    "the pull secret of the service account"
+    "the pull secret: that of `flotilla upload --pull-secret`, or of the service account"
 )
 _DRIVER = (
     "check the service account, the pipeline root and its keys, and the run parameters of the "
@@ -58,6 +58,20 @@ CAUSES = (
         pattern=r"^(CreateContainerConfigError|CreateContainerError|RunContainerError)",
         remedy="create the secret or config map that it names, or fix the run parameter",
         blocks=True,
+    ),
+    Cause(
+        pattern=r"persistentvolumeclaim \S+ (not found|is being deleted)",
+        remedy="create the claim in the namespace of the steps, or upload with another --mount",
+        blocks=True,
+    ),
+    Cause(
+        pattern=r"unbound immediate PersistentVolumeClaims",
+        remedy="its claim has no volume: look at it with kubectl describe pvc",
+        blocks=True,
+    ),
+    Cause(
+        pattern=r"Usage of EmptyDir volume .* exceeds the limit",
+        remedy="its temporary files were more than its limit: upload with a higher --scratch",
     ),
     Cause(
         pattern=r"^Unschedulable",

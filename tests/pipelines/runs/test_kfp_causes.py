@@ -27,6 +27,22 @@ def pod(message, state="FAILED", **more):
         ),
         ('CreateContainerConfigError: secret "x" not found', "create the secret", True),
         ("Unschedulable: 0/3 nodes are available", "no node has the room", False),
+        (
+            'Unschedulable: 0/3 nodes are available: persistentvolumeclaim "official" not found.',
+            "create the claim in the namespace of the steps",
+            True,
+        ),
+        (
+            "Unschedulable: 0/3 nodes are available: pod has unbound immediate "
+            "PersistentVolumeClaims.",
+            "its claim has no volume",
+            True,
+        ),
+        (
+            'Usage of EmptyDir volume "scratch" exceeds the limit "50Gi".',
+            "upload with a higher --scratch",
+            False,
+        ),
         ("is forbidden: exceeded quota: compute", "a larger quota", False),
         ("main: OOMKilled (exit code 137)", "raise step_memory", False),
         (
