@@ -12,7 +12,7 @@ from trainer import storage
 from trainer.errors import ConfigError, nearest
 from trainer.promotion import registry
 from trainer.promotion.registry import Promotion
-from trainer.storage.uri import FORMS, is_uri
+from trainer.storage.uri import require_uri
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +44,8 @@ def root_of(root: str, workdir: Path) -> str:
     Raises:
         ConfigError: `root` is no URI.
     """
-    if root and not is_uri(root):
-        raise ConfigError(f"--root {root!r} is not a storage URI: write it as {FORMS}")
+    if root:
+        require_uri("--root", root)
     return root or storage.uri_of(workdir)
 
 

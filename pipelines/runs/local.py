@@ -33,7 +33,7 @@ from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.events import AttemptBegin, Event, Interrupted, Progress
-from trainer.storage.uri import FORMS, is_uri
+from trainer.storage.uri import require_uri
 
 OnEvent = Callable[[Event], None]
 
@@ -85,8 +85,8 @@ class RunOptions:
             raise ConfigError(f"workdir {self.workdir!r} is no path of a folder")
         if self.dataset and self.pipeline != "train":
             raise ConfigError(f"dataset {self.dataset!r}: only `train` trains on a given dataset")
-        if self.dataset and not is_uri(self.dataset):
-            raise ConfigError(f"dataset {self.dataset!r} is not a storage URI: write it as {FORMS}")
+        if self.dataset:
+            require_uri("dataset", self.dataset)
 
     def load(self) -> Config:
         """Return the checked configuration; raises `ConfigError`."""

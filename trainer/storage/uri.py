@@ -139,6 +139,16 @@ def check_path(uri: str) -> None:
         _checked_key(bare, bare.partition("://")[2].partition("/")[2])
 
 
+def require_uri(option: str, value: str) -> None:
+    """Raise a `ConfigError` that names the option unless its value is a URI that a store takes."""
+    try:
+        if local_path(value) is None:
+            locate(value)
+        check_path(value)
+    except UserError as error:
+        raise ConfigError(f"{option}: {error}") from None
+
+
 def uri_of(path: str | Path) -> str:
     """Return the `file://` URI of a path, made absolute; symbolic links stay as they are.
 
