@@ -11,7 +11,15 @@ import typer
 
 from pipelines.cli.answer import Answer
 from pipelines.cli.exit import answers, output
-from pipelines.cli.options import Assignments, Config, Image, Workdir, of_instance
+from pipelines.cli.options import (
+    Assignments,
+    Config,
+    Image,
+    Mounts,
+    PullSecrets,
+    Workdir,
+    of_instance,
+)
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance
 from trainer.errors import DONE, FAILED, UserError
@@ -54,12 +62,15 @@ def doctor(
     ] = False,
     service_account: _ServiceAccount = "",
     image: Image = "",
+    pull_secrets: PullSecrets = None,
+    mounts: Mounts = None,
 ) -> Answer:
     """Find out what is wrong before a GPU is asked for; nothing is changed."""
     from pipelines.doctor.checks import DoctorOptions
     from pipelines.doctor.permissions import check_name
     from pipelines.runs.kfp_access import check_namespace, found_namespace
     from pipelines.runs.local import configuration, require_current_folder
+    from pipelines.step_pods import step_pods
     from pipelines.step_settings import check_image
 
     require_current_folder()
@@ -77,6 +88,7 @@ def doctor(
         kubernetes=kubernetes,
         service_account=service_account,
         image=image,
+        pods=step_pods(pull_secrets=pull_secrets or (), mounts=mounts or ()),
     )
     answer = _examine(options)
     return replace(answer, code=loaded.exit_code) if isinstance(loaded, UserError) else answer

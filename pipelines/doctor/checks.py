@@ -32,6 +32,7 @@ from pipelines.doctor.permissions import Account
 from pipelines.runs.kfp_access import ENDPOINT, NAMESPACE, Instance, found_namespace, is_named
 from pipelines.runs.kfp_client import health
 from pipelines.runs.local import root_of
+from pipelines.step_pods import NO_SETTINGS, StepPods
 from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import UserError
@@ -58,6 +59,7 @@ class DoctorOptions:
         kubernetes: whether to examine the cluster whatever the launcher is.
         service_account: `[NAMESPACE:]NAME` of runs that are started from the KFP UI, or empty.
         image: that of the steps, where it is not the default.
+        pods: what is compiled into the pods of the steps.
     """
 
     config: Config | UserError
@@ -66,6 +68,7 @@ class DoctorOptions:
     kubernetes: bool = False
     service_account: str = ""
     image: str = ""
+    pods: StepPods = NO_SETTINGS
 
     @property
     def namespace(self) -> str:
@@ -194,6 +197,7 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
         if some:
             titles.append(title)
             yield _in_cluster(title, partial(named_objects.present, kubernetes, kind, some))
+    yield from _of_steps(options)
     # What is absent is said by its own check.
     needs = (API, "namespace", CRD, *titles)
     yield Check(
@@ -203,6 +207,19 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
         seconds=ADMISSION_SECONDS,
         show=kubernetes_api.SHOW,
     )
+
+
+def _of_steps(options: DoctorOptions) -> Iterator[Check]:
+    """Check what the pods of the steps name: their namespace may not be that of the job."""
+    kubernetes = Kubernetes(options.namespace)
+    for kind, given in (
+        (named_objects.LOGINS, options.pods.pull_secrets),
+        (named_objects.CLAIMS, options.pods.mounts),
+    ):
+        if given:
+            some = frozenset(named_objects.Named(kind, name) for name in given)
+            title = f"{named_objects.KINDS[kind]} of the steps"
+            yield _in_cluster(title, partial(named_objects.present, kubernetes, kind, some))
 
 
 def _in_cluster(name: str, look: Callable[[], Finding]) -> Check:

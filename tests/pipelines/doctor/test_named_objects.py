@@ -131,6 +131,21 @@ def test_a_priority_class(of_job, kube, setting):
     assert of_job(setting).failed() == []
 
 
+@pytest.mark.parametrize(
+    ("option", "kind", "title"),
+    [
+        (("--pull-secret", "a"), "secrets", "image pull secrets of the steps"),
+        (("--mount", "a:/data"), "persistentvolumeclaims", "volume claims of the steps"),
+    ],
+)
+def test_what_the_pods_of_the_steps_name(of_job, there, option, kind, title):
+    report = of_job(options=option)
+    assert report.failed() == [title]
+    assert report[title]["message"] == f"not there in {NAMESPACE}: a"
+    there(kind, "a")
+    assert of_job(options=option).failed() == []
+
+
 def test_who_may_not_look_is_reported_so(of_job, kube):
     kube.faults.add("/secrets/", 403)
     report = of_job(f"{POD}.env_from_secrets=[a]")
