@@ -8,12 +8,11 @@ What a run has cost: the tasks and GPUs that training held, by the time it held 
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from components.step_record import (
 from components.table import EXIT_STEP, STEPS, Output, maker_of
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.events import (
     AttemptBegin,
@@ -39,6 +39,7 @@ from trainer.events import (
     UserCodeFailed,
     to_tree,
 )
+from trainer.json_records import from_tree, parse, parse_mapping
 from trainer.report import report, summary
 from trainer.topology import topology_of
 
@@ -60,7 +61,10 @@ def cost(config: Mapping[str, Any], steps: Collection[StepRecord]) -> dict[str, 
         steps: the records; that of training may say itself what it held.
     """
     train = next((step for step in steps if step.step == maker_of("checkpoint").name), None)
-    held = (train and train.held) or (held_by(config) if config else {})
+    # One of another version may lack a section, or name another strategy.
+    held: Mapping[str, Any] = {}
+    with suppress(KeyError, TypeError, ValueError, UserError):
+        held = (train and train.held) or (held_by(config) if config else {})
     if not (train and held):
         return {}
     seconds = train.spent
@@ -266,7 +270,8 @@ class _Made:
         """Return the value of a JSON file, of type `of`; an empty one where there is none."""
         with _left_out_if_unreadable():
             uri = self.uri(kind)
-            return of(json.loads(storage.read_file(uri, name))) if uri else of()
+            if uri:
+                return _checked(storage.read_file(uri, name), f"{uri}: {name}", of)
         return of()
 
     def pictures(self, evaluation: dict[str, Any]) -> dict[str, str]:
@@ -274,7 +279,7 @@ class _Made:
         with _left_out_if_unreadable():
             uri = self.uri("evaluation")
             for row in evaluation.get("worst", []):
-                if path := row.get("picture"):
+                if path := str(row.get("picture") or ""):
                     content = storage.read_file(uri, path)
                     found[path] = base64.b64encode(content).decode()
         return found
@@ -294,13 +299,47 @@ def _history(root: str, run_id: str) -> list[dict[str, Any]]:
 
 
 def _config(folder: Path, root: str, run_id: str) -> dict[str, Any]:
-    path = folder / CONFIG
-    with _left_out_if_unreadable(), suppress(storage.Missing):
-        if path.exists():
-            return dict(json.loads(path.read_text(encoding="utf-8")))
-        if root:
-            return dict(json.loads(storage.read_bytes(storage.join(root, run_id, path.name))))
+    places = [storage.uri_of(folder / CONFIG)]
+    if root:
+        places.append(storage.join(root, run_id, CONFIG))
+    for place in places:
+        with _left_out_if_unreadable(), suppress(storage.Missing):
+            tree = parse_mapping(storage.read_bytes(place))
+            if wrong := [
+                each for each in _SECTIONS & tree.keys() if not isinstance(tree[each], dict)
+            ]:
+                raise ValueError(f"{place}: {wrong[0]} is no section")
+            return tree
     return {}
+
+
+_SECTIONS = {
+    name for name, each in Config.model_fields.items() if hasattr(each.annotation, "model_fields")
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Published:
+    """What is read here of `decision.json`, `metrics.json` and `registration.json`."""
+
+    decision: str = ""
+    rules: tuple[Mapping[str, Any], ...] = ()
+    reasons: tuple[str, ...] = ()
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    worst: tuple[Mapping[str, Any], ...] = ()
+    lineage: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _checked(data: bytes, where: str, of: type[Any]) -> Any:
+    """Return the JSON value of a file, of type `of`, with rows and texts as they should be."""
+    tree = parse(data)
+    if not isinstance(tree, of):
+        raise ValueError(f"{where} holds no {of.__name__}")
+    if of is dict and from_tree(_Published, tree) is None:
+        raise ValueError(f"{where} has a field of another type")
+    if of is list and not all(isinstance(each, dict) for each in tree):
+        raise ValueError(f"{where} holds something else than rows")
+    return tree
 
 
 @contextmanager

@@ -344,10 +344,13 @@ def _uri(at: str, step: str) -> str:
 
 
 def _read(uri: str) -> StepRecord | None:
+    record = None
     try:
         record = record_in(storage.read_bytes(uri))
     except storage.Missing:
         return None
+    except storage.Corrupt as error:
+        log.warning("%s", error)
     if record is None:
         log.warning("passed over: %s is no record of a step", uri)
     return record

@@ -69,7 +69,7 @@ def details(root: str, name: str, number: int = 0) -> ModelDetails:
     return ModelDetails(
         version=_version(name, found, registry.champion_number(root, name)),
         uri=found.uri,
-        lineage=found.manifest.fields["lineage"],
+        lineage=found.manifest.fields.get("lineage", {}),
         promotions=tuple(registry.promotions(root, name)),
     )
 
@@ -96,15 +96,17 @@ def _known(root: str, name: str) -> str:
 
 
 def _version(name: str, version: registry.Version, champion: int) -> ModelVersion:
-    lineage = version.manifest.fields["lineage"]
+    # The types of what is there were checked by the registry.
+    fields = version.manifest.fields
+    lineage = fields.get("lineage", {})
     return ModelVersion(
         name=name,
         version=version.number,
         champion=champion == version.number,
-        metrics=lineage["metrics"],
-        global_step=version.manifest.fields["global_step"],
+        metrics=lineage.get("metrics", {}),
+        global_step=fields.get("global_step", 0),
         created=version.manifest.created,
-        run_id=lineage["run_id"],
+        run_id=lineage.get("run_id", ""),
     )
 
 

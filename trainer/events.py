@@ -13,6 +13,7 @@ and ignores fields that it does not know, so that it can follow a newer version 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -310,6 +311,9 @@ def begin_again(path: Path, run_id: str) -> int:
     Raises:
         OSError: the file cannot be written.
     """
+    if path.exists() and not path.is_file():
+        # To open a pipe would wait for its reader.
+        raise OSError(errno.EINVAL, f"{path.name} is not a file", str(path))
     before = sum(isinstance(each, RunBegin) for each in read(path, every=(RunBegin,)))
     with path.open("ab", buffering=0) as file:
         if progress := newest_progress(path):

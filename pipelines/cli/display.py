@@ -138,7 +138,7 @@ def closing_table(result: RunResult) -> Table:
         table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
     for step in result.steps:
         table.add_row(
-            step.step,
+            escape(step.step),
             _mark(step.status),
             f"{step.seconds:.1f}",
             escape(_metrics(step.metrics)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -30,7 +31,8 @@ _COLUMNS = 2
 def is_local(workdir: Path, run_id: str) -> bool:
     """Return whether a run of this id is below `workdir`."""
     single = bool(run_id) and Path(run_id).name == run_id
-    return single and os.path.lexists(workdir / run_id / local.EVENTS)
+    marks = (workdir / run_id / name for name in (local.EVENTS, local.CONFIG))
+    return single and any(map(os.path.lexists, marks))
 
 
 def run_ids(workdir: Path) -> list[str]:
@@ -64,6 +66,10 @@ def _status(folder: Path, is_working: bool) -> RunResult:
 
 
 def _happened(folder: Path) -> list[Event]:
+    path = folder / local.EVENTS
+    if os.path.lexists(path) and not path.is_file():
+        number = errno.EISDIR if path.is_dir() else errno.EINVAL
+        raise OSError(number, os.strerror(number), str(path))
     return last_start(events.read(folder / local.EVENTS, every=OF_STEPS))
 
 

@@ -98,7 +98,7 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             continue
         if step.metrics.get("decision") != row.accepts:
             reasons = step.metrics.get("reasons", [f"{row.name} reported no decision"])
-            message = "; ".join(reasons)
+            message = "; ".join(map(str, reasons if isinstance(reasons, list) else [reasons]))
             return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
         accepted = row.accepts
     status = "blessed" if accepted else "done"

@@ -354,10 +354,10 @@ def test_a_damaged_configuration_is_left_out(run, text):
 def test_a_damaged_line_of_the_history_leaves_the_others(run, caplog):
     run.trained()
     path = storage.local_path(storage.join(run.root, RUN, "checkpoints", "history.jsonl"))
-    path.write_text(path.read_text(encoding="utf-8") + '{"global_step": 8', encoding="utf-8")
+    path.write_text(path.read_text(encoding="utf-8") + '{"global_step": 8\n', encoding="utf-8")
     run.evaluated()
     assert run.report("FAILED").heads() == ["Test metrics", "Training"]
-    assert "is no row of a history" in caplog.text
+    assert "passed over what is no row of " in caplog.text
 
 
 def test_without_a_root_there_is_a_report_of_the_events(run):

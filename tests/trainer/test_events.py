@@ -253,3 +253,17 @@ def test_a_number_that_no_machine_holds_hides_no_line(file, number):
     ]
     file.write_text("\n".join(lines))
     assert list(events.read(file)) == [ATTEMPT]
+
+
+def test_a_long_run_is_read_in_little_memory(file):
+    events.append(file, StepBegin(step="train_model"))
+    with file.open("ab") as writer:
+        for step in range(20_000):
+            writer.write(f"{json.dumps(events.to_tree(progress(step)))}\n".encode())
+    assert file.stat().st_size > 1 << 21
+    tracemalloc.start()
+    found = list(events.read(file, every=[StepBegin]))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert found == [StepBegin(step="train_model"), progress(19_999)]
+    assert peak < 1 << 20

@@ -5,20 +5,35 @@ The newest ones are kept, and the best by validation loss.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer import storage
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
 from trainer.errors import UserError
+from trainer.json_records import is_number
+from trainer.storage import Manifest
 
 KIND = "checkpoint"
+log = logging.getLogger(__name__)
 
 
 def list_checkpoints(uri: str) -> list[tuple[str, int]]:
     """Return URI and global step of every published checkpoint below `uri`, oldest first."""
-    found = [(at, int(m.fields["global_step"])) for at, m in storage.published(uri, KIND)]
-    return sorted(found, key=lambda pair: pair[1])
+    return [(at, step) for at, step, _ in _readable(uri)]
+
+
+def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
+    """Return the checkpoints below `uri` whose manifest names a global step, oldest first."""
+    found = []
+    for at, manifest in storage.published(uri, KIND):
+        step = manifest.fields.get("global_step")
+        if type(step) is int and step >= 0:
+            found.append((at, step, manifest))
+        else:
+            log.warning("passed over: the manifest of %s names no global step", at)
+    return sorted(found, key=lambda each: each[1])
 
 
 def newest_checkpoint(uri: str) -> tuple[str, int]:
@@ -47,11 +62,11 @@ def index_of(uri: str) -> list[IndexEntry]:
     """Return the published checkpoints below `uri`, oldest first."""
     rows = {(row["global_step"], row["created"]): row for row in read_validations(uri)}
     found = []
-    for at, manifest in storage.published(uri, KIND):
-        step = int(manifest.fields["global_step"])
-        measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics", {})
-        found.append(IndexEntry(uri=at, global_step=step, loss=measured.get(VALIDATION_LOSS)))
-    return sorted(found, key=lambda each: each.global_step)
+    for at, step, manifest in _readable(uri):
+        measured = rows.get((step, manifest.created)) or manifest.fields.get("metrics")
+        loss = measured.get(VALIDATION_LOSS) if isinstance(measured, dict) else None
+        found.append(IndexEntry(uri=at, global_step=step, loss=loss if is_number(loss) else None))
+    return found
 
 
 def best_of(found: Sequence[IndexEntry]) -> IndexEntry | None:

@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from functools import cache, partial
@@ -29,6 +29,7 @@ from functools import cache, partial
 from trainer import events, storage
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.json_records import from_tree, parse
 from trainer.storage.local import is_gone, is_living, writer
 
 FOLDER = ".lock"
@@ -104,12 +105,18 @@ class LeaseLostError(UserError):
 
 def holders(uri: str) -> dict[int, LeaseHolder | None]:
     """Return the holders below the folder `uri` by number; None for one that cannot be read."""
-    found = {}
+    found: dict[int, LeaseHolder | None] = {}
     for name in storage.names(storage.join(uri, FOLDER)):
         if name.removesuffix(_SUFFIX).isdigit():
-            with suppress(storage.Missing):
+            number = int(name.removesuffix(_SUFFIX))
+            try:
                 data = storage.read_bytes(storage.join(uri, FOLDER, name))
-                found[int(name.removesuffix(_SUFFIX))] = _parse_holder(data)
+            except storage.Missing:
+                continue
+            except storage.Corrupt:
+                found[number] = None
+            else:
+                found[number] = _parse_holder(data)
     return found
 
 
@@ -132,15 +139,17 @@ def lease_uri(uri: str, number: int) -> str:
 
 def _parse_holder(data: bytes) -> LeaseHolder | None:
     try:
-        found = LeaseHolder(**json.loads(data))
-        return replace(found, started=float(found.started), renewed=float(found.renewed))
-    except (ValueError, TypeError):
+        return from_tree(LeaseHolder, parse(data))
+    except ValueError:
         return None
 
 
 def clock_time(seconds: float) -> str:
     """Format a time, in seconds since 1970."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s after 1970"
 
 
 class NoLease:

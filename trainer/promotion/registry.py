@@ -18,15 +18,17 @@ with, and `champion_checkpoint` is the one that a warm start begins from.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer import storage
 from trainer.errors import UserError, nearest
+from trainer.json_records import from_tree
 from trainer.promotion import kserve
 from trainer.promotion.consensus import decide
 from trainer.promotion.gate import publish_json
@@ -35,6 +37,8 @@ from trainer.storage import Manifest
 MODEL = "model"
 PROMOTION = "promotion"
 NAME = "name"
+_Fields = TypeVar("_Fields")
+log = logging.getLogger(__name__)
 
 
 class PromotionLostError(UserError):
@@ -73,13 +77,47 @@ def home(root: str, name: str) -> str:
 def names(root: str) -> list[str]:
     """Return the names of all registered models."""
     found = storage.published(storage.join(root, "registry", "names"), NAME)
-    return [manifest.fields["name"] for _, manifest in found]
+    # A model is published under its name.
+    return [storage.name_of(uri) for uri, _ in found]
 
 
 def versions(root: str, name: str) -> list[Version]:
     """Return the registered versions of a model, oldest first."""
-    found = storage.published(storage.join(home(root, name), "versions"), MODEL)
-    return [Version(number=made.fields["version"], uri=uri, manifest=made) for uri, made in found]
+    found = _checked(storage.join(home(root, name), "versions"), MODEL, _VersionFields)
+    return [Version(number=each.version, uri=uri, manifest=made) for uri, made, each in found]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Lineage:
+    run_id: str = ""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _VersionFields:
+    version: int
+    global_step: int = 0
+    lineage: _Lineage = field(default_factory=_Lineage)
+    made_from: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PromotionFields:
+    version: int
+    predecessor: int
+    restores: int
+    by: str
+
+
+def _checked(uri: str, kind: str, fields: type[_Fields]) -> list[tuple[str, Manifest, _Fields]]:
+    """Return what is published below `uri`; what lacks a field is passed over with a warning."""
+    found = []
+    for at, manifest in storage.published(uri, kind):
+        if checked := from_tree(fields, dict(manifest.fields)):
+            found.append((at, manifest, checked))
+        else:
+            log.warning("passed over: the manifest of %s is none of a %s", at, kind)
+    return found
 
 
 def version(root: str, name: str, number: int) -> Version:
@@ -93,17 +131,17 @@ def version(root: str, name: str, number: int) -> Version:
 
 def promotions(root: str, name: str) -> list[Promotion]:
     """Return every promotion of a model that can be read, oldest first."""
-    found = storage.published(storage.join(home(root, name), "promotions"), PROMOTION)
+    uri = storage.join(home(root, name), "promotions")
     return [
         Promotion(
-            number=manifest.fields["predecessor"] + 1,
-            uri=uri,
-            version=manifest.fields["version"],
-            restores=manifest.fields["restores"],
-            by=manifest.fields["by"],
+            number=made.predecessor + 1,
+            uri=at,
+            version=made.version,
+            restores=made.restores,
+            by=made.by,
             created=manifest.created,
         )
-        for uri, manifest in found
+        for at, manifest, made in _checked(uri, PROMOTION, _PromotionFields)
     ]
 
 

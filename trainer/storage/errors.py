@@ -65,14 +65,14 @@ class StoreUnavailable(StoreError):  # noqa: N818
 
 
 @contextmanager
-def reported(action: str) -> Iterator[None]:
-    """Turn an `OSError` into a `UserError`: "cannot ACTION: PATH: reason; remedy"."""
+def reported(action: str, kind: type[UserError] = UserError) -> Iterator[None]:
+    """Turn an `OSError` into a `UserError` of a kind: "cannot ACTION: PATH: reason; remedy"."""
     try:
         yield
     except StoreUnavailable as error:
         raise Unavailable(f"cannot {action}: {error}") from error
     except OSError as error:
-        raise UserError(f"cannot {action}: {_reason(error)}") from error
+        raise kind(f"cannot {action}: {_reason(error)}") from error
 
 
 def _reason(error: OSError) -> str:

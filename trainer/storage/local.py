@@ -29,6 +29,15 @@ from trainer.storage.uri import local_path, uri_of
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
+class NotAFileError(OSError):
+    """A folder, a pipe or a link without an end is where a file should be."""
+
+    def __init__(self, number: int, path: str) -> None:
+        """Say so of the path."""
+        words = os.strerror(number) if number == errno.EISDIR else "not a file"
+        super().__init__(number, words, path)
+
+
 class FileStore:
     """Local disks, and what is mounted like one."""
 
@@ -36,9 +45,8 @@ class FileStore:
         """Return the content of one file; of what is no file, such as a pipe, nothing is read."""
         path = _path(uri)
         # To open a pipe would wait for its writer.
-        if not path.is_file() and not path.is_dir() and os.path.lexists(path):
-            path.stat()
-            raise OSError(errno.EINVAL, "not a file", str(path))
+        if not path.is_file() and os.path.lexists(path):
+            raise NotAFileError(errno.EISDIR if path.is_dir() else errno.EINVAL, str(path))
         return path.read_bytes()
 
     def write(self, uri: str, data: bytes) -> None:
@@ -120,7 +128,7 @@ def append_line(path: Path, line: bytes) -> None:
     descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o644)
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a file", str(path))
+            raise NotAFileError(errno.EINVAL, str(path))
         size = os.fstat(descriptor).st_size
         is_cut = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
         data = b"\n" + line if is_cut else line

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.errors import UserError, nearest
 from trainer.storage import local
 from trainer.storage.errors import Conflict, Corrupt, Missing, NotPublished, UnknownSchema, reported
-from trainer.storage.local import is_staging, staging
+from trainer.storage.local import NotAFileError, is_staging, staging
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum, checksum_of
 from trainer.storage.retry import in_parallel
 from trainer.storage.schemes import store_for
@@ -269,12 +269,20 @@ def delete(uri: str) -> None:
 
 
 def read_bytes(uri: str) -> bytes:
-    """Return the content of the file at `uri`; raises `Missing` where there is none."""
+    """Return the content of the file at `uri`.
+
+    Raises:
+        Missing: there is nothing.
+        Corrupt: there is something else than a file.
+    """
     with reported(f"read {uri}"):
         try:
             return store_for(uri).read(uri)
         except (FileNotFoundError, NotADirectoryError):
             raise Missing(f"there is nothing at {uri}") from None
+        except NotAFileError as error:
+            with reported(f"read {uri}", Corrupt):
+                raise error from None
 
 
 def write_bytes(uri: str, data: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 
-from pipelines.runs import local_status
+from pipelines.runs import control, local_status
 from tests.pipelines.called import calling, setting
 from trainer.events import Interrupted, Progress, RunBegin, RunEnd, StepBegin, StepEnd, to_tree
 
@@ -262,3 +263,31 @@ def test_a_real_run_is_seen_and_cancelled(flotilla, tmp_path):
     assert json.loads(out.splitlines()[-1])["status"] == "interrupted"
     assert "resume with: flotilla train" in err
     assert flotilla("status", run_id, *place, "--json").json["status"] == "interrupted"
+
+
+def test_the_processes_of_the_machine_are_read_once_for_all_runs(folder, monkeypatch):
+    for number in range(2, 40):
+        shutil.copytree(folder, folder.with_name(f"digits-{number}"))
+    read = local_status._processes
+    looks = []
+    monkeypatch.setattr(local_status, "_processes", lambda: (looks.append(1), read())[1])
+    found = control.list_local(folder.parent, limit=2000)
+    assert [each.status for each in found] == ["refused"] * 39
+    assert len(looks) == 1
+
+
+def test_events_that_cannot_be_read_are_said_and_hide_no_other_run(flotilla, folder):
+    other = folder.with_name("digits-2")
+    shutil.copytree(folder, other)
+    (other / "events.jsonl").unlink()
+    (other / "events.jsonl").mkdir()
+    rows = flotilla("runs", "--json").json["runs"]
+    assert {row["run_id"]: row["state"] for row in rows} == {
+        "digits-1": "refused", "digits-2": "unknown",
+    }  # fmt: skip
+    assert "digits-2/events.jsonl: Is a directory" in flotilla("status", "digits-2").err
+
+
+def test_runs_of_this_machine_load_no_client_of_kfp():
+    code = "import sys; from pipelines.runs import control; assert 'kfp' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
