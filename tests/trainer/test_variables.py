@@ -30,7 +30,9 @@ def test_the_table_names_every_variable() -> None:
     for folder in ("trainer", "components", "pipelines"):
         for path in ROOT.joinpath(folder).rglob("*.py"):
             found |= set(re.findall(r"(?<!_)FLOTILLA_[A-Z]\w+", path.read_text(encoding="utf-8")))
-    assert found == set(variables.VARIABLES)
+    # A prefix of several is none itself.
+    whole = {each for each in found if not any(f"{each}_" in name for name in variables.VARIABLES)}
+    assert whole == set(variables.VARIABLES)
 
 
 @pytest.mark.parametrize(("name", "text"), [(k, text) for k, v in WRONG.items() for text in v])

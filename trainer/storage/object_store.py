@@ -105,7 +105,7 @@ class ObjectStore:
 
     def write(self, uri: str, data: bytes) -> None:
         """Create or replace one object."""
-        with self._translated(uri):
+        with self._translated(uri, writes=True):
             self._bucket.put(_key(uri), data)
 
     def create(self, uri: str, data: bytes) -> bool:
@@ -202,7 +202,7 @@ class ObjectStore:
     def _upload(self, uri: str, path: Path, entry: FileEntry) -> bool:
         try:
             if entry.bytes > PART_BYTES:
-                with self._translated(uri):
+                with self._translated(uri, writes=True):
                     self._bucket.create_from(_key(uri), path, entry.checksum, writer())
                 return True
             data = path.read_bytes()
@@ -227,7 +227,7 @@ class ObjectStore:
 
     def _create(self, uri: str, data: bytes) -> bool:
         try:
-            with self._translated(uri):
+            with self._translated(uri, writes=True):
                 self._bucket.create(_key(uri), data, writer())
         except FileExistsError:
             return False
@@ -254,12 +254,15 @@ class ObjectStore:
         return result
 
     @contextmanager
-    def _translated(self, uri: str) -> Iterator[None]:
+    def _translated(self, uri: str, *, writes: bool = False) -> Iterator[None]:
         """Translate errors of the client into those that all stores raise."""
         try:
             yield
         except Exception as error:
             trouble = self._bucket.judge(error)
+            if writes and trouble is Trouble.ABSENT:
+                # What is written need not be there: the bucket has gone meanwhile.
+                trouble = Trouble.NO_BUCKET
             if trouble is Trouble.FOREIGN:
                 raise
             raise self._store_error(uri, trouble, error) from error

@@ -177,3 +177,18 @@ def test_a_redirection_without_end_is_one_line(bucket: BucketPlace) -> None:
     bucket.plan.add(Fault(301, times=10**6, body=b""))
     with pytest.raises(UserError, match="cannot list "):
         storage.names(bucket.root)
+
+
+@pytest.mark.parametrize("size", [5, (8 << 20) + 1])
+def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
+    make: Make, bucket: BucketPlace, size: int
+) -> None:
+    uri = storage.join(bucket.root, "a")
+    for method in ("PUT", "POST"):
+        bucket.plan.add(Fault(404, method=method, times=100))
+    for act in (
+        lambda: storage.publish(make(files={"a": bytes(size)}), uri, kind="x"),
+        lambda: storage.write_bytes(uri, b"1"),
+    ):
+        with pytest.raises(UserError, match=r"there is no bucket .*; create it, or set"):
+            act()
