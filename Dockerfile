@@ -3,31 +3,31 @@
 ARG BASE=python:3.11.7-slim-bookworm
 
 # What the code requires, as files that nothing else changes: the packages, nearly all of the image,
-# are installed anew when one of these does. KFP's default store needs the extra s3. A lock constrains:
-# what only development needs stays out. For CPUs TensorFlow is built without its kernels for GPUs
-# too, under a name of its own.
+# are installed anew when one of these does. KFP's default store needs the extra s3. For CPUs
+# TensorFlow is built without its kernels for GPUs too, under a name of its own.
 FROM ${BASE} AS requirements
 ARG VARIANT=cpu
 WORKDIR /build
-COPY pyproject.toml requirements.lock requirements-gpu.lock ./
-RUN python -c "import tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
-        print(*p['dependencies'], *p['optional-dependencies']['s3'], sep='\n')" > requirements.txt \
-    && case "$VARIANT $(uname -m)" in \
-        "cpu x86_64") sed -i 's/^tensorflow==/tensorflow-cpu==/' requirements.txt requirements.lock ;; \
+COPY requirements.lock requirements-cpu.lock requirements-gpu.lock ./
+RUN case "$VARIANT $(uname -m)" in \
+        "cpu x86_64") sed -i '/^tensorflow==/,/[^\\]$/d' requirements.lock \
+            && cat requirements-cpu.lock >> requirements.lock ;; \
         "cpu "*) ;; \
-        "gpu "*) sed -i 's/^tensorflow==/tensorflow[and-cuda]==/' requirements.txt \
+        "gpu "*) sed -i 's/^tensorflow==/tensorflow[and-cuda]==/' requirements.lock \
             && cat requirements-gpu.lock >> requirements.lock ;; \
         *) echo "VARIANT is cpu or gpu, not $VARIANT" >&2; exit 2 ;; \
-    esac
+    esac \
+    && sed -n '/^setuptools==/,/[^\\]$/p' requirements.lock > build.lock
 
 # The code as pip installs it, and TensorFlow's usual name for packages that require it.
 FROM ${BASE} AS code
 ARG VARIANT=cpu
 WORKDIR /build
 COPY requirements.lock ./
-RUN pip install --no-cache-dir --constraint requirements.lock "setuptools>=77"
+RUN sed -n '/^setuptools==/,/[^\\]$/p' requirements.lock > build.lock \
+    && pip install --no-cache-dir --require-hashes --requirement build.lock
 RUN if [ "$VARIANT $(uname -m)" = "cpu x86_64" ]; then \
-        pinned="$(sed -n 's/^tensorflow==//p' requirements.lock)" && mkdir alias \
+        pinned="$(sed -n 's/^tensorflow==\([^ ]*\).*/\1/p' requirements.lock)" && mkdir alias \
         && printf '[project]\nname = "tensorflow"\nversion = "%s"\ndependencies = ["tensorflow-cpu==%s"]\n[tool.setuptools]\npy-modules = []\n' \
             "$pinned" "$pinned" > alias/pyproject.toml \
         && pip install --no-deps --no-build-isolation --prefix /code ./alias; \
@@ -52,8 +52,9 @@ WORKDIR /opt/flotilla
 # Removed is what no process of Flotilla loads: TensorFlow's C++ headers, the library of libclang, and
 # tests of packages. The bytecode that pip compiles stays: without it every task would compile
 # TensorFlow's Python again.
-COPY --from=requirements /build/requirements.txt /build/requirements.lock ./
-RUN pip install --no-cache-dir --requirement requirements.txt --constraint requirements.lock \
+COPY --from=requirements /build/build.lock /build/requirements.lock ./
+RUN pip install --no-cache-dir --require-hashes --requirement build.lock \
+    && pip install --no-cache-dir --require-hashes --no-build-isolation --requirement requirements.lock \
     && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf tensorflow/include clang/native \
     && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +

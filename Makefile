@@ -21,10 +21,15 @@ help: ## list the targets
 
 setup: $(SETUP) ## create .venv from requirements.lock (every other target does this by itself)
 
-$(SETUP): pyproject.toml requirements.lock
+# First what builds the packages that exist as source only: pip checks no hash of what it would
+# install for a build in isolation.
+$(SETUP): pyproject.toml requirements.lock requirements-dev.lock
 	@sh .ci/venv
 	@echo "Installing requirements.lock into .venv, a few minutes the first time"
-	@$(PIP) install --requirement requirements.lock
+	@sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/build.lock
+	@$(PIP) install --require-hashes --requirement .venv/build.lock
+	@$(PIP) install --require-hashes --no-build-isolation \
+		--requirement requirements.lock --requirement requirements-dev.lock
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -92,6 +97,4 @@ clean: ## remove caches and build output; .venv and runs/ stay
 lock: ## pin what is installed and what pyproject.toml asks for; newest of all after `rm -r .venv`
 	@sh .ci/venv
 	@$(PIP) install --editable '.[dev]'
-	@{ echo '# Full pins of everything that is installed; rewritten by `make lock`.'; \
-		$(PYTHON) -m pip freeze --all --exclude pip --exclude-editable; } > .venv/lock
-	@cmp -s .venv/lock requirements.lock || cp .venv/lock requirements.lock
+	@$(PYTHON) .ci/lock.py

@@ -26,7 +26,7 @@ import tenacity
 from components.locations import is_local_run
 from components.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, step_of
-from trainer import events, variables
+from trainer import events, masking, variables
 from trainer.cluster import signals
 from trainer.errors import (
     DONE,
@@ -136,7 +136,7 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 @contextmanager
 def _framed(course: _Course) -> Iterator[_Course]:
     signals.end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    masking.log_to_stderr()
     course.begin()
     try:
         variables.check()

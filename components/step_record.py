@@ -38,6 +38,7 @@ from trainer.events import (
     to_tree,
 )
 from trainer.json_records import from_tree, parse
+from trainer.masking import masked
 from trainer.storage.retry import in_parallel, shorter_retry
 
 log = logging.getLogger(__name__)
@@ -267,8 +268,8 @@ class PublishedRecord:
         return (seen if seen > before.began else self._record.began) - before.began
 
     def _write(self) -> None:
-        data = json.dumps(to_tree(self._record), indent=2, default=str).encode()
-        storage.write_bytes(_uri(self.at, self._record.step), data)
+        text = masked(json.dumps(to_tree(self._record), indent=2, default=str))
+        storage.write_bytes(_uri(self.at, self._record.step), text.encode())
 
 
 def publish_config(at: str, text: str) -> None:

@@ -106,7 +106,7 @@ def test_a_change_of_code_installs_no_package_anew():
     packages = next(i for i, (_, rest) in enumerate(image) if "--requirement" in rest)
     before = [shlex.split(rest) for name, rest in image[:packages] if name in ("COPY", "ADD")]
     assert before == [
-        ["--from=requirements", "/build/requirements.txt", "/build/requirements.lock", "./"]
+        ["--from=requirements", "/build/build.lock", "/build/requirements.lock", "./"]
     ]
     sources = {
         word
@@ -114,7 +114,7 @@ def test_a_change_of_code_installs_no_package_anew():
         if name == "COPY"
         for word in shlex.split(rest)[:-1]
     }
-    assert sources == {"pyproject.toml", "requirements.lock", "requirements-gpu.lock"}
+    assert sources == {f"requirements{kind}.lock" for kind in ("", "-cpu", "-gpu")}
 
 
 def test_the_code_is_in_it_once_as_pip_installs_it():
@@ -146,14 +146,15 @@ def test_its_user_has_a_number_and_any_user_of_group_0_may_write_its_home():
 def test_the_packages_of_a_variant(tmp_path, variant, tensorflow, pins):
     (command,) = [rest for name, rest in stages(DOCKERFILE)["requirements"] if name == "RUN"]
     build(tmp_path, "requirements", command, VARIANT=variant)
-    required = (tmp_path / "requirements.txt").read_text(encoding="utf-8").splitlines()
-    declared = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["s3"]]
-    named = [re.sub(r"^tensorflow(?===)", tensorflow, each) for each in declared]
-    assert required == named
-    constraints = (tmp_path / "requirements.lock").read_text(encoding="utf-8")
-    assert len(re.findall("^nvidia-.*==", constraints, re.MULTILINE)) == pins
-    # A pin for each package that is installed by its own name.
-    assert re.search(rf"^{tensorflow.partition('[')[0]}==", constraints, re.MULTILINE)
+    lock = (tmp_path / "requirements.lock").read_text(encoding="utf-8")
+    assert len(re.findall("^nvidia-.*==", lock, re.MULTILINE)) == pins
+    (found,) = re.findall(
+        r"^(tensorflow(?:-cpu|\[and-cuda\])?)==\S+ \\\n    --hash", lock, re.MULTILINE
+    )
+    assert found == tensorflow
+    assert not re.search("^ruff==", lock, re.MULTILINE)
+    built = (tmp_path / "build.lock").read_text(encoding="utf-8")
+    assert re.fullmatch(r"setuptools==\S+( \\\n    --hash=sha256:\w{64})+\n", built)
 
 
 def test_a_variant_that_is_none_ends_the_build(tmp_path):
@@ -183,7 +184,9 @@ def test_packages_that_require_tensorflow_find_it_by_its_usual_name(tmp_path, bo
     build(tmp_path, "code", command.replace("/code", str(place)), borrowing_venv, VARIANT="cpu")
     (packages,) = place.glob("lib/python3*/site-packages")
     (found,) = distributions(path=[str(packages)])
-    pinned = re.search("^tensorflow==(.*)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE)
+    pinned = re.search(
+        r"^tensorflow==(\S+)", (ROOT / "requirements.lock").read_text(), re.MULTILINE
+    )
     assert pinned
     assert (found.name, found.version) == ("tensorflow", pinned[1])
     assert found.requires == [f"tensorflow-cpu=={pinned[1]}"]

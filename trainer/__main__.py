@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
-from trainer import events, user_code, variables
+from trainer import events, masking, user_code, variables
 from trainer.cluster import signals, termination
 from trainer.config.load import load_config
 from trainer.errors import DONE, FAILED, TRY_AGAIN, USAGE, TransientError, UserError
@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Parse the command line, run the task, and return its exit code."""
     options = _parser().parse_args(arguments)
     signals.end_with_parent()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    masking.log_to_stderr()
     try:
         variables.check()
         options.stage(options)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from trainer.masking import masked
+
 DONE = 0
 FAILED = 1
 USAGE = 2
@@ -37,6 +39,10 @@ class UserError(Exception):
 
     exit_code = FAILED
     traceback = ""
+
+    def __init__(self, message: str) -> None:
+        """Keep the line, which may have the words of a library in it, without credentials."""
+        super().__init__(masked(message))
 
 
 class TransientError(UserError):

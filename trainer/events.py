@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, dataclass_transform
 
 from trainer.json_records import from_tree, parse_mapping
+from trainer.masking import masked
 
 VARIABLE = "FLOTILLA_EVENTS"
 MARK = '{"event": '
@@ -269,7 +270,7 @@ def emit(event: Event) -> None:
     """
     for listener in _listeners:
         listener(event)
-    line = json.dumps(to_tree(event), default=str)
+    line = _text(event)
     path = os.environ.get(VARIABLE)
     if not path:
         log.info("%s", line)
@@ -373,7 +374,11 @@ def _place_of_progress(path: Path) -> Path:
 
 
 def _line(event: Event) -> bytes:
-    return f"{json.dumps(to_tree(event), default=str)}\n".encode()
+    return f"{_text(event)}\n".encode()
+
+
+def _text(event: Event) -> str:
+    return masked(json.dumps(to_tree(event), default=str))
 
 
 def _parsed(line: bytes) -> Event | None:

@@ -47,7 +47,7 @@ from components.tfjob.manifest import (
 )
 from components.tfjob.names import Tree
 from components.tfjob.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
-from trainer import variables
+from trainer import masking, variables
 from trainer.cluster import termination
 from trainer.config.load import parse_config
 from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, ConfigError, UserError
@@ -162,7 +162,7 @@ class Guard:
 
 def main(arguments: list[str]) -> int:
     """Run the command after `--`, and return its exit code."""
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    masking.log_to_stderr()
     if arguments[:1] != ["--"] or not arguments[1:]:
         sys.stderr.write("guard: usage: python -m components.tfjob.guard -- COMMAND\n")
         return USAGE

@@ -3,7 +3,7 @@
 import os
 import signal
 import sys
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 # As in `trainer.errors`, which is not loaded yet.
@@ -35,6 +35,7 @@ def main() -> NoReturn:
     """Handle interrupts, then load what takes time and run the command line."""
     _catch()
     _open_closed_streams()
+    sys.excepthook = _show_bug
     from pipelines.cli.app import called
 
     sys.exit(called(sys.argv[1:]))
@@ -52,6 +53,14 @@ def _open_closed_streams() -> None:
                 os.dup2(nowhere, number)
                 os.close(nowhere)
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
+def _show_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    import traceback
+
+    from trainer.masking import masked
+
+    sys.stderr.write(masked("".join(traceback.format_exception(kind, error, trace))))
 
 
 if __name__ == "__main__":

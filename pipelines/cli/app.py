@@ -24,6 +24,7 @@ from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables
 from trainer.errors import DONE, FAILED, USAGE, UserError
+from trainer.masking import credentials_in
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -208,6 +209,8 @@ def called(arguments: list[str]) -> int:
     if arguments[:1] == ["--version"] or arguments[:2] == ["--json", "--version"]:
         # An option of `flotilla` itself, which has no other.
         arguments = ["--version"]
+    if wrong := _argument_with_credentials(arguments):
+        return fail(wrong, USAGE, as_json=as_json)
     if COMPLETION_VARIABLE in os.environ:
         completion_init()
     try:
@@ -234,3 +237,20 @@ def called(arguments: list[str]) -> int:
         discard(sys.stdout)
         return DONE
     return int(code or DONE)
+
+
+def _argument_with_credentials(arguments: list[str]) -> str:
+    """Return a line that refuses an argument with credentials in it, or an empty text.
+
+    Before anything else: the process that does the work would have it on its command line.
+    """
+    for argument, before in zip(arguments, ["", *arguments], strict=False):
+        if why := credentials_in(argument):
+            name, equals, _ = argument.partition("=")
+            option = name if equals and "://" not in name else before
+            where = f"{option}: " if option and "://" not in option else ""
+            return (
+                f"{where}{why}: every user of this machine can read a command line; leave it out, "
+                "and give credentials by file or by the environment"
+            )
+    return ""

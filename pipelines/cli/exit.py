@@ -14,6 +14,7 @@ import typer
 from pipelines.cli.answer import Answer, failure
 from trainer.cluster.signals import on_interrupt
 from trainer.errors import RunInterruptedError, UserError
+from trainer.masking import masked
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
 
@@ -68,7 +69,7 @@ def fail(message: str, code: int, *, as_json: bool, run_id: str = "") -> int:
     """Print an error in one line, and as JSON where that was asked for; return `code`."""
     # The exit code arrives even where nothing can be written.
     with suppress(OSError):
-        sys.stderr.write(f"flotilla: {message}\n")
+        sys.stderr.write(f"flotilla: {masked(message)}\n")
         sys.stderr.flush()
     if as_json:
         with suppress(UserError):
@@ -86,7 +87,7 @@ def finish(answer: Answer, *, as_json: bool) -> None:
 
 def print_json(answer: Answer) -> None:
     """Write an answer as the last line of standard output."""
-    write(f"{answer.json()}\n")
+    write(f"{masked(answer.json())}\n")
 
 
 def write(text: str) -> None:
@@ -98,7 +99,7 @@ def write(text: str) -> None:
 def note(line: str) -> None:
     """Write a line to standard error; one that nobody can read is no reason to end."""
     try:
-        sys.stderr.write(f"{line}\n")
+        sys.stderr.write(f"{masked(line)}\n")
         sys.stderr.flush()
     except OSError:
         discard(sys.stderr)

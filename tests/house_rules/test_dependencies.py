@@ -1,19 +1,24 @@
 """What is imported is declared, what is declared is imported, and all of it is pinned."""
 
 import re
+import runpy
+import subprocess
 import sys
+from hashlib import sha256
 from importlib import metadata
 from importlib.metadata import packages_distributions
 from pathlib import Path
+from zipfile import ZipFile
 
+import pytest
 from packaging.requirements import Requirement
 
 from tests.house_rules.source import PACKAGES, all_imports, project, python_files, text, tree
 
 # Imported by TFDS, and by `tf.summary`, which do not declare them.
 FOR_OTHERS = {"importlib-resources", "tensorboard"}
-LOCKS = ("requirements.lock", "requirements-gpu.lock")
-PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)$")
+LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-cpu", "-gpu")]
+PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
 def normal(name):
@@ -29,7 +34,8 @@ def requirements(*extras):
 
 
 def lines_of(lock):
-    return [line for line in text(Path(lock)).splitlines() if not line.startswith("#")]
+    joined = re.sub(r" \\\n +", " ", text(Path(lock)))
+    return [line for line in joined.splitlines() if not line.startswith("#")]
 
 
 def pins_of(lock):
@@ -61,8 +67,11 @@ def wrong_pins():
     for lock in LOCKS:
         for line in lines_of(lock):
             if not PIN.match(line):
-                yield f"{lock}: {line!r} is no pin"
+                yield f"{lock}: {line!r} is no pin with hashes"
     pins = pins_of("requirements.lock")
+    if pins_of("requirements-cpu.lock") != {"tensorflow-cpu": pins["tensorflow"]}:
+        yield "requirements-cpu.lock: it is not the version of requirements.lock: `make lock`"
+    pins |= pins_of("requirements-dev.lock")
     for requirement in requirements("s3", "dev"):
         pin = pins.get(normal(requirement.name), "")
         if not pin or pin not in requirement.specifier:
@@ -84,3 +93,46 @@ def test_what_is_imported_is_declared_and_locked():
     assert imported_distributions()
     offenders = [*undeclared_and_unused(), *wrong_pins(), *wrong_pins_of_the_gpu_image()]
     assert not offenders, "\n".join(offenders)
+
+
+def test_the_lock_of_an_image_is_complete_and_has_nothing_of_development():
+    found = runpy.run_path(".ci/lock.py")["needed_by"](map(str, requirements("s3")))
+    assert found == pins_of("requirements.lock").keys()
+
+
+@pytest.mark.parametrize(("hashes", "code"), [("right", 0), ("wrong", 1)])
+def test_a_package_with_another_hash_is_not_installed(tmp_path, hashes, code):
+    wheel = tmp_path / "given-1-py3-none-any.whl"
+    with ZipFile(wheel, "w") as archive:
+        archive.writestr("given.py", "")
+        archive.writestr(
+            "given-1.dist-info/METADATA", "Metadata-Version: 2.1\nName: given\nVersion: 1\n"
+        )
+        archive.writestr("given-1.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("given-1.dist-info/RECORD", "")
+    digest = sha256(wheel.read_bytes() if hashes == "right" else b"other").hexdigest()
+    lock = tmp_path / "lock"
+    lock.write_text(f"given==1 \\\n    --hash=sha256:{digest}\n")
+    (options,) = re.findall(
+        r"install (.*--no-build-isolation) \\\n.*requirements-dev", text(Path("Makefile"))
+    )
+    pip = [sys.executable, "-m", "pip", "install", *options.split()]
+    place = ["--target", tmp_path / "there", "--no-index", "--find-links", tmp_path]
+    done = subprocess.run(
+        [*pip, *place, "--requirement", lock], text=True, capture_output=True, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert (tmp_path / "there" / "given.py").exists() is (code == 0)
+    assert ("DO NOT MATCH THE HASHES" in done.stderr) is (code == 1)
+
+
+def test_nothing_is_installed_without_its_hash():
+    for file in ("Makefile", "Dockerfile"):
+        whole = re.sub(r"\\\n\s*", " ", text(Path(file)))
+        for call in re.findall(r"(?:pip|PIP\)) install (.*?)(?:&&|\n|$)", whole):
+            # The project itself, and what `make lock` pins.
+            is_own = "--no-deps" in call or "'.[dev]'" in call
+            assert is_own or "--require-hashes" in call, f"{file}: {call}"
+            assert is_own or "--no-build-isolation" in call or "build.lock" in call, (
+                f"{file}: {call}"
+            )

@@ -8,6 +8,8 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
+from trainer.masking import masked
+
 FILE = "termination.txt"
 ROOM = 4096
 
@@ -24,7 +26,7 @@ def write(workdir: Path, message: str) -> None:
     with suppress(OSError):
         path.touch()
         with path.open("r+b") as file:
-            file.write(_filled(" ".join(message.split())))
+            file.write(_filled(" ".join(masked(message).split())))
 
 
 def read(workdir: Path) -> str:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+
+from trainer.masking import credentials_in, masked
 
 #: The largest whole number that a run parameter may be: KFP passes numbers as doubles.
 MOST = 2**53
 _Default = TypeVar("_Default")
+_REMEDY = (
+    "a configuration is written into logs and reports: leave them out, and give credentials by the "
+    "environment or by a secret"
+)
 
 
 def key(default: _Default, description: str, **limits: Any) -> _Default:
@@ -21,7 +28,20 @@ def key(default: _Default, description: str, **limits: Any) -> _Default:
 class Section(BaseModel):
     """A frozen section of the configuration that refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        # The text of an error would have the value in it.
+        hide_input_in_errors=True,
+    )
+
+    @model_validator(mode="after")
+    def _can_be_written_down(self) -> Self:
+        """Refuse credentials and placeholders where a section is made by code."""
+        require_writable(dict(self))
+        return self
 
     def digest(self) -> str:
         """Return a short hash of all values of this section."""
@@ -44,3 +64,29 @@ def _finite(value: Any) -> Any:
 
 #: Values that only the code that takes them can check, such as arguments of a model.
 Free = Annotated[dict[str, Any], AfterValidator(_finite)]
+
+
+def require_writable(tree: Any) -> None:
+    """Refuse what may not be written down, or would be replaced; raises `ValueError`."""
+    for path, text in _texts(tree):
+        if why := credentials_in(text):
+            raise ValueError(f"{path}: {why}; {_REMEDY}")
+        if "{{" in text:
+            raise ValueError(
+                f"{path}: {text!r} has '{{{{' in it, which begins a placeholder of Kubeflow "
+                "Pipelines and Argo; they would replace it"
+            )
+
+
+def _texts(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every text of a tree, keys too, with the path to it."""
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, dict):
+        for name, each in value.items():
+            here = ".".join(filter(None, (path, masked(str(name)))))
+            yield path or here, str(name)
+            yield from _texts(each, here)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _texts(each, path)

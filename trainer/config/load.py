@@ -15,6 +15,7 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from trainer.config.base import require_writable
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, nearest
 
@@ -81,6 +82,11 @@ def parse_config(tree: Mapping[str, Any]) -> Config:
         text = json.dumps(tree, default=str)
     except (ValueError, TypeError, RecursionError) as error:
         raise ConfigError(_one_line(f"the configuration is not plain data: {error}")) from None
+    try:
+        # First of all: what another check refuses is repeated in its message.
+        require_writable(tree)
+    except ValueError as error:
+        raise ConfigError(_one_line(str(error))) from None
     try:
         return Config.model_validate_json(text)
     except ValidationError as invalid:
@@ -202,10 +208,14 @@ def _explain(error: Any) -> str:
         return f"{key}: no such key{_nearest_key(error['loc'])}"
     if not key:
         return str(message)
+    value = error["input"]
+    if isinstance(value, str) and "://" in value:
+        # A mistyped URI may hold a secret there.
+        value = value.partition("?")[0]
     says_value = message.startswith(repr(error["input"]))
     if error["type"] == "value_error" and (isinstance(error["input"], dict) or says_value):
         return f"{key}: {message}"
-    return f"{key}: {error['input']!r} is not allowed: {message[0].lower()}{message[1:]}"
+    return f"{key}: {value!r} is not allowed: {message[0].lower()}{message[1:]}"
 
 
 def _nearest_key(path: tuple[str | int, ...]) -> str:

@@ -36,6 +36,7 @@ import jinja2
 import yaml
 
 from trainer import storage
+from trainer.masking import masked
 from trainer.report import views
 from trainer.report.views import HEIGHT, LEFT, RIGHT, WIDTH, line_chart
 
@@ -67,7 +68,8 @@ def write(facts: Facts, path: Path) -> None:
     Raises:
         UserError: the file cannot be written.
     """
-    storage.write_bytes(storage.uri_of(path), render(facts).encode(errors="backslashreplace"))
+    page = masked(render(facts))
+    storage.write_bytes(storage.uri_of(path), page.encode(errors="backslashreplace"))
 
 
 def render(facts: Facts) -> str:

@@ -133,10 +133,12 @@ def local_path(uri: str) -> Path | None:
 
 
 def check_path(uri: str) -> None:
-    """Raise `UserError` unless the path of a URI is one that a store takes."""
+    """Raise `UserError` unless the path of a URI and its options are some that a store takes."""
     if local_path(uri) is None:
         bare = _without_query(uri)
         _checked_key(bare, bare.partition("://")[2].partition("/")[2])
+        # One that is none may be a secret.
+        _options(scheme_of(uri), bare, uri.partition("?")[2])
 
 
 def require_uri(option: str, value: str) -> None:

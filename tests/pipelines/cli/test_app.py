@@ -89,6 +89,24 @@ def test_a_wrong_value(refused, here, command, assignment, line):
     assert not list(here.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "where"),
+    [
+        (["run", "--set", "storage.root=s3://AKIA:sW0rdf1sh@bucket"], "storage.root"),
+        (["train", "--dataset", "s3://AKIA:sW0rdf1sh@bucket/x"], "--dataset"),
+        (["train", "--dataset=https://h/x?sig=sW0rdf1sh"], "--dataset"),
+        (["upload", "--endpoint", "http://u:sW0rdf1sh@h"], "--endpoint"),
+        (["submit", "--parameter", "step_x=http://u:sW0rdf1sh@h"], "step_x"),
+        (["submit", "--pipeline-root", "s3://AKIA:sW0rdf1sh@bucket"], "--pipeline-root"),
+    ],
+)
+def test_credentials_on_the_command_line(refused, here, arguments, where):
+    line = refused(*arguments)
+    assert line.startswith(f"{where}: a URI carries a ")
+    assert "sW0rdf1sh" not in line
+    assert list(here.iterdir()) == []
+
+
 def test_a_broken_file(refused, here):
     path = here / "broken.yaml"
     path.write_text("training: {steps: 5\n", encoding="utf-8")

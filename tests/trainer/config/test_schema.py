@@ -38,7 +38,7 @@ GOOD = [
     "gate.min={}", "gate.max.loss=3.5", "gate.min.accuracy=0", "gate.min.accuracy=1",
     "gate.min.loss=-2", "export.formats=[saved_model,tflite_int8]",
     "storage.root=''", "storage.root=file:///tmp/a b",
-    "storage.root=gs://bucket/a", "storage.root=s3://bucket", "storage.root=minio://b?endpoint=x",
+    "storage.root=gs://bucket/a", "storage.root=s3://bucket", "storage.root=minio://bucket?endpoint=x",
 ]  # fmt: skip
 BAD = [
     ("name=Digits", "name: 'Digits' is not allowed: string should match pattern"),

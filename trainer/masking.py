@@ -1,0 +1,107 @@
+"""What may not be shown: credentials in URIs, in headers and in the environment.
+
+A configuration and a command line with one are refused before anything is written. What gets into
+an error, an event, a log or the report in another way, as words of a library, is masked there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import Iterator
+from types import TracebackType
+from urllib.parse import quote
+
+HIDDEN = "***"
+# Secrets themselves; the programs of others read them from there.
+VARIABLES = (
+    "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "secretkey", "KFP_EXISTING_TOKEN", "KFP_COOKIES",
+)  # fmt: skip
+_LEAST_SECRET = 8
+# An AWS secret may hold a slash. The colon of a bucket cannot begin a port, that of a host can.
+_IN_AUTHORITY = re.compile(
+    r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]*(?:@|%40)?)
+      | (?P<other>[a-z][a-z0-9+.-]*://|[?&]endpoint=)(?:[^\s'"<>\\/?\#]*(?:@|%40)
+            |[^\s'"<>\\/?\#@:]+:(?!\d+(?:[/?\#\s'"]|$))[^\s'"<>\\?\#@]*@)
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_IN_QUERY = re.compile(
+    r"""(?P<name>[?&;](?:amp;)?(?:x-amz-(?:signature|credential|security-token)
+        |x-goog-(?:signature|credential)|googleaccessid|awsaccesskeyid|signature|sig
+        |(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|credentials?)
+        |(?:api|access|secret|account|private)[_.-]?key)=)(?P<value>[^\s&;'"<>\\\#]+)
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_IN_HEADER = re.compile(
+    r"""(?P<name>\b(?:(?:proxy-)?authorization|(?:set-)?cookie|x-amz-security-token)
+        ['"\\]*\s*[:=]\s*(?:[bu]?\\?['"])?)(?P<value>[^'"\\\r\n]+)
+      | (?P<kind>\bbearer\s+)(?P<token>[\w.~+/=-]{8,})
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def credentials_in(text: str) -> str:
+    """Say which credentials a text carries in a URI: one clause for a message, or an empty text."""
+    if "://" not in text:
+        return ""
+    if _IN_AUTHORITY.search(text):
+        return "a URI carries a user or password"
+    if signed := _IN_QUERY.search(text):
+        return f"a URI carries a secret ({signed['name'].strip('?&;=')})"
+    return ""
+
+
+def masked(text: str) -> str:
+    """Return `text` without the credentials in it."""
+    if "://" in text:
+        text = _IN_AUTHORITY.sub(_without_user, text)
+    if "=" in text or ":" in text or " " in text:
+        text = _IN_QUERY.sub(rf"\g<name>{HIDDEN}", text)
+        text = _IN_HEADER.sub(_without_value, text)
+    for secret in _of_environment():
+        if secret in text:
+            text = text.replace(secret, HIDDEN)
+    return text
+
+
+def log_to_stderr() -> None:
+    """Write the log of this process to standard error, masked; the last traceback as well."""
+    sys.excepthook = _log_bug
+    handler = logging.StreamHandler()
+    handler.setFormatter(_Masked("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+
+
+def _log_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    logging.critical("not handled", exc_info=(kind, error, trace))
+
+
+class _Masked(logging.Formatter):
+    """Masks the whole text of a record, the traceback of an exception too."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return masked(super().format(record))
+
+
+def _without_user(found: re.Match[str]) -> str:
+    # In a bucket's name a colon alone says that the rest, up to the path, is none.
+    return f"{found['scheme'] or found['other']}{HIDDEN}" + ("@" if found[0][-1] in "@0" else "")
+
+
+def _without_value(found: re.Match[str]) -> str:
+    return f"{found['name'] or found['kind']}{HIDDEN}"
+
+
+def _of_environment() -> Iterator[str]:
+    for name in VARIABLES:
+        value = os.environ.get(name, "")
+        # Anything shorter is no secret, and would remove letters from words.
+        if len(value) >= _LEAST_SECRET:
+            yield value
+            if (encoded := quote(value, safe="")) != value:
+                yield encoded
