@@ -40,7 +40,7 @@ class UserError(Exception):
     exit_code = FAILED
     traceback = ""
 
-    def __init__(self, message: str) -> None:
+    def __init__(self, message: str = "") -> None:
         """Keep the line, which may have the words of a library in it, without credentials."""
         super().__init__(masked(message))
 

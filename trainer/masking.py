@@ -11,8 +11,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from ipaddress import ip_address
 from types import TracebackType
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 HIDDEN = "***"
 # Secrets themselves; the programs of others read them from there.
@@ -22,7 +23,7 @@ VARIABLES = (
 _LEAST_SECRET = 8
 # An AWS secret may hold a slash. The colon of a bucket cannot begin a port, that of a host can.
 _IN_AUTHORITY = re.compile(
-    r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]*(?:@|%40)?)
+    r"""(?P<scheme>(?:gs|s3|minio)://)(?:[^\s'"<>\\/?\#]*(?:@|%40)|[^\s'"<>\\/?\#@]*(?::|%3A)[^\s'"<>\\?\#]+(?:@|%40)?)
       | (?P<other>[a-z][a-z0-9+.-]*://|[?&]endpoint=)(?:[^\s'"<>\\/?\#]*(?:@|%40)
             |[^\s'"<>\\/?\#@:]+:(?!\d+(?:[/?\#\s'"]|$))[^\s'"<>\\?\#@]*@)
     """,
@@ -67,6 +68,24 @@ def masked(text: str) -> str:
         if secret in text:
             text = text.replace(secret, HIDDEN)
     return text
+
+
+def is_sent_openly(url: str) -> bool:
+    """Return whether what is sent to a URL goes over plain http to another machine.
+
+    Names inside a cluster are left to its network policies and its mesh.
+    """
+    try:
+        parts = urlsplit(url)
+        host = parts.hostname or ""
+    except ValueError:
+        return False
+    if parts.scheme != "http" or host.endswith((".svc", ".svc.cluster.local", ".localhost")):
+        return False
+    try:
+        return not ip_address(host).is_loopback
+    except ValueError:
+        return "." in host
 
 
 def log_to_stderr() -> None:

@@ -114,6 +114,7 @@ def submit(
     """Start a run on a KFP instance."""
     from pipelines.runs.local import configuration
     from pipelines.runs.submission import Submission, package_to_send
+    from trainer.storage.s3_endpoint import plain_http_remark
 
     access = instance.access()
     submission = Submission(
@@ -122,6 +123,8 @@ def submit(
         name=name,
         **target,
     )
+    if remark := plain_http_remark(submission.config.storage.root):
+        note(f"flotilla: {remark}")
     return _submit(access, submission, wait=wait)
 
 

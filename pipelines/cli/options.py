@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipelines.cli.exit import with_options
+from pipelines.cli.exit import note, with_options
 from pipelines.runs.kfp_access import Instance
 
 # In the help of a command that trains.
@@ -178,7 +178,14 @@ Options = Mapping[str, tuple[Any, str | None]]
 def of_instance(command: Callable[..., Any], **own: Any) -> Callable[..., Any]:
     """Replace the parameter `instance` by the options that name one; `own` are other forms."""
     options = {name: (own.get(name, option), "") for name, (option, _) in _INSTANCE.items()}
-    return _grouped(command, "instance", options, Instance)
+
+    def made(**named: str) -> Instance:
+        instance = Instance(**named)
+        if remark := instance.plain_http_remark():
+            note(f"flotilla: {remark}")
+        return instance
+
+    return _grouped(command, "instance", options, made)
 
 
 def of_submission(command: Callable[..., Any]) -> Callable[..., Any]:

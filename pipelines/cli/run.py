@@ -73,6 +73,7 @@ def _run(
 ) -> Answer:
     from pipelines.cli import display
     from pipelines.runs import local
+    from trainer.storage.s3_endpoint import plain_http_remark
 
     options = local.RunOptions(
         pipeline=pipeline,
@@ -85,6 +86,8 @@ def _run(
     started = local.start(options)
     errors = display.Terminal(stderr=True)
     errors.print(f"run {started.run_id} in {started.folder}", markup=False, soft_wrap=True)
+    if remark := plain_http_remark(started.config.storage.root):
+        errors.print(f"flotilla: {remark}", markup=False, soft_wrap=True)
     with display.Display() as show:
         result = local.execute(started, *options.target(), show)
     with output():

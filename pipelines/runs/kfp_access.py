@@ -14,6 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from trainer.errors import ConfigError, UserError
+from trainer.masking import HIDDEN, is_sent_openly
 
 # The first is the variable of the SDK, the others are those of its command line.
 ENDPOINT = ("KF_PIPELINES_ENDPOINT", "KFP_ENDPOINT")
@@ -25,7 +26,6 @@ CA_FILE = ("KFP_CA_FILE", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE")
 UI = ("FLOTILLA_KFP_UI",)
 # Where pods have the token whose audience is KFP.
 TOKEN_VOLUME = Path("/var/run/secrets/kubeflow/pipelines/token")
-HIDDEN = "***"
 _LEAST_SECRET = 4
 _NAMESPACE_NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
@@ -50,6 +50,15 @@ class Instance:
     cookies_file: str = ""
     ca_file: str = ""
     ui: str = ""
+
+    def plain_http_remark(self, environment: Mapping[str, str] = os.environ) -> str:
+        """Return a line where credentials are sent in clear, else an empty text."""
+        url = _url(_either(self.endpoint, ENDPOINT, environment).strip())
+        variables = (*TOKEN, *TOKEN_FILE, *COOKIES)
+        given = self.token_file or self.cookies_file or TOKEN_VOLUME.is_file()
+        if not is_sent_openly(url) or not (given or any(map(environment.get, variables))):
+            return ""
+        return f"{url} is plain http: others on the way can read the credentials; use https"
 
     def access(self, environment: Mapping[str, str] = os.environ) -> Access:
         """Return endpoint and credentials; raises `UserError`."""

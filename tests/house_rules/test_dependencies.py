@@ -112,12 +112,12 @@ def test_a_package_with_another_hash_is_not_installed(tmp_path, hashes, code):
         archive.writestr("given-1.dist-info/RECORD", "")
     digest = sha256(wheel.read_bytes() if hashes == "right" else b"other").hexdigest()
     lock = tmp_path / "lock"
-    lock.write_text(f"given==1 \\\n    --hash=sha256:{digest}\n")
+    lock.write_text(f"given @ {wheel.as_uri()} \\\n    --hash=sha256:{digest}\n")
     (options,) = re.findall(
         r"install (.*--no-build-isolation) \\\n.*requirements-dev", text(Path("Makefile"))
     )
     pip = [sys.executable, "-m", "pip", "install", *options.split()]
-    place = ["--target", tmp_path / "there", "--no-index", "--find-links", tmp_path]
+    place = ["--target", tmp_path / "there"]
     done = subprocess.run(
         [*pip, *place, "--requirement", lock], text=True, capture_output=True, check=False
     )

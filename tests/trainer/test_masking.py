@@ -9,7 +9,7 @@ from trainer.cluster import termination
 from trainer.config.load import load_config, parse_config
 from trainer.config.schema import StorageConfig
 from trainer.errors import ConfigError, UserError
-from trainer.masking import credentials_in, masked
+from trainer.masking import credentials_in, is_sent_openly, masked
 
 SECRET = "sW0rdf1sh/Ab+Cd"
 WITH_SECRETS = [
@@ -37,6 +37,8 @@ WITHOUT = [
     "bearer of the news",
     "cookies are in a file",
     "a:b@c",
+    "cannot read gs://bucket: no credentials",
+    "gs://bucket:",
 ]
 
 
@@ -137,3 +139,23 @@ def test_an_option_of_a_root_that_is_none_is_refused_without_its_value():
     with pytest.raises(ConfigError, match="'foo' is no option") as caught:
         load_config(None, ["storage.root=minio://bucket/x?foo=sW0rdf1sh"])
     assert "sW0rdf1sh" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "openly"),
+    [
+        ("http://kfp.example.com", True),
+        ("http://10.0.0.7:9000/x", True),
+        ("https://kfp.example.com", False),
+        ("http://127.0.0.1:80", False),
+        ("http://[::1]:80", False),
+        ("http://localhost:8888", False),
+        ("http://minio:9000", False),
+        ("http://ml-pipeline.kubeflow.svc:8888", False),
+        ("http://ml-pipeline.kubeflow.svc.cluster.local:8888", False),
+        ("http://[x", False),
+        ("", False),
+    ],
+)
+def test_what_is_sent_openly(url, openly):
+    assert is_sent_openly(url) is openly

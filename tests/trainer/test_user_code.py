@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -101,3 +102,35 @@ def test_a_module_that_was_found_and_failed_is_not_sought_elsewhere(monkeypatch)
     with pytest.raises(ConfigError) as caught:
         user_code.import_for("model x", "models")
     assert str(caught.value).endswith("ImportError: cannot import name 'block' from 'blocks'")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ([str(Path(sys.executable).with_name("flotilla")), "--version"], "flotilla 0"),
+        ([sys.executable, "-m", "pipelines.cli", "--version"], "flotilla 0"),
+        ([sys.executable, "-m", "trainer", "--help"], "python -m trainer"),
+        ([sys.executable, "-m", "components.tfjob.guard"], "guard: usage"),
+        ([sys.executable, "-P", "-m", "kfp.dsl.executor_main", "--help"], "executor_input"),
+    ],
+)
+def test_the_working_folder_shadows_nothing(tmp_path, command, said):
+    modules = ["json", "yaml", "logging", "kfp", "tensorflow", "sitecustomize", "usercustomize"]
+    for name in [*modules, "queue", "types", "typer", "pydantic", "signal"]:
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the user')")
+    for name in ("numpy", "google", "keras"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(f"raise RuntimeError('{name} of the user')")
+    (tmp_path / ".env").write_text("PYTHONPATH=.\n")
+    (tmp_path / "pyproject.toml").write_text("[broken")
+    hidden = ("PYTHONPATH", "PYTHONSAFEPATH")
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={name: value for name, value in os.environ.items() if name not in hidden},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert said in done.stdout + done.stderr
+    assert "of the user" not in done.stderr

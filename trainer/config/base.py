@@ -39,7 +39,7 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _can_be_written_down(self) -> Self:
-        """Refuse credentials and placeholders where a section is made by code."""
+        """No text has credentials in a URI, or `{{`, which begins a placeholder of KFP."""
         require_writable(dict(self))
         return self
 

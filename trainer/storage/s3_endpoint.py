@@ -6,7 +6,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from trainer.storage.uri import Location, web_address
+from trainer.masking import is_sent_openly
+from trainer.storage.uri import Location, locate, speaks_s3, web_address
 
 # The object store of a KFP instance, in the namespace where KFP puts it.
 KFP_ENDPOINT = "http://seaweedfs.kubeflow:9000"
@@ -41,6 +42,16 @@ def endpoint_of(location: Location) -> Endpoint:
         path_style=bool(url) or location.is_on("s3ForcePathStyle", "use_path_style"),
         kfp_secret=minio,
     )
+
+
+def plain_http_remark(uri: str) -> str:
+    """Return a line where what is stored at a URI is sent in clear, else an empty text."""
+    if not speaks_s3(uri):
+        return ""
+    url = endpoint_of(locate(uri)).url
+    if url == KFP_ENDPOINT or not is_sent_openly(url):
+        return ""
+    return f"{url} is plain http: others on the way can read the data and session tokens; use https"
 
 
 def kfp_credentials() -> Mapping[str, str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.masking import credentials_in
 
 #: Every scheme, with the protocol of its stores.
 SCHEMES = {"file": "file", "gs": "gcs", "s3": "s3", "minio": "s3"}
@@ -188,6 +189,10 @@ def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
 
 def web_address(text: str, where: str) -> str:
     """Return the URL of a store's server; raises `ConfigError`, which names `where` it is."""
+    if why := credentials_in(text):
+        raise ConfigError(
+            f"{where}: {why}; leave it out, and set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        )
     try:
         parts = urlsplit(text)
         right = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

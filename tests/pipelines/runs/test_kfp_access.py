@@ -122,3 +122,21 @@ def test_no_secret_is_in_the_repr_or_in_what_is_reported(tmp_path):
     file = tmp_path / "token"
     file.write_text("of-the-file\n")
     assert Access(endpoint="http://kfp", token_file=str(file)).masked("of-the-file") == "***"
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "is_said"),
+    [
+        ({"endpoint": "http://kfp.example.com", "token_file": "t"}, {}, True),
+        ({"endpoint": "http://kfp.example.com"}, {"KFP_COOKIES": "a=b"}, True),
+        ({}, {"KF_PIPELINES_ENDPOINT": "http://1.2.3.4", "KFP_EXISTING_TOKEN": "x"}, True),
+        ({"endpoint": "http://kfp.example.com"}, {}, False),
+        ({"endpoint": "kfp.example.com", "token_file": "t"}, {}, False),
+        ({"endpoint": "http://localhost:8888", "token_file": "t"}, {}, False),
+        ({"endpoint": "http://ml-pipeline.kubeflow.svc:8888", "token_file": "t"}, {}, False),
+    ],
+)
+def test_credentials_over_plain_http_are_one_line(given, environment, is_said):
+    remark = Instance(**given).plain_http_remark(environment)
+    assert ("is plain http" in remark) is is_said
+    assert "\n" not in remark

@@ -10,7 +10,7 @@ import pytest
 from trainer import storage
 from trainer.errors import UserError
 from trainer.storage.s3 import client
-from trainer.storage.s3_endpoint import KFP_ENDPOINT, Endpoint, endpoint_of
+from trainer.storage.s3_endpoint import KFP_ENDPOINT, Endpoint, endpoint_of, plain_http_remark
 from trainer.storage.uri import locate
 
 
@@ -136,3 +136,28 @@ def test_names_go_there_and_back() -> None:
         storage.join("minio://bucket/r?endpoint=a:1", "x", "y")
         == "minio://bucket/r/x/y?endpoint=a:1"
     )
+
+
+@pytest.mark.parametrize(
+    ("uri", "url", "is_said"),
+    [
+        ("s3://bucket/x?endpoint=http://store.example.com:9000", "", True),
+        ("s3://bucket/x", "http://store.example.com", True),
+        ("s3://bucket/x", "https://store.example.com", False),
+        ("s3://bucket/x", "http://127.0.0.1:9000", False),
+        ("s3://bucket/x", "", False),
+        ("minio://bucket/x", "", False),
+        ("gs://bucket/x", "", False),
+        ("", "", False),
+    ],
+)
+def test_data_that_is_sent_over_plain_http(monkeypatch, uri, url, is_said):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
+    assert ("is plain http" in plain_http_remark(uri)) is is_said
+
+
+def test_credentials_in_a_variable_are_refused(monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://u:sW0rdf1sh@h:9000")
+    with pytest.raises(UserError, match=r"^AWS_ENDPOINT_URL_S3: a URI carries a user") as caught:
+        endpoint_of(locate("s3://bucket/x"))
+    assert "sW0rdf1sh" not in str(caught.value)
