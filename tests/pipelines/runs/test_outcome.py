@@ -76,12 +76,17 @@ def test_an_exit_step_that_failed_fails_the_run():
     assert judge(events, 1) == ("failed", 1, "finish: no space")
 
 
-def test_a_step_that_died_without_a_word_has_failed():
+KILLED = "the step was killed, or code that it was given ended the process; see pipeline.log"
+
+
+# Code of the user's may end the process of a step with the exit code of success.
+@pytest.mark.parametrize("returncode", [1, 0])
+def test_a_step_that_died_without_a_word_has_failed(returncode):
     events = [*done("resolve_config"), begun("train_model"), *FINISHED]
-    outcome = outcome_of(events, 1, interrupted=False)
+    outcome = outcome_of(events, returncode, interrupted=False)
     assert outcome.status == "failed"
     assert outcome.exit_code == 1
-    assert outcome.message == "train_model: the step was killed; see pipeline.log"
+    assert outcome.message == f"train_model: {KILLED}"
     names = [step.step for step in outcome.steps]
     assert names == ["resolve_config", "train_model", "finish"]
     assert outcome.steps[1].status == "failed"
@@ -124,7 +129,7 @@ def test_interrupted_so_soon_that_the_step_died():
     events = [*done("resolve_config"), begun("prepare_data")]
     status, code, message = judge(events, 1, interrupted=True)
     assert (status, code) == ("interrupted", 130)
-    assert message == "the step was killed; see pipeline.log"
+    assert message == KILLED
 
 
 def test_a_step_that_runs_again_counts_by_its_last_end():
@@ -135,7 +140,7 @@ def test_a_step_that_runs_again_counts_by_its_last_end():
 
 def test_a_step_that_runs_again_and_dies_has_failed():
     events = [*failed("train_model", "lost", 2), begun("train_model")]
-    assert judge(events, 1) == ("failed", 1, "train_model: the step was killed; see pipeline.log")
+    assert judge(events, 1) == ("failed", 1, f"train_model: {KILLED}")
 
 
 def test_other_events_do_not_matter():
