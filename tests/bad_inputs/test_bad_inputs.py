@@ -104,6 +104,7 @@ def test_a_bad_input_is_one_line(row, here, monkeypatch, capsys):
     assert out == ""
     assert err.count("\n") == 1, err
     assert row.line in err
+    assert "HIDDEN" not in err
     assert err.startswith(("flotilla: ", "python -m trainer"))
     assert code == row.code
     assert tree(here) == before if here.exists() else row.program == "sh"
