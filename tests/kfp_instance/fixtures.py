@@ -18,6 +18,7 @@ from pipelines import compile
 from pipelines.cli import app
 from pipelines.compile import Package, package_of
 from pipelines.runs import kfp_watch
+from pipelines.step_pods import StepPods
 from tests.kfp_instance.server import Instance
 
 
@@ -75,7 +76,9 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
 _COMPILE_ALL = compile.compile_all
 
 
-def _compiled_before(output: Path, image: str, _components: None) -> dict[str, str]:
+def _compiled_before(
+    output: Path, image: str, _components: None, _pods: StepPods
+) -> dict[str, str]:
     output.write_bytes(_content(image))
     return {"pipeline": str(output)}
 
