@@ -7,6 +7,7 @@ where, and the remedy. Any other exception is a bug.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable
 
 from trainer.masking import masked
@@ -27,6 +28,8 @@ EXIT_CODES = {
     REFUSED: "done, but the gate or the registry refused the model",
     INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
 }
+# What ends a line for a terminal, or moves its cursor.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]+")
 
 
 class UserError(Exception):
@@ -41,8 +44,8 @@ class UserError(Exception):
     traceback = ""
 
     def __init__(self, message: str = "") -> None:
-        """Keep the line, which may have the words of a library in it, without credentials."""
-        super().__init__(masked(message))
+        """Keep one line without credentials: words of libraries and of damaged files are in it."""
+        super().__init__(_CONTROL.sub(" ", masked(message)).strip())
 
 
 class TransientError(UserError):

@@ -6,8 +6,12 @@ import sys
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-# As in `trainer.errors`, which is not loaded yet.
-_INTERRUPTED = 130
+# As `pipelines.cli.answer` has them: nothing can be imported in the middle of an import.
+INTERRUPTED = 130
+ANSWER = (
+    b'{"status": "interrupted", "run_id": "", "metrics": {}, "artifacts": {}, '
+    b'"message": "interrupted"}\n'
+)
 
 
 def _end(_number: int, _frame: FrameType | None) -> NoReturn:
@@ -15,13 +19,10 @@ def _end(_number: int, _frame: FrameType | None) -> NoReturn:
     # started has handlers of its own.
     try:
         os.write(2, b"flotilla: interrupted\n")
-        # It may be what is being imported.
         if "--json" in sys.argv:
-            from pipelines.cli.answer import failure
-
-            os.write(1, f"{failure('interrupted', _INTERRUPTED).json()}\n".encode())
+            os.write(1, ANSWER)
     finally:
-        os._exit(_INTERRUPTED)
+        os._exit(INTERRUPTED)
 
 
 def _catch() -> None:

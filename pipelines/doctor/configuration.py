@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -13,8 +12,6 @@ from pipelines.doctor.examination import Finding
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.topology import topology_of
-
-_SERVER = re.compile(r"ps:(\d+)")
 
 
 def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> Finding:
@@ -51,7 +48,6 @@ def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> F
 def _contradictions(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
     if config.cluster.launcher == "tfjob":
         yield from _of_a_job(config)
-    yield from _of_placement(config)
     yield from _of_modules(config, path)
 
 
@@ -78,19 +74,6 @@ def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
                 "share; name a bucket, or a volume of cluster.kubernetes.pod.volumes above it"
             )
             yield message, _setting("storage.root=gs://BUCKET")
-
-
-def _of_placement(config: Config) -> Iterator[tuple[str, str]]:
-    servers = config.cluster.parameter_servers
-    if not topology_of(config.training.strategy).servers:
-        return
-    for glob, name in config.cluster.placement.items():
-        found = _SERVER.fullmatch(name)
-        if not found or int(found[1]) >= servers:
-            message = (
-                f"cluster.placement: {glob!r} is on {name!r}; it has to be ps:0 to ps:{servers - 1}"
-            )
-            yield message, _setting(f"cluster.placement={{{glob}: ps:0}}")
 
 
 def _of_modules(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:

@@ -24,7 +24,8 @@ from tests.trainer.report.test_summary import rows_of
 from tests.trainer.storage.places import BucketPlace, FilePlace
 from trainer import events, storage
 from trainer.config.run_parameters import run_parameters
-from trainer.config.schema import Config
+from trainer.config.schema import Config, DataConfig
+from trainer.data.prepare import prepare
 from trainer.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -42,9 +43,9 @@ def launch(job, defaults):
     while True: pass
 
 launchers.LAUNCHERS["local"] = launch
-config, root, run, folder = sys.argv[1:]
+config, root, run, dataset, folder = sys.argv[1:]
 artifacts = [dsl.Artifact(uri=f"{folder}/{name}") for name in ("model", "viewers")]
-train_model.python_func(config, root, run, "gs://b/d", "image", "", *artifacts)
+train_model.python_func(config, root, run, dataset, "image", "", *artifacts)
 """
 
 
@@ -58,8 +59,13 @@ def place(request, tmp_path):
 class Pods:
     """A run of which every step has a disk of its own."""
 
-    def __init__(self, root, folder, monkeypatch):
-        self.root, self._folder, self._monkeypatch = root, folder, monkeypatch
+    def __init__(self, root, dataset, folder, monkeypatch):
+        self.root, self.dataset, self._folder, self._monkeypatch = (
+            root,
+            dataset,
+            folder,
+            monkeypatch,
+        )
         self._count = 0
 
     def disk(self):
@@ -87,7 +93,7 @@ class Pods:
         viewers = self.output(dsl.Artifact, "train-model", "viewers")
         checkpoint = self.output(dsl.Model, "train-model", "checkpoint")
         config = config or Config().model_dump_json()
-        given = (config, self.root, RUN, "gs://b/d", "image", "")
+        given = (config, self.root, RUN, self.dataset, "image", "")
         return train_model.python_func(*given, checkpoint, viewers)
 
     def finished(self, state="FAILED", words=None):
@@ -99,13 +105,19 @@ class Pods:
         return Page(displayed[0]), displayed[1]
 
 
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("dataset")
+    return prepare(DataConfig(), storage.uri_of(folder / "root"), folder / "scratch").uri
+
+
 @pytest.fixture
-def pods(place, tmp_path, monkeypatch):
+def pods(place, dataset, tmp_path, monkeypatch):
     for name in (locations.RUN_FOLDER, locations.RUN_ID, events.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     # What the run publishes: not even the bucket is there before.
     storage.write_bytes(storage.join(place.root, "there"), b"")
-    return Pods(place.root, tmp_path, monkeypatch)
+    return Pods(place.root, dataset, tmp_path, monkeypatch)
 
 
 @pytest.fixture
@@ -119,7 +131,7 @@ def broken(monkeypatch):
 
 
 @pytest.fixture
-def pod(pods, tmp_path):
+def pod(pods, dataset, tmp_path):
     """Begin to train in a process of its own."""
     started = []
 
@@ -127,7 +139,16 @@ def pod(pods, tmp_path):
         folder = tmp_path / "pod"
         folder.mkdir()
         process = subprocess.Popen(
-            [sys.executable, "-c", POD, Config().model_dump_json(), pods.root, RUN, str(folder)],
+            [
+                sys.executable,
+                "-c",
+                POD,
+                Config().model_dump_json(),
+                pods.root,
+                RUN,
+                dataset,
+                folder,
+            ],
             cwd=ROOT,
             env={**os.environ, "TMPDIR": str(folder)},
             stdout=subprocess.PIPE,

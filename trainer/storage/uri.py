@@ -180,7 +180,9 @@ def _checked_key(bare: str, path: str) -> str:
 def _refuse_path(uri: str, names: list[str], *, too_long: bool) -> None:
     """Raise `UserError` for a path that climbs, is ambiguous or no store takes."""
     if too_long:
-        raise UserError(f"{uri[:100]!r}... is not a storage URI: its path is too long")
+        raise UserError(
+            f"{uri[:100]!r}... is not a storage URI: its path is too long; use shorter names"
+        )
     if any(name in ("", ".", "..") for name in names):
         raise UserError(f"{uri!r} is not a storage URI: its path has an empty part, '.' or '..'")
     if _CONTROL.search(uri):

@@ -10,9 +10,20 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.cli.__main__ import ANSWER, INTERRUPTED
+from pipelines.cli.answer import failure
+
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 # Modules in the order in which `flotilla prepare` loads them, the first of them after the handlers.
 FIRST, COMMANDS, LAST = "pipelines.cli.app", "pipelines.cli.kfp", "components.record"
+
+
+@pytest.fixture(autouse=True)
+def heard():
+    """Have the children hear SIGHUP, which those of `nohup` ignore."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture
@@ -64,6 +75,12 @@ def test_the_interrupt_is_an_answer_where_one_is_asked_for(interrupted):
     assert (code, own) == (130, ["flotilla: interrupted"])
     assert out.count("\n") == 1
     assert out.startswith('{"status": "interrupted"')
+
+
+def test_the_answer_of_an_interrupt_is_that_of_any_command():
+    expected = failure("interrupted", INTERRUPTED)
+    assert ANSWER.decode() == f"{expected.json()}\n"
+    assert expected.status == "interrupted"
 
 
 def test_a_hang_up_that_is_ignored_stays_ignored():

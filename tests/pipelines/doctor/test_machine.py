@@ -84,7 +84,6 @@ def test_a_file_that_is_not_there(doctor):
         ("cluster.existing_servers=true", "cluster.existing_servers: not with",
          "cluster.existing_servers=false"),
         ("storage.root=file:///data", "chief do not share", "storage.root=gs://BUCKET"),
-        ("cluster.placement={w*: 'ps:1'}", "'w*' is on 'ps:1'; it has to be ps:0 to ps:0", "ps:0"),
         ("model.name=nowhere_at_all.models:build", "the module nowhere_at_all", "PYTHONPATH="),
     ],
 )  # fmt: skip
@@ -163,13 +162,6 @@ def test_where_the_current_folder_was_removed(doctor, tmp_path):
 def test_a_module_in_the_current_folder_is_found(doctor):
     Path("my_models.py").write_text("raise SystemExit('it is not imported')", encoding="utf-8")
     assert doctor("model.name=my_models:build")["configuration"]["state"] == "ok"
-
-
-def test_a_placement_is_no_matter_without_servers():
-    tree = {
-        "training": {"strategy": "single"}, "cluster": {"placement": {"w*": "ps:7"}},
-    }  # fmt: skip
-    assert consistent(parse_config(tree), sys.path).state == "ok"
 
 
 @pytest.mark.parametrize(

@@ -116,10 +116,17 @@ def test_no_credentials(doctor, s3, monkeypatch):
     assert of(report)["remedy"] == "aws sts get-caller-identity"
 
 
-@pytest.mark.parametrize("root", ["gs://b?endpoint=x", "s3://B!/k", "minio://b/k?secret=hush"])
-def test_a_root_that_is_none(doctor, root):
-    report = doctor(f"storage.root={root}")
-    assert report.failed() == ["storage"]
+@pytest.mark.parametrize(
+    ("root", "check"), [("gs://bucket?endpoint=x", "configuration"), ("s3://B!/k", "storage")]
+)
+def test_a_root_that_is_none(doctor, root, check):
+    assert doctor(f"storage.root={root}").failed() == [check]
+
+
+def test_a_root_with_a_secret_is_wrong_usage_and_not_repeated(doctor):
+    report = doctor("storage.root=minio://b/k?secret=hush")
+    assert report.code == 2
+    assert "storage.root" in report.answer["message"]
     assert "hush" not in str(report)
 
 
