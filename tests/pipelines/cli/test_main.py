@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -49,7 +50,8 @@ def interrupted(tmp_path):
                 raise AssertionError(f"{module} was never loaded")
             process.send_signal(number)
             out, err = process.communicate()
-        own = [line for line in err.splitlines() if line.startswith(("flotilla", "Traceback"))]
+        # The signal may come in the middle of a line.
+        own = re.findall(r"flotilla: .*|Traceback.*", err)
         return process.returncode, out, own
 
     return send
