@@ -122,10 +122,8 @@ def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
 @pytest.mark.parametrize("strategy", ["async_parameter_server", slow("in_graph")])
 def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_worker, strategy):
     problem = "clipped"
-    placement = {"*/dense/*": "ps:1", "*": "ps:0"}
-    outcome = one_worker.lead(
-        trial(strategy, problem, batch_size=2 * BATCH, workers=1, placement=placement)
-    )
+    spread = {"parameter_servers": 2, "placement": {"*/dense/*": "ps:1", "*": "ps:0"}}
+    outcome = one_worker.lead(trial(strategy, problem, batch_size=2 * BATCH, workers=1, **spread))
     devices = {
         path.split("/")[2]: device
         for path, device in outcome.devices.items()
