@@ -34,6 +34,7 @@ class Instance(ThreadingHTTPServer):
         has_logs: whether logs are served at all.
         has_v1beta1: whether the version of the API is there that has the nodes; KFP 3 drops it.
         requests: `METHOD /path?query` of each.
+        received: line, headers and body of each, without credentials.
     """
 
     daemon_threads = True
@@ -50,6 +51,7 @@ class Instance(ThreadingHTTPServer):
         self.has_logs = True
         self.has_v1beta1 = True
         self.requests: list[str] = []
+        self.received: list[bytes] = []
         self.closing = threading.Event()
         self.scheme = "http"
 
@@ -102,6 +104,9 @@ class Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         request = f"{self.command} {self.path}"
         self.server.requests.append(request)
+        secret = ("authorization", "cookie")
+        rest = [each for each in self.headers.items() if each[0].lower() not in secret]
+        self.server.received.append(f"{request} {rest} ".encode() + body)
         fault = self.server.faults.of(request)
         if fault is not None and not fault.late:
             self._fail(fault)

@@ -178,7 +178,7 @@ def tfjob(
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Yield a cluster whose pods have the states that the test sets."""
     with Server() as server, Operator(server.store) as operator:
-        yield Cluster(server, operator, _kubeconfig(folder, server.url))
+        yield Cluster(server, operator, kubeconfig(folder, server.url))
 
 
 @contextmanager
@@ -191,14 +191,14 @@ def real_cluster(
     """
     with Server() as server, Network(server.store) as network:
         operator = Operator(server.store)
-        made = Cluster(server, operator, _kubeconfig(folder, server.url))
+        made = Cluster(server, operator, kubeconfig(folder, server.url))
         control = server.control
         control.users[TRAINER_TOKEN] = TRAINER
         control.granted = {
             control.user: rbac.grants(rbac.LAUNCHER),
             TRAINER: rbac.grants(rbac.TRAINER),
         }
-        in_pods = _kubeconfig(folder / "pods", server.url, TRAINER_TOKEN)
+        in_pods = kubeconfig(folder / "pods", server.url, TRAINER_TOKEN)
         environment = {"KUBECONFIG": str(in_pods), **network.environment}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
         made.kubelet, made.network = kubelet, network
@@ -206,7 +206,7 @@ def real_cluster(
             yield made
 
 
-def _kubeconfig(folder: Path, url: str, token: str = "a-token") -> Path:
+def kubeconfig(folder: Path, url: str, token: str = "a-token") -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "kubeconfig"
     tree = {

@@ -15,7 +15,8 @@ class Fault:
     """A wrong answer, `times` times, to requests that match `pattern`.
 
     The pattern is searched in `METHOD /path?query`. Status 0 closes the connection without an
-    answer. A `late` fault does what was requested before it answers wrongly.
+    answer. A `late` fault does what was requested before it answers wrongly. One that `echoes`
+    has the headers of the request in its message.
     """
 
     pattern: str
@@ -23,6 +24,7 @@ class Fault:
     times: int = 10**9
     headers: dict[str, str] = field(default_factory=dict)
     late: bool = False
+    echoes: bool = False
 
 
 class Faults:

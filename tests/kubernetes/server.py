@@ -14,7 +14,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.kubernetes import pods, rbac
 from tests.kubernetes.control import Control
-from tests.kubernetes.faults import SILENCE, Faults
+from tests.kubernetes.faults import SILENCE, Fault, Faults
 from tests.kubernetes.logs import Logs, stamp
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree, selected
 
@@ -40,6 +40,9 @@ class Server(ThreadingHTTPServer):
         self.logs = Logs(self.store.changed)
         self.control = Control(self.store)
         self.requests: list[str] = []
+        # Line, headers and body of each request; the tokens apart.
+        self.received: list[bytes] = []
+        self.tokens: set[str] = set()
         # A stream ends when this number is no longer that of its beginning.
         self.generation = 0
         self.closing = False
@@ -99,13 +102,17 @@ class Handler(BaseHTTPRequestHandler):
     def _answer(self) -> None:
         request = f"{self.command} {self.path}"
         length = int(self.headers.get("Content-Length") or 0)
-        body = json.loads(self.rfile.read(length) or b"{}")
+        content = self.rfile.read(length)
+        body = json.loads(content or b"{}")
+        rest = [each for each in self.headers.items() if each[0].lower() != "authorization"]
         with self.server.store.changed:
             self.server.requests.append(request)
+            self.server.received.append(f"{request} {rest} ".encode() + content)
+            self.server.tokens.add(self._token())
             self.server.store.changed.notify_all()
         fault = self.server.faults.of(request)
         if fault and not fault.late:
-            return self._fail(fault.status, fault.headers)
+            return self._fail(fault)
         try:
             answer = self._route(body)
         except RefusedError as error:
@@ -113,12 +120,13 @@ class Handler(BaseHTTPRequestHandler):
         except NotServedError:
             return self._send_text(404, "404 page not found\n", "text/plain; charset=utf-8")
         if fault:
-            return self._fail(fault.status, fault.headers)
+            return self._fail(fault)
         if answer is not None:
             self._send(200, answer)
         return None
 
-    def _fail(self, status: int, headers: dict[str, str]) -> None:
+    def _fail(self, fault: Fault) -> None:
+        status = fault.status
         if status == SILENCE:
             with self.server.store.changed:
                 self.server.store.changed.wait_for(lambda: self.server.closing)
@@ -131,7 +139,9 @@ class Handler(BaseHTTPRequestHandler):
             "reason": "Fault",
             "message": self._forbidden() if status == HTTPStatus.FORBIDDEN else "on demand",
         }
-        self._send(status, status_object, headers)
+        if fault.echoes:
+            status_object["message"] = f"denied: {dict(self.headers)}"
+        self._send(status, status_object, fault.headers)
 
     def _forbidden(self) -> str:
         """Return what RBAC says of this request."""
