@@ -94,6 +94,7 @@ def test_the_audit_sees_a_header_a_test_and_a_library(audited):
         assert f"{packages}/{part}" in noted
 
 
+@pytest.mark.long
 def test_a_whole_run_opens_nothing_of_it(audited, tmp_path):
     environment, seen, _ = audited
     settings = [word for each in SMALL for word in ("--set", each)]

@@ -119,6 +119,7 @@ def test_help_and_compile(flotilla, own):
     assert re.search(r"^# PIPELINE DEFINITION", (own / "pipeline.yaml").read_text())
 
 
+@pytest.mark.long
 def test_a_run_with_a_model_of_the_users(flotilla, own):
     settings = [word for setting in SMALL for word in ("--set", setting)]
     printed = run([flotilla, "run", "digits.yaml", *settings, "--json"], cwd=own)

@@ -30,7 +30,7 @@ _IN_AUTHORITY = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _IN_QUERY = re.compile(
-    r"""(?P<name>[?&;](?:amp;)?(?:x-amz-(?:signature|credential|security-token)
+    r"""(?P<name>[?&;\#](?:amp;)?(?:x-amz-(?:signature|credential|security-token)
         |x-goog-(?:signature|credential)|googleaccessid|awsaccesskeyid|signature|sig
         |(?:[\w.-]*[_.-])?(?:token|secret|password|passwd|pwd|credentials?)
         |(?:api|access|secret|account|private)[_.-]?key)=)(?P<value>[^\s&;'"<>\\\#]+)
@@ -38,7 +38,8 @@ _IN_QUERY = re.compile(
     re.IGNORECASE | re.VERBOSE,
 )
 _IN_HEADER = re.compile(
-    r"""(?P<name>\b(?:(?:proxy-)?authorization|(?:set-)?cookie|x-amz-security-token)
+    r"""(?P<name>\b(?:(?:proxy-)?authorization|(?:set-)?cookie|x-amz-security-token|x-api-key
+        |aws_secret_access_key)
         ['"\\]*\s*[:=]\s*(?:[bu]?\\?['"])?)(?P<value>[^'"\\\r\n]+)
       | (?P<kind>\bbearer\s+)(?P<token>[\w.~+/=-]{8,})
     """,
@@ -53,7 +54,7 @@ def credentials_in(text: str) -> str:
     if _IN_AUTHORITY.search(text):
         return "a URI carries a user or password"
     if signed := _IN_QUERY.search(text):
-        return f"a URI carries a secret ({signed['name'].strip('?&;=')})"
+        return f"a URI carries a secret ({signed['name'].strip('?&;#=')})"
     return ""
 
 

@@ -245,6 +245,9 @@ def begun(workdir: Path) -> dict[str, float]:
         raise UserError(f"cannot read {workdir}: {error.strerror}") from None
     found: dict[str, float] = {}
     for name in folders:
+        # No run of ours: a line of a table cannot show it.
+        if not name.isprintable():
+            continue
         # One of them may be damaged, or whatever else.
         for file in (CONFIG, EVENTS):
             with suppress(OSError):

@@ -19,6 +19,9 @@ from trainer.export.export import export
 from trainer.promotion import gate
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
+# In one graph or one process nobody else moves the state; of synchronous updates
+# `test_sync_parameter_server` compares it with that of one process.
+SEEN_ELSEWHERE = {"single", "in_graph", "sync_parameter_server"}
 
 
 def settings(strategy: str, steps: int) -> dict[str, Any]:
@@ -60,9 +63,8 @@ def trained(strategy: str, steps: int, dataset: str, folder: Path) -> Launched:
 
 @pytest.mark.parametrize(
     "strategy",
-    # In one graph or one process nobody else moves the state.
     [
-        pytest.param(each, marks=pytest.mark.long if each in {"single", "in_graph"} else ())
+        pytest.param(each, marks=pytest.mark.long if each in SEEN_ELSEWHERE else ())
         for each in STRATEGIES
     ],
 )

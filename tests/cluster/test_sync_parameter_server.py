@@ -164,7 +164,7 @@ def test_updates_wait_for_a_worker_that_they_cannot_do_without(tmp_path):
         assert_adds_up(leading.outcome(), runs, needed=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_chief_on_the_servers_of_a_dead_one_computes_as_if_they_were_new(two_workers):
     runs = [20, 1000, 20]
     undisturbed = two_workers.lead(trial("problems:equal", runs))

@@ -124,7 +124,7 @@ def test_an_evaluator_measures_the_checkpoints(attempt, kube, tmp_path):
     kube.wait_until_deleted()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_training_survives_the_loss_of_a_parameter_server_and_a_worker(attempt, kube, tmp_path):
     with attempt(settings(1500)) as process:
         wait_for_line(process, '"event": "progress"')

@@ -92,7 +92,7 @@ def steps_of(progress, worker):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["worker", "server"])
+@pytest.mark.parametrize("lost", [pytest.param("worker", marks=pytest.mark.long), "server"])
 def test_a_cancel_after_a_restart_publishes_the_last_checkpoint(kube, dataset, tmp_path, lost):
     for number in range(CANCELS):
         with Training(kube, tmp_path / f"run-{number}", dataset) as training:

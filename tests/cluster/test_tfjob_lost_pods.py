@@ -12,7 +12,9 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 PROGRESS = f'{MARK}"progress"'
 
 
-@pytest.mark.parametrize("task", ["worker-1", "ps-0", "chief-0"])
+@pytest.mark.parametrize(
+    "task", ["worker-1", pytest.param("ps-0", marks=pytest.mark.long), "chief-0"]
+)
 def test_training_goes_on_in_the_same_step_after_a_graceful_deletion(attempt, kube, tmp_path, task):
     with attempt(settings(2000)) as process:
         wait_for_line(process, PROGRESS)

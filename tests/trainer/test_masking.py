@@ -26,6 +26,7 @@ WITH_SECRETS = [
     ("https://h/f?a=1&amp;sig=sW0rdf1sh", "https://h/f?a=1&amp;sig=***"),
     ("https://h/f?access_token=sW0rdf1sh#there", "https://h/f?access_token=***#there"),
     ("https://h/f?X-Goog-Signature=sW0rdf1sh", "https://h/f?X-Goog-Signature=***"),
+    ("https://h/f#access_token=sW0rdf1sh", "https://h/f#access_token=***"),
 ]
 WITHOUT = [
     "s3://bucket/a@b:c/d",
@@ -62,6 +63,8 @@ def test_what_has_no_credentials_stays(text):
         "{'Cookie': 'session=sW0rdf1sh; theme=dark'}",
         '"authorization": "AWS4-HMAC-SHA256 Credential=x, Signature=sW0rdf1sh"',
         "sent with bearer sW0rdf1sh0123",
+        "X-Api-Key: sW0rdf1sh",
+        "aws_secret_access_key = sW0rdf1sh",
     ],
 )
 def test_credentials_of_headers_are_masked(text):

@@ -202,8 +202,6 @@ class RemoteCheckpoints(Checkpoints):
         self._queue(name)
 
     def _queue(self, name: str) -> None:
-        # A run that goes on from the checkpoint has the rows up to there.
-        self._uploads.put("history", self.history.upload)
         self._uploads.put("checkpoint", partial(self._upload, name))
         self._uploads.put("logs", self._upload_logs)
 
@@ -213,6 +211,8 @@ class RemoteCheckpoints(Checkpoints):
         if folder is None or not storage.is_published(here):
             return
         self.lease.check()
+        # A run that goes on from the checkpoint has the rows up to there.
+        self.history.upload()
         manifest = storage.read_manifest(here)
         there = storage.join(self.uri, name)
         try:

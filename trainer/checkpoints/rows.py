@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -143,7 +144,8 @@ class SegmentedRowFile(RowFile):
         self._require()
         last = max(segments)
         if is_new:
-            self._delete_after(last)
+            # The last one may have no row yet, and is not written then.
+            self._delete_after(max((each for each in segments if segments[each]), default=1))
         for number, data in segments.items():
             if data or number == 1:
                 storage.write_bytes(_segment(self._uri, number), data)
@@ -155,11 +157,15 @@ class SegmentedRowFile(RowFile):
             self._is_new = False
 
     def _delete_after(self, last: int) -> None:
-        there = set(storage.names(storage.parent_of(self._uri)))
-        number = last
-        while storage.name_of(_segment(self._uri, number + 1)) in there:
-            number += 1
-            storage.delete(_segment(self._uri, number))
+        stem = storage.name_of(self._uri).removesuffix(_SUFFIX)
+        names = storage.names(storage.parent_of(self._uri))
+        found = [
+            re.fullmatch(rf"{re.escape(stem)}\.([0-9]+){re.escape(_SUFFIX)}", n) for n in names
+        ]
+        # The highest first: a kill in between leaves no gap that hides the others.
+        for number in sorted((int(each[1]) for each in found if each), reverse=True):
+            if number > last:
+                storage.delete(_segment(self._uri, number))
 
 
 def row_file(uri: str) -> RowFile:

@@ -68,9 +68,10 @@ def is_over(job: Job) -> bool:
         return False
     if not found or (found.run_id, found.config_hash) != (job.run_id, job.config.digest()):
         return False
+    # By time and not by step: training may have passed over a damaged one of a later step.
     newest = max(
         storage.published(job.checkpoints),
-        key=lambda pair: int(pair[1].fields.get("global_step", 0)),
+        key=lambda pair: (pair[1].created, pair[0]),
         default=None,
     )
     named = storage.join(job.checkpoints, found.checkpoint)

@@ -100,7 +100,7 @@ def parse_value(text: str) -> Any:
         return _load(text)
     # PyYAML passes on any error of its constructors: `!!bool x` is a KeyError.
     except Exception:
-        raise ConfigError(f"{text!r} is not a YAML value") from None
+        raise ConfigError(_one_line(f"{text!r} is not a YAML value")) from None
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _assign(tree: dict[str, Any], assignment: str) -> None:
     try:
         node[last] = parse_value(text)
     except ConfigError as error:
-        raise ConfigError(f"--set {assignment!r}: {error}") from None
+        raise ConfigError(_one_line(f"--set {assignment!r}: {error}")) from None
 
 
 def _one_line(text: str) -> str:

@@ -80,6 +80,7 @@ def logs(server, root):
     return [key.rpartition("/")[2] for key in server.keys(bucket) if "/logs/" in key]
 
 
+@pytest.mark.long
 def test_a_run_is_resumed_from_the_store(root, tmp_path):
     first = call("train", tmp_path / "runs", *FEW, *setting(storage__root=root), cwd=tmp_path)
     assert first.code == 0, first.err + first.log

@@ -239,6 +239,12 @@ def test_runs_newest_first(flotilla, folder):
     assert flotilla("runs", "--workdir", "none").out == "no runs below none\n"
 
 
+def test_a_folder_whose_name_no_line_can_show_is_no_run(folder):
+    (folder.parent / "red\x1b[31m\n2").mkdir()
+    (folder.parent / "red\x1b[31m\n2" / "config.json").write_text("{}", encoding="utf-8")
+    assert local_status.run_ids(folder.parent) == [folder.name]
+
+
 @pytest.mark.parametrize("run", ["../runs/digits-1", "", ".", "/etc", "digits-1/"])
 def test_only_a_name_is_a_run(flotilla, run):
     assert flotilla("status", run).code == 2

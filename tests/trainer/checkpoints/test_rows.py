@@ -174,6 +174,26 @@ class TestInAnObjectStore:
         assert read(uri) == list(range(31))
         assert len(storage.names(storage.parent_of(uri))) == 2
 
+    def test_no_segment_stays_where_the_rows_end_with_one(self, uri):
+        first = SegmentedRowFile(uri)
+        first.begin(map(row, range(200)))
+        first.upload()
+        size = len(storage.read_bytes(uri).splitlines())
+        again = SegmentedRowFile(uri)
+        again.begin(map(row, range(size)))
+        again.upload()
+        assert read(uri) == list(range(size))
+
+    def test_a_gap_hides_no_segment_of_an_earlier_attempt(self, uri):
+        first = SegmentedRowFile(uri)
+        first.begin(map(row, range(200)))
+        first.upload()
+        storage.delete(uri.replace(".jsonl", ".2.jsonl"))
+        again = SegmentedRowFile(uri)
+        again.begin([row(0)])
+        again.upload()
+        assert storage.names(storage.parent_of(uri)) == [storage.name_of(uri)]
+
     def test_a_row_that_comes_during_an_upload_is_sent_by_the_next(self, uri, monkeypatch):
         file = SegmentedRowFile(uri)
         file.begin(map(row, range(25)))

@@ -52,6 +52,18 @@ def refused(job):
     return str(caught.value)
 
 
+@pytest.mark.parametrize("step", [STEPS + 75, "abc"])
+def test_a_later_checkpoint_that_was_there_before_does_not_count(tmp_path, step):
+    job = job_of(tmp_path)
+    damaged = publish(job, STEPS + 75)
+    folder = storage.local_path(damaged)
+    text = (folder / "MANIFEST.json").read_text(encoding="utf-8")
+    changed = text.replace(f'"global_step": {STEPS + 75}', f'"global_step": {json.dumps(step)}')
+    (folder / "MANIFEST.json").write_text(changed, encoding="utf-8")
+    completion.record(job, publish(job, STEPS))
+    completion.require(job, "chief-0")
+
+
 def test_it_names_the_run_the_configuration_and_the_checkpoint(over):
     completion.require(over, "chief-0")
     path = storage.local_path(over.checkpoints) / completion.FILE

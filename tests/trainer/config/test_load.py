@@ -108,10 +108,14 @@ def test_a_value_is_yaml_with_the_numbers_that_people_write(text, value):
     ],
 )  # fmt: skip
 def test_what_is_no_value_is_refused_with_its_key(text):
-    assert refused(parse_value, text) == f"{text!r} is not a YAML value"
+    said = f"{text!r} is not a YAML value"
     message = refused(load_config, None, [f"training.steps={text}"])
-    assert message.startswith(f"--set {f'training.steps={text}'!r}: ")
     assert message.endswith("is not a YAML value")
+    if len(text) < 1000:
+        assert refused(parse_value, text) == said
+        assert message.startswith(f"--set {f'training.steps={text}'!r}: ")
+    else:
+        assert max(len(message), len(refused(parse_value, text))) < 1010
 
 
 @pytest.mark.parametrize(
