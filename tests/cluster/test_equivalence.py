@@ -98,9 +98,8 @@ def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
     assert_same(one_worker.lead(wanted), alone(problem))
 
 
-@pytest.mark.parametrize(
-    ("problem", "pull_every"), [long("clipped", 1), long("normed", 1), slow("clipped", 3)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("problem", "pull_every"), [("clipped", 1), ("normed", 1), ("clipped", 3)])
 def test_turns_of_a_long_run_change_nothing(one_worker, problem, pull_every):
     # Several turns, and some updates one by one.
     updates = 4 * TURN + 3

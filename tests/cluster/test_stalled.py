@@ -77,7 +77,8 @@ def test_a_stopped_server_or_chief_costs_an_attempt(dataset, tmp_path, task):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("task", ["worker-0", pytest.param("worker-1", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["worker-0", "worker-1"])
 def test_mirrored_workers_begin_again_together(dataset, tmp_path, task):
     config = settings("multi_worker_mirrored", communication="ring")
     run = stopped(dataset, tmp_path, config, task, waiting={"worker-0", "worker-1"} - {task})
@@ -92,6 +93,7 @@ def test_towers_begin_again_when_one_of_them_is_stopped(dataset, tmp_path):
     assert len(run.events(AttemptBegin)) == 2
 
 
+@pytest.mark.long
 def test_without_a_supervisor_a_waiting_task_names_the_silent_one(dataset, tmp_path):
     waits, stops = (Task(role="worker", index=index) for index in range(2))
     config = settings("multi_worker_mirrored", communication="ring")

@@ -60,6 +60,7 @@ def test_servers_that_run_already_are_joined_and_left_running(dataset, tmp_path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_chief_that_is_started_again_elsewhere_waits_for_its_own_lock(dataset, tmp_path):
     config = {**CONFIG, "training": {**CONFIG["training"], "steps": 10**7}}
     with (
