@@ -33,6 +33,7 @@ with recorded("train_model"):
 """
 
 
+@pytest.mark.slow
 def test_it_has_lines_of_progress_checkpoints_and_validations(dataset, tmp_path):
     training = {"steps": 300, "checkpoint_every": 100, "validate_every": 150}
     job = {

@@ -52,6 +52,7 @@ def test_a_killed_worker_is_started_again_and_training_goes_on(running):
     assert STEPS <= running.newest() <= STEPS + MAX_PORTION
 
 
+@pytest.mark.slow
 def test_a_killed_parameter_server_costs_at_most_the_steps_since_a_checkpoint(running):
     running.kill("ps-0")
     code, said = running.end()

@@ -178,6 +178,7 @@ def test_logs_without_following_end_at_once(remote, started, workflow):
     assert (answer.code, answer.out) == (0, "so far\n")
 
 
+@pytest.mark.slow
 def test_a_log_that_is_gone_is_reported_and_the_others_are_printed(
     instance, remote, started, workflow
 ):

@@ -78,6 +78,7 @@ def outage(wire: Link, fault: str) -> Iterator[None]:
     assert len(mender.lines) >= 3 or fault in PARTIAL
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_operation_outlives_an_outage(
     make: Make, bucket: BucketPlace, wire: Link, tmp_path: Path, fault: str
