@@ -111,7 +111,7 @@ def subject_of(folder: Path) -> Subject:
     """Make examples and a model, and publish them below a folder."""
     generator = np.random.default_rng(0)
     images = generator.integers(0, 256, (EXAMPLES, *SHAPE)).astype(np.uint8)
-    spec = InputSpec(shape=SHAPE, dtype="uint8", num_classes=CLASSES)
+    spec = InputSpec(shape=SHAPE, dtype="uint8", output_shape=(CLASSES,))
     model = registry.build(CONFIG.model, spec, 0)
     guesses = model.predict(images, batch_size=1000, verbose=0).argmax(axis=1)
     chance = generator.integers(0, CLASSES, EXAMPLES)
@@ -137,8 +137,8 @@ def _published(folder: Path, images: Any, labels: Any) -> str:
     writer.flush()
     uri = storage.uri_of(folder / "dataset")
     fields = {
-        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "label": "label",
-        "labels": [], "num_classes": CLASSES,
+        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "targets": ["label"],
+        "weight": "", "group": "", "target_counts": {}, "target_moments": {},
         "features": {name: feature.to_json() for name, feature in FEATURES.items()},
         "splits": {"test": {"examples": EXAMPLES, "shards": writer.examples}},
     }  # fmt: skip

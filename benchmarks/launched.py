@@ -94,7 +94,7 @@ def configuration(settings: Mapping[str, Any]) -> Any:
 
 def model(settings: Mapping[str, Any] = NONE) -> Any:
     """Return the model that is trained, with weights of its own."""
-    spec = InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
+    spec = InputSpec(shape=(28, 28, 1), dtype="uint8", output_shape=(10,))
     return models.build(configuration(settings).model, spec, 0)
 
 

@@ -19,8 +19,11 @@ from trainer.config.schema import DataConfig
 @contract.marked
 @component
 def resolve_config(
-    name: str, data_dataset: str, data_version: str, data_manual_dir: str, data_shards: int,
-    data_validation: float, data_partition: str, data_seed: int, model_name: str, model_args: str,
+    name: str, data_dataset: str, data_version: str, data_manual_dir: str,
+    data_inputs: str, data_label: str, data_weight: str, data_group: str, data_shapes: str,
+    data_shards: int, data_validation: float, data_partition: str, data_seed: int,
+    task_name: str, task_loss: str, task_metrics: str, task_outputs: str, task_args: str,
+    model_name: str, model_args: str,
     training_strategy: str, training_steps: int, training_batch_size: int,
     training_optimizer_name: str, training_optimizer_learning_rate: float,
     training_optimizer_args: str, training_schedule_name: str, training_schedule_warmup_steps: int,

@@ -65,7 +65,7 @@ def run_step(
 
         spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
         # Of all that is looked at only once the model is trained.
-        require_slices(settings, spec.features, spec.label)
+        require_slices(settings, spec.features, spec.targets)
         record.held = gather_report.held_by(settings.model_dump())
         job = Job(
             config=settings,

@@ -61,8 +61,10 @@ def _said(config: Config, found: dict[str, object]) -> str:
     inputs = found["inputs"]
     assert isinstance(inputs, dict)
     takes = ", ".join(f"{name} ({form})" for name, form in inputs.items())
-    classes = f"{found['classes']} classes" if found["classes"] else "classes not known yet"
+    targets = found["targets"]
+    assert isinstance(targets, dict)
+    gives = ", ".join(f"{name} ({form})" for name, form in targets.items())
     return (
-        f"{config.model.name} takes {takes} of {config.data.dataset}: {classes}, "
-        f"{found['parameters']} parameters"
+        f"{config.model.name} takes {takes} of {config.data.dataset} for {found['task']} of "
+        f"{gives}: {found['parameters']} parameters"
     )

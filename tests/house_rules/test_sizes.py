@@ -15,7 +15,7 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-MODULE_LIMIT = 187
+MODULE_LIMIT = 193
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
@@ -37,6 +37,7 @@ SAME_ROLE = {
 ALONE = {
     "pipelines/garbage.py": "a command",
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
+    "trainer/export/smoke_request.py": "a program that imports nothing of this project",
     "trainer/data/digits.py": "a TFDS builder, which TFDS imports by name",
 }
 

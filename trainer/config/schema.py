@@ -34,6 +34,11 @@ MODELS = {
     "cnn": "trainer.models.classifiers:cnn",
     "two_tower": "trainer.models.two_tower:two_tower",
 }
+#: The class of every learning task that has a name.
+TASKS = {
+    "classification": "trainer.tasks.classification:Classification",
+}
+AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
 # `tests/trainer/training/test_optimizers.py` compares this list with Keras.
 OPTIMIZERS = (
@@ -63,6 +68,11 @@ class DataConfig(Section):
     dataset: str = key("digits", "TFDS name, or package.module:Builder", min_length=1)
     version: str = key("", "dataset version; the newest when empty")
     manual_dir: str = key("", "folder with the official files, if there is no network")
+    inputs: tuple[str, ...] = key((), "features that the model takes; those of the dataset if none")
+    label: tuple[str, ...] = key((), "features to be predicted; that of the dataset if none")
+    weight: str = key("", "feature that weighs an example in the loss and in the metrics")
+    group: str = key("", "feature whose values name a group of examples, as one query of ranking")
+    shapes: dict[str, tuple[int, ...]] = key({}, "one shape for a feature whose examples differ")
     shards: int = key(8, "files of the training split", ge=1, le=100_000)
     validation: float = key(
         0.1, "taken from training: a share below 1, a count from 1, 0 for none", ge=0
@@ -78,6 +88,18 @@ class DataConfig(Section):
         if value >= 1 and value != int(value):
             raise ValueError("a count of examples has to be a whole number")
         return value
+
+
+class TaskConfig(Section):
+    """The learning task: what is predicted, by which loss, measured by which metrics."""
+
+    name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
+    loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
+    metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
+    outputs: dict[str, Free] = key({}, "of multi_output: {label: {name, loss, metrics, weight}}")
+    args: Free = key({}, "arguments of the task's class")
+
+    _known_task = field_validator("name")(_known("task", (AUTO, *TASKS)))
 
 
 class ModelConfig(Section):
@@ -275,6 +297,7 @@ class Config(Section):
         "digits", "name of the model in the registry"
     )
     data: DataConfig = Field(DataConfig())
+    task: TaskConfig = Field(TaskConfig())
     model: ModelConfig = Field(ModelConfig())
     training: TrainingConfig = Field(TrainingConfig())
     cluster: ClusterConfig = Field(ClusterConfig())

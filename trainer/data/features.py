@@ -24,15 +24,15 @@ class Selection:
     """The kept features by name, and their roles.
 
     Nested features are named by their path, `outer/inner`. `connectors` are the TFDS features that
-    they come from. `labels` and `num_classes` are empty where the label is a bare integer.
+    they come from. `targets` are predicted; `weight` and `group` are empty where there is none.
     """
 
     specs: Mapping[str, FeatureSpec]
     connectors: Mapping[str, Any]
     inputs: tuple[str, ...]
-    label: str
-    labels: tuple[str, ...]
-    num_classes: int
+    targets: tuple[str, ...]
+    weight: str = ""
+    group: str = ""
 
 
 def select(name: str, info: Any) -> Selection:
@@ -57,7 +57,7 @@ def select(name: str, info: Any) -> Selection:
                 f"data.dataset: the feature {feature!r} of {name} is {_form(tensor)}: examples "
                 f"differ in shape; {_OWN_BUILDER} that resizes or pads it to one shape"
             )
-    kept = {feature: _spec(tensor) for feature, (_, tensor) in leaves.items() if _is_fixed(tensor)}
+    kept = {feature: _spec(*leaf) for feature, leaf in leaves.items() if _is_fixed(leaf[1])}
     if left_out := sorted(leaves.keys() - kept.keys()):
         _log.info("%s: %s left out, the shape is not fixed", name, ", ".join(left_out))
     if kept[label].stored != "int":
@@ -65,15 +65,11 @@ def select(name: str, info: Any) -> Selection:
             f"data.dataset: the label {label!r} of {name} is {_form(leaves[label][1])} and not one "
             f"integer; {_OWN_BUILDER} with a ClassLabel"
         )
-    connector = leaves[label][0]
-    is_class = isinstance(connector, tfds.features.ClassLabel) and connector.num_classes
     return Selection(
         specs=kept,
         connectors={feature: leaves[feature][0] for feature in kept},
         inputs=inputs,
-        label=label,
-        labels=tuple(connector.names) if is_class else (),
-        num_classes=connector.num_classes if is_class else 0,
+        targets=(label,),
     )
 
 
@@ -149,10 +145,17 @@ def _form(tensor: Any) -> str:
     return f"{_type_name(tensor)} of shape {tuple(tensor.shape)}"
 
 
-def _spec(tensor: Any) -> FeatureSpec:
+def _spec(connector: Any, tensor: Any) -> FeatureSpec:
     shape = tuple(int(size) for size in tensor.shape)
     dtype = _type_name(tensor)
-    return FeatureSpec(shape=shape, dtype=dtype, stored=stored_form(shape, dtype))
+    is_class = isinstance(connector, tfds.features.ClassLabel) and connector.num_classes
+    return FeatureSpec(
+        shape=shape,
+        dtype=dtype,
+        stored=stored_form(shape, dtype),
+        num_classes=connector.num_classes if is_class else 0,
+        labels=tuple(connector.names) if is_class else (),
+    )
 
 
 def _type_name(tensor: Any) -> str:

@@ -55,7 +55,7 @@ def training_batches(
     seed: int | tf.Tensor,
     shuffle_buffer: int | None = None,
 ) -> tf.data.Dataset:
-    """Return `(inputs, label)` batches without end, in a new order in every epoch.
+    """Return batches without end, in a new order in every epoch; see `_example` for their form.
 
     An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
     nothing is skipped at the seam. The same seed gives the same order.
@@ -79,7 +79,7 @@ def training_batches(
 def evaluation_batches(
     spec: DatasetSpec, files: Files, *, batch_size: int, part: int | tf.Tensor = 0, of: int = 1
 ) -> tf.data.Dataset:
-    """Return `(inputs, label)` batches of each example once, in the order of the files.
+    """Return batches of each example once, in the order of the files.
 
     With `of` above 1 it is every `of`-th of these batches, from number `part` on.
     """
@@ -91,14 +91,13 @@ def evaluation_batches(
 def labelled_columns(
     spec: DatasetSpec, files: Files, *, batch_size: int, columns: Sequence[str]
 ) -> tf.data.Dataset:
-    """Return `(inputs, label, {column: values})` batches, in the order of `evaluation_batches`.
+    """Return `(batch, {column: values})`, in the order of `evaluation_batches`.
 
     The columns may be features of the dataset that no model takes.
     """
 
-    def with_columns(records: tf.Tensor) -> tuple[Any, tf.Tensor, dict[str, tf.Tensor]]:
-        values = parse({name: spec.features[name] for name in columns}, records)
-        return (*_example(spec, records), values)
+    def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
+        return _example(spec, records), parse({n: spec.features[n] for n in columns}, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
     return records.batch(batch_size).map(with_columns).prefetch(2)
@@ -117,15 +116,15 @@ def _fitting(spec: DatasetSpec) -> int:
         elements: int = tf.TensorShape(feature.shape).num_elements()
         return elements * (_TEXT_BYTES if dtype == tf.string else dtype.size)
 
-    return max(1, SHUFFLE_BYTES // sum(size(name) for name in (*spec.inputs, spec.label)))
+    return max(1, SHUFFLE_BYTES // sum(size(name) for name in spec.roles))
 
 
 def _from_memory(
     spec: DatasetSpec, paths: tf.data.Dataset, seed: int | tf.Tensor, examples: int
 ) -> tf.data.Dataset:
     def reordered(example: Any, epoch: Any) -> Any:
-        _, label = example
-        order = tf.random.experimental.stateless_shuffle(tf.range(tf.size(label)), (seed, epoch))
+        count = tf.shape(tf.nest.flatten(example)[0])[0]
+        order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
     whole = paths.flat_map(tf.data.TFRecordDataset).batch(examples)
@@ -140,9 +139,15 @@ def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.da
     return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
 
 
-def _example(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, tf.Tensor]:
-    wanted = {name: spec.features[name] for name in (*spec.inputs, spec.label)}
-    values = parse(wanted, records)
-    if len(spec.inputs) == 1:
-        return values[spec.inputs[0]], values[spec.label]
-    return {name: values[name] for name in spec.inputs}, values[spec.label]
+def _example(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
+    """Return a batch as Keras has it: inputs, labels, and weights where there are some.
+
+    Several inputs or labels are mappings by feature name.
+    """
+    values = parse({name: spec.features[name] for name in spec.roles}, records)
+    inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
+    return (inputs, labels, values[spec.weight]) if spec.weight else (inputs, labels)
+
+
+def _one_or_all(names: Sequence[str], values: dict[str, tf.Tensor]) -> Any:
+    return values[names[0]] if len(names) == 1 else {name: values[name] for name in names}

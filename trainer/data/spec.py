@@ -8,7 +8,7 @@ float32) or "bytes" (texts).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer.config.schema import Config
@@ -17,17 +17,23 @@ from trainer.storage import Manifest
 
 KIND = "dataset"
 # Part of a dataset's key: a change of what is written has to raise it.
-SCHEMA = 1
+SCHEMA = 2
 SPLITS = ("train", "validation", "test")
 
 
 @dataclass(frozen=True, kw_only=True)
 class FeatureSpec:
-    """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form."""
+    """Shape of one example, NumPy's name of the type ("string" for texts), and the stored form.
+
+    Of a feature whose values are classes `num_classes` is their number, and `labels` are their
+    names where they have names.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     stored: str
+    num_classes: int = 0
+    labels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return what the manifest says of it."""
@@ -36,14 +42,26 @@ class FeatureSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetSpec:
-    """Everything that a reader or a model has to know of a prepared dataset."""
+    """Everything that a reader, a model or a task has to know of a prepared dataset.
+
+    `targets` are the features to be predicted; `weight` and `group` are empty where there is none.
+    `target_counts` are the examples of each class by target and split, and `target_moments` are
+    mean, std, min and max over the training split; empty for targets that have none.
+    """
 
     features: Mapping[str, FeatureSpec]
     inputs: tuple[str, ...]
-    label: str
-    num_classes: int
-    labels: tuple[str, ...]
+    targets: tuple[str, ...]
     shards: Mapping[str, tuple[int, ...]]
+    weight: str = ""
+    group: str = ""
+    target_counts: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
+    target_moments: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The features that a batch is made of: inputs, targets, and the weight."""
+        return (*self.inputs, *self.targets, *filter(None, [self.weight]))
 
     def examples(self, split: str) -> int:
         """Return the number of examples of a split; 0 for one that the dataset does not have."""
@@ -77,13 +95,17 @@ class DatasetSpec:
             )
         return cls(
             features={
-                name: FeatureSpec(**{**feature, "shape": tuple(feature["shape"])})
-                for name, feature in manifest.fields["features"].items()
+                name: FeatureSpec(
+                    **{**each, "shape": tuple(each["shape"]), "labels": tuple(each["labels"])}
+                )
+                for name, each in manifest.fields["features"].items()
             },
             inputs=tuple(manifest.fields["inputs"]),
-            label=manifest.fields["label"],
-            num_classes=manifest.fields["num_classes"],
-            labels=tuple(manifest.fields["labels"]),
+            targets=tuple(manifest.fields["targets"]),
+            weight=manifest.fields["weight"],
+            group=manifest.fields["group"],
+            target_counts=manifest.fields["target_counts"],
+            target_moments=manifest.fields["target_moments"],
             shards={
                 name: tuple(split["shards"]) for name, split in manifest.fields["splits"].items()
             },
@@ -96,9 +118,11 @@ def shard_name(split: str, index: int, count: int) -> str:
 
 
 def slice_features(
-    features: Mapping[str, FeatureSpec], label: str, wanted: Sequence[str]
+    features: Mapping[str, FeatureSpec], targets: Sequence[str], wanted: Sequence[str]
 ) -> list[str]:
-    """Return the features to slice an evaluation by: the label, and those that are `wanted`.
+    """Return the features to slice an evaluation by: labels, and those that are `wanted`.
+
+    A label is one of them where it is a single class.
 
     Raises:
         ConfigError: there is no such feature, or it is more than one value an example.
@@ -109,12 +133,15 @@ def slice_features(
             what = "is more than one value an example" if name in features else "is no feature"
             hint = nearest(name, able) or f" (one of {', '.join(able)})"
             raise ConfigError(f"evaluation.slices: {name!r} {what} of the dataset{hint}")
-    return list(dict.fromkeys([label, *wanted]))
+    classes = [name for name in targets if name in able and features[name].num_classes]
+    return list(dict.fromkeys([*classes, *wanted]))
 
 
-def require_slices(config: Config, features: Mapping[str, FeatureSpec], label: str) -> None:
+def require_slices(
+    config: Config, features: Mapping[str, FeatureSpec], targets: Sequence[str]
+) -> None:
     """Raise `ConfigError` where an evaluation could not be sliced as evaluation and gate want."""
-    able = slice_features(features, label, config.evaluation.slices)
+    able = slice_features(features, targets, config.evaluation.slices)
     for bound in ("min", "max"):
         for rule in getattr(config.gate, bound):
             feature = rule.partition("@")[2].partition("=")[0]

@@ -16,15 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
-import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
-from numpy.typing import NDArray
 
 from trainer.data.features import Selection
 from trainer.data.records import encode
 from trainer.data.spec import SPLITS, shard_name
 from trainer.data.splits import Plan
+from trainer.data.targets import Target
 from trainer.errors import UserError
 
 BUFFER_BYTES = 64 << 20
@@ -104,7 +103,7 @@ def batches(
     left = source.info.splits[split].num_examples
     try:
         for batch in _dataset(source, selection, split).prefetch(2).as_numpy_iterator():
-            left -= len(batch[selection.label])
+            left -= len(batch[selection.targets[0]])
             if left < 0:
                 break
             yield batch
@@ -166,17 +165,12 @@ def _unreadable(name: str, source: tfds.core.DatasetBuilder, split: str, reason:
     )
 
 
-# More than any list of classes; beyond it an integer "label" is a quantity.
-MOST_CLASSES = 1_000_000
-
-
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """The content of the shards: examples of each shard, and of each class, by split."""
+    """The content of the shards: examples of each shard by split, and what the targets hold."""
 
     examples: Mapping[str, list[int]]
-    label_counts: Mapping[str, list[int]]
-    num_classes: int
+    targets: Mapping[str, Target]
     fingerprint: str
 
 
@@ -191,51 +185,25 @@ def write(
         UserError: an example has no label, or the source cannot be read.
     """
     writers = {split: ShardWriter(folder, split, count) for split, count in plan.shards.items()}
-    labels: dict[str, list[NDArray[np.int64]]] = {split: [] for split in writers}
-    for origin, targets in plan.targets.items():
+    targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
+    for origin, destinations in plan.targets.items():
         start = 0
         for batch in batches(name, source, selection, origin):
-            values = batch[selection.label].astype(np.int64)
-            _refuse_without_label(name, origin, selection.label, values)
-            chosen = targets[start : start + len(values)]
-            start += len(values)
-            for target, record in zip(chosen, encode(selection.specs, batch), strict=True):
-                writers[SPLITS[target]].add(record)
-            for split in writers:
-                labels[split].append(values[chosen == SPLITS.index(split)])
+            chosen = destinations[start : start + len(batch[selection.targets[0]])]
+            start += len(chosen)
+            for split, record in zip(chosen, encode(selection.specs, batch), strict=True):
+                writers[SPLITS[split]].add(record)
+            for target in targets.values():
+                target.refuse_without_label(name, origin, batch[target.name])
+                for split in writers:
+                    target.add(split, batch[target.name][chosen == SPLITS.index(split)])
     for writer in writers.values():
         writer.flush()
-    counts = _label_counts(labels, selection.num_classes)
     return Written(
         examples={split: writer.examples for split, writer in writers.items()},
-        label_counts=counts,
-        num_classes=len(counts["train"]),
+        targets=targets,
         fingerprint=_fingerprint(writers),
     )
-
-
-def _refuse_without_label(name: str, split: str, label: str, values: NDArray[np.int64]) -> None:
-    if values.min() < 0:
-        raise UserError(
-            f"data.dataset: the split {split!r} of {name} has examples without a label "
-            f"({label!r} is {values.min()}); write your own builder "
-            "(data.dataset: package.module:Builder) that leaves them out"
-        )
-    if values.max() >= MOST_CLASSES:
-        raise UserError(
-            f"data.dataset: {label!r} of {name} is as large as {values.max()}, which is no class; "
-            "write your own builder (data.dataset: package.module:Builder) with a ClassLabel"
-        )
-
-
-def _label_counts(
-    labels: Mapping[str, list[NDArray[np.int64]]], num_classes: int
-) -> dict[str, list[int]]:
-    counts = {split: np.bincount(np.concatenate(values)) for split, values in labels.items()}
-    length = max(num_classes, *(len(count) for count in counts.values()))
-    return {
-        split: np.pad(count, (0, length - len(count))).tolist() for split, count in counts.items()
-    }
 
 
 def _fingerprint(writers: Mapping[str, ShardWriter]) -> str:

@@ -19,9 +19,12 @@ from scipy.stats import binomtest
 from trainer import storage, user_code
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
-from trainer.evaluation.metrics import Floats, Labels, headline
+from trainer.evaluation.measure import measured
 from trainer.evaluation.predictions import Answer, Predictions
-from trainer.evaluation.signature import LABELS, SERVING, class_names, described
+from trainer.evaluation.signature import LABELS, SERVING, described
+from trainer.tasks.classification_metrics import Floats, Labels
+from trainer.tasks.objective import Objective
+from trainer.tasks.base import Task
 
 KIND = "model"
 
@@ -35,10 +38,10 @@ class Champion:
     incomparable: str
 
 
-def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
+def champion_of(uri: str, task: Task, spec: DatasetSpec, scratch: Path) -> Champion:
     """Fetch and load the model published at `uri`, to answer examples of a dataset.
 
-    One that takes other inputs, or knows other classes, is no error: the gate has to refuse.
+    One that takes other inputs, or is of another task, is no error: the gate has to refuse.
 
     Raises:
         UserError: it is missing, damaged, or no model.
@@ -46,7 +49,7 @@ def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
         raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: it can be no champion")
-    if difference := _difference(manifest, uri, spec):
+    if difference := _difference(manifest, uri, task, spec):
         return Champion(uri=uri, answer=None, incomparable=difference)
     place = manifest.fields["saved_model"]
     folder = scratch / "champion"
@@ -56,11 +59,11 @@ def champion_of(uri: str, spec: DatasetSpec, scratch: Path) -> Champion:
         loaded = tf.saved_model.load(folder / place)
         signature = loaded.signatures[SERVING]
 
-    def answer(inputs: Mapping[str, tf.Tensor]) -> Floats:
-        given = {names[feature]: values for feature, values in inputs.items()}
+    def answer(inputs: Mapping[str, Any]) -> Any:
+        given = {names[feature]: tf.constant(values) for feature, values in inputs.items()}
         with _with_remedy(uri):
-            logits: Floats = signature(**given)["logits"].numpy()
-        return logits
+            answers = {name: each.numpy() for name, each in signature(**given).items()}
+            return task.outputs_of(answers)
 
     return Champion(uri=uri, answer=answer, incomparable="")
 
@@ -77,19 +80,21 @@ def _with_remedy(uri: str) -> Iterator[None]:
         ) from error
 
 
-def compared(champion: Champion, found: Predictions) -> dict[str, Any]:
+def compared(champion: Champion, objective: Objective, found: Predictions) -> dict[str, Any]:
     """Return what the evaluation says of the champion: metrics, and the paired test."""
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
-    bad = int((~np.isfinite(found.champion).all(axis=1)).sum())
+    own, other = found.own.part, found.champion.part
+    rows = [np.isfinite(each).all(axis=-1) for each in tf.nest.flatten(other.outputs)]
+    bad = int((~np.logical_and.reduce(rows)).sum())
     if bad:
-        why = f"it gives no finite numbers for {bad} of {len(found.labels)} examples"
+        why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
     return {
         "uri": champion.uri,
         "incomparable": "",
-        "metrics": headline(found.labels, found.champion),
-        "paired": paired(found.labels, found.logits, found.champion),
+        "metrics": measured(objective, found.champion)["metrics"],
+        "paired": paired(own.labels, own.outputs, other.outputs),
     }
 
 
@@ -117,18 +122,27 @@ def _at_least(wins: int, losses: int) -> float:
     return float(binomtest(wins, wins + losses, alternative="greater").pvalue)
 
 
-def _difference(manifest: storage.Manifest, uri: str, spec: DatasetSpec) -> str:
+def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetSpec) -> str:
     fields = manifest.fields
-    mine = [described(spec, feature) for feature in spec.inputs]
-    if fields["inputs"] != mine:
-        return f"it takes {_named(fields['inputs'])}, and this model {_named(mine)}"
-    if fields["num_classes"] != spec.num_classes:
-        return f"it knows {fields['num_classes']} classes, and this model {spec.num_classes}"
-    theirs = storage.read_file(uri, LABELS).decode().splitlines()
-    for number, (their, own) in enumerate(zip(theirs, class_names(spec), strict=False)):
+    takes = [described(spec, feature) for feature in spec.inputs]
+    if fields["inputs"] != takes:
+        return f"it takes {_named(fields['inputs'])}, and this model {_named(takes)}"
+    # A model of an earlier version is a classifier.
+    if (there := fields.get("task", "classification")) != task.name:
+        return f"it was trained for {there}, and this model for {task.name}"
+    theirs, mine = _labels(uri, manifest), list(task.labels)
+    if len(theirs) != len(mine):
+        return f"it knows {len(theirs)} classes, and this model {len(mine)}"
+    for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their != own:
             return f"its class {number} is {their!r}, and that of this model {own!r}"
     return ""
+
+
+def _labels(uri: str, manifest: storage.Manifest) -> list[str]:
+    if LABELS not in {each.path for each in manifest.files}:
+        return []
+    return storage.read_file(uri, LABELS).decode().splitlines()
 
 
 def _named(inputs: list[dict[str, Any]]) -> str:

@@ -1,24 +1,21 @@
 """Measure a checkpoint on the whole test split.
 
-The evaluation is published as `metrics.json`, `curves.json` (ROC and precision over recall of each
-class), `predictions.npz` (`label` [n], `logits` and `probabilities` [n, classes], in the order of
-the dataset; `champion_logits` where there is a champion that can answer) and `worst/*.png`,
-pictures of the examples with the highest losses.
+The evaluation is published as `metrics.json`, `curves.json` (those of the task's details),
+`predictions.npz` (`label` and `output` in the order of the dataset; `champion_output` where there
+is a champion that can answer) and `worst/*.png`, pictures of the examples with the highest losses.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from trainer import storage
 from trainer.checkpoints.checkpoints import restore_model
@@ -26,19 +23,17 @@ from trainer.config.schema import Config
 from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
-from trainer.evaluation import metrics
 from trainer.evaluation.champion import champion_of, compared
-from trainer.evaluation.metrics import Metrics, intervals
+from trainer.evaluation.measure import measured, unsound
 from trainer.evaluation.predictions import Predictions, predict
-from trainer.evaluation.signature import class_names
 from trainer.evaluation.slices import sliced
 from trainer.models import registry
 from trainer.models.spec import InputSpec
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 
 KIND = "evaluation"
 SPLIT = "test"
-
-Measurer = Callable[[tf.data.Dataset], dict[str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,70 +72,30 @@ def evaluate(  # noqa: PLR0913, PLR0917
         return Evaluation(uri=output, metrics=_defined(written["metrics"]))
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
-    features = slice_features(spec.features, spec.label, config.evaluation.slices)
-    model, step = restored(config, spec, checkpoint, scratch)
+    features = slice_features(spec.features, spec.targets, config.evaluation.slices)
+    objective = Objective(tasks.create(config.task, spec))
+    model, step = restored(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
     batches = labelled_columns(spec, files, batch_size=size, columns=features)
-    opponent = champion_of(champion, spec, scratch) if champion else None
+    opponent = champion_of(champion, objective.task, spec, scratch) if champion else None
     answer = opponent.answer if opponent else None
-    found = predict(model, spec, batches, answer)
+    found = predict(model, objective.task, spec, batches, answer)
     _require_sound(spec, found, dataset, checkpoint)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder = Path(name)
-        summary = {**summarized(spec, found), "global_step": step}
+        summary = {**summarized(spec, objective, found), "global_step": step}
         if opponent:
-            summary["champion"] = compared(opponent, found)
-        summary["worst"] = found.worst.write(folder, class_names(spec))
-        _write(folder, summary, found, class_names(spec))
+            summary["champion"] = compared(opponent, objective, found)
+        summary["worst"] = found.worst.write(folder)
+        _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Evaluation(uri=output, metrics=_defined(summary["metrics"]))
 
 
-def _defined(metrics: Metrics) -> dict[str, float]:
+def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if value is not None}
-
-
-def measurer(model: keras.Model) -> Measurer:
-    """Return a function from finite batches to mean `loss` and `accuracy`, compiled once.
-
-    It reads the weights as they are at each call.
-
-    Raises:
-        UserError: there are no examples; a loss that is not finite is returned as it is.
-    """
-    graph = tf.function(partial(totals, model))
-    return lambda batches: means(graph(batches))
-
-
-def totals(model: keras.Model, batches: tf.data.Dataset) -> list[tf.Tensor]:
-    """Return sums over finite batches: of the loss, of right answers, of examples."""
-    loss = tf.zeros((), tf.float64)
-    correct = tf.zeros((), tf.int64)
-    count = tf.zeros((), tf.int64)
-    # Not over the dataset itself: its functions may not reach variables on other machines.
-    for inputs, given in iter(batches):
-        labels = tf.cast(given, tf.int64)
-        logits = tf.cast(model(inputs, training=False), tf.float32)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(labels, logits)
-        loss += tf.reduce_sum(tf.cast(losses, tf.float64))
-        hits = tf.equal(tf.argmax(logits, axis=1), labels)
-        correct += tf.reduce_sum(tf.cast(hits, tf.int64))
-        count += tf.size(labels, tf.int64)
-    return [loss, correct, count]
-
-
-def means(sums: Sequence[Any]) -> dict[str, float]:
-    """Return `loss` and `accuracy` from `totals`, or from totals of parts that were added up.
-
-    Raises:
-        UserError: there are no examples.
-    """
-    loss, correct, count = (float(total) for total in sums)
-    if not count:
-        raise UserError("there are no examples to measure the model on")
-    return {"loss": loss / count, "accuracy": correct / count}
 
 
 def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, str]]:
@@ -165,35 +120,31 @@ def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
     return there.kind == kind and there.fields.get("made_from") == made_from
 
 
-def build_model(config: Config, spec: DatasetSpec) -> keras.Model:
-    """Return the configured model for a dataset, with new weights."""
-    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
-    return registry.build(config.model, inputs, config.training.seed)
+def build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
+    """Return the configured model for a dataset, with new weights and the loss of its task."""
+    task = objective.task
+    inputs = InputSpec.of(spec.features, spec.inputs, task.output_shape)
+    model = registry.build(config.model, inputs, config.training.seed, task.check_output)
+    return objective.attach(model)
 
 
 def restored(
-    config: Config, spec: DatasetSpec, checkpoint: str, scratch: Path
+    config: Config, spec: DatasetSpec, objective: Objective, checkpoint: str, scratch: Path
 ) -> tuple[keras.Model, int]:
     """Return the model with the weights of the checkpoint, and the checkpoint's global step."""
-    model = build_model(config, spec)
+    model = build_model(config, spec, objective)
     manifest = restore_model(checkpoint, model, scratch)
     return model, int(manifest.fields["global_step"])
 
 
 def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoint: str) -> None:
-    expected, labels = spec.examples(SPLIT), found.labels
-    if len(labels) != expected:
+    expected, count = spec.examples(SPLIT), found.own.count
+    if count != expected:
         raise UserError(
-            f"{dataset} gave {len(labels)} {SPLIT} examples and its manifest says {expected}; "
+            f"{dataset} gave {count} {SPLIT} examples and its manifest says {expected}; "
             "delete it and prepare it again"
         )
-    if labels.min() < 0 or labels.max() >= spec.num_classes:
-        wrong = labels.max() if labels.min() >= 0 else labels.min()
-        raise UserError(
-            f"{dataset} has the label {wrong} in its {SPLIT} split, outside of 0 to "
-            f"{spec.num_classes - 1}; correct the dataset's builder"
-        )
-    bad = int((~np.isfinite(found.logits).all(axis=1)).sum())
+    bad = unsound(found.own)
     if bad:
         raise UserError(
             f"the model of {checkpoint} gives no finite numbers for {bad} of {expected} {SPLIT} "
@@ -202,47 +153,34 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
         )
 
 
-def summarized(spec: DatasetSpec, found: Predictions) -> dict[str, Any]:
-    """Return what `metrics.json` says of the predictions.
-
-    A row of `confusion_matrix` is a true class; `per_class` has zeros for one that does not occur.
-    """
-    labels, logits, names = found.labels, found.logits, class_names(spec)
-    each = metrics.per_class(labels, logits, names)
-    calibration = metrics.calibration(labels, logits)
+def summarized(spec: DatasetSpec, objective: Objective, found: Predictions) -> dict[str, Any]:
+    """Return what `metrics.json` says of the predictions."""
     return {
         "split": SPLIT,
-        "examples": len(labels),
-        "metrics": {
-            **metrics.headline(labels, logits),
-            "roc_auc": metrics.mean_area(each, "roc_auc"),
-            "pr_auc": metrics.mean_area(each, "pr_auc"),
-            "calibration_error": calibration["error"],
-        },
-        "intervals": intervals(labels, logits),
-        "per_class": each,
-        "confusion_matrix": metrics.confusion(labels, logits),
-        "roc": metrics.roc(labels, logits),
-        "labels": names,
-        "calibration": calibration["bins"],
+        "task": objective.task.name,
+        "examples": found.own.count,
+        **measured(objective, found.own),
         "slices": {
-            feature: sliced(values, labels, logits, tuple(names) if feature == spec.label else ())
-            for feature, values in found.columns.items()
+            feature: sliced(values, objective, found.own.part, spec.features[feature].labels)
+            for feature, values in found.own.part.columns.items()
         },
     }
 
 
-def _write(folder: Path, summary: dict[str, Any], found: Predictions, names: list[str]) -> None:
+def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
+    _write_json(folder / "curves.json", summary.pop("curves", []))
     _write_json(folder / "metrics.json", summary)
-    _write_json(folder / "curves.json", metrics.curves(found.labels, found.logits, names))
-    arrays = {
-        "label": found.labels,
-        "logits": found.logits,
-        "probabilities": metrics.softmax(found.logits),
-    }
+    part = found.own.part
+    arrays = {**_named("label", part.labels), **_named("output", part.outputs)}
     if found.champion is not None:
-        arrays["champion_logits"] = found.champion
+        arrays |= _named("champion_output", found.champion.part.outputs)
     np.savez(folder / "predictions.npz", allow_pickle=False, **arrays)
+
+
+def _named(name: str, values: Any) -> dict[str, Any]:
+    if isinstance(values, Mapping):
+        return {f"{name}_{key}": each for key, each in values.items()}
+    return {name: values}
 
 
 def _write_json(path: Path, tree: object) -> None:

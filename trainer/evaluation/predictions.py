@@ -5,7 +5,7 @@ The examples with the highest losses, as pictures where an input is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ import tensorflow as tf
 
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
-from trainer.evaluation.metrics import Floats, Labels, losses, softmax
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
+from trainer.tasks.base import Part, Task
 
 MOST_WORST = 25
 # Pixels of the longer side: larger than this a page does not show it.
@@ -39,47 +39,45 @@ class _Example:
 class Worst:
     """Collects the worst of all examples while they stream by; holds `MOST` of them."""
 
-    def __init__(self, spec: DatasetSpec) -> None:
+    def __init__(self, spec: DatasetSpec, task: Task) -> None:
         """Collect examples of this dataset."""
-        self._spec = spec
+        self._spec, self._task = spec, task
         self._kept: list[_Example] = []
         self._seen = 0
 
-    def look(self, inputs: Mapping[str, Any], labels: Labels, logits: Floats) -> None:
-        """Look at one batch: inputs by feature name, labels [n] and logits [n, classes]."""
-        each = losses(labels, logits)
-        probabilities = softmax(logits)
+    def look(self, inputs: Mapping[str, Any], part: Part) -> None:
+        """Look at one batch: inputs by feature name, and what the model gave for them."""
+        each = self._task.example_losses(part.labels, part.outputs)
         for place in np.argsort(-each, kind="stable")[:MOST_WORST]:
             index = int(place)
-            if len(self._kept) == MOST_WORST and each[index] <= self._kept[-1].loss:
+            full = len(self._kept) == MOST_WORST
+            if not np.isfinite(each[index]) or (full and each[index] <= self._kept[-1].loss):
                 break
-            row = {
-                "index": self._seen + index,
-                "label": int(labels[index]),
-                "predicted": int(logits[index].argmax()),
-                "loss": float(each[index]),
-                "probability": float(probabilities[index, labels[index]]),
-            }
+            label, output = tf.nest.map_structure(
+                lambda values, at=index: values[at], (part.labels, part.outputs)
+            )
+            loss = float(each[index])
+            described = self._task.described(label, output)
+            row = {"index": self._seen + index, "loss": loss, **described}
             values = {name: self._copied(name, each[index]) for name, each in inputs.items()}
-            self._kept.append(_Example(loss=row["loss"], row=row, inputs=values))
+            self._kept.append(_Example(loss=loss, row=row, inputs=values))
             self._kept.sort(key=lambda example: -example.loss)
             del self._kept[MOST_WORST:]
-        self._seen += len(labels)
+        self._seen += len(each)
 
     def _copied(self, name: str, value: Any) -> Any:
         copy = np.array(value)
         return _shrunk(copy) if _is_image(self._spec.features[name]) else copy
 
-    def write(self, folder: Path, names: list[str]) -> list[dict[str, Any]]:
+    def write(self, folder: Path) -> list[dict[str, Any]]:
         """Write the pictures to `folder` and return a row for each example, the worst first.
 
-        A row holds `index` in the split, `label`, `predicted`, `loss`, `probability` of the label,
-        and `picture` (a path below `folder`) or `inputs` (a text).
+        A row holds `index` in the split, `loss`, what the task says of the example, and `picture`
+        (a path below `folder`) or `inputs` (a text).
         """
         rows = []
         for place, example in enumerate(self._kept, start=1):
-            row = {key: example.row[key] for key in ("index", "loss", "probability")}
-            row |= {key: names[example.row[key]] for key in ("label", "predicted")}
+            row = dict(example.row)
             pictured = next((n for n in example.inputs if _is_image(self._spec.features[n])), None)
             if pictured is None:
                 row["inputs"] = ", ".join(_described(n, v) for n, v in example.inputs.items())
@@ -130,30 +128,46 @@ def _described(name: str, values: Any) -> str:
     return f"{name} {words}" + (" ..." if len(flat) > _VALUES_IN_TEXT else "")
 
 
-Answer = Callable[[Mapping[str, tf.Tensor]], Floats]
+Answer = Callable[[Mapping[str, tf.Tensor]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Predictions:
-    """The answers to all examples, in order; the examples themselves are gone.
+    """What models gave for all examples, in order; the examples themselves are gone.
 
     Attributes:
-        labels: [n].
-        logits: [n, classes].
-        champion: the champion's logits, or None without one.
-        columns: values of the features to slice by, [n] each.
+        own: those of the model.
+        champion: those of the champion, or None without one.
         worst: the examples with the highest losses.
     """
 
-    labels: Labels
-    logits: Floats
-    champion: Floats | None
-    columns: dict[str, Any]
+    own: InMemory
+    champion: InMemory | None
     worst: Worst
 
 
+@dataclass(frozen=True, kw_only=True)
+class InMemory:
+    """Examples in one part; see `trainer.tasks.base.Examples`."""
+
+    part: Part
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(tf.nest.flatten(self.part.labels)[0])
+
+    def parts(self) -> Iterator[Part]:
+        """Return the one part."""
+        yield self.part
+
+
 def predict(
-    model: keras.Model, spec: DatasetSpec, batches: tf.data.Dataset, champion: Answer | None = None
+    model: keras.Model,
+    task: Task,
+    spec: DatasetSpec,
+    batches: tf.data.Dataset,
+    champion: Answer | None = None,
 ) -> Predictions:
     """Predict all examples of finite `labelled_columns`, batch by batch.
 
@@ -162,37 +176,38 @@ def predict(
     """
 
     @tf.function(reduce_retracing=True)
-    def forward(inputs: Any) -> tf.Tensor:
-        return tf.cast(model(inputs, training=False), tf.float32)
+    def forward(inputs: Any) -> Any:
+        outputs = model(inputs, training=False)
+        return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)
 
-    worst = Worst(spec)
-    labels: list[Labels] = []
-    answers: list[Floats] = []
-    opponent: list[Floats] = []
-    columns: dict[str, list[Any]] = {}
-    for inputs, given, values in batches:
+    worst = Worst(spec, task)
+    own: list[Part] = []
+    opponent: list[Any] = []
+    for batch, columns in batches:
+        inputs, labels, weights = _arrays(keras.utils.unpack_x_y_sample_weight(batch))
         named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
-        labels.append(given.numpy().astype(np.int64))
         with refused_input():
-            answers.append(forward(inputs).numpy())
+            outputs = _arrays(forward(batch[0]))
         if champion:
             opponent.append(champion(named))
-        for column, each in values.items():
-            columns.setdefault(column, []).append(each.numpy())
-        if _sound(spec, labels[-1], answers[-1]):
-            worst.look(named, labels[-1], answers[-1])
-    if not labels:
+        own.append(Part(labels, outputs, weights, _arrays(columns)))
+        worst.look(named, own[-1])
+    if not own:
         raise UserError("there are no examples to predict")
+    whole = _joined(own)
+    others = whole._replace(outputs=_joined(opponent)) if champion else None
     return Predictions(
-        labels=np.concatenate(labels),
-        logits=np.concatenate(answers),
-        champion=np.concatenate(opponent) if opponent else None,
-        columns={column: np.concatenate(each) for column, each in columns.items()},
+        own=InMemory(part=whole),
+        champion=InMemory(part=others) if others else None,
         worst=worst,
     )
 
 
-def _sound(spec: DatasetSpec, labels: Labels, logits: Floats) -> bool:
-    # What is not is refused when all is counted.
-    known = labels.min() >= 0 and labels.max() < spec.num_classes
-    return bool(known and np.isfinite(logits).all())
+def _arrays(tree: Any) -> Any:
+    return tf.nest.map_structure(lambda each: None if each is None else np.asarray(each), tree)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    return tf.nest.map_structure(
+        lambda *each: None if each[0] is None else np.concatenate(each), *parts
+    )

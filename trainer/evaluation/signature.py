@@ -9,7 +9,7 @@ from trainer.data.spec import DatasetSpec
 
 SERVING = "serving_default"
 SERIALIZED = "serialized_examples"
-# One class a line, in the folder of a model.
+# One class a line, in the folder of a model; absent where the task has no classes.
 LABELS = "labels.txt"
 
 
@@ -17,11 +17,6 @@ def serving_name(feature: str) -> str:
     """Return the name of a feature in the signature: TensorFlow takes letters, digits and `_`."""
     name = re.sub(r"[^A-Za-z0-9_]", "_", feature)
     return name if re.match("[A-Za-z]", name) else f"input_{name}"
-
-
-def class_names(spec: DatasetSpec) -> list[str]:
-    """Return the name of each class; its number where the dataset names none."""
-    return list(spec.labels) or [str(index) for index in range(spec.num_classes)]
 
 
 def described(spec: DatasetSpec, feature: str) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.evaluation.metrics import Floats, Labels, headline, intervals_of_means
+from trainer.tasks.objective import Objective, at
+from trainer.tasks.base import Part
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
 MOST_VALUES = 20
@@ -20,24 +21,20 @@ Rows = npt.NDArray[np.bool_]
 
 
 def sliced(
-    values: Values, labels: Labels, logits: Floats, names: tuple[str, ...]
+    values: Values, objective: Objective, part: Part, names: tuple[str, ...]
 ) -> list[dict[str, Any]]:
     """Return a row for each part: `value`, `examples`, `metrics` and `intervals`.
 
     Args:
         values: of the feature, one an example.
-        labels: [n].
-        logits: [n, classes].
+        objective: measures.
+        part: all examples.
         names: of the values 0, 1, ..., where they have names, as those of the label do.
     """
+    rows_of = list(_parts(values, names))
     return [
-        {
-            "value": value,
-            "examples": int(rows.sum()),
-            "metrics": headline(labels[rows], logits[rows]),
-            "intervals": intervals_of_means(labels[rows], logits[rows]),
-        }
-        for value, rows in _parts(values, names)
+        {"value": value, "examples": int(rows.sum()), **objective.of_slice(at(part, rows))}
+        for value, rows in rows_of
     ]
 
 

@@ -27,11 +27,13 @@ from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
-from trainer.evaluation.signature import LABELS, class_names, described
+from trainer.evaluation.signature import LABELS, described
 from trainer.export import model_card
 from trainer.export.formats import FORMATS, format_path
-from trainer.export.parity import Batch, Fresh, Subject, answered, fresh_process, prove
+from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
 from trainer.promotion import gate, kserve
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 
 KIND = "model"
 PARITY_EXAMPLES = 512
@@ -75,11 +77,12 @@ def export(  # noqa: PLR0913, PLR0917
     with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as name:
         folder = Path(name)
         with fresh_process(folder) as process:
-            model, step = restored(config, spec, checkpoint, scratch)
+            objective = Objective(tasks.create(config.task, spec))
+            model, step = restored(config, spec, objective, checkpoint, scratch)
             facts = model_card.Facts(
                 config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step
             )
-            subject = _subject(config, model, spec, dataset, scratch)
+            subject = _original(config, model, objective, spec, dataset, scratch)
             fields = _fields(facts, subject, evaluation, made_from)
             parity = _proved(folder, subject, fields, process)
         _write_json(folder / "parity.json", parity)
@@ -91,7 +94,7 @@ def export(  # noqa: PLR0913, PLR0917
 
 
 def _fields(
-    facts: model_card.Facts, subject: Subject, evaluation: str, made_from: Mapping[str, str]
+    facts: model_card.Facts, subject: Original, evaluation: str, made_from: Mapping[str, str]
 ) -> dict[str, Any]:
     config, spec = facts.config, subject.spec
     return {
@@ -99,7 +102,8 @@ def _fields(
         "global_step": facts.step,
         "formats": list(config.export.formats),
         "inputs": [described(spec, feature) for feature in spec.inputs],
-        "num_classes": spec.num_classes,
+        "task": subject.task.name,
+        "num_labels": len(subject.task.labels),
         "saved_model": format_path("saved_model", config.name, facts.step),
         "decision": facts.decision,
         "evaluation": evaluation,
@@ -108,25 +112,33 @@ def _fields(
 
 
 def _proved(
-    folder: Path, subject: Subject, fields: Mapping[str, Any], process: Fresh
+    folder: Path, subject: Original, fields: Mapping[str, Any], process: Fresh
 ) -> dict[str, Any]:
     """Write the forms into a folder, and return what proves each of them."""
     name, step = fields["name"], fields["global_step"]
     paths = {str(form): format_path(form, name, step) for form in fields["formats"]}
     parity = prove(subject, paths, folder)
-    _write_text(folder / LABELS, "\n".join(class_names(subject.spec)))
+    if subject.task.labels:
+        _write_text(folder / LABELS, "\n".join(subject.task.labels))
     parity["smoke"] = answered(subject, folder, fields["saved_model"], process)
     return parity
 
 
-def _subject(
-    config: Config, model: keras.Model, spec: DatasetSpec, dataset: str, scratch: Path
-) -> Subject:
+def _original(  # noqa: PLR0913, PLR0917
+    config: Config,
+    model: keras.Model,
+    objective: Objective,
+    spec: DatasetSpec,
+    dataset: str,
+    scratch: Path,
+) -> Original:
     calibration = None
     if any(FORMATS[form].calibrated for form in config.export.formats):
         calibration, _ = next(_batches(spec, dataset, scratch, "train", CALIBRATION_EXAMPLES))
-    return Subject(
+    return Original(
         model=model,
+        task=objective.task,
+        objective=objective,
         spec=spec,
         batches=lambda: _batches(spec, dataset, scratch, SPLIT, PARITY_EXAMPLES),
         calibration=calibration,
@@ -137,9 +149,10 @@ def _batches(
     spec: DatasetSpec, dataset: str, scratch: Path, split: str, size: int
 ) -> Iterator[Batch]:
     files = stage_shards(dataset, scratch / split, split)
-    for inputs, labels in evaluation_batches(spec, files, batch_size=size):
+    for batch in evaluation_batches(spec, files, batch_size=size):
+        inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
-        yield named, labels.numpy()
+        yield named, (inputs, labels, weights)
 
 
 def _require_blessed(decision: str, inputs_from: Mapping[str, str]) -> str:

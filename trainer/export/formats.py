@@ -20,6 +20,8 @@ from tensorflow.python.framework.convert_to_constants import convert_variables_t
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.signature import SERIALIZED, SERVING, serving_name
+from trainer.tasks.objective import in_single_precision
+from trainer.tasks.base import Task
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -83,6 +85,19 @@ Predictor = Callable[[Inputs], Answers]
 
 
 @dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A model, the task that knows its outputs, and the dataset that knows its inputs."""
+
+    model: keras.Model
+    task: Task
+    spec: DatasetSpec
+
+    def answers(self, inputs: Inputs) -> Answers:
+        """Return what every form answers to inputs by feature name."""
+        return answers_of(self.model, self.task, inputs)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Format:
     """One written form of a model.
 
@@ -93,12 +108,12 @@ class Format:
         read: returns one predictor for each way to ask it; all have to give the same answers.
         tolerance: largest difference of an answer from the original's.
         calibrated: whether answers are rounded by calibration; such a form may lose `tolerance` of
-            accuracy instead.
+            the task's main metric instead.
     """
 
     path: str
-    write: Callable[[keras.Model, DatasetSpec, Path, Inputs | None], None]
-    read: Callable[[DatasetSpec, Path], tuple[Predictor, ...]]
+    write: Callable[[Subject, Path, Inputs | None], None]
+    read: Callable[[Subject, Path], tuple[Predictor, ...]]
     tolerance: float
     calibrated: bool = False
 
@@ -111,23 +126,23 @@ def format_path(form: str, name: str, version: int) -> str:
     return FORMATS[form].path or f"serving/{name}/{version}"
 
 
-def called(model: keras.Model, inputs: Inputs) -> tf.Tensor:
-    """Return the logits of a model for inputs by feature name."""
+def called(model: keras.Model, inputs: Inputs) -> Any:
+    """Return the outputs of a model for inputs by feature name."""
     given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
-    return tf.cast(model(given, training=False), tf.float32)
+    return in_single_precision(model(given, training=False))
 
 
-def answers_of(logits: tf.Tensor) -> Answers:
-    """Return what every form answers."""
-    return {"logits": logits.numpy(), "probabilities": tf.nn.softmax(logits).numpy()}
+def answers_of(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
+    """Return the answers of a model, as arrays."""
+    return {name: each.numpy() for name, each in task.answers(called(model, inputs)).items()}
 
 
-def _serving(model: keras.Model, spec: DatasetSpec) -> tuple[Any, list[tf.TensorSpec]]:
+def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
     """Return the function that is served, and what it takes: one tensor an input feature."""
+    model, task, spec = subject.model, subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        logits = called(model, dict(zip(spec.inputs, values, strict=True)))
-        return {"logits": logits, "probabilities": tf.nn.softmax(logits)}
+        return task.answers(called(model, dict(zip(spec.inputs, values, strict=True))))
 
     takes = [
         tf.TensorSpec((None, *feature.shape), feature.dtype, name=serving_name(name))
@@ -136,10 +151,9 @@ def _serving(model: keras.Model, spec: DatasetSpec) -> tuple[Any, list[tf.Tensor
     return serve, takes
 
 
-def _write_saved_model(
-    model: keras.Model, spec: DatasetSpec, path: Path, _calibration: Inputs | None
-) -> None:
-    serve, takes = _serving(model, spec)
+def _write_saved_model(subject: Subject, path: Path, _calibration: Inputs | None) -> None:
+    serve, takes = _serving(subject)
+    spec = subject.spec
     wanted = {name: spec.features[name] for name in spec.inputs}
 
     def serve_examples(examples: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -148,14 +162,15 @@ def _write_saved_model(
         return answers
 
     archive = keras.export.ExportArchive()
-    archive.track(model)
+    archive.track(subject.model)
     archive.add_endpoint(SERVING, serve, takes)
     records = [tf.TensorSpec((None,), tf.string, name="examples")]
     archive.add_endpoint(SERIALIZED, serve_examples, records)
     archive.write_out(path, verbose=False)
 
 
-def _read_saved_model(spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
+def _read_saved_model(subject: Subject, path: Path) -> tuple[Predictor, ...]:
+    spec = subject.spec
     loaded = tf.saved_model.load(path)
     wanted = {name: spec.features[name] for name in spec.inputs}
 
@@ -173,28 +188,24 @@ def _read_saved_model(spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
     return ask, ask_serialized
 
 
-def _write_keras(
-    model: keras.Model, _spec: DatasetSpec, path: Path, _calibration: Inputs | None
-) -> None:
-    model.save(path)
+def _write_keras(subject: Subject, path: Path, _calibration: Inputs | None) -> None:
+    subject.model.save(path)
 
 
-def _read_keras(_spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
+def _read_keras(subject: Subject, path: Path) -> tuple[Predictor, ...]:
     loaded = keras.models.load_model(path, compile=False)
-    return (lambda inputs: answers_of(called(loaded, inputs)),)
+    return (lambda inputs: answers_of(loaded, subject.task, inputs),)
 
 
-def _write_lite(
-    model: keras.Model, spec: DatasetSpec, path: Path, calibration: Inputs | None
-) -> None:
-    serve, takes = _serving(model, spec)
+def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> None:
+    serve, takes = _serving(subject)
     named = None
     if calibration is not None:
         named = {serving_name(name): np.asarray(each) for name, each in calibration.items()}
     path.write_bytes(converted(serve, takes, named))
 
 
-def _read_lite(_spec: DatasetSpec, path: Path) -> tuple[Predictor, ...]:
+def _read_lite(_subject: Subject, path: Path) -> tuple[Predictor, ...]:
     ask = reader(path)
 
     def predict(inputs: Inputs) -> Answers:

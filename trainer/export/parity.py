@@ -20,33 +20,32 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
-from trainer.evaluation.metrics import Labels
 from trainer.evaluation.signature import SERVING, serving_name
-from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, answers_of, called
+from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
+from trainer.tasks.objective import Objective
+from trainer.tasks.base import Part
 from trainer.user_code import line_of
 
 # Batches of which a form that is rounded shows its accuracy.
 MOST_BATCHES = 20
 
-Batch = tuple[Inputs, Labels]
+# Inputs by feature name; and inputs, labels and weights as the model and its task take them.
+Batch = tuple[Inputs, tuple[Any, Any, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The original: the model in memory, its dataset, and real examples.
+class Original(Subject):
+    """The model in memory, and real examples.
 
-    `batches` returns the test examples at each call: inputs by feature name, and labels.
+    `batches` returns the test examples at each call: inputs by feature name, and the batch.
     `calibration` are training examples by feature name, where a form needs them.
     """
 
-    model: keras.Model
-    spec: DatasetSpec
+    objective: Objective
     batches: Callable[[], Iterator[Batch]]
     calibration: Inputs | None
 
@@ -57,19 +56,21 @@ class Subject:
         raise UserError("there are no test examples: the exported model cannot be proved")
 
 
-def prove(subject: Subject, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
+def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """Write every form to its path below `folder`, read it back, and hold its answers.
 
     Returns:
         `examples`, and `formats` by name: `max_difference` (of values within -1..1 absolute, of
-        larger ones relative) and the `tolerance` it kept to; of a form that is rounded `accuracy`,
-        and `original_accuracy` on the same examples, which may differ by `tolerance`.
+        larger ones relative) and the `tolerance` it kept to; of a form that is rounded the
+        main `metric` of the task, its `value`, that of the `original` on the same `examples`, and
+        what is `lost`, of which `tolerance` is allowed.
 
     Raises:
         UserError: a form cannot be written or read back, or answers otherwise.
     """
-    inputs, labels = subject.first()
-    expected = answers_of(called(subject.model, inputs))
+    inputs, _ = subject.first()
+    count = len(next(iter(inputs.values())))
+    expected = subject.answers(inputs)
     formats: dict[str, Any] = {}
     for name, path in paths.items():
         form = FORMATS[name]
@@ -78,44 +79,47 @@ def prove(subject: Subject, paths: Mapping[str, str], folder: Path) -> dict[str,
         difference = max(_difference(expected, answers) for answers in found)
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:
-            formats[name] |= _accuracies(name, form, subject, readers[0])
+            formats[name] |= _kept(name, form, subject, readers[0])
         # Written so that a NaN fails too.
         elif not difference <= form.tolerance:
             raise UserError(
-                f"nothing is exported: as {name} the model's answers to {len(labels)} test "
+                f"nothing is exported: as {name} the model's answers to {count} test "
                 f"examples differ by up to {difference:g} from the original ({form.tolerance:g} "
                 "is allowed)"
             )
-    return {"examples": len(labels), "formats": formats}
+    return {"examples": count, "formats": formats}
 
 
-def _accuracies(name: str, form: Format, subject: Subject, ask: Predictor) -> dict[str, Any]:
-    count = own = original = 0
-    for inputs, labels in islice(subject.batches(), MOST_BATCHES):
-        count += len(labels)
-        logits = called(subject.model, inputs).numpy()
-        original += int((logits.argmax(axis=1) == labels).sum())
-        own += int((_asked(name, ask, inputs)["logits"].argmax(axis=1) == labels).sum())
+def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
+    """Return the main metric of a rounded form and of the original; refuse one that has lost."""
+    objective, metric = subject.objective, subject.task.main_metric
+    own, original, count = [], [], 0
+    for inputs, (_, labels, weights) in islice(subject.batches(), MOST_BATCHES):
+        count += len(next(iter(inputs.values())))
+        outputs = subject.task.outputs_of(_asked(name, ask, inputs))
+        own.append(objective.sums(Part(labels, outputs, weights, {})))
+        exact = called(subject.model, inputs)
+        original.append(objective.sums(Part(labels, exact, weights, {})))
+    value, expected = (objective.means(np.sum(each, axis=0))[metric] for each in (own, original))
+    lower = subject.task.directions[metric] == "lower"
+    lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
     # Of few examples one alone is more than the tolerance.
-    if original - own > max(form.tolerance * count, 1):
+    if not lost <= max(form.tolerance, 1 / count):
         raise UserError(
-            f"nothing is exported: as {name} the model has {own} of {count} test examples right "
-            f"and the original {original} ({form.tolerance:g} of accuracy may be lost); leave "
+            f"nothing is exported: as {name} the model has {metric} {value:g} on {count} test "
+            f"examples and the original {expected:g} ({form.tolerance:g} may be lost); leave "
             f"{name} out of export.formats"
         )
-    return {
-        "accuracy": own / count,
-        "original_accuracy": original / count,
-        "accuracy_examples": count,
-    }
+    found = {"metric": metric, "value": value, "original": expected}
+    return {**found, "lost": lost, "examples": count}
 
 
-def _written(name: str, form: Format, subject: Subject, path: Path) -> tuple[Predictor, ...]:
+def _written(name: str, form: Format, subject: Original, path: Path) -> tuple[Predictor, ...]:
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         calibration = subject.calibration if form.calibrated else None
-        form.write(subject.model, subject.spec, path, calibration)
-        return form.read(subject.spec, path)
+        form.write(subject, path, calibration)
+        return form.read(subject, path)
     except (OSError, tf.errors.OpError) as error:
         raise UserError(f"the model cannot be written as {name}: {line_of(error)}") from error
     # The user's own classes run here, and may fail in any way.
@@ -179,11 +183,11 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "TF_FORCE_GPU_ALLOW_GROWTH": "true", "TF_USE_LEGACY_KERAS": "1"}
 
 
-def answered(subject: Subject, folder: Path, saved_model: str, process: Fresh) -> dict[str, Any]:
+def answered(subject: Original, folder: Path, saved_model: str, process: Fresh) -> dict[str, Any]:
     """Write `request.json` into `folder`, let a fresh process answer it, and hold the answers.
 
     Returns:
-        `max_difference` of the probabilities, and `milliseconds` of one example (the median).
+        `max_difference` of the answers, and `milliseconds` of one example (the median).
 
     Raises:
         UserError: the process cannot load the model, or answers otherwise.
@@ -196,8 +200,8 @@ def answered(subject: Subject, folder: Path, saved_model: str, process: Fresh) -
     request = {"signature_name": SERVING, "instances": instances}
     (folder / REQUEST).write_text(json.dumps(request) + "\n", encoding="utf-8")
     answer = _ask_process(process, saved_model)
-    expected = answers_of(called(subject.model, few))["probabilities"]
-    difference = float(np.max(np.abs(np.array(answer["probabilities"]) - expected)))
+    found = {name: np.array(values) for name, values in answer["answers"].items()}
+    difference = _difference(subject.answers(few), found)
     tolerance = FORMATS["saved_model"].tolerance
     if not difference <= tolerance:
         raise UserError(

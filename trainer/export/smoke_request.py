@@ -2,7 +2,7 @@
 
 A program of its own that imports nothing of this project, as a client's would. Standard input is
 the path of the SavedModel in the folder, and ends when all is written. The last line of standard
-output is JSON: `probabilities` [n, classes], `labels` [n], `milliseconds`.
+output is JSON: `answers` by column, `milliseconds`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def main() -> None:
     """Wait until all is written, load, ask, and print."""
     folder = Path(sys.argv[1])
     saved_model = sys.stdin.read()
-    names = (folder / "labels.txt").read_text(encoding="utf-8").splitlines()
     request = json.loads((folder / "request.json").read_text(encoding="utf-8"))
     signature = tf.saved_model.load(folder / saved_model).signatures[request["signature_name"]]
     _, takes = signature.structured_input_signature
@@ -34,19 +33,16 @@ def main() -> None:
             name: tf.constant([_value(each[name]) for each in instances], spec.dtype)
             for name, spec in takes.items()
         }
-        return signature(**given)["probabilities"].numpy()
+        return signature(**given)
 
-    probabilities = ask(request["instances"])
-    if probabilities.shape[1] != len(names):
-        sys.exit(f"labels.txt has {len(names)} lines for {probabilities.shape[1]} classes")
+    answers = {name: each.numpy().tolist() for name, each in ask(request["instances"]).items()}
     seconds = []
     for _ in range(_REPEATS):
         began = time.perf_counter()
         ask(request["instances"][:1])
         seconds.append(time.perf_counter() - began)
     answer = {
-        "probabilities": probabilities.tolist(),
-        "labels": [names[index] for index in probabilities.argmax(axis=1)],
+        "answers": answers,
         "milliseconds": round(1000 * statistics.median(seconds), 3),
     }
     sys.stdout.write(json.dumps(answer) + "\n")

@@ -42,8 +42,10 @@ def refused_input() -> Iterator[None]:
 ModelFunction = Callable[..., keras.Model]
 
 
-def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
-    """Return the model, built, with float logits of shape (batch, num_classes) as its output.
+def build(
+    config: ModelConfig, spec: InputSpec, seed: int, check: Callable[[Any], None] = lambda _: None
+) -> keras.Model:
+    """Return the model, built; `check` refuses a symbolic output that does not fit the task.
 
     The same config, spec and seed give the same variable paths and the same weights, whatever the
     process has built before: Keras's counters of names and random seeds are reset for that.
@@ -64,7 +66,7 @@ def build(config: ModelConfig, spec: InputSpec, seed: int) -> keras.Model:
     # Whatever a user's function raises is for the user to put right.
     except Exception as error:
         raise ConfigError(f"model {config.name}: {user_code.line_of(error)}") from error
-    _check_output(config.name, model, spec)
+    _check_output(config.name, model, spec, check)
     _check_paths(config.name, model)
     return model
 
@@ -141,30 +143,21 @@ def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]
             raise ConfigError(f"model.args: {name} has no argument {argument!r} ({known}){hint}")
 
 
-def _check_output(name: str, model: object, spec: InputSpec) -> None:
+def _check_output(name: str, model: object, spec: InputSpec, check: Callable[[Any], None]) -> None:
     if not isinstance(model, keras.Model):
         raise ConfigError(f"model {name}: it is a {type(model).__name__}, not a keras.Model")
     try:
         # The call also builds a model that has not seen its input yet.
-        logits = model(spec.symbols())
+        outputs = model(spec.symbols())
     except Exception as error:
         raise ConfigError(
             f"model {name}: it does not take the dataset's input of shape {spec.shape} and type "
             f"{spec.dtype}: {user_code.line_of(error)}"
         ) from error
-    if not isinstance(logits, keras.KerasTensor):
-        raise ConfigError(f"model {name}: its output is a {type(logits).__name__}, not one tensor")
-    if logits.shape != (None, spec.num_classes) or "float" not in logits.dtype:
-        raise ConfigError(
-            f"model {name}: its output has to be float logits of shape (batch, {spec.num_classes}),"
-            f" not {logits.dtype} of shape {logits.shape}"
-        )
-    last = model.layers[-1] if model.layers else None
-    activation = getattr(last, "activation", None)
-    if isinstance(last, keras.layers.Softmax) or activation is keras.activations.softmax:
-        raise ConfigError(
-            f"model {name}: it has to return logits; remove the softmax from its last layer"
-        )
+    try:
+        check(outputs)
+    except ConfigError as error:
+        raise ConfigError(f"model {name}: {error}") from None
 
 
 def _check_paths(name: str, model: keras.Model) -> None:

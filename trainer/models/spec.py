@@ -76,26 +76,46 @@ class Feature(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
-    """One example without its batch axis, and the number of classes.
+    """One example without its batch axis, and what the task asks of a model's output.
 
     With several input features `shape` and `dtype` are mappings with the same feature names, and
-    the model takes a mapping of tensors.
+    the model takes a mapping of tensors. `output_shape` is that of one example's output, with -1
+    for any size; with several targets it is a mapping with their names, and the model returns a
+    mapping of tensors.
     """
 
     shape: Shape | Mapping[str, Shape]
     dtype: str | Mapping[str, str]
-    num_classes: int
+    output_shape: Shape | Mapping[str, Shape]
 
     @classmethod
     def of(
-        cls, features: Mapping[str, Feature], inputs: Sequence[str], num_classes: int
+        cls,
+        features: Mapping[str, Feature],
+        inputs: Sequence[str],
+        output_shape: Shape | Mapping[str, Shape],
     ) -> InputSpec:
         """Return the spec of a model that takes the features named `inputs`."""
         shapes = {name: tuple(features[name].shape) for name in inputs}
         dtypes = {name: features[name].dtype for name in inputs}
         if len(inputs) == 1:
-            return cls(shape=shapes[inputs[0]], dtype=dtypes[inputs[0]], num_classes=num_classes)
-        return cls(shape=shapes, dtype=dtypes, num_classes=num_classes)
+            (name,) = inputs
+            return cls(shape=shapes[name], dtype=dtypes[name], output_shape=output_shape)
+        return cls(shape=shapes, dtype=dtypes, output_shape=output_shape)
+
+    @property
+    def num_classes(self) -> int:
+        """The size of the last axis of the single output: logits of so many classes.
+
+        Raises:
+            ConfigError: the task has several outputs, or one without a size.
+        """
+        if isinstance(self.output_shape, Mapping):
+            names = ", ".join(self.output_shape)
+            raise ConfigError(f"gives one output, and the task has {names}; {_OWN_MODEL}")
+        if not self.output_shape or self.output_shape[-1] < 0:
+            raise ConfigError(f"gives one row of numbers, not {self.output_shape}; {_OWN_MODEL}")
+        return self.output_shape[-1]
 
     def symbols(self) -> Any:
         """Return the Keras input for the single tensor, or a mapping of them."""

@@ -90,13 +90,13 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     parity = json.loads(storage.read_file(request.model, "parity.json"))
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]
-        if "accuracy" in found:
+        if "metric" in found:
             # With few examples a single one is more than the tolerance.
-            value = found["original_accuracy"] - found["accuracy"]
-            limit = max(limit, 1 / found["accuracy_examples"])
+            value = found["lost"]
+            limit = max(limit, 1 / found["examples"])
         yield _at_most(f"difference of {form}", value, limit, "its tolerance")
-    count, wanted = len(_labels(request.model)), manifest.fields["num_classes"]
-    note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} classes"
+    count, wanted = len(_labels(request.model)), manifest.fields["num_labels"]
+    note = "" if count == wanted else f"labels.txt has {count} lines for {wanted} labels"
     yield _yes("labelled", count == wanted, "the model's", note)
     limits = request.config.registry
     if limits.max_megabytes:
@@ -124,7 +124,9 @@ def _labels(model: str) -> list[str]:
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
     before = champion.manifest.fields
-    changed = [key for key in ("inputs", "num_classes") if before[key] != now[key]]
+    # A model of an earlier version says neither of the last two: its labels are compared below.
+    known = [key for key in ("inputs", "task", "num_labels") if key in before]
+    changed = [key for key in known if before[key] != now[key]]
     if not changed and _labels(champion.uri) != _labels(model):
         changed = ["labels"]
     return ", ".join(changed)

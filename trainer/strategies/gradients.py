@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.strategies.strategy import Batch, sum_of
+from trainer.strategies.strategy import Batch, Loss
 
 
 class Messages:
@@ -114,10 +114,8 @@ class PureGradient:
     The function is traced once, however often a graph uses it.
     """
 
-    def __init__(
-        self, model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
-    ) -> None:
-        """Take a model, and the loss of labels and logits."""
+    def __init__(self, model: keras.Model, loss: Loss, *, jit: bool) -> None:
+        """Take a model and its loss."""
         self._model, self._loss = model, loss
         self._moving: list[int] = []
         self._traced = tf.function(self._compute, jit_compile=jit or None)
@@ -140,7 +138,6 @@ class PureGradient:
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
     def _compute(self, weights: Tensors, state: Tensors, batch: Batch) -> Any:
-        inputs, labels = batch
         model = self._model
         with tf.GradientTape() as tape:
             tape.watch(weights)
@@ -153,9 +150,8 @@ class PureGradient:
                 ],
                 collect_losses=True,
             ) as scope:
-                logits = model(inputs, training=True)
-                losses = model.losses
-            value = tf.cast(self._loss(labels, logits), tf.float32) + sum_of(losses)
+                outputs = model(batch[0], training=True)
+                value = tf.cast(self._loss(model, batch, outputs), tf.float32)
         after = [scope.get_current_value(each) for each in model.non_trainable_variables]
         self._moving = [i for i, old in enumerate(state) if after[i] is not old]
         found = tape.gradient(value, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
@@ -164,7 +160,7 @@ class PureGradient:
 
 
 def pulled_gradient_of(
-    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool
+    model: keras.Model, loss: Loss, *, jit: bool
 ) -> Callable[[Batch], tuple[tf.Tensor, Tensors]]:
     """Return the function from a batch to loss and gradient; like `strategy.gradient_of`.
 
@@ -184,7 +180,7 @@ def pulled_gradient_of(
 def local_steps_of(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
-    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    loss: Loss,
     *,
     steps: int,
     jit: bool,

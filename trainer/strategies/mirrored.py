@@ -26,7 +26,6 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import keras
 import tensorflow as tf
 
 from trainer.errors import ConfigError
@@ -35,14 +34,15 @@ from trainer.strategies.parameter_server import Tally
 from trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
+    Loss,
     Problem,
     Report,
+    Sums,
     exact_counter,
     gradient_of,
 )
 from trainer.topology import Task
 
-Loss = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 _SEED = "seed_generator_state"
 
 
@@ -132,9 +132,7 @@ class Replicated(KerasStrategy):
 
 def _of_one_replica(loss: Loss, replicas: int) -> Loss:
     """Undo that Keras divides a mean loss by the number of replicas, for a sum over them."""
-    if not isinstance(loss, keras.losses.Loss) or loss.reduction in ("sum", "none", None):
-        return loss
-    return lambda labels, logits: loss(labels, logits) * replicas
+    return lambda model, batch, outputs: loss(model, batch, outputs) * replicas
 
 
 def _mean(values: list[Any]) -> list[Any]:
@@ -195,12 +193,12 @@ class MultiWorkerMirrored(Replicated):
             self._tally.add(str(Task(role="worker", index=index)), steps)
         return replace(report, metrics=self._tally.metrics())
 
-    def totals(self, problem: Problem) -> list[float]:
+    def totals(self, problem: Problem) -> Sums:
         """Return the sums over all workers, each of which measures one part on its copy."""
         workers = self.cluster.count("worker")
         mine = self.measured_copy(problem).totals(self.variables(), self.task.index, workers)
-        every = self._gathered(tf.constant(mine, tf.float64))
-        return [float(value) for value in tf.reduce_sum(every, axis=0)]
+        sums: Sums = tf.reduce_sum(self._gathered(tf.constant(mine)), axis=0).numpy()
+        return sums
 
     def barrier(self, *values: int) -> tuple[int, ...]:
         """Wait for all workers, and return the largest of each value over them."""

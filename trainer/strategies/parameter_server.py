@@ -17,7 +17,14 @@ import tensorflow as tf
 
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
-from trainer.strategies.strategy import Batch, KerasStrategy, Problem, exact_counter, gradient_of
+from trainer.strategies.strategy import (
+    Batch,
+    KerasStrategy,
+    Problem,
+    Sums,
+    exact_counter,
+    gradient_of,
+)
 
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
@@ -49,7 +56,7 @@ class Served(KerasStrategy):
     """A chief that leads workers, with the variables on parameter servers."""
 
     io_device = "/job:chief/task:0"
-    _part: Callable[[tf.Tensor], list[tf.Tensor]] | None = None
+    _part: Callable[[tf.Tensor], tf.Tensor] | None = None
 
     def connect(self) -> None:
         """Connect to all tasks and wait until they answer.
@@ -94,22 +101,23 @@ class Served(KerasStrategy):
         self.coordinator.join()
         return [value.fetch() for value in ended]
 
-    def totals(self, problem: Problem) -> list[float]:
+    def totals(self, problem: Problem) -> Sums:
         """Return the sums over all parts, one for each worker; that of a dead worker moves."""
         workers = self.cluster.count("worker")
         if self._part is None:
 
             @tf.function
-            def part(number: tf.Tensor) -> list[tf.Tensor]:
+            def part(number: tf.Tensor) -> tf.Tensor:
                 # The coordinator traces in the scope of its strategy; see the callers of
                 # `gradient`.
-                return self.connected.run(  # type: ignore[no-any-return]
+                return self.connected.run(
                     lambda index: problem.totals(self.model, index, workers), args=(number,)
                 )
 
             self._part = part
         parts = self.dispatch([(self._part, (tf.constant(n),)) for n in range(workers)])
-        return [float(sum(values)) for values in zip(*parts, strict=True)]
+        sums: Sums = np.sum(parts, axis=0)
+        return sums
 
 
 class Tally:

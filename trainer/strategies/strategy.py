@@ -12,13 +12,15 @@ strategy, a built-in one or the user's own.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from typing import Any
 
 import keras
+import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
 from trainer import user_code
@@ -26,9 +28,15 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.topology import Cluster, Task, topology_of
 
-Batch = tuple[Any, tf.Tensor]
-# The model, the number of a part and the number of all parts, to sums over the part's examples.
-Totals = Callable[[keras.Model, tf.Tensor, int], list[tf.Tensor]]
+# As Keras has it: inputs and labels, and the weights of the examples where they have some.
+Batch = tuple[Any, ...]
+# The model, a batch and the model's outputs for it, to a scalar: the mean loss of the batch, with
+# the losses of layers.
+Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
+# The model, the number of a part and the number of all parts, to a vector of sums over the part's
+# examples, in double precision.
+Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
+Sums = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,20 +46,20 @@ class Problem:
     Attributes:
         build_model: builds the model; called once on each device that needs a copy.
         build_optimizer: makes the optimizer, not yet built.
-        loss: labels [batch] and logits [batch, classes] to the mean loss, a scalar.
+        loss: a model, a batch and the model's outputs to the mean loss; see `Loss`.
         chance_loss: the loss of a blind guess; a loss far above it has diverged.
-        batches: the endless training examples of one task, as (inputs, labels). It is traced into
-            a graph and run by a worker, in that worker's working folder.
-        totals: sums over a part of the validation examples, of which every worker has all; traced
-            and run like `batches`. By default nothing is measured.
+        batches: the endless training examples of one task, as `Batch`. It is traced into a graph
+            and run by a worker, in that worker's working folder.
+        totals: a vector of sums over a part of the validation examples, of which every worker has
+            all; traced and run like `batches`. By default nothing is measured.
     """
 
     build_model: Callable[[], keras.Model]
     build_optimizer: Callable[[], keras.optimizers.Optimizer]
-    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
+    loss: Loss
     chance_loss: float
     batches: Callable[[], tf.data.Dataset]
-    totals: Totals = field(default=lambda _model, _part, _of: [])
+    totals: Totals = field(default=lambda _model, _part, _of: tf.zeros([0], tf.float64))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +119,7 @@ class Strategy(ABC):
             ClusterLostError: a task is gone that the strategy cannot do without.
         """
 
-    def totals(self, problem: Problem) -> list[float]:
+    def totals(self, problem: Problem) -> Sums:
         """Return the sums of `problem.totals` over all parts, with the current variables.
 
         Here it is one part, in this process; a strategy with workers distributes the parts.
@@ -173,25 +181,18 @@ class KerasStrategy(Strategy):
         return float(tf.convert_to_tensor(self.optimizer.learning_rate))
 
 
-def sum_of(losses: Sequence[Any]) -> tf.Tensor:
-    """Return the sum of the losses of layers, of any shape and precision, as a scalar float32."""
-    return sum((tf.reduce_sum(tf.cast(each, tf.float32)) for each in losses), tf.constant(0.0))
-
-
 def gradient_of(
-    model: keras.Model, loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor], *, jit: bool = False
+    model: keras.Model, loss: Loss, *, jit: bool = False
 ) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
     """Return the function from a batch to its loss and the gradient of each trainable variable.
 
-    The loss includes the losses of the layers (such as L2). A gradient of looked up rows is
-    `IndexedSlices`. With `jit` XLA compiles it, which needs the variables in this process.
+    A gradient of looked up rows is `IndexedSlices`. With `jit` XLA compiles it, which
+    needs the variables in this process.
     """
 
     def gradient(batch: Batch) -> tuple[tf.Tensor, list[Any]]:
-        inputs, labels = batch
         with tf.GradientTape() as tape:
-            value = tf.cast(loss(labels, model(inputs, training=True)), tf.float32)
-            value += sum_of(model.losses)
+            value = tf.cast(loss(model, batch, model(batch[0], training=True)), tf.float32)
         weights = [variable.value for variable in model.trainable_variables]
         # A variable that the loss does not use gets zeros, so that all replicas average the same.
         unknown = tf.UnconnectedGradients.ZERO
@@ -203,7 +204,7 @@ def gradient_of(
 def step_of(
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
-    loss: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
+    loss: Loss,
     *,
     jit: bool = False,
 ) -> Callable[[Batch], tf.Tensor]:
@@ -259,11 +260,12 @@ class MeasuredCopy:
         self._model = build_model()
         self._graph = tf.function(partial(totals, self._model))
 
-    def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> list[float]:
+    def totals(self, variables: Mapping[str, tf.Variable], part: int, of: int) -> Sums:
         """Return the sums over one of `of` parts; `variables` are those of a checkpoint."""
         for variable in self._model.variables:
             variable.assign(variables[f"model/{variable.path}"])
-        return [float(value) for value in self._graph(tf.constant(part), of)]
+        sums: Sums = self._graph(tf.constant(part), of).numpy()
+        return sums
 
 
 def create(config: Config, cluster: Cluster, task: Task) -> Strategy:

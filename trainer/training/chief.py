@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +32,8 @@ from trainer.models.registry import refused_input
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 from trainer.topology import Cluster, Task, topology_of
 from trainer.training import dry_run
 from trainer.training.input import PATTERN, VALIDATION_PATTERN, stage_input
@@ -125,7 +126,8 @@ def hooks_of(
     Where an evaluator runs, its validations are read in place of validating here.
     """
     spec = DatasetSpec.from_manifest(dataset)
-    make_problem = partial(_problem, config, spec)
+    objective = Objective(tasks.create(config.task, spec))
+    make_problem = partial(_problem, config, spec, objective)
     validates = spec.examples("validation") and not config.cluster.evaluator
 
     def should_stop() -> bool:
@@ -134,7 +136,7 @@ def hooks_of(
 
     return Hooks(
         make_problem=make_problem,
-        validate=partial(_validate, make_problem(0)) if validates else None,
+        validate=partial(_validate, objective, make_problem(0)) if validates else None,
         should_stop=should_stop,
         should_stop_early=partial(_evaluator_sees_no_gain, config, checkpoints),
         watch_steps=watch.stepping,
@@ -166,23 +168,25 @@ def is_lost(error: tf.errors.OpError) -> bool:
     return isinstance(error, _LOST)
 
 
-def _build_model(config: Config, spec: DatasetSpec, checked: list[bool]) -> keras.Model:
-    model = evaluate.build_model(config, spec)
+def _build_model(
+    config: Config, spec: DatasetSpec, objective: Objective, checked: list[bool]
+) -> keras.Model:
+    model = evaluate.build_model(config, spec, objective)
     if not checked:
         dry_run.require(config, model)
         checked.append(True)
     return model
 
 
-def _problem(config: Config, spec: DatasetSpec, start: int) -> Problem:
+def _problem(config: Config, spec: DatasetSpec, objective: Objective, start: int) -> Problem:
     training = config.training
     return Problem(
-        build_model=partial(_build_model, config, spec, []),
+        build_model=partial(_build_model, config, spec, objective, []),
         build_optimizer=partial(build_optimizer, training),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        chance_loss=math.log(max(2, spec.num_classes)),
+        loss=objective.loss,
+        chance_loss=objective.task.chance_loss(),
         batches=partial(_batches, config, spec, start),
-        totals=partial(_totals, config, spec),
+        totals=partial(_totals, config, spec, objective),
     )
 
 
@@ -197,17 +201,22 @@ def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
     )
 
 
-def _totals(
-    config: Config, spec: DatasetSpec, model: keras.Model, part: tf.Tensor, of: int
-) -> list[tf.Tensor]:
+def _totals(  # noqa: PLR0913, PLR0917
+    config: Config,
+    spec: DatasetSpec,
+    objective: Objective,
+    model: keras.Model,
+    part: tf.Tensor,
+    of: int,
+) -> tf.Tensor:
     """Return the sums of a validation over a part of the examples."""
     size = config.evaluation.batch_size
     batches = evaluation_batches(spec, VALIDATION_PATTERN, batch_size=size, part=part, of=of)
-    return evaluate.totals(model, batches)
+    return objective.totals(model, batches)
 
 
-def _validate(problem: Problem, strategy: Strategy) -> dict[str, float]:
-    return evaluate.means(strategy.totals(problem))
+def _validate(objective: Objective, problem: Problem, strategy: Strategy) -> dict[str, float]:
+    return objective.means(strategy.totals(problem))
 
 
 def _evaluator_sees_no_gain(config: Config, checkpoints: Checkpoints) -> bool:

@@ -13,25 +13,25 @@ import keras
 
 from trainer.config.schema import Config
 from trainer.data import prepare
-from trainer.data.spec import require_slices
+from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
+from trainer.evaluation import evaluate
 from trainer.models import registry
-from trainer.models.spec import InputSpec
 from trainer.strategies import placement
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
-
-# Of a label without names the number of classes is known once the dataset is prepared.
-_SOME_CLASSES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """What was found to fit: input features, classes (0: not known yet), parameters of the model.
+    """What was found to fit: the features of one example by name, the task, and the model's size.
 
-    `inputs` are the shapes and types of one example by the names of its features.
+    `parameters` are the numbers in all variables of the model.
     """
 
     inputs: dict[str, str]
-    classes: int
+    targets: dict[str, str]
+    task: str
     parameters: int
 
 
@@ -62,16 +62,25 @@ def fit(config: Config, scratch: Path) -> Fit:
         UserError: there is no such dataset or model, or they do not fit.
     """
     selection = prepare.selected(config.data, scratch)
-    classes = selection.num_classes or _SOME_CLASSES
-    require_slices(config, selection.specs, selection.label)
-    spec = InputSpec.of(selection.specs, selection.inputs, classes)
+    require_slices(config, selection.specs, selection.targets)
+    dataset = DatasetSpec(
+        features=selection.specs, inputs=selection.inputs, targets=selection.targets, shards={}
+    )
+    objective = Objective(tasks.create(config.task, dataset))
     # Never left: that would give all variables their values.
     keras.StatelessScope().__enter__()
-    model = registry.build(config.model, spec, config.training.seed)
+    model = evaluate.build_model(config, dataset, objective)
     require(config, model)
     inputs = {name: selection.specs[name] for name in selection.inputs}
     return Fit(
-        inputs={name: f"{each.dtype} {list(each.shape)}" for name, each in inputs.items()},
-        classes=selection.num_classes,
+        inputs={name: described(each) for name, each in inputs.items()},
+        task=objective.task.name,
+        targets={name: described(selection.specs[name]) for name in selection.targets},
         parameters=int(model.count_params()),
     )
+
+
+def described(feature: FeatureSpec) -> str:
+    """Return type, shape and classes of a feature, as a person reads them."""
+    classes = f" of {feature.num_classes} classes" if feature.num_classes else ""
+    return f"{feature.dtype} {list(feature.shape)}{classes}"

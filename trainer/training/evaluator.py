@@ -10,9 +10,11 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import keras
+import tensorflow as tf
 
 from trainer import events, storage
 from trainer.checkpoints.checkpoints import restore_model
@@ -25,6 +27,8 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation import evaluate
 from trainer.models.registry import refused_input
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 
 # A store sends no event for a new checkpoint.
 POLL_SECONDS = 1.0
@@ -86,13 +90,14 @@ def _measure(job: Job) -> Measure:
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
     if job.config.training.mixed_precision:
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    model = evaluate.build_model(job.config, spec)
-    measured = evaluate.measurer(model)
+    objective = Objective(tasks.create(job.config.task, spec))
+    model = evaluate.build_model(job.config, spec, objective)
+    graph = tf.function(partial(objective.totals, model))
     batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)
 
     def measure(uri: str, scratch: Path) -> dict[str, float]:
         restore_model(uri, model, scratch)
         with refused_input():
-            return measured(batches)
+            return objective.means(graph(batches).numpy())
 
     return measure

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from sklearn import metrics as scores
+from trainer.evaluation.metrics import MEANS, averages, intervals, intervals_of_means
 
 from trainer.config.schema import METRICS
 from trainer.evaluation import metrics
-from trainer.evaluation.metrics import MEANS, averages, intervals, intervals_of_means
 
 NAMES = list("abcdef")
 

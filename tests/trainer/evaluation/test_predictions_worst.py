@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
+from trainer.evaluation.metrics import losses
 
 from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.evaluation.metrics import losses
 from trainer.evaluation.predictions import MOST_WORST, Worst
 
 

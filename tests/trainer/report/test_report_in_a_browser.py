@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainer.evaluation.metrics import curves
 
 from tests.trainer.browser import Browser, browser, found
 from tests.trainer.report.test_report import EVIL, FACTS
 from tests.trainer.report.test_views import CHAMPION, pictures_of
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluation.evaluate import summarized
-from trainer.evaluation.metrics import curves
 from trainer.evaluation.predictions import Predictions, Worst
 from trainer.report import report
 

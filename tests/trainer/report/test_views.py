@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainer.evaluation.metrics import curves
 
 from tests.trainer.page import Page
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluation.evaluate import summarized
-from trainer.evaluation.metrics import curves
 from trainer.evaluation.predictions import Predictions, Worst
 from trainer.report import report, views
 

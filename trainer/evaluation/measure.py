@@ -1,0 +1,35 @@
+"""The metrics of a task over examples that a model has predicted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.tasks.objective import Objective
+from trainer.tasks.base import Examples
+
+
+def measured(objective: Objective, examples: Examples) -> dict[str, Any]:
+    """Return what `metrics.json` says: `metrics`, `intervals`, and the details of the task."""
+    sums = sum(objective.sums(part) for part in examples.parts())
+    details = objective.task.details(examples)
+    means = objective.means(np.asarray(sums))
+    return {
+        **details,
+        "metrics": {**means, **details.get("metrics", {})},
+        "intervals": details.get("intervals", {}),
+    }
+
+
+def unsound(examples: Examples) -> int:
+    """Return how many examples have outputs that are not finite."""
+    bad = 0
+    for part in examples.parts():
+        rows = [
+            np.isfinite(each.reshape(len(each), -1)).all(axis=1)
+            for each in tf.nest.flatten(part.outputs)
+        ]
+        bad += int((~np.logical_and.reduce(rows)).sum())
+    return bad

@@ -1,0 +1,1 @@
+"""Learning tasks: what is predicted, by which loss, and how well."""

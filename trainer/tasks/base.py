@@ -1,0 +1,189 @@
+"""The interface of a learning task.
+
+A task is the one place that knows what a label is: which loss is minimised, which metrics are
+measured, what the outputs of a model mean, and what is written of them. A subclass is a task of its
+own; everything else in this package works with any of them.
+
+The words for what a model gives, in the order in which one becomes the other:
+
+    outputs      what the model returns: logits of a classifier, numbers of a regression
+    predictions  what metrics take: probabilities, or the numbers
+    answers      what an exported model returns: named columns
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
+
+import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+
+Direction = Literal["higher", "lower"]
+Shape = tuple[int, ...]
+Array = npt.NDArray[Any]
+Floats = npt.NDArray[np.floating[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """What a dataset says of a feature that is to be predicted.
+
+    Attributes:
+        name: of the feature.
+        shape: of one example's value; empty for a single one.
+        dtype: NumPy's name of its type.
+        num_classes: how many classes its values name; 0 where they are quantities.
+        labels: names of the classes, where they have names.
+        counts: examples of each class by split; empty where it has no classes, or is not prepared.
+        moments: mean, std, min and max over the training split; empty before it is prepared.
+    """
+
+    name: str
+    shape: Shape
+    dtype: str
+    num_classes: int = 0
+    labels: tuple[str, ...] = ()
+    counts: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    moments: Mapping[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """Describe it as a message does."""
+        classes = f" of {self.num_classes} classes" if self.num_classes else ""
+        what = f"one {self.dtype}" if not self.shape else f"{self.dtype} of shape {self.shape}"
+        return f"{self.name!r} ({what}{classes})"
+
+
+class Part(NamedTuple):
+    """Some examples, in the order of the dataset: arrays whose first axis is the examples.
+
+    Of several targets `labels` and `outputs` are mappings by name. `weights` is None where all
+    examples weigh the same. `columns` are the features that an evaluation is sliced by.
+    """
+
+    labels: Any
+    outputs: Any
+    weights: Floats | None
+    columns: Mapping[str, Array]
+
+
+class Examples(Protocol):
+    """The examples of a split with what a model gave for them, of any number."""
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+
+    def parts(self) -> Iterator[Part]:
+        """Read all of them in parts that fit into memory; may be called again."""
+
+
+class Task(ABC):
+    """One learning task for one target."""
+
+    #: As `task.name` says it.
+    name: ClassVar[str]
+    #: The metric that a model is compared by where the configuration names none.
+    main_metric: ClassVar[str]
+    #: Whether a higher or a lower value of a metric is better; of all that the task measures.
+    directions: ClassVar[Mapping[str, Direction]]
+
+    def __init__(self, target: Target) -> None:
+        """Take a target; further arguments are `task.args`.
+
+        Raises:
+            ConfigError: it is no label of this task.
+        """
+        self.target = target
+
+    @property
+    @abstractmethod
+    def output_shape(self) -> Shape:
+        """The shape that a model's output has to have for one example; -1 for any size."""
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes, one for each column of the probabilities; empty without classes."""
+        return ()
+
+    @abstractmethod
+    def loss(self) -> keras.losses.Loss:
+        """Return the loss of labels and outputs, which training minimises."""
+
+    @abstractmethod
+    def chance_loss(self) -> float:
+        """Return what a blind guess costs; a loss far above it has diverged."""
+
+    @abstractmethod
+    def metrics(self) -> list[keras.Metric]:
+        """Return metrics of labels and predictions, by the names of `directions`.
+
+        The state of each has to be sums over the examples, as that of all of Keras's is: states of
+        workers are added, and examples are drawn anew by adding up other ones.
+        """
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return what metrics take, from a model's outputs."""
+        return outputs
+
+    @abstractmethod
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return what an exported model answers: columns by name."""
+
+    @abstractmethod
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return the outputs from `answers`: what the champion gave, in its exported form."""
+
+    @abstractmethod
+    def example_losses(self, labels: Array, outputs: Array) -> Floats:
+        """Return the loss [n] of each example; the highest ones are shown."""
+
+    @abstractmethod
+    def described(self, label: Any, output: Any) -> dict[str, Any]:
+        """Return the cells by which one example is shown: `label`, `predicted`, and more."""
+
+    def details(self, examples: Examples) -> dict[str, Any]:
+        """Return what an evaluation says besides the metrics, as plain data.
+
+        `metrics` and `intervals` are added to those of `metrics()`. The report draws
+        `confusion_matrix` with `labels`, `per_class`, `calibration` and `curves` (see
+        `trainer.tasks.classification`), and of any task
+
+            tables   [{"title", "columns": [text], "rows": [[value]]}]
+            charts   [{"title", "x", "y", "series": {label: [[x, y]]}}]
+        """
+        del examples
+        return {}
+
+    def of_slice(self, part: Part) -> dict[str, Any]:
+        """Return further `metrics` and `intervals` of the examples of one slice."""
+        del part
+        return {}
+
+    def check(self) -> None:  # noqa: B027
+        """Refuse what the prepared dataset holds; raises `ConfigError`.
+
+        Called before a cluster starts, when `target.counts` and `target.moments` are known.
+        """
+
+    def check_output(self, output: Any) -> None:
+        """Refuse a model's symbolic output that does not fit; raises `ConfigError`."""
+        if not isinstance(output, keras.KerasTensor):
+            raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
+        wanted = (None, *(None if size < 0 else size for size in self.output_shape))
+        shape = tuple(output.shape)
+        fits = len(shape) == len(wanted) and all(
+            size is None or size == found for size, found in zip(wanted, shape, strict=True)
+        )
+        if not fits or "float" not in output.dtype:
+            sizes = ", ".join(["batch", *("any" if n < 0 else str(n) for n in self.output_shape)])
+            raise ConfigError(
+                f"its output has to be floats of shape ({sizes}) for {self.name} of {self.target}, "
+                f"not {output.dtype} of shape {shape}"
+            )
