@@ -1,4 +1,4 @@
-"""Launch the training cluster, watch it, and return the final checkpoint."""
+"""Launch the training cluster, watch it, and return the checkpoint that is handed on."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from components.image import PodDefaults, component
 from components.locations import folder_of_run, run_at
 from components.record import StepOutput, tried
 from trainer import storage
-from trainer.checkpoints.index import best_of, index_of, newest_checkpoint
+from trainer.checkpoints.index import HandedOn, handed_on
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
 
@@ -26,7 +26,7 @@ def train_model(
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train on the dataset at URI `dataset`; return the URI of the final checkpoint."""
+    """Train on the dataset at URI `dataset`; return the URI of the checkpoint to hand on."""
     from components.train_model import run_step
 
     return run_step(
@@ -76,17 +76,25 @@ def run_step(
         logs = storage.join(job.checkpoints, "logs")
         ui.write_viewers(viewers, logs)
         launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))
-        uri, step = newest_checkpoint(job.checkpoints)
-        # What is passed on may have been damaged since it was published.
-        fields = storage.verify(uri).fields
-        best = best_of(index_of(job.checkpoints))
-        metrics = {"global_step": step, **fields["metrics"]}
-        if fields.get("warmed_from"):
-            metrics["warmed_from"] = fields["warmed_from"]
-        if best:
-            metrics |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
-        record.done(uri, metrics)
-        descriptor.describe(checkpoint, uri, {"tensorboard": logs, **metrics})
-        return uri
+        found = handed_on(job.checkpoints, settings.training.hand_on)
+        metrics = _metrics(found)
+        record.done(found.uri, metrics)
+        descriptor.describe(checkpoint, found.uri, {"tensorboard": logs, **metrics})
+        return found.uri
 
     return tried("train_model", run_at(root, run_id), work, inputs={"dataset": dataset})
+
+
+def _metrics(found: HandedOn) -> dict[str, Any]:
+    """Return what training has reached, and the metrics of the checkpoint that is handed on."""
+    metrics = {
+        "global_step": found.trained,
+        "handed_on_step": found.global_step,
+        "handed_on_as": found.why,
+        **found.fields["metrics"],
+    }
+    if found.fields.get("warmed_from"):
+        metrics["warmed_from"] = found.fields["warmed_from"]
+    if best := found.best:
+        metrics |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
+    return metrics

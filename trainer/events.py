@@ -250,6 +250,22 @@ class WarmStart(Event):
     uri: str
 
 
+class HandedOn(Event):
+    """Training is over, and this checkpoint goes on to the next steps.
+
+    Attributes:
+        uri: where it is.
+        global_step: its own.
+        trained: the global step that training has reached.
+        why: a few words.
+    """
+
+    uri: str
+    global_step: int
+    trained: int
+    why: str
+
+
 class FromScratch(Event):
     """There is no champion yet to begin with."""
 

@@ -39,7 +39,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-ENDED = "--json adds `steps` while the run is running, and `global_step` when it has ended."
+ENDED = (
+    "--json adds `steps` while the run is running, `global_step` and `handed_on_step` when it has "
+    "ended."
+)
 COMPLETION_VARIABLE = "_FLOTILLA_COMPLETE"
 
 
@@ -177,7 +180,7 @@ def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
 app.command(epilog="--json adds `version`; `newest` in it: whether `submit` takes it by itself.")(
     upload
 )
-app.command(epilog="--json adds `global_step` when the run was waited for.")(submit)
+app.command(epilog=f"{TRAINED} Both only when the run was waited for.")(submit)
 app.command(epilog="--json adds `schedule`.")(schedule)
 app.command(epilog="--json adds `schedule`.")(unschedule)
 app.command("runs", epilog="--json adds `runs`, an object each.")(list_runs)

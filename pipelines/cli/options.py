@@ -13,7 +13,10 @@ from pipelines.cli.exit import note, with_options
 from pipelines.runs.kfp_access import Instance
 
 # In the help of a command that trains.
-TRAINED = "--json adds `global_step`, the updates that were applied."
+TRAINED = (
+    "--json adds `global_step`, the updates that were applied, and `handed_on_step`, that of the "
+    "model (training.hand_on)."
+)
 
 Config = Annotated[
     Path | None, typer.Argument(help="YAML file of the run; configs/digits.yaml when left out.")

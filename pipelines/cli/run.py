@@ -51,7 +51,7 @@ def train(
 
 def answer_of(result: RunResult) -> Answer:
     """Return the answer of a command that ends with a run."""
-    step = result.global_step
+    steps = {"global_step": result.global_step, "handed_on_step": result.handed_on_step}
     return Answer(
         status=result.status,
         code=result.exit_code,
@@ -59,7 +59,7 @@ def answer_of(result: RunResult) -> Answer:
         metrics=result.metrics,
         artifacts=result.artifacts,
         message=result.message,
-        more={} if step is None else {"global_step": step},
+        more={name: step for name, step in steps.items() if step is not None},
     )
 
 

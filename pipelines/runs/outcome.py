@@ -61,6 +61,11 @@ class RunResult:
         """The updates that training applied; None where there was no training."""
         return self.metrics_of("checkpoint").get("global_step")
 
+    @property
+    def handed_on_step(self) -> int | None:
+        """The global step of the model that is evaluated; None where there was no training."""
+        return self.metrics_of("checkpoint").get("handed_on_step")
+
 
 def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -> RunResult:
     """Judge a run by the events of its newest start and by the exit code of the local runner."""

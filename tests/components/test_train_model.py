@@ -54,10 +54,14 @@ class TestTrainModel:
         uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert uri == storage.join(root, RUN, "checkpoints", "step-00000010")
         logs = storage.join(root, RUN, "checkpoints", "logs")
-        assert artifact.metadata == {
-            "uri": uri, "tensorboard": logs, "global_step": 10, "loss": 0.1,
-        }  # fmt: skip
-        assert emitted()[-1].metrics == {"global_step": 10, "loss": 0.1}
+        metrics = {
+            "global_step": 10,
+            "handed_on_step": 10,
+            "handed_on_as": "the last: none was validated",
+            "loss": 0.1,
+        }
+        assert artifact.metadata == {"uri": uri, "tensorboard": logs, **metrics}
+        assert emitted()[-1].metrics == metrics
         assert emitted()[-1].uri == uri
         assert emitted()[0].inputs == {"dataset": run.dataset}
         written = json.loads(Path(viewers.path).read_text(encoding="utf-8"))
@@ -87,21 +91,40 @@ class TestTrainModel:
         assert code == 1
         assert "step-00000010 is damaged: variables.index has crc32c" in line
 
-    @pytest.mark.usefixtures("launched")
-    def test_the_best_by_validation_is_named(self, monkeypatch, root, run, outputs, emitted):
+    @pytest.fixture
+    def validated(self, monkeypatch, launched):
+        """Return the jobs that were launched; of each the earlier checkpoint is the better one."""
         launch = launchers.LAUNCHERS["local"]
 
-        def validated(job, defaults):
+        def measured(job, defaults):
             launch(job, defaults)
             for _, manifest in storage.published(job.checkpoints):
                 loss = manifest.fields["global_step"] / 10
                 Validations(job.checkpoints).add(manifest, {"loss": loss})
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", validated)
-        train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        monkeypatch.setitem(launchers.LAUNCHERS, "local", measured)
+        return launched
+
+    @pytest.mark.usefixtures("validated")
+    def test_the_best_is_handed_on(self, root, run, outputs, emitted):
+        uri = train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        assert uri.endswith("/step-00000009")
         metrics = emitted()[-1].metrics
-        assert metrics["global_step"] == 10
+        # What was trained stays what was trained.
+        assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 9)
+        assert metrics["handed_on_as"] == "best by validation loss"
+        assert metrics["loss"] == 1 / 9
         assert (metrics["best_global_step"], metrics["best_validation_loss"]) == (9, 0.9)
+
+    @pytest.mark.usefixtures("validated")
+    def test_the_last_is_handed_on_where_that_is_asked_for(self, root, run, outputs, emitted):
+        training = run.config.training.model_copy(update={"hand_on": "last"})
+        text = run.config.model_copy(update={"training": training}).model_dump_json()
+        uri = train_model.run_step(text, root, RUN, run.dataset, *PODS, *outputs)
+        assert uri.endswith("/step-00000010")
+        metrics = emitted()[-1].metrics
+        assert (metrics["global_step"], metrics["handed_on_step"]) == (10, 10)
+        assert metrics["best_global_step"] == 9
 
     def test_a_slice_that_there_cannot_be_is_refused_before_anything_is_launched(
         self, launched, root, run, outputs, capsys

@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are published, and which of them retention keeps.
+"""Which checkpoints of a run are published, which retention keeps, and which one is handed on.
 
 The newest ones are kept, and the best by validation loss.
 """
@@ -6,10 +6,11 @@ The newest ones are kept, and the best by validation loss.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trainer import storage
+from trainer import events, storage
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
 from trainer.errors import UserError
 from trainer.json_records import is_number
@@ -40,8 +41,12 @@ def newest_checkpoint(uri: str) -> tuple[str, int]:
     """Return URI and global step of the newest published checkpoint; raises `UserError`."""
     found = list_checkpoints(uri)
     if not found:
-        raise UserError(f"no checkpoint is published below {uri}")
+        raise _none_below(uri)
     return found[-1]
+
+
+def _none_below(uri: str) -> UserError:
+    return UserError(f"no checkpoint is published below {uri}")
 
 
 # So many checkpoints are kept for an evaluator that has not measured them; one that never does must
@@ -71,8 +76,12 @@ def index_of(uri: str) -> list[IndexEntry]:
 
 def best_of(found: Sequence[IndexEntry]) -> IndexEntry | None:
     """Return the entry with the lowest validation loss, the earlier of two; None without a loss."""
+    return next(iter(_best_first(found)), None)
+
+
+def _best_first(found: Sequence[IndexEntry]) -> list[IndexEntry]:
     measured = [(each.loss, each) for each in found if each.loss is not None]
-    return min(measured, key=lambda pair: pair[0])[1] if measured else None
+    return [each for _, each in sorted(measured, key=lambda pair: pair[0])]
 
 
 def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[str]:
@@ -89,3 +98,65 @@ def outdated(found: Sequence[IndexEntry], *, keep: int, awaited: bool) -> list[s
     if awaited:
         stay |= {each.uri for each in [each for each in found if each.loss is None][-MAX_AWAITED:]}
     return [each.uri for each in found if each.uri not in stay]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HandedOn:
+    """The valid checkpoint of a run that evaluation, export and registration get.
+
+    Attributes:
+        uri: where it is.
+        global_step: its own.
+        trained: the global step of the last checkpoint.
+        why: a few words.
+        fields: of its manifest.
+        best: the best by validation loss, valid or not; None where none was measured.
+    """
+
+    uri: str
+    global_step: int
+    trained: int
+    why: str
+    fields: Mapping[str, Any]
+    best: IndexEntry | None
+
+
+def handed_on(uri: str, choice: str) -> HandedOn:
+    """Return the checkpoint below `uri` that training hands on, and emit which one it is.
+
+    With `choice` "best" it is the best by validation loss that is not damaged. With "last", or
+    where no such one was measured, it is the last.
+
+    Raises:
+        UserError: no checkpoint is published, or it has to be the last and that one is damaged.
+    """
+    found = index_of(uri)
+    if not found:
+        raise _none_below(uri)
+    ranked = _best_first(found) if choice == "best" else []
+    why = "best by validation loss"
+    for entry in ranked:
+        try:
+            return _handed_on(entry, found, why)
+        except (storage.Corrupt, storage.Missing, storage.UnknownSchema) as error:
+            log.warning("passed over %s: %s", entry.uri, error)
+            events.emit(events.CheckpointPassedOver(uri=entry.uri, reason=str(error)))
+            why = "best by validation loss that is not damaged"
+    reason = "none that was validated is whole" if ranked else "none was validated"
+    why = f"the last: {reason if choice == 'best' else 'training.hand_on'}"
+    return _handed_on(found[-1], found, why)
+
+
+def _handed_on(entry: IndexEntry, found: Sequence[IndexEntry], why: str) -> HandedOn:
+    # It may have been damaged since it was published.
+    fields = storage.verify(entry.uri).fields
+    step, trained = entry.global_step, found[-1].global_step
+    events.emit(events.HandedOn(uri=entry.uri, global_step=step, trained=trained, why=why))
+    return HandedOn(
+        uri=entry.uri,
+        global_step=step,
+        trained=trained,
+        why=why,
+        fields=fields,
+        best=best_of(found),
+    )

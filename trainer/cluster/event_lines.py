@@ -12,6 +12,7 @@ from trainer.events import (
     EvaluatorLeft,
     Event,
     FromScratch,
+    HandedOn,
     LeaseAwaited,
     LeaseTakenOver,
     NewestVersion,
@@ -35,6 +36,9 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
     WarmStart: lambda event: f"training begins with the weights of {event.uri}",
     FromScratch: lambda event: f"training begins from scratch: {event.reason}",
+    HandedOn: lambda event: (
+        f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
+    ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
     Stalled: lambda event: f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent",
     EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",

@@ -154,6 +154,9 @@ class TrainingConfig(Section):
     mixed_precision: bool = key(False, "compute in 16 bits (bfloat16)")
     jit_compile: bool = key(False, "compile the step with XLA")
     warm_start: str = key("", "start with the weights of a checkpoint: its URI, or champion")
+    hand_on: Literal["best", "last"] = key(
+        "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
+    )
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
 
     @field_validator("warm_start")

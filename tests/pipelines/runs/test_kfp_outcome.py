@@ -50,7 +50,7 @@ def skip(workflow, _run):
 
 
 BLESSED = [
-    *done("train_model", global_step=1500),
+    *done("train_model", global_step=1500, handed_on_step=1000),
     *done("evaluate_model", accuracy=0.97),
     *done("check_gate", decision="blessed", reasons=[]),
     *done("export_model"),
@@ -115,7 +115,7 @@ def test_blessed_is_0_with_metrics_and_places(waits):
     answer = waits(BLESSED)
     assert (answer.code, answer.json["status"]) == (0, "blessed"), answer.err
     assert answer.json["metrics"] == {"accuracy": 0.97}
-    assert answer.json["global_step"] == 1500
+    assert (answer.json["global_step"], answer.json["handed_on_step"]) == (1500, 1000)
 
 
 def test_refused_is_3_with_its_reasons(waits):

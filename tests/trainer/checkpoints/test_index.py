@@ -6,14 +6,22 @@ import json
 
 import pytest
 
-from trainer import storage
+from trainer import events, storage
 from trainer.checkpoints.history import (
     VALIDATIONS_FILE,
     Validations,
     merge_validations,
     read_validations,
 )
-from trainer.checkpoints.index import MAX_AWAITED, IndexEntry, best_of, index_of, outdated
+from trainer.checkpoints.index import (
+    MAX_AWAITED,
+    IndexEntry,
+    best_of,
+    handed_on,
+    index_of,
+    outdated,
+)
+from trainer.errors import UserError
 
 
 def row(step, loss=None):
@@ -116,3 +124,71 @@ def test_damage_to_the_file_of_the_evaluator_reaches_nobody(tmp_path, line):
         file.write(f"{line}\n".encode() + b"\xff\x00")
     assert [row["global_step"] for row in read_validations(uri)] == [10]
     assert best_of(index_of(uri)).loss == 0.5
+
+
+class TestHandedOn:
+    @pytest.fixture
+    def run(self, tmp_path, monkeypatch):
+        """Return a function that publishes checkpoints with these losses, and what it emitted."""
+        monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+
+        def published(losses, damaged=()):
+            for step, loss in losses.items():
+                weights = tmp_path / f"source-{step}"
+                weights.mkdir()
+                (weights / "variables.index").write_text(str(step), encoding="utf-8")
+                metrics = {} if loss is None else {"validation_loss": loss}
+                publish(tmp_path / "checkpoints", step, metrics=metrics)
+            for step in damaged:
+                file = tmp_path / "checkpoints" / f"step-{step:08d}" / "variables.index"
+                file.write_text("other", encoding="utf-8")
+            return storage.uri_of(tmp_path / "checkpoints")
+
+        return published
+
+    @staticmethod
+    def emitted(tmp_path):
+        return list(events.read(tmp_path / "events.jsonl"))
+
+    @pytest.mark.parametrize(
+        ("losses", "choice", "expected"),
+        [
+            ({10: 0.3, 20: 0.1, 30: 0.2}, "best", (20, "best by validation loss")),
+            ({10: 0.3, 20: 0.1, 30: 0.2}, "last", (30, "the last: training.hand_on")),
+            ({10: 0.3, 20: None}, "best", (10, "best by validation loss")),
+            ({10: None, 20: None}, "best", (20, "the last: none was validated")),
+            ({10: 0.1, 20: 0.1}, "best", (10, "best by validation loss")),
+        ],
+    )
+    def test_it_is_the_one_that_is_asked_for(self, run, tmp_path, losses, choice, expected):
+        step, why = expected
+        found = handed_on(run(losses), choice)
+        assert (found.global_step, found.trained, found.why) == (step, max(losses), why)
+        assert found.fields["global_step"] == step
+        (event,) = self.emitted(tmp_path)
+        assert event == events.HandedOn(
+            uri=found.uri, global_step=step, trained=max(losses), why=why
+        )
+
+    def test_a_damaged_one_makes_room_for_the_next_best_and_is_named(self, run, tmp_path, caplog):
+        uri = run({10: 0.3, 20: 0.1, 30: 0.2}, damaged=[20])
+        found = handed_on(uri, "best")
+        assert found.global_step == 30
+        assert found.why == "best by validation loss that is not damaged"
+        assert found.best.global_step == 20
+        passed, event = self.emitted(tmp_path)
+        assert passed.uri.endswith("step-00000020")
+        assert "variables.index" in passed.reason
+        assert event.uri == found.uri
+        assert "passed over" in caplog.text
+
+    def test_the_last_that_was_not_validated_is_better_than_none(self, run):
+        found = handed_on(run({10: 0.3, 20: None}, damaged=[10]), "best")
+        assert found.global_step == 20
+        assert found.why == "the last: none that was validated is whole"
+
+    @pytest.mark.parametrize("choice", ["best", "last"])
+    def test_without_a_whole_one_it_is_refused(self, run, choice):
+        uri = run({10: 0.3}, damaged=[10])
+        with pytest.raises(UserError, match="step-00000010 is damaged"):
+            handed_on(uri, choice)
