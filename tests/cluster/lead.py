@@ -49,7 +49,7 @@ def main() -> None:
         variables=values,
         devices={path: variable.device for path, variable in variables.items()},
         learning_rate=strategy.learning_rate(),
-        totals=strategy.totals(problem) if spec["measured"] else [],
+        totals=strategy.totals(problem).tolist() if spec["measured"] else [],
     )
     strategy.close()
 

@@ -17,6 +17,7 @@ import tensorflow as tf
 
 from tests.cluster.lead import say
 from tests.cluster.relay import count
+from tests.trainer.objectives import of_classes
 from trainer.cluster import signals
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
@@ -42,10 +43,11 @@ def problem(config: Config, rows: int, batch: int) -> Problem:
         # Of a prime: a thousand ids in turn are a thousand rows.
         return number * 7919 % rows, number % 2
 
+    objective = of_classes(2)
     return Problem(
-        build_model=build_model,
+        build_model=lambda: objective.attach(build_model()),
         build_optimizer=lambda: build_optimizer(config.training),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        loss=objective.loss,
         chance_loss=1.0,
         batches=lambda: tf.data.Dataset.counter().map(example).batch(batch),
     )

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.utils.naming import reset_uids
 
-from trainer.evaluation import evaluate
+from tests.trainer.objectives import of_classes
 from trainer.strategies.strategy import Problem
 
 FEATURES = 6
@@ -53,13 +53,14 @@ def problem(
     learning_rate: float = 0.1,
 ) -> Problem:
     """Return a problem on some batches."""
+    objective = of_classes(CLASSES)
     return Problem(
-        build_model=model,
+        build_model=lambda: objective.attach(model()),
         build_optimizer=lambda: keras.optimizers.get(
             {"class_name": optimizer, "config": {"learning_rate": learning_rate}}
         ),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        chance_loss=float(np.log(CLASSES)),
+        loss=objective.loss,
+        chance_loss=objective.task.chance_loss(),
         batches=batches,
     )
 
@@ -75,13 +76,15 @@ def equal(batch_size: int = 8, **named: object) -> Problem:
 
 
 def measured() -> Problem:
-    """Equal batches, and sums over 23 examples in six batches: loss, hits, examples, where."""
+    """Equal batches, and sums over 23 examples in six batches: examples, loss, hits, where."""
+    objective = of_classes(CLASSES)
 
-    def totals(model: keras.Model, part: tf.Tensor, of: int) -> list[tf.Tensor]:
+    def totals(model: keras.Model, part: tf.Tensor, of: int) -> tf.Tensor:
         batches = tf.data.Dataset.from_tensor_slices(examples(23, seed=1)).batch(4)
         mine = batches.shard(of, tf.cast(part, tf.int64))
         # A decimal for each worker: who has measured how many parts.
-        return [*evaluate.totals(model, mine), 10 ** number()]
+        where = tf.cast([10 ** number()], tf.float64)
+        return tf.concat([objective.totals(model, mine), where], 0)
 
     return replace(equal(), totals=totals)
 

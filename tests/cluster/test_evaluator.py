@@ -14,8 +14,8 @@ from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation import evaluate
 from trainer.events import AttemptBegin, EvaluatorLeft, Restart, Validation
-from trainer.models import registry
-from trainer.models.spec import InputSpec
+from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 
 pytestmark = pytest.mark.cluster
 
@@ -29,12 +29,13 @@ SETTINGS = {
 def measured(dataset, uri, folder):
     """Return the validation loss of a checkpoint, measured here."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    model = registry.build(
-        parse_config({}).model, InputSpec.of(spec.features, spec.inputs, spec.num_classes), 0
-    )
+    config = parse_config({})
+    objective = Objective(tasks.create(config.task, spec))
+    model = evaluate.build_model(config, spec, objective)
     restore_model(uri, model, folder / "scratch")
     files = stage_shards(dataset, folder / "validation", "validation")
-    return evaluate.measurer(model)(evaluation_batches(spec, files, batch_size=1000))["loss"]
+    batches = evaluation_batches(spec, files, batch_size=1000)
+    return objective.means(objective.totals(model, batches).numpy())["loss"]
 
 
 @pytest.mark.long

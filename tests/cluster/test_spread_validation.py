@@ -36,9 +36,9 @@ def two_workers(tmp_path_factory):
 
 
 def assert_same(outcome: Outcome, alone: Outcome) -> None:
-    loss, hits, count, _ = alone.totals
+    count, loss, hits, *_ = alone.totals
     assert count == EXAMPLES
-    assert outcome.totals[:3] == [pytest.approx(loss, rel=1e-6), hits, EXAMPLES]
+    assert outcome.totals[:4] == [EXAMPLES, pytest.approx(loss, rel=1e-6), hits, EXAMPLES]
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def assert_same(outcome: Outcome, alone: Outcome) -> None:
 def test_workers_of_a_chief_measure_a_part_each(alone, two_workers: Servers, strategy):
     outcome = two_workers.lead(trial(strategy))
     assert_same(outcome, alone)
-    assert outcome.totals[3] in ON_WORKERS
+    assert outcome.totals[-1] in ON_WORKERS
 
 
 def test_asynchronous_workers_measure_what_the_servers_hold(alone, tmp_path):
@@ -62,4 +62,4 @@ def test_mirrored_workers_measure_a_part_each_and_know_the_whole(alone, tmp_path
         for each in leading:
             outcome = each.outcome()
             assert_same(outcome, alone)
-            assert outcome.totals[3] == 11
+            assert outcome.totals[-1] == 11

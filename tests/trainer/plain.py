@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tests.trainer.objectives import of_classes
 from trainer.config.schema import Config, OptimizerConfig, TrainingConfig
 from trainer.models.registry import reset_uids
 from trainer.strategies.strategy import (
@@ -94,12 +95,13 @@ def problem_of(
     """Return what makes the problem for the step at which an attempt begins."""
 
     def problem(start: int) -> Problem:
+        objective = of_classes(CLASSES)
         settings = TrainingConfig(optimizer=OptimizerConfig(name=optimizer, learning_rate=rate))
         return Problem(
-            build_model=model,
+            build_model=lambda: objective.attach(model()),
             build_optimizer=partial(build_optimizer, settings),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            chance_loss=float(np.log(CLASSES)),
+            loss=objective.loss,
+            chance_loss=objective.task.chance_loss(),
             batches=partial(whole, start),
         )
 

@@ -106,16 +106,22 @@ def publish_dataset(  # noqa: PLR0913
         splits[split] = {"examples": sum(writer.examples), "shards": writer.examples}
     if claimed is not None:
         splits["test"]["shards"][0] += claimed - test
+    names = [str(i) for i in range(classes)] if label_names is None else label_names
     fields = {
         "dataset": "digits",
         "version": "1.0.0",
         "dataset_schema": SCHEMA,
         "splits": splits,
-        "features": {name: feature.to_json() for name, feature in FEATURES.items()},
+        "features": {
+            "image": FEATURES["image"].to_json(),
+            "label": replace(FEATURES["label"], num_classes=classes, labels=names).to_json(),
+        },
         "inputs": ["image"],
-        "label": "label",
-        "labels": [str(i) for i in range(classes)] if label_names is None else label_names,
-        "num_classes": classes,
+        "targets": ["label"],
+        "weight": "",
+        "group": "",
+        "target_counts": {},
+        "target_moments": {},
         "fingerprint": "0" * 8,
     }
     uri = storage.uri_of(folder)
@@ -125,7 +131,7 @@ def publish_dataset(  # noqa: PLR0913
 
 def template_model(config: Config, images: np.ndarray, labels: np.ndarray) -> keras.Model:
     """Return a softmax model with the centred mean image of each class as its weights."""
-    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=CLASSES)
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(CLASSES,))
     model = registry.build(config.model, spec, 0)
     flat = images.reshape(len(images), -1) / 255
     means = np.stack([flat[labels == digit].mean(axis=0) for digit in range(CLASSES)])

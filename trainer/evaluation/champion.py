@@ -22,9 +22,9 @@ from trainer.errors import UserError
 from trainer.evaluation.measure import measured
 from trainer.evaluation.predictions import Answer, Predictions
 from trainer.evaluation.signature import LABELS, SERVING, described
+from trainer.tasks.base import Task
 from trainer.tasks.classification_metrics import Floats, Labels
 from trainer.tasks.objective import Objective
-from trainer.tasks.base import Task
 
 KIND = "model"
 

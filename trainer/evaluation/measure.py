@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.tasks.objective import Objective
 from trainer.tasks.base import Examples
+from trainer.tasks.objective import Objective
 
 
 def measured(objective: Objective, examples: Examples) -> dict[str, Any]:

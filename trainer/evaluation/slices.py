@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trainer.tasks.objective import Objective, at
 from trainer.tasks.base import Part
+from trainer.tasks.objective import Objective, at
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
 MOST_VALUES = 20

@@ -20,8 +20,8 @@ from tensorflow.python.framework.convert_to_constants import convert_variables_t
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.signature import SERIALIZED, SERVING, serving_name
-from trainer.tasks.objective import in_single_precision
 from trainer.tasks.base import Task
+from trainer.tasks.objective import in_single_precision
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 

@@ -26,8 +26,8 @@ import tensorflow as tf
 from trainer.errors import UserError
 from trainer.evaluation.signature import SERVING, serving_name
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
-from trainer.tasks.objective import Objective
 from trainer.tasks.base import Part
+from trainer.tasks.objective import Objective
 from trainer.user_code import line_of
 
 # Batches of which a form that is rounded shows its accuracy.

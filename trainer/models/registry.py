@@ -40,12 +40,14 @@ def refused_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
+# Takes the symbolic output and the last layer; raises `ConfigError`.
+Check = Callable[[Any, keras.Layer | None], None]
 
 
 def build(
-    config: ModelConfig, spec: InputSpec, seed: int, check: Callable[[Any], None] = lambda _: None
+    config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _output, _last: None
 ) -> keras.Model:
-    """Return the model, built; `check` refuses a symbolic output that does not fit the task.
+    """Return the model, built; `check` refuses an output that does not fit the task.
 
     The same config, spec and seed give the same variable paths and the same weights, whatever the
     process has built before: Keras's counters of names and random seeds are reset for that.
@@ -143,7 +145,7 @@ def _check_arguments(name: str, function: ModelFunction, args: Mapping[str, Any]
             raise ConfigError(f"model.args: {name} has no argument {argument!r} ({known}){hint}")
 
 
-def _check_output(name: str, model: object, spec: InputSpec, check: Callable[[Any], None]) -> None:
+def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> None:
     if not isinstance(model, keras.Model):
         raise ConfigError(f"model {name}: it is a {type(model).__name__}, not a keras.Model")
     try:
@@ -155,7 +157,7 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Callable[[An
             f"{spec.dtype}: {user_code.line_of(error)}"
         ) from error
     try:
-        check(outputs)
+        check(outputs, model.layers[-1] if model.layers else None)
     except ConfigError as error:
         raise ConfigError(f"model {name}: {error}") from None
 

@@ -172,8 +172,13 @@ class Task(ABC):
         Called before a cluster starts, when `target.counts` and `target.moments` are known.
         """
 
-    def check_output(self, output: Any) -> None:
-        """Refuse a model's symbolic output that does not fit; raises `ConfigError`."""
+    def check_output(self, output: Any, last: keras.Layer | None) -> None:
+        """Refuse a model's symbolic output that does not fit, or its last layer.
+
+        Raises:
+            ConfigError: with what the output has to be.
+        """
+        del last
         if not isinstance(output, keras.KerasTensor):
             raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
         wanted = (None, *(None if size < 0 else size for size in self.output_shape))

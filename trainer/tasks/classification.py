@@ -123,10 +123,9 @@ class Classification(Task):
             "intervals": measured.intervals_of_means(labels, logits),
         }
 
-    def check_output(self, output: Any) -> None:
+    def check_output(self, output: Any, last: keras.Layer | None) -> None:
         """Refuse probabilities: the softmax would be taken twice."""
-        super().check_output(output)
-        layer = getattr(output, "_keras_history", (None,))[0]
-        softmax = getattr(layer, "activation", None) is keras.activations.softmax
-        if softmax or isinstance(layer, keras.layers.Softmax):
+        super().check_output(output, last)
+        softmax = getattr(last, "activation", None) is keras.activations.softmax
+        if softmax or isinstance(last, keras.layers.Softmax):
             raise ConfigError("it has to return logits; remove the softmax from its last layer")

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from keras.src.losses.loss import unscale_loss_for_distribution
+from keras.src.losses.loss import scale_loss_for_distribution, unscale_loss_for_distribution
 
 from trainer.errors import UserError
 from trainer.tasks.base import Part, Task
@@ -57,6 +57,7 @@ class Objective:
     def attach(self, model: keras.Model) -> keras.Model:
         """Make the task's loss that of a model, and return the model."""
         model._compile_loss = self._loss
+        model._aggregate_additional_loss = _of_layer
         return model
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
@@ -140,6 +141,11 @@ class Objective:
                 before, labels, predictions, sample_weight=weights
             )
         return tf.concat([tf.reshape(tf.cast(each, tf.float64), [-1]) for each in parts], 0)
+
+
+def _of_layer(loss: Any) -> tf.Tensor:
+    """Return the loss of a layer as a scalar; Keras adds up no two of different precision."""
+    return scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:

@@ -16,7 +16,7 @@ from trainer.models.spec import InputSpec
 from trainer.strategies.strategy import checkpoint_variables
 from trainer.training.optimizers import build_optimizer
 
-SPEC = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=10)
+SPEC = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
 
 
 def model_of(name="mlp", seed=0, **args):

@@ -126,7 +126,10 @@ def test_what_is_no_value_is_refused_with_its_key(text):
         ("training.optimizer.nam=sgd", "training.optimizer.nam: no such key; did you mean 'name'?"),
         ("training.optimizer.xyz=1", "training.optimizer.xyz: no such key (one of name, learning_"),
         ("gate.minimum={}", "gate.minimum: no such key; did you mean 'min'?"),
-        ("xyz=1", "xyz: no such key (one of name, data, model, training, cluster, evaluation,"),
+        (
+            "xyz=1",
+            "xyz: no such key (one of name, data, task, model, training, cluster, evaluation,",
+        ),
         ("training.steps.x=3", "training.steps: {'x': 3} is not allowed"),
         ("training=3", "training: 3 is not allowed"),
         ("name", "--set 'name': write it as section.key=value"),

@@ -12,8 +12,8 @@ from trainer.models.spec import InputSpec
 
 # The models of one tensor; pairs of ids are for `two_tower`, which has a file of its own.
 PLAIN = tuple(name for name in MODELS if name != "two_tower")
-DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=10)
-TABLE = InputSpec(shape=(4,), dtype="float32", num_classes=3)
+DIGITS = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
+TABLE = InputSpec(shape=(4,), dtype="float32", output_shape=(3,))
 
 
 def _build(name, spec=DIGITS, seed=0, **args):
@@ -83,7 +83,7 @@ def test_floats_are_taken_as_they_are():
 
 @pytest.mark.parametrize("dtype", ["int64", "float64", "float16", "bool"])
 def test_other_numbers_are_cast(dtype):
-    spec = InputSpec(shape=(4,), dtype=dtype, num_classes=3)
+    spec = InputSpec(shape=(4,), dtype=dtype, output_shape=(3,))
     batch = np.array([[0, 1, 0, 1]], dtype)
     logits = _build("mlp", spec)(batch).numpy()
     assert logits.dtype == np.float32
@@ -98,7 +98,7 @@ def test_softmax_is_one_linear_layer():
 
 def test_softmax_draws_its_weights_as_configured():
     spread = {"class_name": "RandomNormal", "config": {"stddev": 1.0}}
-    wide = InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
+    wide = InputSpec(shape=(28, 28, 1), dtype="uint8", output_shape=(10,))
     kernel, bias = _build("softmax", wide, kernel_initializer=spread).variables
     assert np.std(kernel.numpy()) == pytest.approx(1, abs=0.05)
     assert not bias.numpy().any()
@@ -146,7 +146,7 @@ def test_cnn_has_the_layers_that_were_asked_for():
 
 
 def test_cnn_takes_an_image_without_a_channel_axis():
-    spec = InputSpec(shape=(8, 6), dtype="uint8", num_classes=4)
+    spec = InputSpec(shape=(8, 6), dtype="uint8", output_shape=(4,))
     assert _build("cnn", spec, filters=[2])(_batch(spec)).shape == (5, 4)
 
 
@@ -167,7 +167,9 @@ def test_cnn_refuses_what_is_no_image():
 @pytest.mark.parametrize("name", PLAIN)
 def test_several_inputs_need_a_model_of_ones_own(name):
     spec = InputSpec(
-        shape={"age": (), "fare": ()}, dtype={"age": "float32", "fare": "float32"}, num_classes=2
+        shape={"age": (), "fare": ()},
+        dtype={"age": "float32", "fare": "float32"},
+        output_shape=(2,),
     )
     with pytest.raises(ConfigError) as caught:
         _build(name, spec)
@@ -180,11 +182,11 @@ def test_several_inputs_need_a_model_of_ones_own(name):
 @pytest.mark.parametrize("name", PLAIN)
 def test_a_text_needs_a_model_of_ones_own(name):
     with pytest.raises(ConfigError, match="takes numbers, the dataset's input is a text"):
-        _build(name, InputSpec(shape=(), dtype="string", num_classes=2))
+        _build(name, InputSpec(shape=(), dtype="string", output_shape=(2,)))
 
 
 def test_a_single_number_is_an_input_too():
-    spec = InputSpec(shape=(), dtype="float32", num_classes=2)
+    spec = InputSpec(shape=(), dtype="float32", output_shape=(2,))
     assert _build("mlp", spec)(np.array([1.0, 2.0], np.float32)).shape == (2, 2)
 
 

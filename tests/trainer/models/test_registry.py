@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.objectives import of_classes
 from trainer.config.schema import ModelConfig
 from trainer.errors import ConfigError
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
-SPEC = InputSpec(shape=(4,), dtype="float32", num_classes=3)
+SPEC = InputSpec(shape=(4,), dtype="float32", output_shape=(3,))
 BATCH = np.ones((2, 4), np.float32)
 
 MODULE = """
@@ -113,7 +114,9 @@ def own(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "own_models", raising=False)
 
     def build(function, spec=SPEC, seed=0, **args):
-        return registry.build(ModelConfig(name=f"own_models:{function}", args=args), spec, seed)
+        config = ModelConfig(name=f"own_models:{function}", args=args)
+        task = of_classes(spec.num_classes).task
+        return registry.build(config, spec, seed, task.check_output)
 
     yield build
     sys.modules.pop("own_models", None)
@@ -144,7 +147,7 @@ def test_own_model_may_take_several_inputs(own):
     spec = InputSpec(
         shape={"left": (2,), "right": (3,)},
         dtype={"left": "float32", "right": "float32"},
-        num_classes=2,
+        output_shape=(2,),
     )
     model = own("two_inputs", spec)
     batch = {"left": np.ones((4, 2), np.float32), "right": np.ones((4, 3), np.float32)}
@@ -269,8 +272,8 @@ def test_probabilities_in_the_place_of_logits(own, function):
 
 def test_wrong_number_of_classes(own):
     assert _refusal(own, "wrong_classes") == (
-        "model own_models:wrong_classes: its output has to be float logits of shape (batch, 3), "
-        "not float32 of shape (None, 4)"
+        "model own_models:wrong_classes: its output has to be floats of shape (batch, 3) for "
+        "classification of 'label' (one int64 of 3 classes), not float32 of shape (None, 4)"
     )
 
 

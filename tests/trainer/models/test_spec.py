@@ -21,18 +21,18 @@ FEATURES = {
 
 
 def test_one_feature_is_a_plain_tensor():
-    spec = InputSpec.of(FEATURES, ["image"], 10)
-    assert spec == InputSpec(shape=(28, 28, 1), dtype="uint8", num_classes=10)
+    spec = InputSpec.of(FEATURES, ["image"], (10,))
+    assert spec == InputSpec(shape=(28, 28, 1), dtype="uint8", output_shape=(10,))
 
 
 def test_several_features_keep_their_names():
-    spec = InputSpec.of(FEATURES, ("image", "age"), 2)
+    spec = InputSpec.of(FEATURES, ("image", "age"), (2,))
     assert spec.shape == {"image": (28, 28, 1), "age": ()}
     assert spec.dtype == {"image": "uint8", "age": "float32"}
 
 
 def test_symbol_of_one_feature_has_a_batch_axis():
-    symbol = InputSpec.of(FEATURES, ["image"], 10).symbols()
+    symbol = InputSpec.of(FEATURES, ["image"], (10,)).symbols()
     assert symbol.shape == (None, 28, 28, 1)
     assert symbol.dtype == "uint8"
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.objectives import cross_entropy
 from trainer.config.load import parse_config
 from trainer.config.schema import ModelConfig
 from trainer.data import clicks
@@ -17,7 +17,7 @@ from trainer.strategies.strategy import step_of
 from trainer.training.optimizers import build_optimizer
 
 PAIRS = InputSpec(
-    shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, num_classes=2
+    shape={"item": (), "user": ()}, dtype={"item": "int64", "user": "int64"}, output_shape=(2,)
 )
 ROWS = {"user": 7, "item": 5}
 
@@ -90,20 +90,22 @@ def test_unknown_ids_may_share_a_row():
     ("spec", "message"),
     [
         (
-            InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=2),
+            InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(2,)),
             "takes 2 input features, the dataset has one, uint8 of shape (8, 8, 1)",
         ),
         (
-            InputSpec(shape=PAIRS.shape, dtype=PAIRS.dtype, num_classes=10),
+            InputSpec(shape=PAIRS.shape, dtype=PAIRS.dtype, output_shape=(10,)),
             "takes 2 classes, the dataset has 10",
         ),
         (
-            InputSpec(shape={"item": (), "user": (2,)}, dtype=PAIRS.dtype, num_classes=2),
+            InputSpec(shape={"item": (), "user": (2,)}, dtype=PAIRS.dtype, output_shape=(2,)),
             "takes one whole number as 'user'; there is item (int64 of shape ()), "
             "user (int64 of shape (2,))",
         ),
         (
-            InputSpec(shape=PAIRS.shape, dtype={"item": "string", "user": "int64"}, num_classes=2),
+            InputSpec(
+                shape=PAIRS.shape, dtype={"item": "string", "user": "int64"}, output_shape=(2,)
+            ),
             "takes one whole number as 'item'; there is item (string of shape ()), "
             "user (int64 of shape ())",
         ),
@@ -157,13 +159,7 @@ def test_it_learns_tastes_that_popularity_does_not_show():
     training = parse_config(
         {"training": {"optimizer": {"name": "adam", "learning_rate": 0.01}}}
     ).training
-    step = tf.function(
-        step_of(
-            model,
-            build_optimizer(training),
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-    )
+    step = tf.function(step_of(model, build_optimizer(training), cross_entropy))
     examples = (pairs(users, items), labels)
     train = tf.data.Dataset.from_tensor_slices(examples).take(clicks.TRAINING)
     for batch in train.shuffle(clicks.TRAINING, seed=0).repeat().batch(512).take(250):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import dense, examples
 from trainer.config.schema import OptimizerConfig, TrainingConfig
 from trainer.strategies.gradients import local_steps_of, pull, pulled_gradient_of, push_state
@@ -16,7 +17,6 @@ from trainer.strategies.placement import build_slots
 from trainer.strategies.strategy import exact_counter, gradient_of, step_of
 from trainer.training.optimizers import build_optimizer
 
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 RATE = 0.1
 
 
@@ -51,8 +51,8 @@ def test_what_is_pulled_does_not_move_with_the_variables():
 @pytest.mark.parametrize("jit", [False, True])
 def test_a_pulled_gradient_is_the_gradient(jit):
     plain, pulled = dense(), dense()
-    loss, expected = gradient_of(plain, CROSS_ENTROPY)(examples())
-    value, found = pulled_gradient_of(pulled, CROSS_ENTROPY, jit=jit)(examples())
+    loss, expected = gradient_of(plain, cross_entropy)(examples())
+    value, found = pulled_gradient_of(pulled, cross_entropy, jit=jit)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     # The statistics of the batch have moved as well.
@@ -61,7 +61,7 @@ def test_a_pulled_gradient_is_the_gradient(jit):
 
 def test_a_compiled_gradient_is_the_plain_one():
     (value, found), (other, compiled) = (
-        gradient_of(dense(), CROSS_ENTROPY, jit=jit)(examples()) for jit in (False, True)
+        gradient_of(dense(), cross_entropy, jit=jit)(examples()) for jit in (False, True)
     )
     assert float(other) == pytest.approx(float(value), rel=1e-5)
     close(compiled, found, 1e-5)
@@ -78,7 +78,7 @@ def test_what_a_batch_does_not_reach_has_a_gradient_of_zero():
         return model
 
     model = apart()
-    _, found = pulled_gradient_of(model, CROSS_ENTROPY, jit=False)(examples())
+    _, found = pulled_gradient_of(model, cross_entropy, jit=False)(examples())
     idle = [i for i, v in enumerate(model.trainable_variables) if "idle" in v.path]
     assert idle
     assert all(float(tf.reduce_max(tf.abs(found[index]))) == 0 for index in idle)
@@ -90,8 +90,8 @@ def test_a_gradient_of_looked_up_rows_is_dense():
         [keras.Input((2,), dtype="int32"), keras.layers.Embedding(9, 4), keras.layers.Flatten()]
     )
     batch = tf.constant([[1, 1], [2, 5]]), tf.constant([0, 3])
-    loss, expected = gradient_of(table, CROSS_ENTROPY)(batch)
-    value, found = pulled_gradient_of(table, CROSS_ENTROPY, jit=False)(batch)
+    loss, expected = gradient_of(table, cross_entropy)(batch)
+    value, found = pulled_gradient_of(table, cross_entropy, jit=False)(batch)
     assert isinstance(found[0], tf.Tensor)
     assert float(value) == pytest.approx(float(loss))
     close(found, [tf.convert_to_tensor(expected[0])])
@@ -147,8 +147,8 @@ def test_a_model_that_is_a_class_of_its_own_trains_as_in_place(jit):
 
     plain, pulled = own(), own()
     before = [each.numpy() for each in plain.non_trainable_variables]
-    loss, expected = gradient_of(plain, CROSS_ENTROPY)(examples())
-    value, found = pulled_gradient_of(pulled, CROSS_ENTROPY, jit=jit)(examples())
+    loss, expected = gradient_of(plain, cross_entropy)(examples())
+    value, found = pulled_gradient_of(pulled, cross_entropy, jit=jit)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
     close(pulled.get_weights(), plain.get_weights(), 1e-5)
@@ -167,14 +167,14 @@ def test_losses_of_layers_may_have_any_shape_and_precision():
         keras.utils.set_random_seed(0)
         return keras.Sequential([keras.Input((2,)), Loud(), keras.layers.Dense(3)])
 
-    loss, expected = gradient_of(loud(), CROSS_ENTROPY)(examples())
-    value, found = pulled_gradient_of(loud(), CROSS_ENTROPY, jit=False)(examples())
+    loss, expected = gradient_of(loud(), cross_entropy)(examples())
+    value, found = pulled_gradient_of(loud(), cross_entropy, jit=False)(examples())
     assert float(value) == pytest.approx(float(loss), rel=1e-5)
     close(found, expected, 1e-5)
 
 
 def run_local(model, optimizer, steps, *, jit=False, count=1):
-    update = local_steps_of(model, optimizer, CROSS_ENTROPY, steps=steps, jit=jit)
+    update = local_steps_of(model, optimizer, cross_entropy, steps=steps, jit=jit)
     iterator = iter(batches(count))
     return float(tf.function(lambda: update(iterator))())
 
@@ -182,7 +182,7 @@ def run_local(model, optimizer, steps, *, jit=False, count=1):
 @pytest.mark.parametrize("jit", [False, True])
 def test_one_local_step_is_a_plain_step(jit):
     plain, optimizer = built()
-    loss = step_of(plain, optimizer, CROSS_ENTROPY)(examples())
+    loss = step_of(plain, optimizer, cross_entropy)(examples())
     local, updates = built()
     assert run_local(local, updates, 1, jit=jit) == pytest.approx(float(loss), rel=1e-5)
     close(local.get_weights(), plain.get_weights(), 1e-5)
@@ -191,7 +191,7 @@ def test_one_local_step_is_a_plain_step(jit):
 @pytest.mark.parametrize("steps", [2, 5])
 def test_local_steps_under_gradient_descent_are_as_many_plain_ones(steps):
     plain, optimizer = built()
-    step, iterator = step_of(plain, optimizer, CROSS_ENTROPY), iter(batches(3))
+    step, iterator = step_of(plain, optimizer, cross_entropy), iter(batches(3))
     losses = [float(step(next(iterator))) for _ in range(steps)]
     local, updates = built()
     mean = run_local(local, updates, steps, count=3)
@@ -221,7 +221,7 @@ def test_state_that_no_layer_moves_is_not_pushed_after_local_steps():
     model = keras.Sequential([keras.Input((2,)), frozen, norm, keras.layers.Dense(3)])
     optimizer = keras.optimizers.SGD(RATE)
     optimizer.build(model.trainable_variables)
-    update = local_steps_of(model, optimizer, CROSS_ENTROPY, steps=4, jit=False)
+    update = local_steps_of(model, optimizer, cross_entropy, steps=4, jit=False)
     iterator = iter(batches())
     graph = tf.function(lambda: update(iterator)).get_concrete_function().graph
     places = {id(outer): inner for outer, inner in graph.captures}
@@ -242,7 +242,7 @@ def test_the_loop_of_local_steps_stays_on_the_worker():
     worker = "/job:worker/task:1"
     model, optimizer = dense(), keras.optimizers.SGD(keras.optimizers.schedules.CosineDecay(1, 9))
     build_slots(optimizer, model)
-    update = local_steps_of(model, optimizer, CROSS_ENTROPY, steps=4, jit=False)
+    update = local_steps_of(model, optimizer, cross_entropy, steps=4, jit=False)
     iterator = iter(batches())
 
     @tf.function

@@ -11,13 +11,12 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import CHIEF, Plain, dense, examples, problem_of
 from trainer.config.schema import OPTIMIZERS, Config, OptimizerConfig, TrainingConfig
 from trainer.strategies.strategy import Strategy, checkpoint_variables, exact_counter, step_of
 from trainer.topology import Cluster
 from trainer.training.optimizers import build_optimizer
-
-CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def built(optimizer="adam", model=dense, **args):
@@ -66,7 +65,7 @@ def test_one_update_is_gradient_descent():
     logits = points.numpy() @ kernel + bias
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     wrong = (shares - np.eye(3)[labels.numpy()]) / len(labels)
-    loss = step_of(model, optimizer, CROSS_ENTROPY)((points, labels))
+    loss = step_of(model, optimizer, cross_entropy)((points, labels))
     expected = -np.log(shares[np.arange(len(labels)), labels.numpy()]).mean()
     assert float(loss) == pytest.approx(expected, rel=1e-5)
     rate = float(optimizer.learning_rate)
@@ -83,8 +82,8 @@ def test_losses_of_layers_count():
     )
     weighed.set_weights(plain.get_weights())
     kernel = plain.get_weights()[0]
-    loss = step_of(weighed, optimizer, CROSS_ENTROPY)(batch)
-    without = float(CROSS_ENTROPY(batch[1], plain(batch[0])))
+    loss = step_of(weighed, optimizer, cross_entropy)(batch)
+    without = float(cross_entropy(plain, batch, plain(batch[0])))
     assert float(loss) == pytest.approx(without + 0.5 * (kernel**2).sum(), rel=1e-5)
 
 
@@ -92,7 +91,7 @@ def test_layers_are_in_training():
     model, optimizer = built(model=dense)
     mean = next(v for v in model.variables if v.path.endswith("moving_mean"))
     before = mean.numpy()
-    step_of(model, optimizer, CROSS_ENTROPY)(examples())
+    step_of(model, optimizer, cross_entropy)(examples())
     assert not np.array_equal(mean.numpy(), before)
 
 
@@ -100,7 +99,7 @@ def test_layers_are_in_training():
 def test_every_update_of_every_optimizer_is_counted_once(name):
     model, optimizer = built(name, linear)
     counter = exact_counter(optimizer)
-    step = tf.function(step_of(model, optimizer, CROSS_ENTROPY))
+    step = tf.function(step_of(model, optimizer, cross_entropy))
     for _ in range(3):
         step(examples())
     assert int(counter) == 3
@@ -110,7 +109,7 @@ def test_every_update_of_every_optimizer_is_counted_once(name):
 def test_no_update_is_left_uncounted_when_workers_race():
     model, optimizer = built("sgd", linear)
     counter = exact_counter(optimizer)
-    step = step_of(model, optimizer, CROSS_ENTROPY)
+    step = step_of(model, optimizer, cross_entropy)
     batch = examples()
 
     @tf.function

@@ -8,10 +8,11 @@ from unittest.mock import create_autospec
 import pytest
 import tensorflow as tf
 
+from tests.trainer.objectives import NO_ROLES
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.cluster.lease import LeaseLostError, NoLease
 from trainer.config.load import parse_config
-from trainer.data.spec import KIND, SCHEMA
+from trainer.data.spec import KIND, SCHEMA, FeatureSpec
 from trainer.storage import Manifest
 from trainer.training.chief import hooks_of, is_lost
 from trainer.training.stall import StallWatch
@@ -44,11 +45,13 @@ def dataset(validation):
         fields={
             "dataset_schema": SCHEMA,
             "splits": {"train": {"shards": [4]}, "validation": {"shards": [validation]}},
-            "features": {"x": {"shape": [3], "dtype": "float32", "stored": "float"}},
+            "features": {
+                name: FeatureSpec(shape=shape, dtype=dtype, stored="raw").to_json()
+                for name, shape, dtype in (("x", [3], "float32"), ("y", [], "int64"))
+            },
+            **NO_ROLES,
             "inputs": ["x"],
-            "label": "x",
-            "labels": [],
-            "num_classes": 2,
+            "targets": ["y"],
         },
     )
 

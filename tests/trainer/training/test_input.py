@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.trainer.objectives import NO_ROLES
 from trainer import storage
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
-from trainer.data.spec import KIND, SCHEMA, DatasetSpec
+from trainer.data.spec import KIND, SCHEMA, DatasetSpec, FeatureSpec
 from trainer.strategies import parameter_server
 from trainer.topology import Cluster, Task
 from trainer.training.input import NUMBER_FILE, stage_input
@@ -23,11 +24,10 @@ def published(folder, shards):
     fields = {
         "dataset_schema": SCHEMA,
         "splits": {split: {"shards": [1] * count} for split, count in shards.items()},
-        "features": {"x": {"shape": [], "dtype": "int64", "stored": "int"}},
+        "features": {"x": FeatureSpec(shape=(), dtype="int64", stored="int").to_json()},
+        **NO_ROLES,
         "inputs": ["x"],
-        "label": "x",
-        "labels": [],
-        "num_classes": 2,
+        "targets": ["x"],
     }
     source = folder / "source"
     source.mkdir()

@@ -1,0 +1,27 @@
+"""The objective of a classifier, for tests that build a problem of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.tasks.base import Target
+from trainer.tasks.classification import Classification
+from trainer.tasks.objective import Objective
+
+#: What the manifest of a dataset says of roles that no feature has.
+NO_ROLES = {"weight": "", "group": "", "target_counts": {}, "target_moments": {}}
+
+
+def of_classes(count: int) -> Objective:
+    """Return the loss and the metrics of labels 0 to `count - 1`."""
+    target = Target(name="label", shape=(), dtype="int64", num_classes=count)
+    return Objective(Classification(target))
+
+
+def cross_entropy(model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
+    """Return the mean loss of logits, with the losses of layers, of a model that is bare."""
+    objective = of_classes(2)
+    return objective.loss(objective.attach(model), batch, outputs)
