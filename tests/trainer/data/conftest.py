@@ -71,7 +71,7 @@ def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
         features = {
             "number": FeatureSpec(shape=(), dtype="int64", stored="int"),
             "image": FeatureSpec(shape=(2, 2), dtype="uint8", stored="raw"),
-            "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+            "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=10),
         }
         numbers = np.arange(examples)
         images = np.repeat(numbers % 256, 4).reshape(-1, 2, 2)
@@ -85,9 +85,7 @@ def numbered(tmp_path) -> Callable[..., tuple[DatasetSpec, list[Path]]]:
         spec = DatasetSpec(
             features=features,
             inputs=("number",),
-            label="label",
-            num_classes=10,
-            labels=(),
+            targets=("label",),
             shards={"train": tuple(writer.examples)},
         )
         return spec, sorted(folder.iterdir())

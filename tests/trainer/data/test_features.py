@@ -33,9 +33,9 @@ def of(features, keys, tmp_path):
 
 def test_supervised_keys_name_inputs_and_label(selected):
     found = selected("Pictures")
-    assert (found.inputs, found.label) == (("image",), "label")
-    assert found.labels == ("cat", "dog", "eel")
-    assert found.num_classes == 3
+    assert (found.inputs, found.targets) == (("image",), ("label",))
+    label = found.specs["label"]
+    assert (label.labels, label.num_classes) == (("cat", "dog", "eel"), 3)
 
 
 def test_what_is_neither_is_kept_too(selected):
@@ -59,29 +59,30 @@ def test_specs_of_every_kind(selected):
 
 def test_without_supervised_keys_the_label_is_the_feature_of_that_name(selected):
     found = selected("Small")
-    assert (found.inputs, found.label) == (("x", "number"), "label")
+    assert (found.inputs, found.targets) == (("x", "number"), ("label",))
 
 
 def test_an_integer_may_be_the_label(selected):
     found = selected("IntegerLabel")
-    assert (found.label, found.labels, found.num_classes) == ("rating", (), 0)
+    rating = found.specs["rating"]
+    assert (found.targets, rating.labels, rating.num_classes) == (("rating",), (), 0)
 
 
 def test_a_class_label_without_classes_is_an_integer(tmp_path):
     features = {"x": np.float32, "label": tfds.features.ClassLabel()}
-    found = of(features, None, tmp_path)
-    assert (found.labels, found.num_classes) == ((), 0)
+    label = of(features, None, tmp_path).specs["label"]
+    assert (label.labels, label.num_classes) == ((), 0)
 
 
 def test_numbered_classes_are_named_by_their_numbers(tmp_path):
     features = {"x": np.float32, "label": tfds.features.ClassLabel(num_classes=3)}
-    assert of(features, None, tmp_path).labels == ("0", "1", "2")
+    assert of(features, None, tmp_path).specs["label"].labels == ("0", "1", "2")
 
 
 def test_an_example_weight_is_no_input(tmp_path):
     features = {"x": np.float32, "weight": np.float32, "y": np.int64}
     found = of(features, ("x", "y", "weight"), tmp_path)
-    assert (found.inputs, found.label) == (("x",), "y")
+    assert (found.inputs, found.targets) == (("x",), ("y",))
     assert "weight" in found.specs
 
 

@@ -52,8 +52,10 @@ def test_the_manifest(digits):
     assert fields["splits"]["train"] == {"examples": 1293, "shards": [162] * 5 + [161] * 3}
     assert fields["splits"]["validation"] == {"examples": 144, "shards": [144]}
     assert fields["splits"]["test"] == {"examples": 360, "shards": [120] * 3}
-    assert fields["labels"] == [str(digit) for digit in range(10)]
-    assert (fields["inputs"], fields["label"], fields["num_classes"]) == (["image"], "label", 10)
+    assert (fields["inputs"], fields["targets"]) == (["image"], ["label"])
+    assert (fields["weight"], fields["group"]) == ("", "")
+    assert fields["features"]["label"]["num_classes"] == 10
+    assert fields["features"]["label"]["labels"] == [str(digit) for digit in range(10)]
 
 
 def test_the_files_are_the_shards_and_the_features(digits):
@@ -91,7 +93,7 @@ def test_brightness_is_that_of_a_byte(digits, contents):
 
 
 def test_labels_are_counted(digits, contents):
-    for split, counts in digits.manifest.fields["label_counts"].items():
+    for split, counts in digits.manifest.fields["target_counts"]["label"].items():
         assert np.bincount(contents(digits, split)["label"], minlength=10).tolist() == counts
 
 
@@ -282,6 +284,7 @@ def test_a_root_that_cannot_be_written(tmp_path, scratch):
 
 def test_what_a_dataset_would_have_is_known_without_preparing_it(tmp_path):
     found = selected(DataConfig(), tmp_path / "scratch")
-    assert (found.inputs, found.label, found.num_classes) == (("image",), "label", 10)
+    assert (found.inputs, found.targets) == (("image",), ("label",))
+    assert found.specs["label"].num_classes == 10
     assert found.specs["image"].shape == (8, 8, 1)
     assert [*(tmp_path / "scratch").iterdir()] == []

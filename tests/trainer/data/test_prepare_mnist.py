@@ -59,7 +59,7 @@ def test_every_image_is_the_official_one(mnist, mnist_dir, contents):
 
 
 def test_every_class_is_in_every_split(mnist):
-    for counts in mnist.manifest.fields["label_counts"].values():
+    for counts in mnist.manifest.fields["target_counts"]["label"].values():
         share = np.array(counts) / sum(counts)
         assert len(counts) == 10
         assert (abs(share - 0.1) < 0.03).all()

@@ -114,9 +114,15 @@ def test_the_features_file_names_the_classes(prepared):
 
 def test_the_manifest_names_the_features(prepared):
     fields = prepared("Everything").manifest.fields
-    assert fields["features"]["box"] == {"shape": [3], "dtype": "int32", "stored": "raw"}
+    assert fields["features"]["box"] == {
+        "shape": [3],
+        "dtype": "int32",
+        "stored": "raw",
+        "num_classes": 0,
+        "labels": [],
+    }
     assert fields["inputs"] == ["image", "nested/inner", "nested/deep/er"]
-    assert fields["labels"] == builders.CLASSES
+    assert fields["features"]["label"]["labels"] == builders.CLASSES
     assert json.loads(json.dumps(fields)) == fields
 
 
@@ -154,7 +160,7 @@ def test_the_builders_validation_is_not_mixed_in(prepared, contents):
 
 def test_without_validation_there_is_no_such_split(prepared):
     fields = prepared("Small", validation=0).manifest.fields
-    assert set(fields["splits"]) == set(fields["label_counts"]) == {"train", "test"}
+    assert set(fields["splits"]) == set(fields["target_counts"]["label"]) == {"train", "test"}
 
 
 def test_a_builder_without_training_split(prepared):
@@ -207,14 +213,17 @@ def test_examples_without_labels_are_refused(prepared, root):
 
 def test_integers_are_classes_up_to_the_largest(prepared):
     fields = prepared("IntegerLabel").manifest.fields
-    assert (fields["num_classes"], fields["labels"]) == (8, [])
-    assert [len(counts) for counts in fields["label_counts"].values()] == [8] * 3
-    assert sum(fields["label_counts"]["test"]) == 10
-    assert fields["label_counts"]["train"][:3] == [0, 0, 0]
+    counts = fields["target_counts"]["rating"]
+    assert (fields["features"]["rating"]["num_classes"], set(counts)) == (0, set(fields["splits"]))
+    assert [len(each) for each in counts.values()] == [8] * 3
+    assert sum(counts["test"]) == 10
+    assert counts["train"][:3] == [0, 0, 0]
 
 
 def test_a_quantity_is_no_class(prepared):
-    assert "which is no class" in refusal(prepared, "HugeLabel")
+    fields = prepared("HugeLabel").manifest.fields
+    assert fields["target_counts"]["rating"] == {}
+    assert 10**9 <= fields["target_moments"]["rating"]["min"] < 10**9 + 40
 
 
 def test_the_version_is_resolved(prepared):

@@ -134,9 +134,7 @@ def test_texts_as_input(tmp_path):
     spec = DatasetSpec(
         features=features,
         inputs=("text",),
-        label="label",
-        num_classes=3,
-        labels=(),
+        targets=("label",),
         shards={"train": (3,)},
     )
     ((values, _),) = train(spec, [path], batch_size=3).take(1)
@@ -234,7 +232,7 @@ def test_columns_that_no_model_takes_come_in_the_same_order(numbered):
     assert spec.inputs == ("number",)
     batches = labelled_columns(spec, files, batch_size=4, columns=["number", "image"])
     plain = evaluation_batches(spec, files, batch_size=4)
-    for (values, label, columns), (expected, own) in zip(batches, plain, strict=True):
+    for ((values, label), columns), (expected, own) in zip(batches, plain, strict=True):
         np.testing.assert_array_equal(values, expected)
         np.testing.assert_array_equal(label, own)
         np.testing.assert_array_equal(columns["number"], expected)

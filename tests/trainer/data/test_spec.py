@@ -24,13 +24,17 @@ FIELDS = {
         "test": {"examples": 4, "shards": [4]},
     },
     "features": {
-        "image": {"shape": [2, 2, 1], "dtype": "uint8", "stored": "raw"},
-        "label": {"shape": [], "dtype": "int64", "stored": "int"},
+        "image": FeatureSpec(shape=(2, 2, 1), dtype="uint8", stored="raw").to_json(),
+        "label": FeatureSpec(
+            shape=(), dtype="int64", stored="int", num_classes=2, labels=("a", "b")
+        ).to_json(),
     },
     "inputs": ["image"],
-    "label": "label",
-    "labels": ["a", "b"],
-    "num_classes": 2,
+    "targets": ["label"],
+    "weight": "",
+    "group": "",
+    "target_counts": {"label": {"train": [3, 2], "test": [1, 3]}},
+    "target_moments": {"label": {"mean": 0.4, "std": 0.5, "min": 0.0, "max": 1.0}},
 }
 
 
@@ -41,12 +45,10 @@ def read(**changes):
 def test_the_manifest_tells_all():
     spec = read()
     assert spec.features["image"] == FeatureSpec(shape=(2, 2, 1), dtype="uint8", stored="raw")
-    assert (spec.inputs, spec.label, spec.labels, spec.num_classes) == (
-        ("image",),
-        "label",
-        ("a", "b"),
-        2,
-    )
+    assert (spec.inputs, spec.targets, spec.weight, spec.group) == (("image",), ("label",), "", "")
+    assert (spec.features["label"].num_classes, spec.features["label"].labels) == (2, ("a", "b"))
+    assert spec.target_counts["label"]["train"] == [3, 2]
+    assert spec.target_moments["label"]["max"] == 1.0
 
 
 def test_a_feature_goes_to_json_and_back():
@@ -98,7 +100,7 @@ def test_names_of_shards_sort_in_order():
 
 def test_a_spec_cannot_be_changed():
     with pytest.raises(AttributeError):
-        read().label = "other"
+        read().weight = "other"
 
 
 def test_it_is_in_a_module_without_tensorflow():
@@ -109,14 +111,14 @@ def test_it_is_in_a_module_without_tensorflow():
 
 SLICED = {
     "image": FeatureSpec(shape=(8, 8, 1), dtype="uint8", stored="raw"),
-    "digit": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "digit": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=10),
     "writer": FeatureSpec(shape=(), dtype="string", stored="bytes"),
 }
 
 
 def test_an_evaluation_is_sliced_by_the_label_first_and_once():
-    assert slice_features(SLICED, "digit", ()) == ["digit"]
-    assert slice_features(SLICED, "digit", ("writer", "digit")) == ["digit", "writer"]
+    assert slice_features(SLICED, ["digit"], ()) == ["digit"]
+    assert slice_features(SLICED, ["digit"], ("writer", "digit")) == ["digit", "writer"]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_an_evaluation_is_sliced_by_the_label_first_and_once():
 )
 def test_a_slice_that_there_cannot_be_is_named(tree, message):
     with pytest.raises(ConfigError) as error:
-        require_slices(parse_config(tree), SLICED, "digit")
+        require_slices(parse_config(tree), SLICED, ["digit"])
     assert str(error.value) == message
 
 
@@ -154,4 +156,4 @@ def test_slices_of_label_and_features_are_allowed():
         "evaluation": {"slices": ["writer"]},
         "gate": {"min": {"accuracy": 0.5, "accuracy@digit": 0.1, "accuracy@writer=a": 0.1}},
     }
-    require_slices(parse_config(tree), SLICED, "digit")
+    require_slices(parse_config(tree), SLICED, ["digit"])
