@@ -7,6 +7,7 @@ model, so that it does not matter which strategy wrote it or on which device a v
 from __future__ import annotations
 
 import logging
+import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -24,10 +25,14 @@ from trainer.checkpoints.history import HISTORY_FILE, read_validations
 from trainer.checkpoints.index import KIND, index_of, list_checkpoints, outdated
 from trainer.checkpoints.rows import RowFile
 from trainer.cluster.lease import NoLease
+from trainer.config.schema import TrainingConfig
 from trainer.errors import UserError
 from trainer.storage.errors import reported
 
 PREFIX = "variables"
+# How TensorFlow escapes a path in the keys of a checkpoint.
+_ESCAPED = {"..": ".", ".S": "/"}
+_NUMBER = re.compile(r"-\d+$")
 # A full disk, a folder that may not be written, a file over the limit of its size.
 UNWRITABLE = (
     tf.errors.ResourceExhaustedError,
@@ -196,6 +201,46 @@ def restore(
             f"the checkpoint {found.uri} does not fit model and optimizer of the configuration "
             f"({reason}); train the same ones, or begin a new run"
         ) from None
+
+
+def resumed(
+    found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], training: TrainingConfig
+) -> dict[str, tf.Variable]:
+    """Return those of `variables` that are restored when a run is resumed: all of them.
+
+    Where `training.freeze` is another one than that of the checkpoint, a variable that was frozen
+    has no slots of the optimizer there, and begins with new ones. So do slots that are told apart
+    by a number alone (those of Adafactor): with other variables a number means another slot.
+    """
+    same = found.fields.get("freeze", []) == list(training.freeze)
+    if same or found.fields.get("optimizer") != training.optimizer.name:
+        return dict(variables)
+    there = shapes(found)
+    slots = {path for path in (*variables, *there) if path.startswith("optimizer/")}
+    numbered = {family for path in slots if (family := _NUMBER.sub("", path)) != path}
+    kept = {
+        path: variable
+        for path, variable in variables.items()
+        if path not in slots or (path in there and _NUMBER.sub("", path) not in numbered)
+    }
+    log.warning(
+        "training.freeze has changed: %d of %d slots of the optimizer begin anew",
+        len(variables) - len(kept),
+        sum(path in slots for path in variables),
+    )
+    return kept
+
+
+def shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
+    """Return the shapes of all variables in a checkpoint by path."""
+    reader = tf.train.load_checkpoint(str(found.folder / PREFIX))
+    by_key: dict[str, list[int]] = reader.get_variable_to_shape_map()
+    return {_path_of(key): shape for key, shape in by_key.items() if key.startswith("variables/")}
+
+
+def _path_of(key: str) -> str:
+    escaped = key.removeprefix("variables/").partition("/")[0]
+    return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)
 
 
 def fetch(uri: str, folder: Path) -> RestoredCheckpoint:

@@ -6,7 +6,6 @@ All weights and other state of the model are loaded. The global step and the opt
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,8 +19,6 @@ from trainer.errors import ConfigError, UserError
 
 _KEY = "training.warm_start"
 _MODEL = "model/"
-# How TensorFlow escapes a path in the keys of a checkpoint.
-_ESCAPED = {"..": ".", ".S": "/"}
 
 
 def fetched(uri: str, scratch: Path) -> RestoredCheckpoint | None:
@@ -57,7 +54,9 @@ def load(
 
 
 def _refuse_another(found: RestoredCheckpoint, own: Mapping[str, tf.Variable]) -> None:
-    there = _shapes(found)
+    there = {
+        path: shape for path, shape in checkpoints.shapes(found).items() if path.startswith(_MODEL)
+    }
     for path, variable in own.items():
         name, shape = path.removeprefix(_MODEL), variable.shape.as_list()
         if path not in there:
@@ -74,15 +73,3 @@ def _refuse(found: RestoredCheckpoint, what: str) -> None:
         f"{_KEY}: {found.uri} is the checkpoint of another model: {what}; name one of the same "
         "model section, or leave it empty"
     )
-
-
-def _shapes(found: RestoredCheckpoint) -> dict[str, list[int]]:
-    """Return the shapes of the model's variables in a checkpoint by path."""
-    reader = tf.train.load_checkpoint(str(found.folder / checkpoints.PREFIX))
-    shapes: dict[str, list[int]] = reader.get_variable_to_shape_map()
-    return {path: shapes[key] for key in shapes if (path := _path_of(key)).startswith(_MODEL)}
-
-
-def _path_of(key: str) -> str:
-    escaped = key.removeprefix("variables/").partition("/")[0]
-    return re.sub(r"\.\.|\.S", lambda part: _ESCAPED[part[0]], escaped)

@@ -154,6 +154,7 @@ class TrainingConfig(Section):
     mixed_precision: bool = key(False, "compute in 16 bits (bfloat16)")
     jit_compile: bool = key(False, "compile the step with XLA")
     warm_start: str = key("", "start with the weights of a checkpoint: its URI, or champion")
+    freeze: tuple[str, ...] = key((), "globs of variable paths that are not trained, hidden_0/*")
     hand_on: Literal["best", "last"] = key(
         "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
     )

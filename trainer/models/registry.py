@@ -84,7 +84,8 @@ def require_compilable(model: keras.Model) -> None:
 def require_trainable(name: str, model: keras.Model) -> None:
     """Raise `ConfigError` where no variable of the model is trained: no step would change it."""
     if not model.trainable_variables:
-        why = "all of its variables are frozen" if model.variables else "it has no variables"
+        frozen = "all of its variables are frozen, by its layers or by training.freeze"
+        why = frozen if model.variables else "it has no variables"
         raise ConfigError(f"model {name}: it has nothing to train: {why}")
 
 

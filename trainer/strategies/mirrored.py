@@ -101,7 +101,8 @@ class Replicated(KerasStrategy):
             moving = [
                 variable.value
                 for variable in self.model.non_trainable_variables
-                if variable.value.dtype.is_floating
+                # One that was made to be trained is frozen, and equal everywhere.
+                if variable.value.dtype.is_floating and not variable.value.trainable
             ]
             means = _mean([variable.read_value() for variable in moving]) if moving else []
             for variable, mean in zip(moving, means, strict=True):

@@ -28,6 +28,7 @@ from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec
 from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
+from trainer.models.freezing import freeze
 from trainer.models.registry import refused_input
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
@@ -172,6 +173,7 @@ def _build_model(
     config: Config, spec: DatasetSpec, objective: Objective, checked: list[bool]
 ) -> keras.Model:
     model = evaluate.build_model(config, spec, objective)
+    freeze(model, config.training.freeze)
     if not checked:
         dry_run.require(config, model)
         checked.append(True)

@@ -16,6 +16,7 @@ from trainer.data import prepare
 from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
 from trainer.evaluation import evaluate
 from trainer.models import registry
+from trainer.models.freezing import freeze
 from trainer.strategies import placement
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
@@ -70,6 +71,7 @@ def fit(config: Config, scratch: Path) -> Fit:
     # Never left: that would give all variables their values.
     keras.StatelessScope().__enter__()
     model = evaluate.build_model(config, dataset, objective)
+    freeze(model, config.training.freeze)
     require(config, model)
     inputs = {name: selection.specs[name] for name in selection.inputs}
     return Fit(

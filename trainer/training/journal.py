@@ -72,7 +72,12 @@ class Journal:
     def __init__(self, config: Config, checkpoints: Checkpoints, start: int) -> None:
         """Read the rows up to global step `start`."""
         self._steps = config.training.steps
-        self._fields = {"strategy": config.training.strategy, "config_hash": config.digest()}
+        self._fields = {
+            "strategy": config.training.strategy,
+            "config_hash": config.digest(),
+            "optimizer": config.training.optimizer.name,
+            "freeze": list(config.training.freeze),
+        }
         self._batch_size = config.training.batch_size
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)

@@ -118,7 +118,8 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
     if found:
-        checkpointing.restore(found, strategy.variables(), io_device=strategy.io_device)
+        kept = checkpointing.resumed(found, strategy.variables(), config.training)
+        checkpointing.restore(found, kept, io_device=strategy.io_device)
     elif warm:
         warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
     journal_type = Journal if strategy.publishes else UnpublishedJournal

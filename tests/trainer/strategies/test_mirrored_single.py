@@ -11,6 +11,7 @@ import tensorflow as tf
 from tests.trainer.plain import CHIEF, NOBODY, Plain, dense, problem_of
 from trainer.config.load import parse_config
 from trainer.errors import ConfigError
+from trainer.models.freezing import freeze
 from trainer.strategies.strategy import create
 from trainer.topology import Cluster, Task
 
@@ -46,6 +47,25 @@ def test_several_stretches_go_on_with_the_same_seeds():
         twice.run(steps)
     for path, variable in once.variables().items():
         np.testing.assert_allclose(twice.variables()[path].numpy(), variable.numpy(), atol=1e-5)
+
+
+def test_frozen_variables_stay_and_have_no_slots():
+    def model():
+        made = dense()
+        freeze(made, ["dense/hidden/*", "dense/norm/*"])
+        return made
+
+    strategy = single()
+    strategy.build(problem_of(model)(0))
+    before = {path: each.numpy() for path, each in strategy.variables().items()}
+    strategy.run(5)
+    after = strategy.variables()
+    moved = {path for path, value in before.items() if (after[path].numpy() != value).any()}
+    assert {path for path in moved if path.startswith("model/")} == {
+        "model/dense/logits/kernel",
+        "model/dense/logits/bias",
+    }
+    assert all("logits" in path for path in before if path.startswith("optimizer/"))
 
 
 @pytest.mark.skipif(bool(tf.config.list_physical_devices("GPU")), reason="there is a GPU")
