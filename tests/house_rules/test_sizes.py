@@ -15,12 +15,13 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-MODULE_LIMIT = 194
+MODULE_LIMIT = 195
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
 # The role that all modules of one name play.
 SAME_ROLE = {
+    "base.py": "what the other modules of its room are made of",
     "__main__.py": "what `python -m` runs",
     "errors.py": "the errors of its package",
     "launcher.py": "starts a job and waits for its end; the trainer's is the local contract",

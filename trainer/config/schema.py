@@ -37,6 +37,7 @@ MODELS = {
 #: The class of every learning task that has a name.
 TASKS = {
     "classification": "trainer.tasks.classification:Classification",
+    "regression": "trainer.tasks.regression:Regression",
 }
 AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)

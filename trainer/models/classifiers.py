@@ -3,43 +3,72 @@
 Softmax regression: one linear layer from the flattened input to the logits.
 
 Convolutional network for images: convolution and pooling by turns, then dense layers.
+
+All end in linear layers, one for each output that the task wants: logits of a classifier, numbers
+of a regression.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
 from trainer.errors import ConfigError
-from trainer.models.spec import InputSpec, initializer, scaled_input, share, size, sizes
+from trainer.models.spec import InputSpec, Shape, initializer, scaled_input, share, size, sizes
 
 
 def mlp(
     spec: InputSpec, *, hidden_units: Sequence[int] = (100,), dropout: float = 0.0
 ) -> keras.Model:
-    """Return ReLU layers of `hidden_units`, each followed by `dropout`, and the logits."""
+    """Return ReLU layers of `hidden_units`, each followed by `dropout`, and the outputs."""
     given, x = scaled_input(spec)
-    logits = dense_head(x, spec.num_classes, hidden_units=hidden_units, dropout=dropout)
-    return keras.Model(given, logits, name="mlp")
+    x = _hidden(x, hidden_units=hidden_units, dropout=dropout)
+    return keras.Model(given, outputs(spec, x), name="mlp")
 
 
-def dense_head(
-    x: keras.KerasTensor, num_classes: int, *, hidden_units: Sequence[int], dropout: float
+def outputs(spec: InputSpec, x: keras.KerasTensor, **named: Any) -> Any:
+    """Return a linear layer of `x` [n, units] for the task's output, or one for each by name.
+
+    Other arguments are those of `keras.layers.Dense`.
+
+    Raises:
+        ConfigError: an output may have any size.
+    """
+    if isinstance(spec.output_shape, Mapping):
+        return {
+            name: _linear(x, shape, f"{name}_output", named)
+            for name, shape in spec.output_shape.items()
+        }
+    return _linear(x, spec.output_shape, "logits", named)
+
+
+def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
+    if min(shape, default=0) < 1:
+        raise ConfigError(f"gives outputs of one shape, not {shape}; write your own model")
+    x = keras.layers.Dense(math.prod(shape), dtype="float32", name=name, **named)(x)
+    if len(shape) == 1:
+        return x
+    return keras.layers.Reshape(shape, dtype="float32", name=f"{name}_shape")(x)
+
+
+def _hidden(
+    x: keras.KerasTensor, *, hidden_units: Sequence[int], dropout: float
 ) -> keras.KerasTensor:
-    """Return logits of the flattened `x` through ReLU layers with dropout after each."""
+    """Return the flattened `x` through ReLU layers with dropout after each."""
     rate = share("dropout", dropout)
     x = keras.layers.Flatten(name="flatten")(x)
     for index, units in enumerate(sizes("hidden_units", hidden_units)):
         x = keras.layers.Dense(units, activation="relu", name=f"hidden_{index}")(x)
         if rate:
             x = keras.layers.Dropout(rate, name=f"dropout_{index}")(x)
-    return keras.layers.Dense(num_classes, dtype="float32", name="logits")(x)
+    return x
 
 
 def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> keras.Model:
-    """Return the model; its softmax is part of the loss, so the outputs are logits.
+    """Return the model; a softmax is part of the loss, so the outputs are logits.
 
     `kernel_initializer` is the name of a Keras initializer, or a mapping of `class_name` and
     `config` for one with arguments.
@@ -47,10 +76,7 @@ def softmax(spec: InputSpec, *, kernel_initializer: Any = "glorot_uniform") -> k
     given, x = scaled_input(spec)
     x = keras.layers.Flatten(name="flatten")(x)
     weights = initializer("kernel_initializer", kernel_initializer)
-    logits = keras.layers.Dense(
-        spec.num_classes, kernel_initializer=weights, dtype="float32", name="logits"
-    )(x)
-    return keras.Model(given, logits, name="softmax")
+    return keras.Model(given, outputs(spec, x, kernel_initializer=weights), name="softmax")
 
 
 FLAT_IMAGE = 2
@@ -65,7 +91,7 @@ def cnn(
     hidden_units: Sequence[int] = (128,),
     dropout: float = 0.0,
 ) -> keras.Model:
-    """Return one convolution with 2x2 pooling for each of `filters`, `hidden_units`, the logits.
+    """Return one convolution with 2x2 pooling for each of `filters`, `hidden_units`, the outputs.
 
     Images are (height, width, channels), or (height, width) for one channel; `dropout` follows
     each hidden layer.
@@ -86,5 +112,5 @@ def cnn(
         )(x)
         # "same" rounds up, so that any number of poolings leaves an image of at least one pixel.
         x = keras.layers.MaxPooling2D(2, padding="same", name=f"pool_{index}")(x)
-    logits = dense_head(x, spec.num_classes, hidden_units=hidden_units, dropout=dropout)
-    return keras.Model(given, logits, name="cnn")
+    x = _hidden(x, hidden_units=hidden_units, dropout=dropout)
+    return keras.Model(given, outputs(spec, x), name="cnn")

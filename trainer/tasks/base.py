@@ -84,6 +84,28 @@ class Examples(Protocol):
         """Read all of them in parts that fit into memory; may be called again."""
 
 
+def drawn(examples: Examples, most: int = 100_000) -> Part:
+    """Return all examples, or of more than `most` every second, third, ..., for a picture of them.
+
+    Metrics are not made of these, but of all examples.
+    """
+    step = -(-examples.count // most) or 1
+    parts, begin = [], 0
+    for part in examples.parts():
+        rows = slice(begin, None, step)
+        size = len(tf.nest.flatten(part.labels)[0])
+        begin = (begin - size) % step
+        parts.append(tf.nest.map_structure(lambda each, at=rows: _at(each, at), part))
+    whole: Part = tf.nest.map_structure(
+        lambda *each: None if each[0] is None else np.concatenate(each), *parts
+    )
+    return whole
+
+
+def _at(values: Any, rows: slice) -> Any:
+    return None if values is None else values[rows]
+
+
 class Task(ABC):
     """One learning task for one target."""
 

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from trainer import user_code
 from trainer.config.schema import AUTO, TASKS, TaskConfig
 from trainer.errors import ConfigError, nearest
 from trainer.tasks.base import Target, Task
+
+_log = logging.getLogger(__name__)
 
 
 class Feature(Protocol):
@@ -60,7 +65,7 @@ def create(config: TaskConfig, dataset: Dataset) -> Task:
     """
     targets = [target_of(dataset, name) for name in dataset.targets]
     (target,) = targets
-    name = automatic(targets) if config.name == AUTO else config.name
+    name, _ = chosen(config, dataset)
     task = _class(name)
     _check_arguments(name, task, config.args)
     try:
@@ -72,10 +77,41 @@ def create(config: TaskConfig, dataset: Dataset) -> Task:
         raise ConfigError(f"task {name}: {user_code.line_of(error)}") from error
 
 
-def automatic(targets: Sequence[Target]) -> str:
-    """Return the name of the task that the targets of a dataset ask for."""
-    del targets
-    return "classification"
+class Choice(NamedTuple):
+    """The name of a task, and why it is this one."""
+
+    name: str
+    why: str
+
+
+def chosen(config: TaskConfig, dataset: Dataset) -> Choice:
+    """Return the task that a configuration names, or the one that the targets ask for.
+
+    Raises:
+        ConfigError: a target is nothing that a task built in takes.
+    """
+    if config.name != AUTO:
+        return Choice(config.name, "task.name says so")
+    choice = automatic(*(target_of(dataset, name) for name in dataset.targets))
+    _log.info("task: %s, since %s", *choice)
+    return choice
+
+
+def automatic(target: Target) -> Choice:
+    """Return the task that a target asks for.
+
+    Two named classes are `classification`, as any number of them; a logit less would make another
+    model of every configuration that has been trained as such. A whole number without names is a
+    class too: TFDS has labels of this kind, and says of no number that it is a quantity.
+    """
+    kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
+    if kind == "f":
+        return Choice("regression", f"the label {target} is a quantity")
+    if kind in {"i", "u"} and not target.shape:
+        return Choice("classification", f"the label {target} names a class")
+    raise ConfigError(
+        f"task.name: no task built in takes the label {target}; name another feature in data.label"
+    )
 
 
 def target_of(dataset: Dataset, name: str) -> Target:

@@ -246,3 +246,14 @@ def test_dropout_is_checked(name, value):
 def test_kernel_size_is_checked(value):
     with pytest.raises(ConfigError, match=r"kernel_size: .* is not allowed"):
         _build("cnn", kernel_size=value)
+
+
+@pytest.mark.parametrize("name", ["mlp", "softmax", "cnn"])
+def test_they_end_in_one_linear_layer_for_each_output(name):
+    shapes = {"digit": (10,), "corner": (2, 2)}
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=shapes)
+    model = registry.build(ModelConfig(name=name), spec, seed=0)
+    assert {key: each.shape for key, each in model.output.items()} == {
+        key: (None, *shape) for key, shape in shapes.items()
+    }
+    assert {layer.units for layer in model.layers if layer.name.endswith("_output")} == {10, 4}

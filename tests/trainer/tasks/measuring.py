@@ -1,0 +1,52 @@
+"""Examples of a task, and what it says of them, for the tests of all tasks."""
+
+from __future__ import annotations
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.tasks.base import Part, Target
+from trainer.tasks.objective import Objective
+
+
+class InParts:
+    """Examples in parts of at most seven."""
+
+    def __init__(self, labels, outputs, weights=None, **columns) -> None:
+        self.whole = Part(labels, outputs, weights, columns)
+
+    @property
+    def count(self) -> int:
+        return len(tf.nest.flatten(self.whole.labels)[0])
+
+    def parts(self):
+        for begin in range(0, self.count, 7):
+            yield tf.nest.map_structure(
+                lambda each, at=slice(begin, begin + 7): None if each is None else each[at],
+                self.whole,
+            )
+
+
+def measured(task, examples: InParts) -> dict[str, float]:
+    """Return the metrics from the sums over the parts."""
+    objective = Objective(task)
+    return objective.means(np.sum([objective.sums(part) for part in examples.parts()], axis=0))
+
+
+def target(labels, name="label", **facts) -> Target:
+    """Return what a dataset with these training labels says of them."""
+    values = np.asarray(labels)
+    moments = {}
+    if values.dtype.kind in "iubf":
+        moments = {
+            "mean": float(values.mean()),
+            "std": float(values.std()),
+            "min": float(values.min()),
+            "max": float(values.max()),
+        }
+    if values.dtype.kind in "iub":
+        count = np.bincount(values[values >= 0].ravel().astype(int)).tolist()
+        facts.setdefault("counts", {"train": count, "test": count})
+    return Target(
+        name=name, shape=values.shape[1:], dtype=values.dtype.name, moments=moments, **facts
+    )

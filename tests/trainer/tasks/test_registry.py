@@ -1,0 +1,68 @@
+"""A task is chosen by the dataset, or by the configuration."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from trainer.config.schema import TaskConfig
+from trainer.data.spec import FeatureSpec
+from trainer.errors import ConfigError
+from trainer.tasks import registry
+
+
+def feature(dtype="int64", shape=(), classes=0):
+    return FeatureSpec(shape=shape, dtype=dtype, stored="raw", num_classes=classes)
+
+
+def dataset(inputs=None, **targets):
+    given = inputs or {"x": feature("float32", (4,))}
+    return SimpleNamespace(
+        features={**given, **targets},
+        inputs=tuple(given),
+        targets=tuple(targets),
+        group="",
+        target_counts={},
+        target_moments={},
+    )
+
+
+CHOICES = {
+    "classification": {"label": feature(classes=3)},
+    "regression": {"label": feature("float32")},
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_task_is_chosen_by_what_the_label_is(name, caplog):
+    with caplog.at_level("INFO", logger="trainer"):
+        assert registry.create(TaskConfig(), dataset(**CHOICES[name])).name == name
+    assert f"task: {name}, since" in caplog.text
+
+
+def test_two_named_classes_are_a_classification_unless_the_configuration_says_otherwise():
+    assert registry.create(TaskConfig(), dataset(label=feature(classes=2))).name == "classification"
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "words"),
+    [
+        ({}, feature("string"), "no task built in takes the label 'label' (one string)"),
+        (
+            {"name": "classification"},
+            feature("float32"),
+            "task classification: it takes one whole number that names a class, not 'label' (one "
+            "float32)",
+        ),
+        (
+            {"name": "regression", "args": {"standardise": True}},
+            feature("float32"),
+            "task.args: regression has no argument 'standardise' (it takes standardize)",
+        ),
+    ],
+)
+def test_a_task_that_does_not_fit_is_refused_by_name(config, target, words):
+    with pytest.raises(ConfigError) as caught:
+        registry.create(TaskConfig(**config), dataset(label=target))
+    assert words in str(caught.value)

@@ -1,0 +1,118 @@
+"""Regression measures what Keras and scikit-learn do, in the label's units."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+from sklearn import metrics as scores
+
+from tests.trainer.tasks.measuring import InParts, measured, target
+from trainer.errors import ConfigError
+from trainer.tasks.regression import Regression
+
+COUNT = 40
+RANDOM = np.random.default_rng(0)
+# A mean far above the deviation, as that of a year.
+LABELS = {
+    (): 1990 + 10 * RANDOM.normal(size=COUNT),
+    (3,): RANDOM.normal(size=(COUNT, 3)) * [1, 10, 100],
+    (2, 3): RANDOM.normal(size=(COUNT, 2, 3)),
+}
+
+
+def case(shape, **args):
+    labels = LABELS[shape].astype("float32")
+    task = Regression(target(labels), **args)
+    noise = np.random.default_rng(1).normal(size=labels.shape) / 2
+    outputs = task.outputs_of({"prediction": (labels + noise).astype("float32")})
+    return task, labels, outputs
+
+
+@pytest.mark.parametrize("shape", LABELS)
+@pytest.mark.parametrize("standardize", [False, True])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_metrics_are_those_of_scikit_learn(shape, standardize, weighted):
+    task, labels, outputs = case(shape, standardize=standardize)
+    assert outputs.shape[1:] == task.output_shape
+    weights = np.random.default_rng(2).uniform(size=COUNT).astype("float32") if weighted else None
+    found = measured(task, InParts(labels, outputs, weights))
+    predicted = np.asarray(task.answers(outputs)["prediction"])
+    assert predicted.shape == labels.shape
+    true, given = (each.reshape(COUNT, -1) for each in (labels, predicted))
+    squared = scores.mean_squared_error(true, given, sample_weight=weights)
+    expected = {
+        "mean_absolute_error": scores.mean_absolute_error(true, given, sample_weight=weights),
+        "mean_squared_error": squared,
+        "root_mean_squared_error": squared**0.5,
+        "r2_score": scores.r2_score(true, given, sample_weight=weights),
+    }
+    loss = found.pop("loss")
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert {*found, "loss"} == set(task.directions)
+    if not weighted:
+        scale = labels.std() ** 2 if standardize else 1
+        assert loss == pytest.approx(squared / scale, rel=1e-4)
+        assert loss == pytest.approx(task.example_losses(labels, outputs).mean(), rel=1e-4)
+
+
+def test_the_loss_is_the_mean_squared_error_of_keras():
+    task, labels, outputs = case(())
+    expected = keras.losses.MeanSquaredError()(labels, outputs)
+    np.testing.assert_allclose(task.loss()(labels, outputs), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("labels", "outputs", "score"), [([2, 2], [2, 2], 1), ([2, 2], [2, 3], 0)])
+def test_of_equal_labels_the_score_says_whether_they_are_met(labels, outputs, score):
+    true, given = np.array(labels, "float32"), np.array(outputs, "float32")[:, np.newaxis]
+    found = measured(Regression(target(true)), InParts(true, given))
+    assert found["r2_score"] == score == scores.r2_score(true, given)
+
+
+@pytest.mark.parametrize("shape", LABELS)
+def test_what_is_said_besides_the_metrics_is_plain_data(shape):
+    task, labels, outputs = case(shape, standardize=True)
+    details = task.details(InParts(labels, outputs))
+    assert json.loads(json.dumps(details, allow_nan=False)) == details
+    (table,) = details["tables"]
+    errors = np.abs(np.asarray(task.answers(outputs)["prediction"]) - labels)
+    assert table["rows"][0] == ["50%", pytest.approx(np.median(errors), rel=1e-3)]
+    assert table["rows"][-1] == ["100%", pytest.approx(errors.max(), rel=1e-3)]
+    for chart in details["charts"]:
+        assert {len(points) for points in chart["series"].values()} == {20}
+    worst = task.described(labels[0], outputs[0])
+    assert abs(worst["error"]) == pytest.approx(errors[0].max(), rel=1e-3)
+
+
+def test_an_untrained_model_costs_a_blind_guess():
+    task, labels, _ = case(())
+    assert task.chance_loss() == pytest.approx((labels.astype("float64") ** 2).mean())
+    assert case((), standardize=True)[0].chance_loss() == 1
+
+
+@pytest.mark.parametrize(
+    ("labels", "args", "words"),
+    [
+        (np.array([b"a"]), {}, "it takes numbers, not 'label' (one string)"),
+        (np.zeros(2), {"standardize": 1}, "standardize: 1 is not allowed; it is true or false"),
+    ],
+)
+def test_a_label_or_an_argument_that_it_does_not_take_is_refused(labels, args, words):
+    dtype = "string" if labels.dtype.kind == "S" else None
+    wanted = target(labels)
+    wanted = wanted if dtype is None else wanted.__class__(name="label", shape=(), dtype=dtype)
+    with pytest.raises(ConfigError) as caught:
+        Regression(wanted, **args)
+    assert str(caught.value) == words
+
+
+def test_labels_without_use_are_refused_before_training():
+    with pytest.raises(ConfigError, match="is 2 in all training examples"):
+        Regression(target(np.full(3, 2.0))).check()
+    wanted = target(np.zeros(3))
+    without = wanted.__class__(name="label", shape=(), dtype="float32")
+    with pytest.raises(ConfigError, match="values that are not finite numbers"):
+        Regression(without).check()
+    Regression(target(np.arange(3.0))).check()

@@ -1,0 +1,260 @@
+"""One number, or a row or a table of numbers of a fixed shape.
+
+    label     numbers of any type
+    outputs   floats of the label's shape; [n, 1] of single numbers
+    loss      mean squared error
+    metrics   mean_absolute_error, mean_squared_error, root_mean_squared_error, r2_score
+    answers   `prediction`, in the label's units and shape
+
+With `standardize` a model's outputs are in units of the label's standard deviation from its mean
+over the training split, as an optimizer likes them; metrics and answers stay in the label's units.
+Without, as in plain Keras, the outputs are in the label's units.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task, drawn
+
+_QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
+_BINS = 20
+
+
+class SquaredError(keras.losses.Loss):
+    """The mean over all numbers of an example of (output - standardized label)^2."""
+
+    def __init__(self, mean: float = 0.0, std: float = 1.0) -> None:
+        """Standardize labels by these."""
+        super().__init__(name="mean_squared_error")
+        self._mean, self._std = mean, std
+
+    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+        """Return the losses [n]."""
+        difference = rows(y_pred) - (rows(y_true) - self._mean) / self._std
+        return tf.reduce_mean(tf.square(difference), axis=1)
+
+
+def rows(values: Any) -> tf.Tensor:
+    """Return the numbers of each example as one row: [n, numbers]."""
+    return tf.reshape(values, [tf.shape(values)[0], math.prod(values.shape[1:])])
+
+
+class _OfRows:
+    """Lets a metric of Keras take labels and predictions of any shape, with weights [n]."""
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        """Take rows."""
+        update = super().update_state  # type: ignore[misc]
+        return update(rows(y_true), rows(y_pred), sample_weight=sample_weight)
+
+
+class _MeanAbsoluteError(_OfRows, keras.metrics.MeanAbsoluteError):
+    pass
+
+
+class _MeanSquaredError(_OfRows, keras.metrics.MeanSquaredError):
+    pass
+
+
+class _RootMeanSquaredError(_OfRows, keras.metrics.RootMeanSquaredError):
+    pass
+
+
+class R2Score(keras.Metric):
+    """The share of the variance that is explained, as a mean over the numbers of an example.
+
+    Keras's own adds up squares of the labels, whose single precision ends where their mean is far
+    above their deviation. Here they are taken from a value near the mean.
+    """
+
+    def __init__(self, numbers: int, near: float) -> None:
+        """Measure rows of so many numbers, around a value near their mean."""
+        super().__init__(name="r2_score")
+        self._near = near
+        self.weight = self.add_weight(name="weight", initializer="zeros")
+        self.total, self.squares, self.residual = (
+            self.add_weight(name=name, shape=(numbers,), initializer="zeros")
+            for name in ("total", "squares", "residual")
+        )
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        true, predicted = (tf.cast(rows(each), self.dtype) for each in (y_true, y_pred))
+        weight = tf.ones_like(true[:, 0]) if sample_weight is None else sample_weight
+        weight = tf.cast(weight, self.dtype)[:, tf.newaxis]
+        centred = true - self._near
+        self.weight.assign_add(tf.reduce_sum(weight))
+        self.total.assign_add(tf.reduce_sum(weight * centred, axis=0))
+        self.squares.assign_add(tf.reduce_sum(weight * centred**2, axis=0))
+        self.residual.assign_add(tf.reduce_sum(weight * (true - predicted) ** 2, axis=0))
+
+    def result(self) -> tf.Tensor:
+        """Return the mean; of equal labels it is 1 if they are all met, else 0."""
+        weight = tf.convert_to_tensor(self.weight)
+        total, squares, residual = map(
+            tf.convert_to_tensor, (self.total, self.squares, self.residual)
+        )
+        variance = squares - tf.math.divide_no_nan(total**2, weight)
+        constant = tf.cast(residual <= 0, self.dtype)
+        explained = 1 - tf.math.divide_no_nan(residual, variance)
+        return tf.reduce_mean(tf.where(variance > 0, explained, constant))
+
+
+class Regression(Task):
+    """See the module; the argument of `task.args` is `standardize`."""
+
+    name = "regression"
+    main_metric = "mean_absolute_error"
+    directions: ClassVar[Mapping[str, Direction]] = {
+        "loss": "lower",
+        "mean_absolute_error": "lower",
+        "mean_squared_error": "lower",
+        "root_mean_squared_error": "lower",
+        "r2_score": "higher",
+    }
+
+    def __init__(self, target: Target, *, standardize: bool = False) -> None:
+        """Take numbers of a fixed shape."""
+        if target.dtype == "string" or np.dtype(target.dtype).kind not in "iubf":
+            raise ConfigError(f"it takes numbers, not {target}")
+        if not isinstance(standardize, bool):
+            raise ConfigError(f"standardize: {standardize!r} is not allowed; it is true or false")
+        super().__init__(target)
+        self._standardized = standardize
+        # Of a dataset that is not prepared nothing is known, and nothing is trained.
+        mean, std = target.moments.get("mean", 0.0), target.moments.get("std", 1.0)
+        self._mean, self._std = (mean, std or 1.0) if standardize else (0.0, 1.0)
+
+    @property
+    def output_shape(self) -> Shape:
+        """The label's; a single number is a row of one, as a dense layer gives it."""
+        return self.target.shape or (1,)
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the mean squared error, of standardized labels where it is asked for."""
+        return SquaredError(self._mean, self._std)
+
+    def chance_loss(self) -> float:
+        """Return the loss of zeros, with which an untrained model begins."""
+        if self._standardized:
+            return 1.0
+        mean, std = self.target.moments.get("mean", 0.0), self.target.moments.get("std", 1.0)
+        # The moments of a constant zero are both zero.
+        return mean**2 + std**2 or 1.0
+
+    def metrics(self) -> list[keras.Metric]:
+        """Return the errors in the label's units, and the share of variance explained."""
+        numbers = math.prod(self.output_shape)
+        return [
+            _MeanAbsoluteError(name="mean_absolute_error"),
+            _MeanSquaredError(name="mean_squared_error"),
+            _RootMeanSquaredError(name="root_mean_squared_error"),
+            R2Score(numbers, self.target.moments.get("mean", 0.0)),
+        ]
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return the numbers in the label's units, in the outputs' shape."""
+        return outputs * self._std + self._mean
+
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return `prediction`."""
+        found = self.predictions(outputs)
+        return {"prediction": found if self.target.shape else tf.squeeze(found, axis=-1)}
+
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return the outputs of a model that is as this one standardized."""
+        numbers = np.asarray(answers["prediction"])
+        shaped = numbers if self.target.shape else numbers[..., np.newaxis]
+        return (shaped - self._mean) / self._std
+
+    def example_losses(self, labels: Array, outputs: Array) -> Floats:
+        """Return the mean squared error [n]."""
+        standardized = (_flat(labels) - self._mean) / self._std
+        result: Floats = ((_flat(outputs) - standardized) ** 2).mean(axis=1)
+        return result
+
+    def described(self, label: Any, output: Any) -> dict[str, Any]:
+        """Return label, prediction and the error; of several numbers the largest one."""
+        true = np.ravel(label).astype(np.float64)
+        predicted = np.ravel(self.predictions(output)).astype(np.float64)
+        error = predicted - true
+        return {
+            "label": _text(true),
+            "predicted": _text(predicted),
+            "error": float(error[np.abs(error).argmax()]),
+        }
+
+    def details(self, examples: Examples) -> dict[str, Any]:
+        """Return the quantiles of the error, and predictions and errors over the labels."""
+        part = drawn(examples)
+        true = _flat(part.labels)
+        predicted = _flat(self.predictions(part.outputs))
+        errors = np.abs(predicted - true)
+        quantiles = np.quantile(errors, _QUANTILES)
+        least_to_most = [_binned(true, predicted), _binned(predicted, predicted - true)]
+        return {
+            "tables": [
+                {
+                    "title": "Quantiles of the absolute error",
+                    "columns": ["Share of the numbers", "Error at most"],
+                    "rows": [
+                        [f"{share:.0%}", float(value)]
+                        for share, value in zip(_QUANTILES, quantiles, strict=True)
+                    ],
+                }
+            ],
+            "charts": [
+                {
+                    "title": "Predictions over labels",
+                    "x": "label",
+                    "y": "prediction",
+                    "series": {
+                        "mean prediction": least_to_most[0],
+                        "exact": [[x, x] for x, _ in least_to_most[0]],
+                    },
+                },
+                {
+                    "title": "Residuals over predictions",
+                    "x": "prediction",
+                    "y": "prediction - label",
+                    "series": {
+                        "mean residual": least_to_most[1],
+                        "none": [[x, 0.0] for x, _ in least_to_most[1]],
+                    },
+                },
+            ],
+        }
+
+    def check(self) -> None:
+        """Refuse labels that are not finite, and one label for all."""
+        if not self.target.moments:
+            raise ConfigError(f"the label {self.target} has values that are not finite numbers")
+        if not self.target.moments["std"]:
+            value = self.target.moments["mean"]
+            raise ConfigError(f"the label {self.target} is {value:g} in all training examples")
+
+
+def _flat(values: Any) -> Floats:
+    """Return the numbers of each example as a row in double precision."""
+    numbers = np.asarray(values)
+    result: Floats = numbers.reshape(len(numbers), -1).astype(np.float64)
+    return result
+
+
+def _text(numbers: Floats) -> float | str:
+    return float(numbers[0]) if len(numbers) == 1 else " ".join(f"{each:.4g}" for each in numbers)
+
+
+def _binned(x: Floats, y: Floats) -> list[list[float]]:
+    """Return the means of x and y in bins of as many numbers each, from the least x to the most."""
+    order = np.argsort(x, axis=None, kind="stable")
+    bins = [each for each in np.array_split(order, _BINS) if len(each)]
+    return [[float(x.ravel()[each].mean()), float(y.ravel()[each].mean())] for each in bins]
