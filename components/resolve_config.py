@@ -31,7 +31,7 @@ def resolve_config(
     training_checkpoint_every: int, training_checkpoint_seconds: float, training_keep: int,
     training_validate_every: int, training_patience: int, training_stall_timeout: float,
     training_mixed_precision: bool, training_jit_compile: bool, training_warm_start: str,
-    training_freeze: str, training_hand_on: str, training_seed: int,
+    training_freeze: str, training_hand_on: str, training_class_weights: str, training_seed: int,
     cluster_launcher: str, cluster_parameter_servers: int, cluster_workers: int,
     cluster_evaluator: bool, cluster_gpus_per_worker: int,
     cluster_gpu_memory_mb: int, cluster_communication: str, cluster_placement: str,

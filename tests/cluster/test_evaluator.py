@@ -15,7 +15,6 @@ from trainer.data.spec import DatasetSpec
 from trainer.evaluation import evaluate
 from trainer.events import AttemptBegin, EvaluatorLeft, Restart, Validation
 from trainer.tasks import registry as tasks
-from trainer.tasks.objective import Objective
 
 pytestmark = pytest.mark.cluster
 
@@ -30,7 +29,7 @@ def measured(dataset, uri, folder):
     """Return the validation loss of a checkpoint, measured here."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
     config = parse_config({})
-    objective = Objective(tasks.create(config.task, spec))
+    objective = tasks.objective_of(config, spec)
     model = evaluate.build_model(config, spec, objective)
     restore_model(uri, model, folder / "scratch")
     files = stage_shards(dataset, folder / "validation", "validation")

@@ -1,8 +1,9 @@
 """The configuration as flat run parameters: `training.optimizer.name` is `training_optimizer_name`.
 
 Kubeflow Pipelines has typed scalars; a key that holds a list, a mapping or free values is a
-parameter of JSON text. Both directions are derived from the config model, so that a new key of the
-configuration is a run parameter without further code.
+parameter of JSON text, and one that holds a word or a mapping takes either. Both directions are
+derived from the config model, so that a new key of the configuration is a run parameter without
+further code.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import reduce
+from types import UnionType
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
@@ -28,7 +30,8 @@ _SCALARS = (str, int, float, bool)
 class Parameter:
     """One run parameter: its name and type for KFP, and the key of the configuration it sets.
 
-    `choices` are all values that it may have; empty where they cannot be listed.
+    `choices` are all values that it may have; empty where they cannot be listed. `is_either` says
+    that it takes a word or the JSON text of a mapping.
     """
 
     name: str
@@ -38,6 +41,7 @@ class Parameter:
     default: str | int | float | bool
     description: str
     choices: tuple[str, ...] = ()
+    is_either: bool = False
 
 
 def run_parameters() -> tuple[Parameter, ...]:
@@ -82,6 +86,7 @@ def _leaves(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[Parameter
             default=_text(field.default) if is_json else scalar(field.default),
             description=_described(field.description or "", kind, is_json=is_json),
             choices=tuple(_choices(kind)) if get_origin(kind) is Literal else (),
+            is_either=get_origin(kind) is UnionType,
         )
 
 
@@ -108,11 +113,13 @@ def _text(value: Any) -> str:
 
 def _flat(config: Config, parameter: Parameter) -> Any:
     value: Any = reduce(getattr, parameter.key, config)
-    return _text(value) if parameter.is_json else parameter.type(value)
+    as_text = parameter.is_json or (parameter.is_either and not isinstance(value, str))
+    return _text(value) if as_text else parameter.type(value)
 
 
 def _deep(value: Any, parameter: Parameter) -> Any:
-    if not parameter.is_json:
+    is_mapping = parameter.is_either and value.lstrip().startswith("{")
+    if not (parameter.is_json or is_mapping):
         return value
     with suppress(ValueError):
         return json.loads(value)
@@ -120,4 +127,5 @@ def _deep(value: Any, parameter: Parameter) -> Any:
         return parse_value(value)
     except ConfigError:
         key = ".".join(parameter.key)
-        raise ConfigError(f"{key}: {value!r} is not JSON, such as {parameter.default}") from None
+        example = f", such as {parameter.default}" if parameter.default else ""
+        raise ConfigError(f"{key}: {value!r} is not JSON{example}") from None

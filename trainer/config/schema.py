@@ -47,6 +47,8 @@ OPTIMIZERS = (
     "muon", "nadam", "rmsprop", "sgd",
 )  # fmt: skip
 
+# The word for weights that make all classes weigh the same, in `training.class_weights`.
+BALANCED = "balanced"
 # The word for the checkpoint of the registry's champion, in `training.warm_start`.
 CHAMPION = "champion"
 
@@ -159,7 +161,32 @@ class TrainingConfig(Section):
     hand_on: Literal["best", "last"] = key(
         "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
     )
+    class_weights: str | dict[str, float] = key(
+        "", 'weight of each class in the loss of training: balanced, or {"name": weight}'
+    )
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _by_class(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        if wrong := [name for name in value if isinstance(name, bool)]:
+            raise ValueError(f"{wrong[0]} is no name of a class: write it in quotes")
+        return {str(name): weight for name, weight in value.items()}
+
+    @field_validator("class_weights")
+    @classmethod
+    def _weights(cls, value: str | dict[str, float]) -> str | dict[str, float]:
+        if isinstance(value, str):
+            if value and value != BALANCED:
+                hint = nearest(value, [BALANCED])
+                raise ValueError(f"neither {BALANCED} nor a weight for each class{hint}")
+            return value
+        for name, weight in value.items():
+            if weight < 0:
+                raise ValueError(f"the weight of {name!r} is {weight:g}, which is below zero")
+        return value
 
     @field_validator("warm_start")
     @classmethod

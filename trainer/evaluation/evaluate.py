@@ -73,7 +73,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
     if not spec.examples(SPLIT):
         raise UserError(f"{dataset} has no {SPLIT} examples: nothing can be evaluated")
     features = slice_features(spec.features, spec.targets, config.evaluation.slices)
-    objective = Objective(tasks.create(config.task, spec))
+    objective = tasks.objective_of(config, spec)
     model, step = restored(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
@@ -122,10 +122,8 @@ def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
 
 def build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
     """Return the configured model for a dataset, with new weights and the loss of its task."""
-    task = objective.task
-    inputs = InputSpec.of(spec.features, spec.inputs, task.output_shape)
-    model = registry.build(config.model, inputs, config.training.seed, task.check_output)
-    return objective.attach(model)
+    inputs = InputSpec.of(spec.features, spec.inputs, objective.task.output_shape)
+    return registry.build(config.model, inputs, config.training.seed, objective.accept)
 
 
 def restored(

@@ -19,6 +19,7 @@ from trainer.errors import UserError
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
 from trainer.tasks.base import Part, Task
+from trainer.tasks.objective import in_single_precision
 
 MOST_WORST = 25
 # Pixels of the longer side: larger than this a page does not show it.
@@ -177,8 +178,7 @@ def predict(
 
     @tf.function(reduce_retracing=True)
     def forward(inputs: Any) -> Any:
-        outputs = model(inputs, training=False)
-        return tf.nest.map_structure(lambda each: tf.cast(each, tf.float32), outputs)
+        return task.outputs(in_single_precision(model(inputs, training=False)))
 
     worst = Worst(spec, task)
     own: list[Part] = []

@@ -77,7 +77,7 @@ def export(  # noqa: PLR0913, PLR0917
     with tempfile.TemporaryDirectory(dir=scratch, prefix="export-") as name:
         folder = Path(name)
         with fresh_process(folder) as process:
-            objective = Objective(tasks.create(config.task, spec))
+            objective = tasks.objective_of(config, spec)
             model, step = restored(config, spec, objective, checkpoint, scratch)
             facts = model_card.Facts(
                 config=config, dataset=dataset, checkpoint=checkpoint, decision=decision, step=step

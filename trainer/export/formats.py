@@ -126,15 +126,15 @@ def format_path(form: str, name: str, version: int) -> str:
     return FORMATS[form].path or f"serving/{name}/{version}"
 
 
-def called(model: keras.Model, inputs: Inputs) -> Any:
+def called(model: keras.Model, task: Task, inputs: Inputs) -> Any:
     """Return the outputs of a model for inputs by feature name."""
     given = inputs if len(inputs) > 1 else next(iter(inputs.values()))
-    return in_single_precision(model(given, training=False))
+    return task.outputs(in_single_precision(model(given, training=False)))
 
 
 def answers_of(model: keras.Model, task: Task, inputs: Inputs) -> Answers:
     """Return the answers of a model, as arrays."""
-    return {name: each.numpy() for name, each in task.answers(called(model, inputs)).items()}
+    return {name: each.numpy() for name, each in task.answers(called(model, task, inputs)).items()}
 
 
 def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
@@ -142,7 +142,7 @@ def _serving(subject: Subject) -> tuple[Any, list[tf.TensorSpec]]:
     model, task, spec = subject.model, subject.task, subject.spec
 
     def serve(*values: tf.Tensor) -> dict[str, tf.Tensor]:
-        return task.answers(called(model, dict(zip(spec.inputs, values, strict=True))))
+        return task.answers(called(model, task, dict(zip(spec.inputs, values, strict=True))))
 
     takes = [
         tf.TensorSpec((None, *feature.shape), feature.dtype, name=serving_name(name))

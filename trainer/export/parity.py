@@ -98,7 +98,7 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
         count += len(next(iter(inputs.values())))
         outputs = subject.task.outputs_of(_asked(name, ask, inputs))
         own.append(objective.sums(Part(labels, outputs, weights, {})))
-        exact = called(subject.model, inputs)
+        exact = called(subject.model, subject.task, inputs)
         original.append(objective.sums(Part(labels, exact, weights, {})))
     value, expected = (objective.means(np.sum(each, axis=0))[metric] for each in (own, original))
     lower = subject.task.directions[metric] == "lower"

@@ -40,12 +40,12 @@ def refused_input() -> Iterator[None]:
 
 
 ModelFunction = Callable[..., keras.Model]
-# Takes the symbolic output and the last layer; raises `ConfigError`.
-Check = Callable[[Any, keras.Layer | None], None]
+# Takes the built model and its symbolic outputs; raises `ConfigError`.
+Check = Callable[[keras.Model, Any], None]
 
 
 def build(
-    config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _output, _last: None
+    config: ModelConfig, spec: InputSpec, seed: int, check: Check = lambda _model, _outputs: None
 ) -> keras.Model:
     """Return the model, built; `check` refuses an output that does not fit the task.
 
@@ -158,7 +158,7 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
             f"{spec.dtype}: {user_code.line_of(error)}"
         ) from error
     try:
-        check(outputs, model.layers[-1] if model.layers else None)
+        check(model, outputs)
     except ConfigError as error:
         raise ConfigError(f"model {name}: {error}") from None
 

@@ -6,7 +6,8 @@ own; everything else in this package works with any of them.
 
 The words for what a model gives, in the order in which one becomes the other:
 
-    outputs      what the model returns: logits of a classifier, numbers of a regression
+    outputs      what the model returns: logits of a classifier, numbers of a regression;
+                 of a model whose loss takes probabilities, the logits of what it returns
     predictions  what metrics take: probabilities, or the numbers
     answers      what an exported model returns: named columns
 """
@@ -115,6 +116,10 @@ class Task(ABC):
     main_metric: ClassVar[str]
     #: Whether a higher or a lower value of a metric is better; of all that the task measures.
     directions: ClassVar[Mapping[str, Direction]]
+    #: What makes probabilities of the outputs; empty where no prediction is one.
+    link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
+    #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.
+    from_probabilities = False
 
     def __init__(self, target: Target) -> None:
         """Take a target; further arguments are `task.args`.
@@ -149,6 +154,23 @@ class Task(ABC):
         The state of each has to be sums over the examples, as that of all of Keras's is: states of
         workers are added, and examples are drawn anew by adding up other ones.
         """
+
+    @property
+    def parts(self) -> Mapping[str, Task]:
+        """The task of each output by name; of a single output the task itself, without a name."""
+        return {"": self}
+
+    def outputs(self, given: Any) -> Any:
+        """Return outputs from what a model gives, which may be probabilities."""
+        if not self.from_probabilities:
+            return given
+        least = keras.config.epsilon()
+        p = tf.clip_by_value(given, least, 1 - least)
+        return tf.math.log(p) - tf.math.log1p(-p) if self.link == "sigmoid" else tf.math.log(p)
+
+    def given(self, outputs: Any) -> Any:
+        """Return what the model gave for these outputs, which its loss takes."""
+        return self.predictions(outputs) if self.from_probabilities else outputs
 
     def predictions(self, outputs: Any) -> Any:
         """Return what metrics take, from a model's outputs."""
@@ -194,13 +216,12 @@ class Task(ABC):
         Called before a cluster starts, when `target.counts` and `target.moments` are known.
         """
 
-    def check_output(self, output: Any, last: keras.Layer | None) -> None:
-        """Refuse a model's symbolic output that does not fit, or its last layer.
+    def check_output(self, output: Any, last: Any) -> None:
+        """Refuse a model's symbolic output that does not fit, or the layer that gives it.
 
         Raises:
             ConfigError: with what the output has to be.
         """
-        del last
         if not isinstance(output, keras.KerasTensor):
             raise ConfigError(f"its output is a {type(output).__name__}, not one tensor")
         wanted = (None, *(None if size < 0 else size for size in self.output_shape))
@@ -214,3 +235,42 @@ class Task(ABC):
                 f"its output has to be floats of shape ({sizes}) for {self.name} of {self.target}, "
                 f"not {output.dtype} of shape {shape}"
             )
+        self._check_activation(activation_of(last))
+
+    def _check_activation(self, activation: str) -> None:
+        """Refuse a last layer that gives logits to a loss of probabilities, or the other way."""
+        if not self.link:
+            return
+        if self.from_probabilities and activation in {"linear", "dense"}:
+            raise ConfigError(
+                f"its loss takes probabilities, and its last layer gives logits: add a {self.link} "
+                "to it, or compile it with a loss of from_logits=True"
+            )
+        if not self.from_probabilities and activation == self.link:
+            raise ConfigError(
+                f"it has to return logits; remove the {self.link} from its last layer, or compile "
+                "it with a loss that takes probabilities"
+            )
+
+
+def last_layers(model: keras.Model) -> Any:
+    """Return the operation that gives each output, in the structure of the outputs.
+
+    Of a model that is no graph of layers, its last layer.
+    """
+    graph = getattr(model, "_functional", None) or model
+    outputs = getattr(graph, "_outputs_struct", None)
+    if outputs is None:
+        return model.layers[-1] if model.layers else None
+    return keras.tree.map_structure(lambda each: each._keras_history.operation, outputs)
+
+
+def activation_of(layer: Any) -> str:
+    """Return the name of the activation by which a layer ends; empty where it is not known."""
+    while isinstance(layer, keras.Model):
+        found = last_layers(layer)
+        layer = None if keras.tree.is_nested(found) else found
+    function = getattr(layer, "activation", None)
+    if function is not None:
+        return str(getattr(function, "__name__", ""))
+    return type(layer).__name__.lower() if layer is not None else ""

@@ -24,6 +24,7 @@ class Classification(Task):
 
     name = "classification"
     main_metric = "accuracy"
+    link = "softmax"
     directions: ClassVar[Mapping[str, Direction]] = {
         "loss": "lower",
         "accuracy": "higher",
@@ -122,10 +123,3 @@ class Classification(Task):
             "metrics": measured.headline(labels, logits),
             "intervals": measured.intervals_of_means(labels, logits),
         }
-
-    def check_output(self, output: Any, last: keras.Layer | None) -> None:
-        """Refuse probabilities: the softmax would be taken twice."""
-        super().check_output(output, last)
-        softmax = getattr(last, "activation", None) is keras.activations.softmax
-        if softmax or isinstance(last, keras.layers.Softmax):
-            raise ConfigError("it has to return logits; remove the softmax from its last layer")

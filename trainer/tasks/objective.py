@@ -11,7 +11,8 @@ them as one vector, vectors of several workers are added, and `means` makes valu
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import keras
@@ -20,10 +21,22 @@ import numpy.typing as npt
 import tensorflow as tf
 from keras.src.losses.loss import scale_loss_for_distribution, unscale_loss_for_distribution
 
-from trainer.errors import UserError
-from trainer.tasks.base import Part, Task
+from trainer.errors import ConfigError, UserError
+from trainer.tasks import class_weights, named
+from trainer.tasks.base import (
+    Array,
+    Direction,
+    Part,
+    Target,
+    Task,
+    activation_of,
+    last_layers,
+)
+from trainer.tasks.compiled import Compiled, Measured, Term, compiled_of, takes_logits
 
 LOSS = "loss"
+# Labels and outputs of any shape, for metrics that are looked up by name.
+_ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 Sums = npt.NDArray[np.float64]
 
 
@@ -34,25 +47,88 @@ class TaskLoss:
     metrics: tuple[()] = ()
     variables: tuple[()] = ()
 
-    def __init__(self, task: Task) -> None:
-        """Minimise the loss of a task."""
-        self._loss = task.loss()
+    def __init__(self, terms: Sequence[Term]) -> None:
+        """Minimise a sum of losses."""
+        self._terms = terms
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-        """Return the mean loss of a batch."""
-        return self._loss(labels, outputs, sample_weight=weights)
+        """Return the mean loss of a batch, of what the model gives."""
+        total = tf.constant(0.0)
+        for path, loss, weight in self._terms:
+            value = tf.cast(
+                loss(*_by_label(_at(labels, path), _at(outputs, path), _at(weights, path))),
+                tf.float32,
+            )
+            total += value if weight is None else value * weight
+        return total
+
+
+def _at(tree: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        tree = tree[key] if isinstance(tree, Mapping) else tree
+    return tree
+
+
+def _by_label(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """Give each label a loss of its own where each has a weight, and not just each example."""
+    rank = len(labels.shape)
+    if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
+        return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
+    return labels, outputs, weights
 
 
 class Objective:
-    """The loss and the metrics of one task."""
+    """The loss and the metrics of one task, as configuration and compiled model say them."""
 
-    def __init__(self, task: Task) -> None:
-        """Measure nothing yet; metrics are made when the first model is measured."""
+    def __init__(
+        self,
+        task: Task,
+        *,
+        loss: str = "",
+        metrics: Sequence[str] = (),
+        weights: Array | None = None,
+    ) -> None:
+        """Measure nothing yet; metrics are made when the first model is measured.
+
+        Args:
+            task: says what is predicted, and all that is not said otherwise.
+            loss: by name, in place of that of the task and of a compiled model.
+            metrics: further ones, by name.
+            weights: of each class in training; None where all weigh the same.
+        """
         self.task = task
-        self._loss = TaskLoss(task)
-        self._metrics: list[keras.Metric] = []
+        self.compiled: Compiled | None = None
+        self._named_loss, self._named_metrics = loss, metrics
+        self._class_weights = weights
+        self._loss = TaskLoss([Term((), task.loss())])
+        with keras.StatelessScope(initialize_variables=False):
+            for name in metrics:
+                named.metric(name, "task.metrics", *_ONE)
+        if loss:
+            named.loss(loss, "task.loss", logits=True)
+        self._metrics: list[Measured] = []
         self._traced = tf.function(self._sums, reduce_retracing=True)
         self._shapes: list[list[tuple[int, ...]]] = []
+
+    def accept(self, model: keras.Model, outputs: Any) -> None:
+        """Take what a model was compiled with, and refuse one that does not fit the task.
+
+        Args:
+            model: built; it is not compiled any more after it.
+            outputs: what it gives for symbolic inputs.
+
+        Raises:
+            ConfigError: it does not fit, or its loss does not fit what it gives.
+        """
+        last = last_layers(model)
+        found = compiled_of(model)
+        self.compiled = self.compiled or found
+        self._loss = TaskLoss(self._terms(found, outputs, last))
+        self.task.check_output(outputs, last)
+        if found:
+            # Neither its optimizer nor its metrics belong into a checkpoint or an exported model.
+            model.compiled, model.optimizer = False, None
+        self.attach(model)
 
     def attach(self, model: keras.Model) -> keras.Model:
         """Make the task's loss that of a model, and return the model."""
@@ -60,11 +136,54 @@ class Objective:
         model._aggregate_additional_loss = _of_layer
         return model
 
+    def _terms(self, found: Compiled | None, outputs: Any, last: Any) -> list[Term]:
+        """Return the losses: the configured one, that of the compiled model, or the task's."""
+        parts = self.task.parts
+        if self._named_loss:
+            if len(parts) > 1:
+                raise ConfigError(
+                    f"task.loss: there are several outputs ({', '.join(parts)}); give each its "
+                    "loss in task.outputs"
+                )
+            (part,) = parts.values()
+            part.from_probabilities = bool(part.link) and activation_of(last) == part.link
+            logits = not part.from_probabilities
+            return [Term((), named.loss(self._named_loss, "task.loss", logits=logits))]
+        if found is None or found.loss is None:
+            return [Term((), self.task.loss())]
+        labels = {name: _label(each.target) for name, each in parts.items()}
+        terms = found.terms(labels.get("", labels), outputs)
+        for path, loss, _ in terms:
+            part = _at(parts, path or ("",))
+            if not isinstance(part, Task):
+                continue
+            said = takes_logits(loss)
+            ends = activation_of(_at(last, path)) == part.link
+            probable = ends if said is None else not said
+            part.from_probabilities = bool(part.link) and probable
+        return terms
+
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
         """Return the mean loss of a batch in training, with the losses of layers."""
-        inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        inputs, labels, weights = self.weighted(batch)
         value = model._compute_loss(inputs, labels, outputs, weights, training=True)
         return tf.cast(value, tf.float32)
+
+    def weighted(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+        """Return inputs, labels, and the weights that examples have in training, or None."""
+        inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
+        if self._class_weights is not None:
+            weights = class_weights.applied(self._class_weights, self.task, labels, weights)
+        return inputs, labels, weights
+
+    @property
+    def directions(self) -> dict[str, Direction | None]:
+        """What is measured, by name, and whether higher or lower is better, where it is known.
+
+        Those of the model are known once one was accepted and measured; see `measures`.
+        """
+        further = {each.name: named.direction_of(each.metric) for each in self._metrics}
+        return {**further, LOSS: "lower", **self.task.directions}
 
     def totals(self, model: keras.Model, batches: tf.data.Dataset) -> tf.Tensor:
         """Return the sums over finite batches: of examples, of the loss, and of all metrics.
@@ -76,7 +195,13 @@ class Objective:
         # Not over the dataset itself: its functions may not reach variables on other machines.
         for batch in iter(batches):
             inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
-            total += self._sums(labels, in_single_precision(model(inputs, training=False)), weights)
+            given = in_single_precision(model(inputs, training=False))
+            loss = None
+            if has_own(model, "compute_loss"):
+                # What it keeps for itself is not of the training.
+                with keras.StatelessScope():
+                    loss = model._compute_loss(inputs, labels, given, weights, training=False)
+            total += self._sums(labels, self.task.outputs(given), weights, loss)
         return total
 
     def sums(self, part: Part) -> Sums:
@@ -97,13 +222,13 @@ class Objective:
         if not count:
             raise UserError("there are no examples to measure the model on")
         found = {LOSS: loss / count}
-        for metric, shapes in zip(self._metrics, self._shapes, strict=True):
+        for each, shapes in zip(self._metrics, self._shapes, strict=True):
             state = []
             for shape in shapes:
                 size = int(np.prod(shape))
                 state.append(tf.constant(np.reshape(rest[:size], shape), tf.float32))
                 del rest[:size]
-            found |= named(metric, metric.stateless_result(state))
+            found |= _by_name(each, each.metric.stateless_result(state))
         return found
 
     def of_slice(self, part: Part) -> dict[str, Any]:
@@ -121,26 +246,72 @@ class Objective:
         """Make the metrics, some of which make their variables at the first update."""
         if self._shapes:
             return
-        self._metrics = self.task.metrics()
-        predictions = self.task.predictions(outputs)
         # Nothing reads these variables.
         with keras.StatelessScope(initialize_variables=False):
-            for metric in self._metrics:
-                metric.update_state(labels, predictions, sample_weight=weights)
-        self._shapes = [[tuple(v.shape) for v in metric.variables] for metric in self._metrics]
+            self._metrics = [*self._all_metrics(labels, outputs)]
+            for each in self._metrics:
+                each.metric.update_state(*self._taken(each, labels, outputs, weights))
+        self._shapes = [[tuple(v.shape) for v in each.metric.variables] for each in self._metrics]
 
-    def _sums(self, labels: Any, outputs: Any, weights: Any) -> tf.Tensor:
-        """Return the vector of one batch."""
-        count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
-        mean = unscale_loss_for_distribution(self._loss(labels, outputs, weights))
-        parts = [count, tf.cast(mean, tf.float64) * count]
+    def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
+        """Yield those of the task, of the configuration and of the compiled model, each once."""
+        kinds: dict[str, str] = {}
         predictions = self.task.predictions(outputs)
-        for metric in self._metrics:
-            before = [tf.zeros(each.shape, each.dtype) for each in metric.variables]
-            parts += metric.stateless_update_state(
-                before, labels, predictions, sample_weight=weights
+        further = (
+            Measured(
+                path := (name,) if name else (),
+                named.metric(each, "task.metrics", _at(labels, path), _at(predictions, path)),
+                f"{name}_" if name else "",
             )
+            for name in self.task.parts
+            for each in self._named_metrics
+        )
+        given = self.task.given(outputs)
+        compiled = self.compiled.measured(labels, given) if self.compiled else ()
+        own = (Measured((), each) for each in self.task.metrics())
+        for each in chain(own, further, compiled):
+            kind = type(each.metric).__name__.lstrip("_")
+            if each.name == LOSS or kinds.get(each.name, kind) != kind:
+                raise ConfigError(
+                    f"two metrics are called {each.name!r}: give one of the model's, or of "
+                    "task.metrics, another name"
+                )
+            if each.name not in kinds:
+                yield each
+            kinds[each.name] = kind
+
+    def _taken(self, each: Measured, labels: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
+        """Return labels, predictions and weights as a metric takes them."""
+        task = self.task
+        predictions = task.given(outputs) if each.plain else task.predictions(outputs)
+        path = each.path
+        return (
+            _at(labels, path),
+            _at(predictions, path),
+            _at(weights, path) if each.weighted else None,
+        )
+
+    def _sums(self, labels: Any, outputs: Any, weights: Any, loss: Any = None) -> tf.Tensor:
+        """Return the vector of one batch; `loss` is its mean where the model computes its own."""
+        count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
+        if loss is None:
+            loss = self._loss(labels, self.task.given(outputs), weights)
+        mean = unscale_loss_for_distribution(loss)
+        parts = [count, tf.cast(mean, tf.float64) * count]
+        for each in self._metrics:
+            before = [tf.zeros(v.shape, v.dtype) for v in each.metric.variables]
+            taken = self._taken(each, labels, outputs, weights)
+            parts += each.metric.stateless_update_state(before, *taken)
         return tf.concat([tf.reshape(tf.cast(each, tf.float64), [-1]) for each in parts], 0)
+
+
+def has_own(model: keras.Model, method: str) -> bool:
+    """Say whether a model overrides a method of Keras's training."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def _label(target: Target) -> keras.KerasTensor:
+    return keras.KerasTensor((None, *target.shape), target.dtype)
 
 
 def _of_layer(loss: Any) -> tf.Tensor:
@@ -166,11 +337,11 @@ def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.zeros([1, *spec.shape[1:]], spec.dtype)
 
 
-def named(metric: keras.Metric, result: Any) -> dict[str, float]:
+def _by_name(measured: Measured, result: Any) -> dict[str, float]:
     """Return what a metric measured by name; one that gives a mapping gives several."""
     if isinstance(result, Mapping):
-        return {name: float(value) for name, value in result.items()}
-    return {metric.name: float(result)}
+        return {f"{measured.prefix}{name}": float(value) for name, value in result.items()}
+    return {measured.name: float(result)}
 
 
 def at(tree: Any, rows: Any) -> Any:

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trainer import user_code
-from trainer.config.schema import AUTO, TASKS, TaskConfig
+from trainer.config.schema import AUTO, TASKS, Config, TaskConfig
 from trainer.errors import ConfigError, nearest
+from trainer.tasks import class_weights
 from trainer.tasks.base import Target, Task
+from trainer.tasks.objective import Objective
 
 _log = logging.getLogger(__name__)
 
@@ -111,6 +113,21 @@ def automatic(target: Target) -> Choice:
         return Choice("classification", f"the label {target} names a class")
     raise ConfigError(
         f"task.name: no task built in takes the label {target}; name another feature in data.label"
+    )
+
+
+def objective_of(config: Config, dataset: Dataset) -> Objective:
+    """Return what a run minimises and measures on a dataset.
+
+    Raises:
+        ConfigError: see `create`; a loss, a metric or a class that does not exist.
+    """
+    task = create(config.task, dataset)
+    return Objective(
+        task,
+        loss=config.task.loss,
+        metrics=config.task.metrics,
+        weights=class_weights.table(config.training.class_weights, task),
     )
 
 

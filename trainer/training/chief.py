@@ -127,7 +127,7 @@ def hooks_of(
     Where an evaluator runs, its validations are read in place of validating here.
     """
     spec = DatasetSpec.from_manifest(dataset)
-    objective = Objective(tasks.create(config.task, spec))
+    objective = tasks.objective_of(config, spec)
     make_problem = partial(_problem, config, spec, objective)
     validates = spec.examples("validation") and not config.cluster.evaluator
 

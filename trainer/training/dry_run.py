@@ -19,7 +19,6 @@ from trainer.models import registry
 from trainer.models.freezing import freeze
 from trainer.strategies import placement
 from trainer.tasks import registry as tasks
-from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
 
 
@@ -67,7 +66,7 @@ def fit(config: Config, scratch: Path) -> Fit:
     dataset = DatasetSpec(
         features=selection.specs, inputs=selection.inputs, targets=selection.targets, shards={}
     )
-    objective = Objective(tasks.create(config.task, dataset))
+    objective = tasks.objective_of(config, dataset)
     # Never left: that would give all variables their values.
     keras.StatelessScope().__enter__()
     model = evaluate.build_model(config, dataset, objective)

@@ -28,7 +28,6 @@ from trainer.errors import UserError
 from trainer.evaluation import evaluate
 from trainer.models.registry import refused_input
 from trainer.tasks import registry as tasks
-from trainer.tasks.objective import Objective
 
 # A store sends no event for a new checkpoint.
 POLL_SECONDS = 1.0
@@ -90,7 +89,7 @@ def _measure(job: Job) -> Measure:
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
     if job.config.training.mixed_precision:
         keras.mixed_precision.set_global_policy("mixed_bfloat16")
-    objective = Objective(tasks.create(job.config.task, spec))
+    objective = tasks.objective_of(job.config, spec)
     model = evaluate.build_model(job.config, spec, objective)
     graph = tf.function(partial(objective.totals, model))
     batches = evaluation_batches(spec, files, batch_size=job.config.evaluation.batch_size)

@@ -11,6 +11,7 @@ import tensorflow as tf
 import yaml
 
 from tests.trainer import small_run
+from tests.trainer.objectives import of_classes
 from trainer import storage
 from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec
@@ -139,7 +140,7 @@ def test_the_request_holds_real_examples(run, exported):
     assert len(request["instances"]) == SMOKE_EXAMPLES
     images = np.array([each["image"] for each in request["instances"]], np.uint8)
     assert images.shape == (3, 8, 8, 1)
-    assert called(run.model, {"image": images}).shape == (3, 10)
+    assert called(run.model, of_classes(10).task, {"image": images}).shape == (3, 10)
 
 
 def test_the_card_says_what_was_measured(run, exported):

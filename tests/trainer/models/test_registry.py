@@ -115,8 +115,7 @@ def own(tmp_path, monkeypatch):
 
     def build(function, spec=SPEC, seed=0, **args):
         config = ModelConfig(name=f"own_models:{function}", args=args)
-        task = of_classes(spec.num_classes).task
-        return registry.build(config, spec, seed, task.check_output)
+        return registry.build(config, spec, seed, of_classes(spec.num_classes).accept)
 
     yield build
     sys.modules.pop("own_models", None)

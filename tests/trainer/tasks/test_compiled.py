@@ -1,0 +1,226 @@
+"""A model that was compiled brings its loss and its metrics; what contradicts a run is refused."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.tasks.base import Target
+from trainer.tasks.classification import Classification
+from trainer.tasks.compiled import compiled_of
+from trainer.tasks.objective import Objective
+
+CLASSES = 3
+INPUTS = np.array([[0.1, 2.0], [1.0, -1.0], [0.5, 0.5], [-2.0, 0.3]], np.float32)
+LABELS = np.array([0, 2, 1, 1], np.int64)
+WEIGHTS = np.array([1.0, 0.0, 3.0, 0.5], np.float32)
+
+
+def task(**target):
+    return Classification(
+        Target(name="label", shape=(), dtype="int64", num_classes=CLASSES, **target)
+    )
+
+
+def net(activation=None, **compiled):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(CLASSES, activation)(inputs))
+    if compiled:
+        model.compile(**compiled)
+    return model
+
+
+def accepted(model, **settings):
+    objective = Objective(task(), **settings)
+    objective.accept(model, model(keras.Input((2,))))
+    return objective
+
+
+def batches(weights=None):
+    arrays = (INPUTS, LABELS) if weights is None else (INPUTS, LABELS, weights)
+    return tf.data.Dataset.from_tensor_slices(arrays).batch(3)
+
+
+def measured(objective, model, weights=None):
+    return objective.means(objective.totals(model, batches(weights)).numpy())
+
+
+def by_keras(model, weights=None):
+    """Return what Keras's own evaluation of a compiled model gives."""
+    found = model.evaluate(INPUTS, LABELS, sample_weight=weights, return_dict=True, verbose=0)
+    return {name: pytest.approx(value, rel=1e-5) for name, value in found.items()}
+
+
+def average_error(labels, outputs):
+    return tf.reduce_mean(tf.abs(tf.one_hot(tf.cast(labels, tf.int32), CLASSES) - outputs), -1)
+
+
+def in_two(name):
+    return keras.metrics.SparseTopKCategoricalAccuracy(2, name=name)
+
+
+LOGITS = keras.losses.SparseCategoricalCrossentropy
+COMPILED = {
+    "name": ("softmax", {"loss": "sparse_categorical_crossentropy", "metrics": ["accuracy"]}),
+    "object": (None, {"loss": LOGITS(from_logits=True), "weighted_metrics": ["acc"]}),
+    "by shape": ("softmax", {"loss": "crossentropy", "metrics": ["accuracy"]}),
+    "function": (
+        "softmax",
+        {"loss": average_error, "loss_weights": 0.5, "metrics": [average_error]},
+    ),
+    "several": (
+        "softmax",
+        {
+            "loss": "sparse_categorical_crossentropy",
+            "metrics": lambda: [in_two("top_2")],
+            "weighted_metrics": lambda: [in_two("weighed")],
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["alike", "weighted"])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_loss_and_metrics_are_those_of_keras(kind, weights):
+    activation, compiled = COMPILED[kind]
+
+    def model_of():
+        # A metric is of one model.
+        fresh = {
+            name: each() if "metrics" in name and callable(each) else each
+            for name, each in compiled.items()
+        }
+        return net(activation, optimizer="sgd", **fresh)
+
+    expected = by_keras(model_of(), weights)
+    model = model_of()
+    found = measured(accepted(model), model, weights)
+    # That of the task, in which examples weigh, has the name before.
+    common = expected.keys() - ({"accuracy"} if weights is not None else set())
+    assert {name: found[name] for name in common} == {name: expected[name] for name in common}
+
+
+def test_the_gradient_is_that_of_keras():
+    compiled = {"optimizer": keras.optimizers.SGD(1.0), "loss": "sparse_categorical_crossentropy"}
+    expected, model = net("softmax", **compiled), net("softmax", **compiled)
+    expected.train_on_batch(INPUTS, LABELS, WEIGHTS)
+    before = model.get_weights()
+    objective = accepted(model)
+    with tf.GradientTape() as tape:
+        loss = objective.loss(model, (INPUTS, LABELS, WEIGHTS), model(INPUTS, training=True))
+    gradient = tape.gradient(loss, [each.value for each in model.trainable_variables])
+    for start, step, end in zip(before, gradient, expected.get_weights(), strict=True):
+        np.testing.assert_allclose(start - step, end, atol=1e-6)
+
+
+class TestProbabilities:
+    def test_outputs_are_their_logits(self):
+        model = net("softmax", loss="sparse_categorical_crossentropy")
+        found = accepted(model).task
+        answers = found.answers(found.outputs(model(INPUTS)))
+        np.testing.assert_allclose(answers["probabilities"], model(INPUTS), atol=1e-6)
+        np.testing.assert_allclose(found.given(answers["logits"]), model(INPUTS), atol=1e-6)
+
+    def test_a_certain_answer_stays_finite(self):
+        found = task()
+        found.from_probabilities = True
+        assert np.isfinite(found.outputs(tf.constant([[1.0, 0.0, 0.0]]))).all()
+
+    @pytest.mark.parametrize("named", ["sparse_categorical_crossentropy", "CategoricalHinge"])
+    @pytest.mark.parametrize("activation", [None, "softmax"])
+    def test_a_loss_by_name_takes_what_the_model_gives(self, named, activation):
+        found = accepted(net(activation), loss=named)
+        assert found.task.from_probabilities == (activation == "softmax")
+
+    def test_the_configured_loss_goes_before_the_compiled_one(self):
+        model = net(None, loss="mse")
+        value = measured(accepted(model, loss="sparse_categorical_crossentropy"), model)["loss"]
+        assert value == pytest.approx(measured(accepted(net()), net())["loss"])
+
+
+def last(layer):
+    inputs = keras.Input((2,))
+    return keras.Model(inputs, layer(keras.layers.Dense(CLASSES)(inputs)))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: net("softmax"),
+        lambda: net("softmax", loss=LOGITS(from_logits=True)),
+        lambda: last(keras.layers.Softmax()),
+        lambda: last(keras.layers.Activation("softmax")),
+        lambda: last(keras.ops.softmax),
+        lambda: keras.Sequential([keras.Input((2,)), net("softmax")]),
+    ],
+)
+def test_probabilities_without_a_loss_for_them_are_refused(model):
+    with pytest.raises(ConfigError, match="it has to return logits; remove the softmax from its"):
+        accepted(model())
+
+
+def test_logits_for_a_loss_of_probabilities_are_refused():
+    with pytest.raises(ConfigError, match=r"its loss takes probabilities, and its last layer give"):
+        accepted(net(None, loss="sparse_categorical_crossentropy"))
+
+
+@pytest.mark.parametrize(
+    ("compiled", "message"),
+    [
+        ({"loss": "mse", "steps_per_execution": 8}, "it is compiled with steps_per_execution=8, "),
+        ({"loss": "mse", "run_eagerly": True}, "it is compiled with run_eagerly=True, and steps "),
+        ({"loss": "mean_sqared_error"}, "its compile(loss=...) does not fit: "),
+        ({"loss": {"other": "mse"}}, "its compile(loss=...) does not fit: "),
+    ],
+)
+def test_what_contradicts_a_run_is_refused_in_one_line(compiled, message):
+    with pytest.raises(ConfigError) as error:
+        accepted(net("softmax", **compiled))
+    assert str(error.value).startswith(message)
+    assert "\n" not in str(error.value)
+
+
+def test_xla_is_asked_for_by_name():
+    assert compiled_of(net(loss="mse", jit_compile=True)).jit_compile
+    assert not compiled_of(net(loss="mse")).jit_compile
+
+
+def test_the_optimizer_is_known_and_leaves_the_model(tmp_path):
+    model = net(None, optimizer=keras.optimizers.SGD(0.25), loss=LOGITS(from_logits=True))
+    assert accepted(model).compiled.optimizer.get_config()["learning_rate"] == 0.25
+    model.save(tmp_path / "model.keras")
+    assert not keras.models.load_model(tmp_path / "model.keras").compiled
+
+
+def test_a_model_that_was_not_compiled_keeps_the_loss_of_the_task():
+    assert compiled_of(net()) is None
+    model = net(metrics=["accuracy"])
+    assert accepted(model).compiled.loss is None
+    plain = net()
+    assert measured(accepted(model), model) == measured(accepted(plain), plain)
+
+
+def test_two_metrics_of_one_name_are_refused():
+    model = net(None, metrics=[keras.metrics.MeanSquaredError(name="accuracy")])
+    objective = accepted(model)
+    with pytest.raises(ConfigError, match="two metrics are called 'accuracy': give one of the"):
+        measured(objective, model)
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        del x, y, sample_weight
+        return keras.ops.mean(keras.ops.square(y_pred)) + (0.0 if training else 100.0)
+
+
+def test_a_loss_that_the_model_computes_is_measured():
+    inputs = keras.Input((2,))
+    model = OwnLoss(inputs, keras.layers.Dense(CLASSES)(inputs))
+    objective = accepted(model)
+    value = np.square(model(INPUTS)).mean()
+    assert float(objective.loss(model, (INPUTS, LABELS), model(INPUTS))) == pytest.approx(value)
+    assert measured(objective, model)["loss"] == pytest.approx(100 + value)

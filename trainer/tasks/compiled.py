@@ -1,0 +1,147 @@
+"""What a compiled model says of its training: loss, metrics, and optimizer.
+
+`model.compile(...)` is taken as far as it is not the run's to say: how many steps a call runs, and
+whether XLA compiles them. What Keras makes of loss and metrics waits for the first labels and
+outputs, and has variables; here it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import keras
+from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
+
+from trainer import user_code
+from trainer.errors import ConfigError
+
+
+class Term(NamedTuple):
+    """One loss of a sum: of the output at `path`, with a weight where it has one."""
+
+    path: tuple[Any, ...]
+    loss: keras.losses.Loss
+    weight: Any = None
+
+
+class Measured(NamedTuple):
+    """One metric of the output at `path`, by the name that it is reported by.
+
+    `plain` says that it takes what the model gives, and not the predictions of the task; `weighted`
+    that examples weigh in it.
+    """
+
+    path: tuple[Any, ...]
+    metric: keras.Metric
+    prefix: str = ""
+    plain: bool = False
+    weighted: bool = True
+
+    @property
+    def name(self) -> str:
+        """The name that it is reported by."""
+        return f"{self.prefix}{self.metric.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """The arguments of `model.compile`, as they were given.
+
+    `jit_compile` says that XLA was asked for by name, and not chosen by Keras.
+    """
+
+    optimizer: keras.optimizers.Optimizer | None
+    loss: Any
+    loss_weights: Any
+    metrics: Any
+    weighted_metrics: Any
+    output_names: list[str] | None
+    jit_compile: bool
+
+    def terms(self, labels: Any, outputs: Any) -> list[Term]:
+        """Return the losses for labels and outputs of these shapes.
+
+        Raises:
+            ConfigError: they do not fit, or there is no loss of this name.
+        """
+        container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
+        # Of several outputs it makes a metric for each, which nothing reads.
+        with keras.StatelessScope(initialize_variables=False), _refused("loss"):
+            container.build(labels, outputs)
+        return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
+
+    def measured(self, labels: Any, outputs: Any) -> Iterator[Measured]:
+        """Yield the metrics for labels and outputs of these shapes; Keras's rules name them.
+
+        Raises:
+            ConfigError: they do not fit, or there is no metric of this name.
+        """
+        if not (self.metrics or self.weighted_metrics):
+            return
+        container = CompileMetrics(
+            self.metrics, self.weighted_metrics, output_names=self.output_names
+        )
+        with _refused("metrics"):
+            container.build(labels, outputs)
+        names = container._resolved_output_names or [""]
+        both = (False, container._flat_metrics), (True, container._flat_weighted_metrics)
+        for weighted, lists in both:
+            for name, each in zip(names, lists, strict=True):
+                path, prefix = ((name,), f"{name}_") if name else ((), "")
+                for metric in each.metrics if isinstance(each, MetricsList) else ():
+                    yield Measured(path, metric, prefix, plain=True, weighted=weighted)
+
+
+@contextmanager
+def _refused(argument: str) -> Iterator[None]:
+    """Make a `ConfigError` of what Keras raises over an argument of `compile`."""
+    try:
+        yield
+    except Exception as error:
+        line = user_code.message_of(error)
+        raise ConfigError(f"its compile({argument}=...) does not fit: {line}") from error
+
+
+def compiled_of(model: keras.Model) -> Compiled | None:
+    """Return what a model was compiled with, or None.
+
+    Raises:
+        ConfigError: it was compiled for a training loop that is not ours.
+    """
+    if not model.compiled:
+        return None
+    if model.steps_per_execution != 1:
+        raise ConfigError(
+            f"it is compiled with steps_per_execution={model.steps_per_execution}, and how many "
+            "steps run at once is the strategy's to say; leave it out"
+        )
+    if model.run_eagerly:
+        raise ConfigError(
+            "it is compiled with run_eagerly=True, and steps run as graphs on the tasks of a "
+            "cluster; leave it out"
+        )
+    loss, metrics = model._compile_loss, model._compile_metrics
+    return Compiled(
+        optimizer=model.optimizer,
+        loss=getattr(loss, "_user_loss", None),
+        loss_weights=getattr(loss, "_user_loss_weights", None),
+        metrics=getattr(metrics, "_user_metrics", None),
+        weighted_metrics=getattr(metrics, "_user_weighted_metrics", None),
+        output_names=getattr(model, "output_names", None),
+        jit_compile=bool(model.jit_compile) and not model._resolve_auto_jit_compile(),
+    )
+
+
+def takes_logits(loss: keras.losses.Loss) -> bool | None:
+    """Say whether a loss takes logits; None where it does not say."""
+    given = getattr(loss, "from_logits", None)
+    if given is None:
+        given = getattr(loss, "_fn_kwargs", {}).get("from_logits")
+    if given is None and (function := getattr(loss, "fn", None)):
+        names = function.__code__.co_varnames[: function.__code__.co_argcount]
+        defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
+        given = defaults.get("from_logits")
+    return given if isinstance(given, bool) else None

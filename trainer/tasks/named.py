@@ -1,0 +1,121 @@
+"""Losses and metrics by name: Keras's own (snake case or class), or `package.module:name`."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+from keras.src.losses import ALL_OBJECTS_DICT as LOSSES
+from keras.src.losses.losses import LossFunctionWrapper
+from keras.src.metrics import ALL_OBJECTS_DICT as METRICS
+from keras.src.trainers.compile_utils import get_metric
+from keras.src.utils.naming import to_snake_case
+
+from trainer import user_code
+from trainer.errors import ConfigError, nearest
+from trainer.tasks.base import Direction
+
+# Keras chooses among its own by the shapes of labels and outputs.
+_BY_SHAPE = ("accuracy", "acc")
+_BASES = ("Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper")
+_NOT_OFFERED = {*_BASES, *map(to_snake_case, _BASES)}
+_LOWER = re.compile(r"error|loss|crossentropy|hinge|divergence|poisson|log_cosh|^(ms|ma|bc|kl)")
+_HIGHER = re.compile(
+    r"acc|auc|precision|recall|sensitivity|specificity|f1|f_beta|r2_score|io_u|cosine|correlation"
+)
+
+
+def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
+    """Return the loss that the configuration names at `key`.
+
+    A cross entropy of Keras's takes `logits` or probabilities; its name alone says neither.
+
+    Raises:
+        ConfigError: there is none of this name, or it cannot be made.
+    """
+    found = _found("loss", name, key, LOSSES)
+    takes = inspect.signature(found).parameters if callable(found) else {}
+    given = {"from_logits": logits} if ":" not in name and "from_logits" in takes else {}
+    if inspect.isclass(found):
+        found = _made(key, name, lambda: found(**given))
+    elif callable(found) and not isinstance(found, keras.losses.Loss):
+        found = LossFunctionWrapper(found, name=name.rpartition(":")[2], **given)
+    if not isinstance(found, keras.losses.Loss):
+        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a loss")
+    return found
+
+
+def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
+    """Return the metric that the configuration names at `key`; that of a class by default.
+
+    A function without arguments returns a metric; any other one is averaged over the examples.
+
+    Raises:
+        ConfigError: there is none of this name, or it cannot be made.
+    """
+    if name in _BY_SHAPE:
+        return get_metric(name, labels, predictions)
+    found = _found("metric", name, key, METRICS)
+    called = name_of(name)
+    if inspect.isclass(found):
+        found = _made(key, name, found)
+        called = called if name in METRICS else found.name
+    elif callable(found) and not isinstance(found, keras.Metric):
+        function = found
+        if inspect.signature(function).parameters:
+            return keras.metrics.MeanMetricWrapper(function, name=called)
+        found = _made(key, name, function)
+        called = getattr(found, "name", called)
+    if not isinstance(found, keras.Metric):
+        raise ConfigError(f"{key}: {name} is a {type(found).__name__}, not a metric")
+    found.name = called
+    return found
+
+
+def name_of(name: str) -> str:
+    """Return by which name a metric of Keras's, or a function, is reported: in snake case."""
+    return to_snake_case(name) if name in METRICS else name.rpartition(":")[2]
+
+
+def direction_of(metric: keras.Metric) -> Direction | None:
+    """Say whether a higher or a lower value is better; None for what Keras does not know."""
+    function = getattr(metric, "_fn", None)
+    if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
+        kind = str(getattr(function, "__name__", ""))
+    else:
+        kind = to_snake_case(type(metric).__name__)
+    if kind not in METRICS and kind not in LOSSES:
+        return None
+    if _LOWER.search(kind):
+        return "lower"
+    return "higher" if _HIGHER.search(kind) else None
+
+
+def _found(kind: str, name: str, key: str, known: Mapping[str, Any]) -> Any:
+    place, colon, attribute = name.partition(":")
+    if colon:
+        own = user_code.import_for(f"{key}: {name}", place)
+        if hasattr(own, attribute):
+            return getattr(own, attribute)
+        hint = nearest(attribute, vars(own))
+        raise ConfigError(f"{key}: {place} has no {kind} {attribute!r}{hint}")
+    if name in known and name not in _NOT_OFFERED:
+        return known[name]
+    able = [each for each in known if each not in _NOT_OFFERED]
+    module = "keras.losses" if known is LOSSES else "keras.metrics"
+    hint = nearest(name, able) or f" (a name of {module}, or package.module:name)"
+    raise ConfigError(f"{key}: no {kind} {name!r}{hint}")
+
+
+def _made(key: str, name: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    # A class of the user's may fail in any way.
+    except Exception as error:
+        raise ConfigError(
+            f"{key}: {name} cannot be made without arguments: {user_code.line_of(error)}; write a "
+            "function that returns it, and name it as package.module:function"
+        ) from error
