@@ -143,6 +143,10 @@ class Task(ABC):
     def loss(self) -> keras.losses.Loss:
         """Return the loss of labels and outputs, which training minimises."""
 
+    def loss_labels(self, labels: Any) -> Any:
+        """Return labels as a loss of the user's takes them: in the units of the outputs."""
+        return labels
+
     @abstractmethod
     def chance_loss(self) -> float:
         """Return what a blind guess costs; a loss far above it has diverged."""

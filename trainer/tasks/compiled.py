@@ -17,14 +17,19 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 
 from trainer import user_code
 from trainer.errors import ConfigError
+from trainer.tasks.base import Task
 
 
 class Term(NamedTuple):
-    """One loss of a sum: of the output at `path`, with a weight where it has one."""
+    """One loss of a sum: of the output at `path`, with a weight where it has one.
+
+    `part` is the task of the output, where the loss is not its own.
+    """
 
     path: tuple[Any, ...]
     loss: keras.losses.Loss
     weight: Any = None
+    part: Task | None = None
 
 
 class Measured(NamedTuple):

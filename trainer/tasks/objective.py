@@ -54,11 +54,10 @@ class TaskLoss:
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
         """Return the mean loss of a batch, of what the model gives."""
         total = tf.constant(0.0)
-        for path, loss, weight in self._terms:
-            value = tf.cast(
-                loss(*_by_label(_at(labels, path), _at(outputs, path), _at(weights, path))),
-                tf.float32,
-            )
+        for path, loss, weight, part in self._terms:
+            taken = _at(labels, path) if part is None else part.loss_labels(_at(labels, path))
+            each = _by_label(taken, _at(outputs, path), _at(weights, path))
+            value = tf.cast(loss(*each), tf.float32)
             total += value if weight is None else value * weight
         return total
 
@@ -148,19 +147,21 @@ class Objective:
             (part,) = parts.values()
             part.from_probabilities = bool(part.link) and activation_of(last) == part.link
             logits = not part.from_probabilities
-            return [Term((), named.loss(self._named_loss, "task.loss", logits=logits))]
+            return [Term((), named.loss(self._named_loss, "task.loss", logits=logits), None, part)]
         if found is None or found.loss is None:
             return [Term((), self.task.loss())]
         labels = {name: _label(each.target) for name, each in parts.items()}
-        terms = found.terms(labels.get("", labels), outputs)
-        for path, loss, _ in terms:
-            part = _at(parts, path or ("",))
+        terms = []
+        for term in found.terms(labels.get("", labels), outputs):
+            part = _at(parts, term.path or ("",))
             if not isinstance(part, Task):
+                terms.append(term)
                 continue
-            said = takes_logits(loss)
-            ends = activation_of(_at(last, path)) == part.link
+            said = takes_logits(term.loss)
+            ends = activation_of(_at(last, term.path)) == part.link
             probable = ends if said is None else not said
             part.from_probabilities = bool(part.link) and probable
+            terms.append(term._replace(part=part))
         return terms
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
@@ -282,14 +283,15 @@ class Objective:
 
     def _taken(self, each: Measured, labels: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
         """Return labels, predictions and weights as a metric takes them."""
-        task = self.task
-        predictions = task.given(outputs) if each.plain else task.predictions(outputs)
-        path = each.path
-        return (
-            _at(labels, path),
-            _at(predictions, path),
-            _at(weights, path) if each.weighted else None,
-        )
+        task, path = self.task, each.path
+        part = _at(task.parts, path or ("",))
+        true = _at(labels, path)
+        if each.plain:
+            predictions = task.given(outputs)
+            true = part.loss_labels(true) if isinstance(part, Task) else true
+        else:
+            predictions = task.predictions(outputs)
+        return true, _at(predictions, path), _at(weights, path) if each.weighted else None
 
     def _sums(self, labels: Any, outputs: Any, weights: Any, loss: Any = None) -> tf.Tensor:
         """Return the vector of one batch; `loss` is its mean where the model computes its own."""

@@ -142,6 +142,10 @@ class Regression(Task):
         """Return the mean squared error, of standardized labels where it is asked for."""
         return SquaredError(self._mean, self._std)
 
+    def loss_labels(self, labels: Any) -> Any:
+        """Return standardized labels, where it is asked for."""
+        return (tf.cast(labels, tf.float32) - self._mean) / self._std
+
     def chance_loss(self) -> float:
         """Return the loss of zeros, with which an untrained model begins."""
         if self._standardized:

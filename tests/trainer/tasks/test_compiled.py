@@ -12,6 +12,7 @@ from trainer.tasks.base import Target
 from trainer.tasks.classification import Classification
 from trainer.tasks.compiled import compiled_of
 from trainer.tasks.objective import Objective
+from trainer.tasks.regression import Regression
 
 CLASSES = 3
 INPUTS = np.array([[0.1, 2.0], [1.0, -1.0], [0.5, 0.5], [-2.0, 0.3]], np.float32)
@@ -224,3 +225,14 @@ def test_a_loss_that_the_model_computes_is_measured():
     value = np.square(model(INPUTS)).mean()
     assert float(objective.loss(model, (INPUTS, LABELS), model(INPUTS))) == pytest.approx(value)
     assert measured(objective, model)["loss"] == pytest.approx(100 + value)
+
+
+def test_a_loss_of_the_users_takes_standardized_labels():
+    target = Target(name="y", shape=(), dtype="float32", moments={"mean": 10.0, "std": 2.0})
+    objective = Objective(Regression(target, standardize=True), loss="mean_absolute_error")
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1, kernel_initializer="zeros")(inputs))
+    objective.accept(model, model.output)
+    labels = tf.constant([12.0, 10.0, 9.0, 10.0])
+    value = objective.loss(model, (INPUTS, labels), model(INPUTS))
+    assert float(value) == pytest.approx(1.5 / 4)
