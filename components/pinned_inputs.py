@@ -10,11 +10,13 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from components.locations import RUN_FOLDER
 from trainer import events
-from trainer.config.schema import CHAMPION, Config, DataConfig
+from trainer.config.initial_weights import CHAMPION, initial_weights
+from trainer.config.schema import Config, DataConfig
 from trainer.errors import UserError
 from trainer.promotion.registry import champion_checkpoint
 
@@ -22,18 +24,20 @@ FILE = "pinned_inputs.json"
 
 
 def with_champion(config: Config, root: str) -> Config:
-    """Return the configuration with the champion's checkpoint for `training.warm_start: champion`.
+    """Return the configuration with the champion's checkpoint for `champion` in its warm start.
 
     Without a champion the checkpoint is empty, and an event says that training begins from scratch.
     """
     training, name = config.training, config.name
-    if training.warm_start != CHAMPION:
+    weights = initial_weights(training.warm_start)
+    if weights.source != CHAMPION:
         return config
     uri = pin_once(f"champion of {name}", lambda: champion_checkpoint(root, name))
     if not uri:
         reason = f"{name} has no champion yet below {root}"
         events.emit(events.FromScratch(reason=reason))
-    return config.model_copy(update={"training": training.model_copy(update={"warm_start": uri})})
+    value = replace(weights, source=uri).value() if uri else ""
+    return config.model_copy(update={"training": training.model_copy(update={"warm_start": value})})
 
 
 def with_version(data: DataConfig) -> DataConfig:

@@ -93,8 +93,8 @@ def _metrics(found: HandedOn) -> dict[str, Any]:
         "handed_on_as": found.why,
         **found.fields["metrics"],
     }
-    if found.fields.get("warmed_from"):
-        metrics["warmed_from"] = found.fields["warmed_from"]
+    begun = {name: found.fields.get(name) for name in ("warmed_from", "warm_start")}
+    metrics |= {name: value for name, value in begun.items() if value}
     if best := found.best:
         metrics |= {"best_global_step": best.global_step, "best_validation_loss": best.loss}
     return metrics

@@ -245,9 +245,19 @@ class NewestVersion(Event):
 
 
 class WarmStart(Event):
-    """Training begins with the weights of another checkpoint."""
+    """Training begins with weights that were there already.
+
+    Attributes:
+        uri: where they are from.
+        taken: how many variables of the model got their values.
+        left: how many did not, by the reason.
+        what: both in a line, with the names of some that were left.
+    """
 
     uri: str
+    taken: int = 0
+    left: Mapping[str, int] = field(default_factory=dict)
+    what: str = ""
 
 
 class HandedOn(Event):

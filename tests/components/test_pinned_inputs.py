@@ -69,6 +69,15 @@ def test_the_champion_is_its_checkpoint(root, tmp_path):
 
 
 @pytest.mark.usefixtures("folder")
+def test_a_part_of_the_champion_stays_a_part(root, tmp_path):
+    part = {"from": "champion", "exclude": ["out/*"]}
+    assert warm(part, root) == ""
+    checkpoint = crowned(root, tmp_path / "made", "one")
+    (tmp_path / "run" / pinned_inputs.FILE).unlink()
+    assert warm(part, root) == {"from": checkpoint, "exclude": ["out/*"]}
+
+
+@pytest.mark.usefixtures("folder")
 def test_it_stays_when_the_run_is_resumed_after_another_promotion(root, tmp_path):
     first = crowned(root, tmp_path / "made", "one")
     assert warm("champion", root) == first

@@ -5,15 +5,21 @@ from __future__ import annotations
 import csv
 import os
 import re
+import subprocess
+import sys
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 from sklearn.datasets import load_iris
 
 from pipelines.compile import compile_components
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 from tests.pipelines.called import call
-from trainer.events import StepEnd
+from trainer import storage
+from trainer.events import StepEnd, WarmStart
 
 GUIDES = ROOT / "docs" / "how-to"
 MODULES = {"own-dataset": "flowers", "own-model": "blocks", "custom-strategy": "turns"}
@@ -57,6 +63,50 @@ def test_own_dataset_model_and_strategy_make_a_blessed_model(folder):
     assert [published[split] for split in ("train", "validation", "test")] == [
         int(number) for number in counts.groups()
     ]
+
+
+@pytest.fixture
+def fine_tuned(tmp_path):
+    """A user's folder with the files of the guide to fine-tuning, and what it pretrains."""
+    (block,), (configuration,) = guide("fine-tuning").of("python"), guide("fine-tuning").of("yaml")
+    (tmp_path / "photographs.py").write_text(block.text)
+    (tmp_path / "fine-tuned.yaml").write_text(configuration.text)
+    python = [sys.executable, "photographs.py"]
+    subprocess.run(python, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=True)
+    return tmp_path
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(200)
+def test_a_pretrained_trunk_is_fine_tuned(fine_tuned):
+    settings = ["--set", "training.strategy=single", "--set", "training.steps=100"]
+    ended = call("train", fine_tuned / "runs", "fine-tuned.yaml", *settings, cwd=fine_tuned)
+    assert ended.code == 0, ended.err
+    (begun,) = ended.events(WarmStart)
+    lines = " ".join(text("fine-tuning").split())
+    assert begun.what in lines
+    assert storage.local_path(begun.uri) == fine_tuned / "pretrained.keras"
+    (step,) = [each for each in ended.events(StepEnd) if each.step == "train_model"]
+    assert step.metrics["warm_start"] == begun.what
+    pretrained = keras.saving.load_model(fine_tuned / "pretrained.keras")
+    uri = ended.answer["artifacts"]["checkpoint"]
+    trained = values(uri)
+    for variable in pretrained.variables:
+        if variable.path.startswith("edges"):
+            key = f"model/{variable.path}"
+            np.testing.assert_array_equal(trained[key], variable.numpy(), err_msg=key)
+    assert (trained["model/shapes/kernel"] != pretrained.get_layer("shapes").kernel.numpy()).any()
+
+
+def values(uri):
+    """Return the variables of a checkpoint by path."""
+    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
+    return {
+        key.removeprefix("variables/").partition("/")[0].replace(".S", "/"): reader.get_tensor(key)
+        for key in reader.get_variable_to_shape_map()
+        if key.startswith("variables/")
+    }
 
 
 def text(name):

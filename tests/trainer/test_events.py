@@ -47,7 +47,7 @@ def test_an_event_is_one_line_of_json_with_its_name_and_time(file):
     events.emit(FromScratch(reason="two\nlines"))
     first, second = map(json.loads, file.read_text(encoding="utf-8").splitlines())
     assert first.pop("time") > 0
-    assert first == {"event": "warm_start", "uri": "file:///tmp/ä b"}
+    assert (first["event"], first["uri"]) == ("warm_start", "file:///tmp/ä b")
     assert second["reason"] == "two\nlines"
 
 

@@ -129,7 +129,7 @@ class Checkpoints:
         with reported(f"save {uri}"):
             self.scratch.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
-                _write(variables, Path(folder, PREFIX), io_device)
+                write(variables, Path(folder, PREFIX), io_device)
                 self._publish(Path(folder), uri, {**own, **fields})
         self.last = uri
         # Training was paused for so long.
@@ -264,7 +264,8 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
     return found
 
 
-def _write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
+def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:
+    """Write the files of a checkpoint; raises `UserError` where they cannot be written."""
     options = tf.train.CheckpointOptions(experimental_io_device=io_device)
     try:
         tf.train.Checkpoint(variables=dict(variables)).write(str(prefix), options)

@@ -1,75 +1,250 @@
-"""A warm start: a fresh run that begins with the weights of another checkpoint.
+"""A warm start: a fresh run that begins with weights that are there already.
 
-All weights and other state of the model are loaded. The global step and the optimizer are new; see
-`docs/decisions/0027-a-warm-start-takes-the-model.md`.
+They are those of a checkpoint, of a `.keras` file, or of an exported model with one. Weights and
+other state of the model are loaded, all of them or those that are wanted. The global step and the
+optimizer are new; see `docs/decisions/0027-a-warm-start-takes-the-model.md` and
+`docs/decisions/0055-what-a-run-begins-with-and-hands-on.md`.
+
+Variables are found by their path. Keras leaves the name of a model around a layer out of some
+paths, by how the model was made or loaded: of a `.keras` file a path may lack such names, or have
+more of them, where that leaves no doubt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, NoReturn
 
+import keras
 import tensorflow as tf
 
-from trainer import events
+from trainer import events, storage, user_code
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.checkpoints import RestoredCheckpoint
-from trainer.config.schema import CHAMPION
-from trainer.errors import ConfigError, UserError
+from trainer.checkpoints.index import KIND
+from trainer.config.initial_weights import CHAMPION, KERAS, InitialWeights, initial_weights
+from trainer.errors import ConfigError, UserError, nearest
 
 _KEY = "training.warm_start"
 _MODEL = "model/"
+_FILE = f"model{KERAS}"
+# Of the variables that are left, so many are named.
+_NAMED = 4
+NOT_INCLUDED, EXCLUDED, ABSENT = "not included", "excluded", "absent there"
+NOT_HERE = "not in this model"
+
+Shapes = Mapping[str, Sequence[int]]
 
 
-def fetched(uri: str, scratch: Path) -> RestoredCheckpoint | None:
-    """Fetch and verify the checkpoint to begin with; None where `uri` is empty.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights on this machine: a checkpoint, or the file of a Keras model."""
+
+    weights: InitialWeights
+    folder: Path
+    found: RestoredCheckpoint | None = None
+    file: Path | None = None
+
+    @property
+    def uri(self) -> str:
+        """Where they are from."""
+        return self.weights.source
+
+
+@dataclass(frozen=True, kw_only=True)
+class Selection:
+    """Which variables of the model are taken, and which are left, by the reason."""
+
+    taken: list[str] = field(default_factory=list)
+    left: dict[str, list[str]] = field(default_factory=dict)
+
+    def leave(self, path: str, why: str) -> None:
+        """Leave a variable as it is."""
+        self.left.setdefault(why, []).append(path)
+
+    def __str__(self) -> str:
+        """Say it in one line, with the names of some that are left."""
+        plural = "" if len(self.taken) == 1 else "s"
+        parts = [f"{len(self.taken)} variable{plural} taken"]
+        for why, paths in self.left.items():
+            more = ", ..." if len(paths) > _NAMED else ""
+            parts.append(f"{len(paths)} {why} ({', '.join(paths[:_NAMED])}{more})")
+        return ", ".join(parts)
+
+
+def check(value: str | Mapping[str, Any], paths: Sequence[str]) -> None:
+    """Raise `ConfigError` where a glob fits none of the paths of the model's variables."""
+    weights = initial_weights(value)
+    for name, globs in (("include", weights.include), ("exclude", weights.exclude)):
+        for glob in globs:
+            if not _fits(paths, [glob]):
+                raise ConfigError(
+                    f"{_KEY}.{name}: {glob!r} fits no variable of the model{nearest(glob, paths)}"
+                )
+
+
+def fetched(value: str | Mapping[str, Any], scratch: Path) -> Source | None:
+    """Fetch and verify the weights to begin with; None where the value is empty.
 
     Raises:
-        UserError: it is missing, damaged, or no checkpoint.
+        UserError: they are missing, damaged, or no weights.
     """
-    if not uri:
+    weights = initial_weights(value)
+    if not weights.source:
         return None
-    if uri == CHAMPION:
+    if weights.source == CHAMPION:
         raise ConfigError(
             f"{_KEY}: the pipeline resolves the champion; give a task the URI of a checkpoint"
         )
     try:
-        return checkpoints.fetch(uri, scratch / "warm")
+        return _fetched(weights, scratch / "warm")
     except UserError as error:
         raise UserError(f"{_KEY}: {error}") from None
 
 
+def _fetched(weights: InitialWeights, folder: Path) -> Source:
+    uri, file = weights.source, folder / _FILE
+    if uri.endswith(KERAS):
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(storage.read_bytes(uri))
+        return Source(weights=weights, folder=folder, file=file)
+    manifest = storage.read_manifest(uri)
+    if manifest.kind != KIND and any(each.path == _FILE for each in manifest.files):
+        storage.fetch(uri, folder, only=lambda path: path == _FILE)
+        return Source(weights=weights, folder=folder, file=file)
+    if manifest.kind == "model":
+        raise UserError(
+            f"{uri} is a model without {_FILE}: export it with keras in export.formats, or name a "
+            "checkpoint"
+        )
+    return Source(weights=weights, folder=folder, found=checkpoints.fetch(uri, folder))
+
+
 def load(
-    found: RestoredCheckpoint, variables: Mapping[str, tf.Variable], *, io_device: str | None
-) -> None:
-    """Assign the values of a checkpoint to the model among `variables`, and nothing else.
+    source: Source, variables: Mapping[str, tf.Variable], *, io_device: str | None
+) -> dict[str, str]:
+    """Assign values to the model among `variables`, and to nothing else.
+
+    Returns:
+        What the manifests of the run say about it: `warmed_from` and `warm_start`.
 
     Raises:
-        UserError: the checkpoint is of another model; the line names the first difference.
+        UserError: they are of another model; the line names the first difference.
     """
-    own = {path: each for path, each in variables.items() if path.startswith(_MODEL)}
-    _refuse_another(found, own)
-    checkpoints.restore(found, own, io_device=io_device)
-    events.emit(events.WarmStart(uri=found.uri))
-
-
-def _refuse_another(found: RestoredCheckpoint, own: Mapping[str, tf.Variable]) -> None:
-    there = {
-        path: shape for path, shape in checkpoints.shapes(found).items() if path.startswith(_MODEL)
+    own = {
+        path.removeprefix(_MODEL): variable
+        for path, variable in variables.items()
+        if path.startswith(_MODEL)
     }
-    for path, variable in own.items():
-        name, shape = path.removeprefix(_MODEL), variable.shape.as_list()
+    found = source.found or _of_keras(source, list(own), io_device)
+    there = {
+        path.removeprefix(_MODEL): shape
+        for path, shape in checkpoints.shapes(found).items()
+        if path.startswith(_MODEL)
+    }
+    here = {path: variable.shape.as_list() for path, variable in own.items()}
+    partial = source.weights.is_partial
+    selection = _selected(source.weights, here, there) if partial else _all(source.uri, here, there)
+    wanted = {f"{_MODEL}{path}": own[path] for path in selection.taken}
+    checkpoints.restore(found, wanted, io_device=io_device)
+    left = {why: len(paths) for why, paths in selection.left.items()}
+    what = str(selection)
+    taken = len(selection.taken)
+    events.emit(events.WarmStart(uri=source.uri, taken=taken, left=left, what=what))
+    return {"warmed_from": source.uri, "warm_start": what}
+
+
+def _all(uri: str, here: Shapes, there: Shapes) -> Selection:
+    for path, shape in here.items():
         if path not in there:
-            _refuse(found, f"it has no {name} {shape}")
+            _refuse(uri, f"it has no {path} {shape}")
         if there[path] != shape:
-            _refuse(found, f"{name} is {there[path]} there and {shape} in this model")
-    for path in sorted(there.keys() - own.keys()):
-        name = path.removeprefix(_MODEL)
-        _refuse(found, f"it has {name} {there[path]}, which this model has not")
+            _refuse(uri, f"{path} is {there[path]} there and {shape} in this model")
+    for path in sorted(there.keys() - here.keys()):
+        _refuse(uri, f"it has {path} {there[path]}, which this model has not")
+    return Selection(taken=list(here))
 
 
-def _refuse(found: RestoredCheckpoint, what: str) -> None:
+def _refuse(uri: str, what: str) -> NoReturn:
+    kind = "weights" if uri.endswith(KERAS) else "checkpoint"
     raise UserError(
-        f"{_KEY}: {found.uri} is the checkpoint of another model: {what}; name one of the same "
-        "model section, or leave it empty"
+        f"{_KEY}: {uri} is the {kind} of another model: {what}; name one of the same model "
+        "section, choose variables by {from, include, exclude}, or leave it empty"
     )
+
+
+def _selected(weights: InitialWeights, here: Shapes, there: Shapes) -> Selection:
+    selection = Selection()
+    for path, shape in here.items():
+        if not _fits([path], weights.include or ("*",)):
+            selection.leave(path, NOT_INCLUDED)
+        elif _fits([path], weights.exclude):
+            selection.leave(path, EXCLUDED)
+        elif path not in there:
+            selection.leave(path, ABSENT)
+        elif there[path] != shape:
+            raise UserError(
+                f"{_KEY}: {path} is {there[path]} in {weights.source} and {shape} in this model: "
+                f"add '{path}' to {_KEY}.exclude, or name weights that fit"
+            )
+        else:
+            selection.taken.append(path)
+    for path in sorted(there.keys() - here.keys()):
+        selection.leave(path, NOT_HERE)
+    for glob in weights.include or ("*",):
+        if not _fits(selection.taken, [glob]):
+            first = next((path for path in here if fnmatchcase(path, glob)), glob)
+            raise UserError(
+                f"{_KEY}: {weights.source} has nothing to take of what {glob!r} fits in this "
+                f"model{nearest(first, there)}"
+            )
+    return selection
+
+
+def _fits(paths: Iterable[str], globs: Iterable[str]) -> bool:
+    return any(fnmatchcase(path, glob) for path in paths for glob in globs)
+
+
+def _of_keras(source: Source, paths: Sequence[str], io_device: str | None) -> RestoredCheckpoint:
+    """Make a checkpoint of the file of a Keras model, under the paths of this model."""
+    try:
+        # A model that was loaded is used for its values alone.
+        with tf.device("CPU:0"):
+            model = keras.saving.load_model(source.file, compile=False)
+    # The file, and the classes that it names, may fail in any way.
+    except Exception as error:
+        words = user_code.message_of(error).partition(". ")[0]
+        raise UserError(
+            f"{_KEY}: Keras cannot read {source.uri}: {words}; classes of your own have to be "
+            "registered (keras.saving.register_keras_serializable) by the module of model.name"
+        ) from None
+    names = _renamed([variable.path for variable in model.variables], paths)
+    values = {f"{_MODEL}{names[each.path]}": each.value for each in model.variables}
+    folder = source.folder / "read"
+    folder.mkdir(exist_ok=True)
+    checkpoints.write(values, folder / checkpoints.PREFIX, io_device)
+    return RestoredCheckpoint(uri=source.uri, global_step=0, folder=folder, fields={})
+
+
+def _renamed(there: Sequence[str], here: Sequence[str]) -> dict[str, str]:
+    """Return for each path there that of the variable here, or itself where that is not sure."""
+    alike = {path: _alike(path, [each for each in here if each not in there]) for path in there}
+    times = Counter(each for found in alike.values() for each in found)
+    return {
+        path: found[0] if path not in here and len(found) == 1 == times[found[0]] else path
+        for path, found in alike.items()
+    }
+
+
+def _alike(path: str, others: Sequence[str]) -> list[str]:
+    """Return those of the other paths that differ by names in front alone."""
+    return [
+        other
+        for other in others
+        if (other.endswith(f"/{path}") or path.endswith(f"/{other}"))
+        and "/" in min(path, other, key=len)
+    ]

@@ -34,7 +34,10 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
     ),
     OpenPorts: lambda event: f"warning: {event.warning}",
     NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
-    WarmStart: lambda event: f"training begins with the weights of {event.uri}",
+    WarmStart: lambda event: (
+        f"training begins with the weights of {event.uri}"
+        + (f": {event.what}" if event.what else "")
+    ),
     FromScratch: lambda event: f"training begins from scratch: {event.reason}",
     HandedOn: lambda event: (
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"

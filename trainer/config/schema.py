@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.base import MOST, Free, Section, key
+from trainer.config.initial_weights import WarmStart
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.config.schedule import ScheduleConfig
 from trainer.errors import UserError, nearest
@@ -49,8 +50,6 @@ OPTIMIZERS = (
 
 # The word for weights that make all classes weigh the same, in `training.class_weights`.
 BALANCED = "balanced"
-# The word for the checkpoint of the registry's champion, in `training.warm_start`.
-CHAMPION = "champion"
 
 
 def _known(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
@@ -156,7 +155,9 @@ class TrainingConfig(Section):
     )
     mixed_precision: bool = key(False, "compute in 16 bits (bfloat16)")
     jit_compile: bool = key(False, "compile the step with XLA")
-    warm_start: str = key("", "start with the weights of a checkpoint: its URI, or champion")
+    warm_start: WarmStart = key(
+        "", "first weights: URI of a checkpoint or .keras file, champion, {from, include, exclude}"
+    )
     freeze: tuple[str, ...] = key((), "globs of variable paths that are not trained, hidden_0/*")
     hand_on: Literal["best", "last"] = key(
         "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
@@ -187,16 +188,6 @@ class TrainingConfig(Section):
             if weight < 0:
                 raise ValueError(f"the weight of {name!r} is {weight:g}, which is below zero")
         return value
-
-    @field_validator("warm_start")
-    @classmethod
-    def _checkpoint(cls, value: str) -> str:
-        if value and value != CHAMPION and not is_uri(value):
-            hint = nearest(value, [CHAMPION])
-            raise ValueError(f"neither {CHAMPION} nor the URI of a checkpoint ({FORMS}){hint}")
-        if value and value != CHAMPION:
-            _refuse_bad_uri(value)
-        return value.rstrip("/")
 
     _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
 

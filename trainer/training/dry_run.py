@@ -11,6 +11,7 @@ from pathlib import Path
 
 import keras
 
+from trainer.checkpoints import warm_start
 from trainer.config.schema import Config
 from trainer.data import prepare
 from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
@@ -42,12 +43,13 @@ def require(config: Config, model: keras.Model) -> None:
     """
     name = config.model.name
     registry.require_trainable(name, model)
+    paths = [variable.path for variable in model.variables]
+    warm_start.check(config.training.warm_start, paths)
     if config.training.jit_compile:
         registry.require_compilable(model)
     if "keras" in config.export.formats:
         registry.require_readable(name, model)
     if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
-        paths = [variable.path for variable in model.variables]
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
 
 

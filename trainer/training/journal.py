@@ -72,7 +72,7 @@ class Journal:
     def __init__(self, config: Config, checkpoints: Checkpoints, start: int) -> None:
         """Read the rows up to global step `start`."""
         self._steps = config.training.steps
-        self._fields = {
+        self._fields: dict[str, Any] = {
             "strategy": config.training.strategy,
             "config_hash": config.digest(),
             "optimizer": config.training.optimizer.name,
@@ -98,9 +98,9 @@ class Journal:
         """Return the URI of the newest checkpoint, or an empty text."""
         return self._checkpoints.last
 
-    def begin(self, start: int, warmed_from: str) -> None:
-        """Emit that an attempt begins; `warmed_from` names the checkpoint of a warm start."""
-        self._fields["warmed_from"] = warmed_from
+    def begin(self, start: int, begun: Mapping[str, str]) -> None:
+        """Emit that an attempt begins; `begun` tells of the weights that the run began with."""
+        self._fields |= begun
         resumed = start > 0
         events.emit(events.AttemptBegin(global_step=start, steps=self._steps, resumed=resumed))
 
@@ -141,7 +141,7 @@ class Journal:
 class UnpublishedJournal(Journal):
     """The journal of a task that does not publish: nothing is written or emitted."""
 
-    def begin(self, start: int, warmed_from: str) -> None:
+    def begin(self, start: int, begun: Mapping[str, str]) -> None:
         """Emit nothing."""
 
     def progress(self, row: Mapping[str, Any]) -> None:

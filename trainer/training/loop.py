@@ -120,11 +120,12 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     if found:
         kept = checkpointing.resumed(found, strategy.variables(), config.training)
         checkpointing.restore(found, kept, io_device=strategy.io_device)
-    elif warm:
-        warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
+    begun = _origin(found)
+    if warm:
+        begun = warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
-    journal.begin(strategy.global_step(), _origin(found, warm))
+    journal.begin(strategy.global_step(), begun)
     loop = _OuterLoop(config.training, strategy, journal, hooks, DIVERGED * problem.chance_loss)
     if not found:
         loop.save()
@@ -278,11 +279,10 @@ class _OuterLoop:
         raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
 
 
-def _origin(found: RestoredCheckpoint | None, warm: RestoredCheckpoint | None) -> str:
-    """Return the checkpoint of the warm start with which the run began, or an empty text."""
-    if found:
-        return str(found.fields.get("warmed_from", ""))
-    return warm.uri if warm else ""
+def _origin(found: RestoredCheckpoint | None) -> dict[str, str]:
+    """Return what the manifests of the run say about the weights that it began with."""
+    fields = found.fields if found else {}
+    return {name: str(fields.get(name, "")) for name in ("warmed_from", "warm_start")}
 
 
 def _crossed(before: int, after: int, every: int, end: int) -> bool:

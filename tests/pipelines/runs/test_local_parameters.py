@@ -53,7 +53,12 @@ TREE = {
         "stall_timeout": 60.5,
         "mixed_precision": True,
         "jit_compile": True,
-        "warm_start": "gs://bucket/a run/checkpoints/step-00000005",
+        "warm_start": {
+            "from": "gs://bucket/a run/checkpoints/step-00000005",
+            "exclude": [f"möbel/*{AWKWARD}"],
+        },
+        "freeze": [AWKWARD, "b/*"],
+        "hand_on": "last",
         "seed": 5,
     },
     "cluster": {

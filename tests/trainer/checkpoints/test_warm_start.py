@@ -63,13 +63,15 @@ def test_it_takes_the_weights_and_begins_at_global_step_0(run, before):
 def test_it_is_logged_and_in_every_manifest(run, before):
     uri = checkpoint_of(before)
     run.train(steps=20, keep=100, warm_start=uri)
-    assert [event.uri for event in run.events(WarmStart)] == [uri]
+    (event,) = run.events(WarmStart)
+    assert event == WarmStart(uri=uri, taken=1, what="1 variable taken")
     assert {run.fields(step)["warmed_from"] for step in run.steps()} == {uri}
+    assert run.fields(20)["warm_start"] == "1 variable taken"
 
 
 def test_a_run_without_one_says_so(run):
     run.train(steps=10)
-    assert run.fields(10)["warmed_from"] == ""
+    assert (run.fields(10)["warmed_from"], run.fields(10)["warm_start"]) == ("", "")
     assert run.events(WarmStart) == []
 
 
@@ -141,7 +143,7 @@ def test_one_of_another_model_names_the_first_variable_that_differs(run, tmp_pat
     uri = published(tmp_path, variables)
     assert refused(run, uri) == (
         f"training.warm_start: {uri} is the checkpoint of another model: {said}; name one of the "
-        "same model section, or leave it empty"
+        "same model section, choose variables by {from, include, exclude}, or leave it empty"
     )
 
 

@@ -184,3 +184,31 @@ def test_a_parameter_says_that_it_is_json():
 def test_a_fraction_for_an_integer_is_one_line():
     # The API of KFP takes any number for an integer.
     assert refused(training_steps=3.5).startswith("training.steps: 3.5 is not allowed")
+
+
+@pytest.mark.parametrize(
+    ("value", "flat"),
+    [
+        ("champion", "champion"),
+        (
+            {"from": "champion", "exclude": ["out/*"]},
+            '{"from": "champion", "exclude": ["out/*"]}',
+        ),
+    ],
+)
+def test_a_text_or_a_mapping_is_one_text(value, flat):
+    config = parse_config({"training": {"warm_start": value}})
+    parameters = to_parameters(config)
+    assert parameters["training_warm_start"] == flat
+    assert from_parameters(parameters) == config
+
+
+def test_a_mapping_of_a_person_may_be_yaml():
+    values = {**to_parameters(Config()), "training_warm_start": "{from: champion, include: [a/*]}"}
+    found = from_parameters(values).training.warm_start
+    assert found == {"from": "champion", "include": ["a/*"]}
+    assert "training.warm_start" in refused(training_warm_start="{from: [")
+
+
+def test_a_brace_in_another_text_is_a_text():
+    assert from_parameters({**to_parameters(Config()), "data_version": "{x"}).data.version == "{x"

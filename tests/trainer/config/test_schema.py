@@ -29,6 +29,9 @@ GOOD = [
     "training.checkpoint_seconds=0.5", "training.keep=1", "training.validate_every=0",
     "training.patience=3", "training.pull_every=5",
     "training.warm_start=champion", "training.warm_start=gs://b/run/checkpoints/step-00000500",
+    "training.warm_start={from: champion, exclude: ['logits/*']}", "training.warm_start=a/b.keras",
+    "training.warm_start={from: gs://b/c.keras, include: [a], exclude: []}",
+    "training.warm_start.from=champion", "training.freeze=['hidden_0/*']", "training.hand_on=last",
     "training.mixed_precision=true", "training.jit_compile=true", "training.schedule.name=cosine",
     "training.schedule.warmup_steps=10", "data.partition=reshuffle", "cluster.gpus_per_worker=1",
     "cluster.gpu_memory_mb=512", "cluster.placement={'*': 'ps:0'}", "cluster.in_process=true",
@@ -91,7 +94,32 @@ BAD = [
     ("training.checkpoint_seconds=-1", "training.checkpoint_seconds: -1 is not allowed"),
     ("training.keep=0", "training.keep: 0 is not allowed"),
     ("training.mixed_precision=1", "input should be a valid boolean"),
-    ("training.warm_start=champ", "a checkpoint (file:///path, gs://, s3:// or minio://); did you"),
+    ("training.warm_start={form: champion}", "training.warm_start: no key 'form' in it; did you"),
+    ("training.warm_start={include: [a]}", "training.warm_start: say where the weights are: {from"),
+    (
+        "training.warm_start={from: 5}",
+        "training.warm_start: say where the weights are: {from: URI}",
+    ),
+    ("training.warm_start={from: champ}", "training.warm_start: neither champion nor the URI of a"),
+    (
+        "training.warm_start={from: champion, include: a}",
+        'training.warm_start: include is "a": write a list of globs',
+    ),
+    ("training.warm_start={from: champion, exclude: [1]}", "exclude is [1]: write a list of globs"),
+    ("training.warm_start=[champion]", "write a URI, champion, or {from, include, exclude}"),
+    (
+        "training.warm_start=5",
+        "5 is not allowed: write a URI, champion, or {from, include, exclude}",
+    ),
+    ("training.freeze=hidden", "training.freeze: 'hidden' is not allowed"),
+    (
+        "training.hand_on=newest",
+        "training.hand_on: 'newest' is not allowed: input should be 'best' or",
+    ),
+    (
+        "training.warm_start=champ",
+        "(file:///path, gs://, s3:// or minio://), nor a .keras file; did",
+    ),
     (
         "training.warm_start=runs/a",
         "training.warm_start: 'runs/a' is not allowed: neither champion",
@@ -270,3 +298,25 @@ def test_a_metric_that_nobody_measures_is_refused_before_anything_starts():
 )
 def test_servers_that_run_are_joined_where_servers_are_used(other, said):
     assert refused("cluster.existing_servers=true", other) == f"cluster.existing_servers: {said}"
+
+
+@pytest.mark.parametrize(
+    ("value", "kept"),
+    [
+        ("", ""),
+        ("champion", "champion"),
+        ("gs://b/c/", "gs://b/c"),
+        ({"from": "champion"}, "champion"),
+        ({"from": "champion", "include": []}, "champion"),
+        ({"from": "gs://b/c/", "exclude": ["a"]}, {"from": "gs://b/c", "exclude": ["a"]}),
+        ("/models/base.keras", "file:///models/base.keras"),
+        (
+            {"from": "/models/base.keras", "include": ["a"]},
+            {"from": "file:///models/base.keras", "include": ["a"]},
+        ),
+    ],
+)
+def test_a_warm_start_is_kept_in_one_form(value, kept):
+    config = parse_config({"training": {"warm_start": value}})
+    assert config.training.warm_start == kept
+    assert Config.model_validate_json(config.model_dump_json()) == config
