@@ -38,6 +38,8 @@ MODELS = {
 #: The class of every learning task that has a name.
 TASKS = {
     "classification": "trainer.tasks.classification:Classification",
+    "binary_classification": "trainer.tasks.binary_classification:BinaryClassification",
+    "multilabel_classification": "trainer.tasks.multilabel_classification:MultilabelClassification",
     "regression": "trainer.tasks.regression:Regression",
 }
 AUTO = "auto"

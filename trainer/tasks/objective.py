@@ -340,10 +340,14 @@ def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
 
 
 def _by_name(measured: Measured, result: Any) -> dict[str, float]:
-    """Return what a metric measured by name; one that gives a mapping gives several."""
-    if isinstance(result, Mapping):
-        return {f"{measured.prefix}{name}": float(value) for name, value in result.items()}
-    return {measured.name: float(result)}
+    """Return what a metric measured by name; one that gives a mapping gives several.
+
+    What is not a number is left out: a metric that these examples do not define, as an area under
+    the ROC where all of them are of one class.
+    """
+    values = result if isinstance(result, Mapping) else {measured.metric.name: result}
+    found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if not np.isnan(value)}
 
 
 def at(tree: Any, rows: Any) -> Any:

@@ -109,8 +109,13 @@ def automatic(target: Target) -> Choice:
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
     if kind == "f":
         return Choice("regression", f"the label {target} is a quantity")
+    if kind == "b" and not target.shape:
+        return Choice("binary_classification", f"the label {target} is true or false")
     if kind in {"i", "u"} and not target.shape:
         return Choice("classification", f"the label {target} names a class")
+    if kind in {"b", "i", "u"} and len(target.shape) == 1 and not target.num_classes:
+        why = f"the label {target} says yes or no to each of {target.shape[0]} classes"
+        return Choice("multilabel_classification", why)
     raise ConfigError(
         f"task.name: no task built in takes the label {target}; name another feature in data.label"
     )

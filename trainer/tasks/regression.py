@@ -22,7 +22,9 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
+from trainer.tasks import row_metrics
 from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task, drawn
+from trainer.tasks.row_metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
 _BINS = 20
@@ -40,72 +42,6 @@ class SquaredError(keras.losses.Loss):
         """Return the losses [n]."""
         difference = rows(y_pred) - (rows(y_true) - self._mean) / self._std
         return tf.reduce_mean(tf.square(difference), axis=1)
-
-
-def rows(values: Any) -> tf.Tensor:
-    """Return the numbers of each example as one row: [n, numbers]."""
-    return tf.reshape(values, [tf.shape(values)[0], math.prod(values.shape[1:])])
-
-
-class _OfRows:
-    """Lets a metric of Keras take labels and predictions of any shape, with weights [n]."""
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        """Take rows."""
-        update = super().update_state  # type: ignore[misc]
-        return update(rows(y_true), rows(y_pred), sample_weight=sample_weight)
-
-
-class _MeanAbsoluteError(_OfRows, keras.metrics.MeanAbsoluteError):
-    pass
-
-
-class _MeanSquaredError(_OfRows, keras.metrics.MeanSquaredError):
-    pass
-
-
-class _RootMeanSquaredError(_OfRows, keras.metrics.RootMeanSquaredError):
-    pass
-
-
-class R2Score(keras.Metric):
-    """The share of the variance that is explained, as a mean over the numbers of an example.
-
-    Keras's own adds up squares of the labels, whose single precision ends where their mean is far
-    above their deviation. Here they are taken from a value near the mean.
-    """
-
-    def __init__(self, numbers: int, near: float) -> None:
-        """Measure rows of so many numbers, around a value near their mean."""
-        super().__init__(name="r2_score")
-        self._near = near
-        self.weight = self.add_weight(name="weight", initializer="zeros")
-        self.total, self.squares, self.residual = (
-            self.add_weight(name=name, shape=(numbers,), initializer="zeros")
-            for name in ("total", "squares", "residual")
-        )
-
-    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
-        """Add a batch."""
-        true, predicted = (tf.cast(rows(each), self.dtype) for each in (y_true, y_pred))
-        weight = tf.ones_like(true[:, 0]) if sample_weight is None else sample_weight
-        weight = tf.cast(weight, self.dtype)[:, tf.newaxis]
-        centred = true - self._near
-        self.weight.assign_add(tf.reduce_sum(weight))
-        self.total.assign_add(tf.reduce_sum(weight * centred, axis=0))
-        self.squares.assign_add(tf.reduce_sum(weight * centred**2, axis=0))
-        self.residual.assign_add(tf.reduce_sum(weight * (true - predicted) ** 2, axis=0))
-
-    def result(self) -> tf.Tensor:
-        """Return the mean; of equal labels it is 1 if they are all met, else 0."""
-        weight = tf.convert_to_tensor(self.weight)
-        total, squares, residual = map(
-            tf.convert_to_tensor, (self.total, self.squares, self.residual)
-        )
-        variance = squares - tf.math.divide_no_nan(total**2, weight)
-        constant = tf.cast(residual <= 0, self.dtype)
-        explained = 1 - tf.math.divide_no_nan(residual, variance)
-        return tf.reduce_mean(tf.where(variance > 0, explained, constant))
 
 
 class Regression(Task):
@@ -158,10 +94,10 @@ class Regression(Task):
         """Return the errors in the label's units, and the share of variance explained."""
         numbers = math.prod(self.output_shape)
         return [
-            _MeanAbsoluteError(name="mean_absolute_error"),
-            _MeanSquaredError(name="mean_squared_error"),
-            _RootMeanSquaredError(name="root_mean_squared_error"),
-            R2Score(numbers, self.target.moments.get("mean", 0.0)),
+            row_metrics.MeanAbsoluteError(name="mean_absolute_error"),
+            row_metrics.MeanSquaredError(name="mean_squared_error"),
+            row_metrics.RootMeanSquaredError(name="root_mean_squared_error"),
+            row_metrics.R2Score(numbers, self.target.moments.get("mean", 0.0)),
         ]
 
     def predictions(self, outputs: Any) -> Any:

@@ -33,9 +33,9 @@ def measured(task, examples: InParts) -> dict[str, float]:
     return objective.means(np.sum([objective.sums(part) for part in examples.parts()], axis=0))
 
 
-def target(labels, name="label", **facts) -> Target:
+def target(values, /, name="label", **facts) -> Target:
     """Return what a dataset with these training labels says of them."""
-    values = np.asarray(labels)
+    values = np.asarray(values)
     moments = {}
     if values.dtype.kind in "iubf":
         moments = {

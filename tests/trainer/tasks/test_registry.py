@@ -30,6 +30,8 @@ def dataset(inputs=None, **targets):
 
 CHOICES = {
     "classification": {"label": feature(classes=3)},
+    "binary_classification": {"label": feature("bool")},
+    "multilabel_classification": {"label": feature("int64", (5,))},
     "regression": {"label": feature("float32")},
 }
 
