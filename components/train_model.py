@@ -9,7 +9,7 @@ from components.image import PodDefaults, component
 from components.locations import folder_of_run, run_at
 from components.record import StepOutput, tried
 from trainer import storage
-from trainer.checkpoints.index import HandedOn, handed_on
+from trainer.checkpoints.index import HandedOn, handed_on, require_first_weights
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
 
@@ -73,6 +73,7 @@ def run_step(
             checkpoints=storage.join(root, run_id, "checkpoints"),
             workdir=folder_of_run() / "cluster",
         )
+        require_first_weights(settings.training.warm_start, job.checkpoints)
         logs = storage.join(job.checkpoints, "logs")
         ui.write_viewers(viewers, logs)
         launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))

@@ -138,6 +138,17 @@ class TestTrainModel:
         assert line.startswith("evaluation.slices: 'writer' is no feature of the dataset")
         assert launched == []
 
+    def test_first_weights_that_are_not_there_are_refused_before_anything_is_launched(
+        self, launched, root, run, outputs, capsys
+    ):
+        uri = storage.join(root, "pretrained.keras")
+        training = run.config.training.model_copy(update={"warm_start": uri})
+        text = run.config.model_copy(update={"training": training}).model_dump_json()
+        given = (text, root, RUN, run.dataset, *PODS, *outputs)
+        code, line = refused(train_model.run_step, *given, capsys=capsys)
+        assert (code, line) == (1, f"training.warm_start: there is nothing at {uri}")
+        assert launched == []
+
     def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, outputs, capsys):
         def fail(_job, _defaults):
             raise UserError("worker-0 ended with exit code 1")

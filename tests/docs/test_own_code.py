@@ -83,6 +83,7 @@ def test_a_pretrained_trunk_is_fine_tuned(fine_tuned):
     settings = ["--set", "training.strategy=single", "--set", "training.steps=100"]
     ended = call("train", fine_tuned / "runs", "fine-tuned.yaml", *settings, cwd=fine_tuned)
     assert ended.code == 0, ended.err
+    assert {"global_step", "handed_on_step"} <= ended.answer.keys()
     (begun,) = ended.events(WarmStart)
     lines = " ".join(text("fine-tuning").split())
     assert begun.what in lines

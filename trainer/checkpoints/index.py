@@ -12,6 +12,7 @@ from typing import Any
 
 from trainer import events, storage
 from trainer.checkpoints.history import VALIDATION_LOSS, read_validations
+from trainer.config.initial_weights import CHAMPION, KERAS, initial_weights
 from trainer.errors import UserError
 from trainer.json_records import is_number
 from trainer.storage import Manifest
@@ -35,6 +36,24 @@ def _readable(uri: str) -> list[tuple[str, int, Manifest]]:
         else:
             log.warning("passed over: the manifest of %s names no global step", at)
     return sorted(found, key=lambda each: each[1])
+
+
+def require_first_weights(value: str | Mapping[str, Any], uri: str) -> None:
+    """Raise `UserError` where a run has to begin with weights that are not there.
+
+    `value` is that of `training.warm_start`, and `uri` where the run has its checkpoints: one that
+    has some already continues from those.
+    """
+    source = initial_weights(value).source
+    if source in ("", CHAMPION) or list_checkpoints(uri):
+        return
+    try:
+        if not source.endswith(KERAS):
+            storage.read_manifest(source)
+        elif storage.name_of(source) not in storage.names(storage.parent_of(source)):
+            raise UserError(f"there is nothing at {source}")
+    except UserError as error:
+        raise UserError(f"training.warm_start: {error}") from None
 
 
 def newest_checkpoint(uri: str) -> tuple[str, int]:

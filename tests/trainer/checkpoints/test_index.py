@@ -20,6 +20,7 @@ from trainer.checkpoints.index import (
     handed_on,
     index_of,
     outdated,
+    require_first_weights,
 )
 from trainer.errors import UserError
 
@@ -124,6 +125,29 @@ def test_damage_to_the_file_of_the_evaluator_reaches_nobody(tmp_path, line):
         file.write(f"{line}\n".encode() + b"\xff\x00")
     assert [row["global_step"] for row in read_validations(uri)] == [10]
     assert best_of(index_of(uri)).loss == 0.5
+
+
+class TestFirstWeights:
+    @pytest.fixture
+    def own(self, tmp_path):
+        return storage.uri_of(tmp_path / "own")
+
+    def test_what_is_there_will_do(self, tmp_path, own):
+        checkpoint, _ = publish(tmp_path / "checkpoints", 10)
+        (tmp_path / "a.keras").touch()
+        for value in (checkpoint, str(tmp_path / "a.keras"), "", "champion"):
+            require_first_weights(value, own)
+        require_first_weights({"from": checkpoint, "include": ["a"]}, own)
+
+    @pytest.mark.parametrize("name", ["step-00000011", "a.keras"])
+    def test_what_is_not_there_is_refused(self, tmp_path, own, name):
+        missing = storage.uri_of(tmp_path / name)
+        with pytest.raises(UserError, match=rf"^training.warm_start: .*{missing}"):
+            require_first_weights(missing, own)
+
+    def test_a_run_that_has_begun_needs_none(self, tmp_path, own):
+        publish(tmp_path / "own", 0)
+        require_first_weights(storage.uri_of(tmp_path / "a.keras"), own)
 
 
 class TestHandedOn:

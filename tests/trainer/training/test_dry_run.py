@@ -88,3 +88,9 @@ def test_a_model_that_fits_is_left_as_it_is():
     tree = {"cluster": {**SERVERS, "placement": {before[0]: "ps:1"}}}
     require(configured(tree), model)
     assert [variable.path for variable in model.variables] == before
+
+
+def test_a_glob_of_a_warm_start_that_fits_nothing_is_refused():
+    warm_start = {"from": "gs://b/c", "exclude": ["logit/*"]}
+    with pytest.raises(ConfigError, match=r"^training.warm_start.exclude: 'logit/\*' fits no var"):
+        require(configured({"training": {"warm_start": warm_start}}), net())
