@@ -11,9 +11,11 @@ from dataclasses import replace
 import keras
 import numpy as np
 import tensorflow as tf
+from keras.src.losses.loss import unscale_loss_for_distribution
 from keras.src.utils.naming import reset_uids
 
 from tests.cluster.problems import CLASSES, FEATURES, dealt, number, problem
+from tests.trainer.objectives import of_classes
 from trainer.models.spec import InputSpec
 from trainer.strategies.strategy import Problem
 
@@ -108,6 +110,52 @@ def embedded(batch_size: int = 8, workers: int = 2) -> Problem:
     return problem(batches, model=model)
 
 
+class OwnLoss(keras.Sequential):
+    """Computes its loss, and keeps the mean of it as Keras documents it."""
+
+    def __init__(self, layers):
+        super().__init__(layers)
+        self.kept = keras.metrics.Mean(name="kept")
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        del x, sample_weight, training
+        loss = keras.ops.mean(keras.ops.square(y_pred - keras.ops.one_hot(y, CLASSES)))
+        self.kept.update_state(loss)
+        return loss
+
+
+class OwnStep(keras.Sequential):
+    """Applies the gradient of twice its loss."""
+
+    def train_step(self, data):
+        inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            loss = 2 * self.compute_loss(inputs, labels, self(inputs, training=True), weights)
+        found = tape.gradient(loss, [each.value for each in self.trainable_variables])
+        self.optimizer.apply(found, self.trainable_variables)
+        self._loss_tracker.update_state(unscale_loss_for_distribution(loss))
+        return {"loss": self._loss_tracker.result()}
+
+
+def _own(kind: type[keras.Sequential]) -> keras.Model:
+    reset_uids()
+    keras.utils.set_random_seed(7)
+    shape = keras.layers.Input((FEATURES,))
+    return kind([shape, keras.layers.Dense(5, activation="tanh"), keras.layers.Dense(CLASSES)])
+
+
+def computed(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A loss that the model computes."""
+    return replace(dealt(batch_size, workers), build_model=lambda: _own(OwnLoss))
+
+
+def stepped(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A model that applies its updates."""
+    problem = dealt(batch_size, workers)
+    objective = of_classes(CLASSES)
+    return replace(problem, build_model=lambda: objective.attach(_own(OwnStep)))
+
+
 def halved(problem: str, batch_size: int, workers: int) -> Problem:
     """The batches of another problem in two halves, one after the other."""
     whole = PROBLEMS[problem](batch_size, workers)
@@ -138,4 +186,4 @@ def dropped(batch_size: int = 8) -> Problem:
     return problem(batches, model=model)
 
 
-PROBLEMS = {"clipped": clipped, "embedded": embedded}
+PROBLEMS = {"clipped": clipped, "embedded": embedded, "computed": computed}

@@ -77,7 +77,7 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
-@pytest.mark.parametrize("problem", ["clipped", long("embedded")])
+@pytest.mark.parametrize("problem", ["stepped", "clipped", long("embedded"), long("computed")])
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:
         wanted = trial("multi_worker_mirrored", problem, batch_size=BATCH, workers=2)
@@ -86,13 +86,13 @@ def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_
         assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", ["clipped", long("embedded")])
+@pytest.mark.parametrize("problem", ["clipped", long("embedded"), long("computed")])
 def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, two_workers, problem):
     outcome = two_workers.lead(trial("in_graph", problem, batch_size=BATCH, workers=2))
     assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", [slow("clipped"), "embedded"])
+@pytest.mark.parametrize("problem", [slow("clipped"), "embedded", long("computed")])
 def test_one_asynchronous_worker_equals_one_process(alone, one_worker, problem):
     wanted = trial("async_parameter_server", problem, batch_size=2 * BATCH, workers=1)
     assert_same(one_worker.lead(wanted), alone(problem))
@@ -136,7 +136,7 @@ def test_it_does_not_matter_on_which_servers_the_variables_stand(alone, one_work
     assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", [slow("clipped"), "embedded"])
+@pytest.mark.parametrize("problem", [slow("clipped"), "embedded", "computed"])
 def test_two_devices_of_one_process_equal_one_with_twice_the_batch(alone, tmp_path, problem):
     config = {"training": {"strategy": "tests.cluster.two_devices:TwoDevices"}}
     arguments = {"problem": problem, "batch_size": 2 * BATCH, "workers": 1}

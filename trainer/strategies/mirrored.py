@@ -34,12 +34,13 @@ from trainer.strategies.parameter_server import Tally
 from trainer.strategies.strategy import (
     Batch,
     KerasStrategy,
-    Loss,
     Problem,
     Report,
     Sums,
     exact_counter,
     gradient_of,
+    has_own_step,
+    own_step_of,
 )
 from trainer.topology import Task
 
@@ -64,8 +65,9 @@ class Replicated(KerasStrategy):
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
         self.applied = exact_counter(self.optimizer)
-        # Keras would clip the gradients, which are a mean already, and then sum them.
-        self.optimizer._all_reduce_sum_gradients = list
+        if not has_own_step(self.model):
+            # Keras would clip the gradients, which are a mean already, and then sum them.
+            self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)
         self._steps_of = self._steps(problem)
         self._has_own_seeds = False
@@ -88,14 +90,7 @@ class Replicated(KerasStrategy):
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
         replicas = self.replicas
-        loss = _of_one_replica(problem.loss, replicas.num_replicas_in_sync)
-        gradient = gradient_of(self.model, loss, jit=self.config.training.jit_compile)
-
-        def step(batch: Batch) -> tf.Tensor:
-            value, gradients = gradient(batch)
-            value, *gradients = _mean([value, *gradients])
-            self.optimizer.apply(gradients, self.model.trainable_variables)
-            return value
+        step = self._step(problem)
 
         def average() -> None:
             moving = [
@@ -119,6 +114,22 @@ class Replicated(KerasStrategy):
 
         return steps_of  # type: ignore[no-any-return]
 
+    def _step(self, problem: Problem) -> Callable[[Batch], tf.Tensor]:
+        """Return one update, as it runs on each replica: batch to the mean loss of all."""
+        if has_own_step(self.model):
+            with self.replicas.scope():
+                own = own_step_of(self.model, self.optimizer, problem.weighed)
+            return lambda batch: _mean([own(batch)])[0]
+        gradient = gradient_of(self.model, problem.loss, jit=self.config.training.jit_compile)
+
+        def step(batch: Batch) -> tf.Tensor:
+            value, gradients = gradient(batch)
+            value, *gradients = _mean([value, *gradients])
+            self.optimizer.apply(gradients, self.model.trainable_variables)
+            return value
+
+        return step
+
     def _separate_seeds(self) -> None:
         seeds = [v.value for v in self.model.variables if v.path.endswith(_SEED)]
 
@@ -129,11 +140,6 @@ class Replicated(KerasStrategy):
                 seed.assign_add(tf.cast([number, 0], seed.dtype))
 
         self.replicas.run(shift)
-
-
-def _of_one_replica(loss: Loss, replicas: int) -> Loss:
-    """Undo that Keras divides a mean loss by the number of replicas, for a sum over them."""
-    return lambda model, batch, outputs: loss(model, batch, outputs) * replicas
 
 
 def _mean(values: list[Any]) -> list[Any]:

@@ -52,6 +52,7 @@ class Problem:
             and run by a worker, in that worker's working folder.
         totals: a vector of sums over a part of the validation examples, of which every worker has
             all; traced and run like `batches`. By default nothing is measured.
+        weighed: a batch as a `train_step` of the model's own takes it: with all weights.
     """
 
     build_model: Callable[[], keras.Model]
@@ -60,6 +61,7 @@ class Problem:
     chance_loss: float
     batches: Callable[[], tf.data.Dataset]
     totals: Totals = field(default=lambda _model, _part, _of: tf.zeros([0], tf.float64))
+    weighed: Callable[[Batch], Batch] = field(default=lambda batch: batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,6 +217,34 @@ def step_of(
         value, gradients = gradient(batch)
         optimizer.apply(gradients, model.trainable_variables)
         return value
+
+    return step
+
+
+def has_own_step(model: keras.Model) -> bool:
+    """Say whether a model overrides how Keras applies an update to it."""
+    return type(model).train_step is not keras.Model.train_step
+
+
+def own_step_of(
+    model: keras.Model, optimizer: keras.optimizers.Optimizer, weighed: Callable[[Batch], Batch]
+) -> Callable[[Batch], tf.Tensor]:
+    """Return the function that runs the `train_step` of a model's own: batch to loss.
+
+    It counts as one update, however often it applies a gradient. To be called in the scope of the
+    strategy; the function runs in a replica's context.
+    """
+    # Not the model's own method, which may take other arguments. The loss stays.
+    keras.Model.compile(model, optimizer)
+    counter = optimizer.iterations.value
+
+    def step(batch: Batch) -> tf.Tensor:
+        before = counter.read_value()
+        # What it returns are means since the last reset.
+        model.reset_metrics()
+        logs = model.train_step(weighed(batch))
+        counter.assign(before + 1)
+        return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
     return step
 

@@ -82,16 +82,20 @@ def name_of(name: str) -> str:
 
 def direction_of(metric: keras.Metric) -> Direction | None:
     """Say whether a higher or a lower value is better; None for what Keras does not know."""
-    function = getattr(metric, "_fn", None)
-    if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
-        kind = str(getattr(function, "__name__", ""))
-    else:
-        kind = to_snake_case(type(metric).__name__)
+    kind = kind_of(metric)
     if kind not in METRICS and kind not in LOSSES:
         return None
     if _LOWER.search(kind):
         return "lower"
     return "higher" if _HIGHER.search(kind) else None
+
+
+def kind_of(metric: keras.Metric) -> str:
+    """Return the name of a metric's class, or of the function that it averages, in snake case."""
+    function = getattr(metric, "_fn", None)
+    if function is not None and type(metric) is keras.metrics.MeanMetricWrapper:
+        return str(getattr(function, "__name__", ""))
+    return str(to_snake_case(type(metric).__name__))
 
 
 def _found(kind: str, name: str, key: str, known: Mapping[str, Any]) -> Any:

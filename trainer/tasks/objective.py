@@ -12,6 +12,7 @@ them as one vector, vectors of several workers are added, and `means` makes valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,7 +20,7 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from keras.src.losses.loss import scale_loss_for_distribution, unscale_loss_for_distribution
+from keras.src.losses import loss as keras_loss
 
 from trainer.errors import ConfigError, UserError
 from trainer.tasks import class_weights, named
@@ -126,7 +127,7 @@ class Objective:
         self.task.check_output(outputs, last)
         if found:
             # Neither its optimizer nor its metrics belong into a checkpoint or an exported model.
-            model.compiled, model.optimizer = False, None
+            model.compiled, model.optimizer, model._compile_metrics = False, None, None
         self.attach(model)
 
     def attach(self, model: keras.Model) -> keras.Model:
@@ -166,11 +167,12 @@ class Objective:
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
         """Return the mean loss of a batch in training, with the losses of layers."""
-        inputs, labels, weights = self.weighted(batch)
-        value = model._compute_loss(inputs, labels, outputs, weights, training=True)
+        inputs, labels, weights = self.weighed(batch)
+        with _whole():
+            value = model._compute_loss(inputs, labels, outputs, weights, training=True)
         return tf.cast(value, tf.float32)
 
-    def weighted(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
+    def weighed(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
         """Return inputs, labels, and the weights that examples have in training, or None."""
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if self._class_weights is not None:
@@ -200,7 +202,7 @@ class Objective:
             loss = None
             if has_own(model, "compute_loss"):
                 # What it keeps for itself is not of the training.
-                with keras.StatelessScope():
+                with keras.StatelessScope(), _whole():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._sums(labels, self.task.outputs(given), weights, loss)
         return total
@@ -256,7 +258,8 @@ class Objective:
 
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
         """Yield those of the task, of the configuration and of the compiled model, each once."""
-        kinds: dict[str, str] = {}
+        yield from (Measured((), each) for each in self.task.metrics())
+        seen = {LOSS, *self.task.directions}
         predictions = self.task.predictions(outputs)
         further = (
             Measured(
@@ -269,17 +272,15 @@ class Objective:
         )
         given = self.task.given(outputs)
         compiled = self.compiled.measured(labels, given) if self.compiled else ()
-        own = (Measured((), each) for each in self.task.metrics())
-        for each in chain(own, further, compiled):
-            kind = type(each.metric).__name__.lstrip("_")
-            if each.name == LOSS or kinds.get(each.name, kind) != kind:
+        for each in chain(further, compiled):
+            if each.name not in seen:
+                yield each
+            elif each.metric.name not in named.kind_of(each.metric):
                 raise ConfigError(
                     f"two metrics are called {each.name!r}: give one of the model's, or of "
                     "task.metrics, another name"
                 )
-            if each.name not in kinds:
-                yield each
-            kinds[each.name] = kind
+            seen.add(each.name)
 
     def _taken(self, each: Measured, labels: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
         """Return labels, predictions and weights as a metric takes them."""
@@ -297,9 +298,9 @@ class Objective:
         """Return the vector of one batch; `loss` is its mean where the model computes its own."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
-            loss = self._loss(labels, self.task.given(outputs), weights)
-        mean = unscale_loss_for_distribution(loss)
-        parts = [count, tf.cast(mean, tf.float64) * count]
+            with _whole():
+                loss = self._loss(labels, self.task.given(outputs), weights)
+        parts = [count, tf.cast(loss, tf.float64) * count]
         for each in self._metrics:
             before = [tf.zeros(v.shape, v.dtype) for v in each.metric.variables]
             taken = self._taken(each, labels, outputs, weights)
@@ -318,7 +319,22 @@ def _label(target: Target) -> keras.KerasTensor:
 
 def _of_layer(loss: Any) -> tf.Tensor:
     """Return the loss of a layer as a scalar; Keras adds up no two of different precision."""
-    return scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
+    return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
+
+
+@contextmanager
+def _whole() -> Iterator[None]:
+    """Keep losses whole, which Keras divides by the number of replicas.
+
+    It divides what its own loss objects give, and not what a `compute_loss` of the user's adds to
+    that; the gradients of replicas are averaged here, and not added.
+    """
+    divide = keras_loss.scale_loss_for_distribution
+    keras_loss.scale_loss_for_distribution = lambda value: value
+    try:
+        yield
+    finally:
+        keras_loss.scale_loss_for_distribution = divide
 
 
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:

@@ -189,6 +189,7 @@ def _problem(config: Config, spec: DatasetSpec, objective: Objective, start: int
         chance_loss=objective.task.chance_loss(),
         batches=partial(_batches, config, spec, start),
         totals=partial(_totals, config, spec, objective),
+        weighed=objective.weighed,
     )
 
 

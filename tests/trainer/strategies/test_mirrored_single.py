@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -80,3 +81,35 @@ def test_nccl_is_refused_by_a_worker_that_sees_no_gpu():
     assert str(caught.value) == (
         "cluster.communication: nccl needs a GPU, and worker-1 sees none; set it to ring or auto"
     )
+
+
+class OwnStep(keras.Sequential):
+    """Applies a gradient as Keras documents it."""
+
+    def train_step(self, data):
+        inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            outputs = self(inputs, training=True)
+            loss = self.compute_loss(inputs, labels, outputs, weights)
+        found = tape.gradient(loss, [each.value for each in self.trainable_variables])
+        self.optimizer.apply_gradients(zip(found, self.trainable_variables, strict=True))
+        self._loss_tracker.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+def own_step():
+    model = dense()
+    return OwnStep([keras.Input((2,)), *model.layers], name=model.name)
+
+
+def test_a_train_step_of_the_models_own_runs_as_it_is():
+    plain, own = single(), single()
+    plain.build(problem_of()(0))
+    own.build(problem_of(own_step)(0))
+    losses = [[each.run(steps).loss for steps in (3, 2)] for each in (plain, own)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert own.global_step() == 5
+    expected, found = plain.variables(), own.variables()
+    assert list(found) == list(expected)
+    for path, variable in expected.items():
+        np.testing.assert_allclose(found[path].numpy(), variable.numpy(), atol=1e-4, err_msg=path)
