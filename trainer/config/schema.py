@@ -8,7 +8,7 @@ are validators of `Config`.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -72,8 +72,12 @@ class DataConfig(Section):
     dataset: str = key("digits", "TFDS name, or package.module:Builder", min_length=1)
     version: str = key("", "dataset version; the newest when empty")
     manual_dir: str = key("", "folder with the official files, if there is no network")
-    inputs: tuple[str, ...] = key((), "features that the model takes; those of the dataset if none")
-    label: tuple[str, ...] = key((), "features to be predicted; that of the dataset if none")
+    inputs: tuple[str, ...] = key(
+        (), "features that the model takes; those of the dataset if none", strict=False
+    )
+    label: tuple[str, ...] = key(
+        (), "features to be predicted; that of the dataset if none", strict=False
+    )
     weight: str = key("", "feature that weighs an example in the loss and in the metrics")
     group: str = key("", "feature whose values name a group of examples, as one query of ranking")
     shapes: dict[str, tuple[int, ...]] = key({}, "one shape for a feature whose examples differ")
@@ -85,6 +89,11 @@ class DataConfig(Section):
         "disjoint", "disjoint: own shards for each worker; reshuffle: all data on each"
     )
     seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
+
+    @field_validator("inputs", "label", mode="before")
+    @classmethod
+    def _one_is_enough(cls, value: Any) -> Any:
+        return list(filter(None, [value])) if isinstance(value, str) else value
 
     @field_validator("validation")
     @classmethod

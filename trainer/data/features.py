@@ -1,9 +1,9 @@
-"""Which features of a TFDS dataset are kept, how they are stored, and which is the label."""
+"""Which features of a TFDS dataset are kept, in which roles, and how they are stored."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
+from trainer.config.schema import DataConfig
+from trainer.data.shapes import Fit, Leaf, fits, named
 from trainer.data.spec import FeatureSpec
-from trainer.errors import UserError
+from trainer.errors import ConfigError, UserError, nearest
 
 DEFAULT_LABEL = "label"
 _log = logging.getLogger(__name__)
@@ -20,56 +22,61 @@ _OWN_BUILDER = "write your own builder (data.dataset: package.module:Builder)"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Selection:
-    """The kept features by name, and their roles.
+class Roles:
+    """What the features are for: `targets` are predicted; `weight` and `group` may be empty."""
 
-    Nested features are named by their path, `outer/inner`. `connectors` are the TFDS features that
-    they come from. `targets` are predicted; `weight` and `group` are empty where there is none.
-    """
-
-    specs: Mapping[str, FeatureSpec]
-    connectors: Mapping[str, Any]
     inputs: tuple[str, ...]
     targets: tuple[str, ...]
     weight: str = ""
     group: str = ""
 
 
-def select(name: str, info: Any) -> Selection:
+@dataclass(frozen=True, kw_only=True)
+class Selection(Roles):
+    """The kept features by name, and their roles.
+
+    Nested features are named by their path, `outer/inner`. `connectors` are the TFDS features that
+    they come from. `fits` is what makes one shape of a feature whose examples differ.
+    """
+
+    specs: Mapping[str, FeatureSpec]
+    connectors: Mapping[str, Any]
+    fits: Mapping[str, Fit]
+
+
+def select(config: DataConfig, info: Any) -> Selection:
     """Choose the features of a dataset by its `tfds.core.DatasetInfo`, before any download.
 
-    With `supervised_keys` these are inputs and label; without, a feature called `label` is the
-    label and all others are inputs. What is neither is kept as well if it has a fixed shape.
+    What has no role is kept as well if it has a fixed shape.
 
     Raises:
-        UserError: there is no label, or a shape that is not fixed.
+        ConfigError: a key of the data section is wrong or needed: it is named, with its remedy.
+        UserError: the dataset is of no use here.
     """
+    name = config.dataset
     if not isinstance(info.features, tfds.features.FeaturesDict):
         raise UserError(
             f"data.dataset: {name} gives {type(info.features).__name__} and no named features; "
             f"{_OWN_BUILDER} that gives a FeaturesDict"
         )
-    leaves = dict(_leaves(info.features, info.features.get_tensor_info()))
-    inputs, label = _roles(name, info.supervised_keys, list(leaves))
-    for feature in (*inputs, label):
-        if not _is_fixed(tensor := leaves[feature][1]):
-            raise UserError(
-                f"data.dataset: the feature {feature!r} of {name} is {_form(tensor)}: examples "
-                f"differ in shape; {_OWN_BUILDER} that resizes or pads it to one shape"
-            )
-    kept = {feature: _spec(*leaf) for feature, leaf in leaves.items() if _is_fixed(leaf[1])}
+    leaves = dict(_leaves(info.features, info.features, info.features.get_tensor_info()))
+    roles = _roles(config, info.supervised_keys, leaves)
+    _check(name, roles, leaves)
+    needed = dict.fromkeys([*roles.inputs, *roles.targets])
+    made = fits(name, leaves, config.shapes, needed=needed, targets=roles.targets)
+    kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in made}
     if left_out := sorted(leaves.keys() - kept.keys()):
         _log.info("%s: %s left out, the shape is not fixed", name, ", ".join(left_out))
-    if kept[label].stored != "int":
-        raise UserError(
-            f"data.dataset: the label {label!r} of {name} is {_form(leaves[label][1])} and not one "
-            f"integer; {_OWN_BUILDER} with a ClassLabel"
-        )
+    for feature, fit in made.items():
+        _log.info("%s: %s is stored as %s by %s", name, feature, list(fit.shape), fit.method)
     return Selection(
-        specs=kept,
-        connectors={feature: leaves[feature][0] for feature in kept},
-        inputs=inputs,
-        targets=(label,),
+        inputs=roles.inputs,
+        targets=roles.targets,
+        weight=roles.weight,
+        group=roles.group,
+        specs={each: _spec(leaf, made.get(each)) for each, leaf in kept.items()},
+        connectors={each: leaf.connector for each, leaf in kept.items()},
+        fits=made,
     )
 
 
@@ -98,32 +105,122 @@ def save_record_features(selection: Selection, folder: Path) -> None:
     tfds.features.FeaturesDict(features).save_config(folder)
 
 
-def _leaves(connector: Any, tensor: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(
+    connector: Any, element: Any, tensor: Any, path: str = ""
+) -> Iterator[tuple[str, Leaf]]:
+    while isinstance(element, tfds.features.Sequence):
+        element = element.feature
     if isinstance(tensor, Mapping):
+        has_features = isinstance(element, tfds.features.FeaturesDict)
         for key, inner in tensor.items():
-            below = connector[key] if isinstance(connector, tfds.features.FeaturesDict) else None
-            yield from _leaves(below, inner, f"{path}/{key}" if path else key)
+            each = element[key] if has_features else None
+            # A sequence of several features is stored as several sequences, which have none.
+            below = each if isinstance(connector, tfds.features.FeaturesDict) else None
+            yield from _leaves(below, each, inner, f"{path}/{key}" if path else key)
     else:
-        yield path, (connector, tensor)
+        yield path, Leaf(connector=connector, element=element, tensor=tensor)
 
 
-def _roles(name: str, keys: Any, leaves: list[str]) -> tuple[tuple[str, ...], str]:
-    if keys:
-        inputs = [leaf for key in _flat(keys[0]) for leaf in _below(key, leaves)]
-        outputs = [leaf for key in _flat(keys[1]) for leaf in _below(key, leaves)]
-        if len(outputs) == 1 and inputs:
-            return tuple(dict.fromkeys(inputs)), outputs[0]
-        raise UserError(
-            f"data.dataset: the supervised_keys {keys} of {name} do not name inputs and one label; "
-            f"{_OWN_BUILDER} that does"
+def _roles(config: DataConfig, keys: Any, leaves: Mapping[str, Leaf]) -> Roles:
+    """Return the roles by the configuration; by the dataset, what it leaves open."""
+    name, by_keys = config.dataset, _by_keys(keys, list(leaves))
+    targets = _configured("label", name, config.label, leaves)
+    weight, group = (_one(key, config, leaves) for key in ("weight", "group"))
+    if not targets:
+        targets = by_keys.targets or ((DEFAULT_LABEL,) if DEFAULT_LABEL in leaves else ())
+    if not targets:
+        what = f"its supervised_keys {keys} name none" if keys else "it does not say which"
+        raise ConfigError(f"data.label: {name} has no label ({what}); {_another_label(leaves)}")
+    weight = weight or by_keys.weight
+    inputs = _configured("inputs", name, config.inputs, leaves)
+    if keys and not (inputs or by_keys.inputs):
+        raise ConfigError(
+            f"data.inputs: the supervised_keys {keys} of {name} name no input; set data.inputs to "
+            f"one or several of its features ({named(leaves)})"
         )
-    inputs = [leaf for leaf in leaves if leaf != DEFAULT_LABEL]
-    if DEFAULT_LABEL in leaves and inputs:
-        return tuple(inputs), DEFAULT_LABEL
-    raise UserError(
-        f"data.dataset: {name} does not say what its label is (features: {', '.join(leaves)}); "
-        f"{_OWN_BUILDER} with supervised_keys"
+    if not inputs:
+        # A label that the dataset names as an input too is left to be refused.
+        own = targets if config.label or not by_keys.inputs else ()
+        free = [each for each in leaves if each not in {*own, weight, group}]
+        inputs = tuple([each for each in by_keys.inputs if each in free] or free)
+    return Roles(inputs=inputs, targets=targets, weight=weight, group=group)
+
+
+def _by_keys(keys: Any, leaves: list[str]) -> Roles:
+    # Inputs and labels, and a weight of the example where there is a third.
+    inputs, targets, weights = (
+        tuple(dict.fromkeys(leaf for key in _flat(part) for leaf in _below(key, leaves)))
+        for part in (*(keys or ()), *[()] * 3)[:3]
     )
+    return Roles(inputs=inputs, targets=targets, weight=weights[0] if len(weights) == 1 else "")
+
+
+def _configured(
+    key: str, name: str, wanted: Sequence[str], leaves: Mapping[str, Leaf]
+) -> tuple[str, ...]:
+    """Return the features that a key names; an outer one is all below it."""
+    found: dict[str, None] = {}
+    for feature in wanted:
+        below = _below(feature, list(leaves))
+        if not below:
+            hint = nearest(feature, leaves) or f" (one of {named(leaves)})"
+            raise ConfigError(f"data.{key}: there is no feature {feature!r} in {name}{hint}")
+        found.update(dict.fromkeys(below))
+    return tuple(found)
+
+
+def _one(key: str, config: DataConfig, leaves: Mapping[str, Leaf]) -> str:
+    wanted = getattr(config, key)
+    found = _configured(key, config.dataset, [wanted] if wanted else [], leaves)
+    if len(found) > 1:
+        raise ConfigError(
+            f"data.{key}: {wanted!r} of {config.dataset} is {named(found)}; name one of them"
+        )
+    return found[0] if found else ""
+
+
+def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
+    """Refuse roles that exclude each other, and features that cannot have theirs."""
+    if not roles.inputs:
+        raise ConfigError(
+            f"data.inputs: nothing but {named(leaves)} is in {name}, so that no input is left; "
+            f"{_OWN_BUILDER} with features to predict from"
+        )
+    others = {"inputs": roles.inputs, "weight": (roles.weight,), "group": (roles.group,)}
+    for key, features in others.items():
+        if both := [each for each in roles.targets if each in features]:
+            raise ConfigError(
+                f"data.{key}: {both[0]!r} of {name} is its label as well; set data.label to "
+                "another feature, or take it out of one of the two"
+            )
+    texts = [each for each in roles.targets if leaves[each].dtype == "string"]
+    if texts:
+        raise ConfigError(
+            f"data.label: {texts[0]!r} of {name} is a text, and a label is a class or a number; "
+            f"{_another_label(leaves)}"
+        )
+    for key, features in (("inputs", roles.inputs), ("label", roles.targets)):
+        if inner := [each for each in features if leaves[each].is_dataset]:
+            raise ConfigError(
+                f"data.{key}: {inner[0]!r} of {name} is a dataset of its own in each example; set "
+                f"data.{key} to other features"
+            )
+    for key, feature in (("weight", roles.weight), ("group", roles.group)):
+        leaf = leaves[feature] if feature else None
+        is_text = leaf and leaf.dtype == "string" and key == "weight"
+        if leaf and (leaf.shape or leaf.is_dataset or is_text):
+            one = "one number" if key == "weight" else "one value"
+            raise ConfigError(
+                f"data.{key}: {feature!r} of {name} is {leaf}, and it has to be {one} an example"
+            )
+
+
+def _another_label(leaves: Mapping[str, Leaf]) -> str:
+    able = [each for each, leaf in leaves.items() if leaf.dtype != "string" and not leaf.is_dataset]
+    if not able:
+        return _OWN_BUILDER
+    likely_first = sorted(able, key=lambda each: not leaves[each].classes[0])
+    return f"set data.label to one or several of its features ({named(likely_first)})"
 
 
 def _flat(keys: Any) -> list[str]:
@@ -137,30 +234,17 @@ def _below(key: str, leaves: list[str]) -> list[str]:
     return [leaf for leaf in leaves if leaf == key or leaf.startswith(f"{key}/")]
 
 
-def _is_fixed(tensor: Any) -> bool:
-    return None not in tensor.shape and not tensor.dataset_lvl
-
-
-def _form(tensor: Any) -> str:
-    return f"{_type_name(tensor)} of shape {tuple(tensor.shape)}"
-
-
-def _spec(connector: Any, tensor: Any) -> FeatureSpec:
-    shape = tuple(int(size) for size in tensor.shape)
-    dtype = _type_name(tensor)
-    is_class = isinstance(connector, tfds.features.ClassLabel) and connector.num_classes
+def _spec(leaf: Leaf, fit: Fit | None) -> FeatureSpec:
+    shape = fit.shape if fit else tuple(int(size or 0) for size in leaf.shape)
+    dtype = fit.dtype if fit else leaf.dtype
+    classes, names = leaf.classes
     return FeatureSpec(
         shape=shape,
         dtype=dtype,
         stored=stored_form(shape, dtype),
-        num_classes=connector.num_classes if is_class else 0,
-        labels=tuple(connector.names) if is_class else (),
+        num_classes=classes,
+        labels=names,
     )
-
-
-def _type_name(tensor: Any) -> str:
-    name = np.dtype(tensor.np_dtype).name
-    return "string" if name == "object" else name
 
 
 def _as_recorded(spec: FeatureSpec, connector: Any) -> Any:

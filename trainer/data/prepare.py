@@ -70,7 +70,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         if found:
             return found
         uri = _place(config, str(source.version), root)
-        selection = select(config.dataset, source.info)
+        selection = select(config, source.info)
         quicken(selection.connectors.values())
         download(config.dataset, source, config.manual_dir)
         shards = folder / "shards"
@@ -101,7 +101,7 @@ def selected(config: DataConfig, scratch: Path) -> Selection:
         UserError: it is of no use here.
     """
     with _folder(scratch) as folder:
-        return select(config.dataset, datasets.builder(config, _tfds_dir(folder)).info)
+        return select(config, datasets.builder(config, _tfds_dir(folder)).info)
 
 
 def _place(config: DataConfig, version: str, root: str) -> str:

@@ -142,11 +142,13 @@ def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.da
 def _example(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
     """Return a batch as Keras has it: inputs, labels, and weights where there are some.
 
-    Several inputs or labels are mappings by feature name.
+    Several inputs or labels are mappings by feature name. Weights are float32.
     """
     values = parse({name: spec.features[name] for name in spec.roles}, records)
     inputs, labels = (_one_or_all(names, values) for names in (spec.inputs, spec.targets))
-    return (inputs, labels, values[spec.weight]) if spec.weight else (inputs, labels)
+    if not spec.weight:
+        return inputs, labels
+    return inputs, labels, tf.cast(values[spec.weight], tf.float32)
 
 
 def _one_or_all(names: Sequence[str], values: dict[str, tf.Tensor]) -> Any:

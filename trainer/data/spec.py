@@ -61,7 +61,7 @@ class DatasetSpec:
     @property
     def roles(self) -> tuple[str, ...]:
         """The features that a batch is made of: inputs, targets, and the weight."""
-        return (*self.inputs, *self.targets, *filter(None, [self.weight]))
+        return tuple(dict.fromkeys([*self.inputs, *self.targets, *filter(None, [self.weight])]))
 
     def examples(self, split: str) -> int:
         """Return the number of examples of a split; 0 for one that the dataset does not have."""

@@ -27,13 +27,15 @@ class Target:
         self.name = name
         self._spec = spec
         self._counts: dict[str, NDArray[np.int64]] = {}
-        self._of_classes = np.dtype(spec.dtype).kind in "iub" if spec.dtype != "string" else False
-        self._sums: dict[str, Any] = {"count": 0, "sum": 0.0, "squares": 0.0}
-        self._ends = [np.inf, -np.inf]
+        self._of_classes = np.dtype(spec.dtype).kind in "iub"
+        self._multi_hot = spec.dtype == "bool" and spec.shape == (spec.num_classes,)
+        self._moments = _Moments()
 
-    def refuse_without_label(self, dataset: str, split: str, values: NDArray[Any]) -> None:
-        """Raise `UserError` where an example of a class has none."""
-        if self._spec.num_classes and self._spec.shape == () and values.min(initial=0) < 0:
+    def refuse(self, dataset: str, split: str, values: NDArray[Any]) -> None:
+        """Raise `UserError` where an example of a class has none, or a number is no number."""
+        if values.dtype.kind == "f":
+            _refuse_infinite("label", self.name, dataset, split, values)
+        elif self._spec.num_classes and self._spec.shape == () and values.min(initial=0) < 0:
             raise UserError(
                 f"data.dataset: the split {split!r} of {dataset} has examples without a label "
                 f"({self.name!r} is {values.min()}); write your own builder "
@@ -42,47 +44,93 @@ class Target:
 
     def add(self, split: str, values: NDArray[Any]) -> None:
         """Add the values of some examples of a split."""
-        if values.dtype.kind not in "iubf":
-            return
         if split == "train" and values.size:
-            wide = values.astype(np.float64)
-            self._sums["count"] += wide.size
-            self._sums["sum"] += wide.sum()
-            self._sums["squares"] += (wide**2).sum()
-            self._ends = [min(self._ends[0], wide.min()), max(self._ends[1], wide.max())]
+            self._moments.add(values)
         if not self._of_classes:
             return
-        flat = values.ravel()
-        if flat.size and flat.max() >= MOST_CLASSES:
-            self._of_classes = False
-            return
-        # Below zero is padding of a sequence.
-        found = np.bincount(flat[flat >= 0].astype(np.int64))
+        if self._multi_hot:
+            found = values.sum(axis=0, dtype=np.int64)
+        else:
+            flat = values.ravel()
+            if flat.size and flat.max() >= MOST_CLASSES:
+                self._of_classes = False
+                return
+            # Below zero is padding of a sequence.
+            found = np.bincount(flat[flat >= 0].astype(np.int64))
         before = self._counts.get(split, np.zeros(0, np.int64))
         length = max(len(found), len(before))
-        self._counts[split] = np.pad(found, (0, length - len(found))) + np.pad(
-            before, (0, length - len(before))
-        )
+        self._counts[split] = _padded(found, length) + _padded(before, length)
 
     def counts(self) -> dict[str, list[int]]:
-        """Return the examples of each class by split; empty for what is no class."""
+        """Return the examples of each class by split; empty for what is no class.
+
+        Of a sequence it is the labels of each class, of several bools the examples where each one
+        is true.
+        """
         if not self._of_classes or not self._counts:
             return {}
         length = max(self._spec.num_classes, *(len(each) for each in self._counts.values()))
-        return {
-            split: np.pad(each, (0, length - len(each))).tolist()
-            for split, each in self._counts.items()
-        }
+        return {split: _padded(each, length).tolist() for split, each in self._counts.items()}
 
     def moments(self) -> Mapping[str, float]:
         """Return mean, standard deviation, smallest and largest value of the training split.
 
-        Empty for texts, and where a value is not finite.
+        They are of all numbers of an example together. Empty where there is no value.
         """
-        count = self._sums["count"]
-        if not count or not np.isfinite([self._sums["squares"], *self._ends]).all():
-            return {}
-        mean = self._sums["sum"] / count
-        variance = max(self._sums["squares"] / count - mean**2, 0.0)
+        return self._moments.to_json()
+
+
+def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
+    """Raise `UserError` where a weight is below zero, or no number."""
+    _refuse_infinite("weight", name, dataset, split, values)
+    if values.min(initial=0) < 0:
+        raise UserError(
+            f"data.weight: the split {split!r} of {dataset} has an example that weighs "
+            f"{values.min()} ({name!r}); a weight is zero or more"
+        )
+
+
+def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
+    # Bfloat16 has no kind of NumPy's own.
+    wide = values.astype(np.float64)
+    if not (finite := np.isfinite(wide)).all():
+        raise UserError(
+            f"data.{key}: the split {split!r} of {dataset} has an example whose {name!r} is "
+            f"{wide[~finite].flat[0]}; write your own builder (data.dataset: "
+            "package.module:Builder) that leaves it out"
+        )
+
+
+class _Moments:
+    """Mean and variance in one pass: Chan, Golub, LeVeque, "Updating formulae" (1979).
+
+    The difference of two sums of squares would lose all digits of numbers with a large mean.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._mean = 0.0
+        self._squares = 0.0
+        self._ends = (np.inf, -np.inf)
+
+    def add(self, values: NDArray[Any]) -> None:
+        wide = values.astype(np.float64)
+        count, mean = wide.size, wide.mean()
+        delta = mean - self._mean
+        both = self._count + count
+        self._squares += ((wide - mean) ** 2).sum() + delta**2 * self._count * count / both
+        self._mean += delta * count / both
+        self._count = both
         low, high = self._ends
-        return {"mean": mean, "std": float(np.sqrt(variance)), "min": low, "max": high}
+        self._ends = (min(low, float(wide.min())), max(high, float(wide.max())))
+
+    def to_json(self) -> dict[str, float]:
+        if not self._count:
+            return {}
+        low, high = self._ends
+        std = float(np.sqrt(self._squares / self._count))
+        return {"mean": float(self._mean), "std": std, "min": low, "max": high}
+
+
+def _padded(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    return np.pad(counts, (0, length - len(counts)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,9 +22,10 @@ import tensorflow_datasets as tfds
 
 from trainer.data.features import Selection
 from trainer.data.records import encode
-from trainer.data.spec import SPLITS, shard_name
+from trainer.data.shapes import Fit
+from trainer.data.spec import SPLITS, FeatureSpec, shard_name
 from trainer.data.splits import Plan
-from trainer.data.targets import Target
+from trainer.data.targets import Target, refuse_weight
 from trainer.errors import UserError
 
 BUFFER_BYTES = 64 << 20
@@ -88,6 +90,7 @@ def _masked_crc(data: bytes) -> bytes:
 
 
 BATCH = 1024
+BATCH_BYTES = 64 << 20
 # What these are in a record is plain: a number, a text, an encoded image.
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 
@@ -116,12 +119,56 @@ def batches(
 
 
 def _dataset(source: tfds.core.DatasetBuilder, selection: Selection, split: str) -> tf.data.Dataset:
-    if _is_plain(source, selection):
-        return _records(source, selection, split)
+    size = _batch_size(selection)
+    if not selection.fits and _is_plain(source, selection):
+        return _records(source, selection, split, size)
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order)
-    kept = examples.map(lambda example: {path: _at(example, path) for path in selection.specs})
-    return kept.batch(BATCH, num_parallel_calls=2)
+    fits = selection.fits.items()
+
+    def kept(example: Any) -> dict[str, tf.Tensor]:
+        values = {path: _at(example, path) for path in selection.specs}
+        return {**values, **{path: fitted(fit, values[path]) for path, fit in fits}}
+
+    return examples.map(kept, num_parallel_calls=4).batch(size, num_parallel_calls=2)
+
+
+def _batch_size(selection: Selection) -> int:
+    """Return how many examples are in memory at once: fewer of large ones."""
+    sizes = (math.prod(spec.shape) * _bytes_of(spec) for spec in selection.specs.values())
+    return max(1, min(BATCH, BATCH_BYTES // max(1, sum(sizes))))
+
+
+def _bytes_of(spec: FeatureSpec) -> int:
+    return 1 if spec.dtype == "string" else tf.as_dtype(spec.dtype).size
+
+
+def fitted(fit: Fit, value: Any) -> tf.Tensor:
+    """Return one feature of one example in its fixed shape and type."""
+    if fit.method == "multi_hot":
+        return tf.reduce_any(tf.one_hot(value, *fit.shape, on_value=True, off_value=False), 0)
+    if fit.method in {"resize", "nearest"}:
+        value = _resized(fit, value)
+    if isinstance(value, tf.RaggedTensor):
+        value = tf.cast(value, fit.dtype) if value.dtype != fit.dtype else value
+        return value.to_tensor(fit.fill, shape=fit.shape)
+    value = value if value.dtype == fit.dtype else tf.cast(value, fit.dtype)
+    value = value[tuple(slice(size) for size in fit.shape)]
+    after = [[0, size - tf.shape(value)[axis]] for axis, size in enumerate(fit.shape)]
+    # The fill has to have the type: a Python number would be one of 32 bits.
+    padded = tf.pad(value, after, constant_values=tf.constant(fit.fill, fit.dtype))
+    return tf.ensure_shape(padded, fit.shape)
+
+
+def _resized(fit: Fit, images: tf.Tensor) -> tf.Tensor:
+    *_, height, width, _ = fit.shape
+    if fit.method == "nearest":
+        return tf.image.resize(images, (height, width), method="nearest")
+    # With `antialias` every pixel counts where the image becomes smaller.
+    blended = tf.image.resize(images, (height, width), antialias=True)
+    if images.dtype.is_integer:
+        blended = tf.clip_by_value(tf.round(blended), images.dtype.min, images.dtype.max)
+    return tf.cast(blended, images.dtype)
 
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
@@ -132,7 +179,9 @@ def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
     )
 
 
-def _records(source: tfds.core.DatasetBuilder, selection: Selection, split: str) -> tf.data.Dataset:
+def _records(
+    source: tfds.core.DatasetBuilder, selection: Selection, split: str, size: int
+) -> tf.data.Dataset:
     """Parse whole batches of records: three times as fast as TFDS, which takes one by one."""
     classes = tfds.features.ClassLabel
     wire = {
@@ -148,7 +197,7 @@ def _records(source: tfds.core.DatasetBuilder, selection: Selection, split: str)
         }
 
     paths = [str(path) for path in source.info.splits[split].filepaths]
-    return tf.data.TFRecordDataset(paths).batch(BATCH).map(parse, num_parallel_calls=2)
+    return tf.data.TFRecordDataset(paths).batch(size).map(parse, num_parallel_calls=2)
 
 
 def _at(example: Any, path: str) -> Any:
@@ -182,7 +231,7 @@ def write(
     Examples are in the order of the source, which TFDS shuffled when it wrote it.
 
     Raises:
-        UserError: an example has no label, or the source cannot be read.
+        UserError: a label or a weight is none, or the source cannot be read.
     """
     writers = {split: ShardWriter(folder, split, count) for split, count in plan.shards.items()}
     targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
@@ -193,8 +242,10 @@ def write(
             start += len(chosen)
             for split, record in zip(chosen, encode(selection.specs, batch), strict=True):
                 writers[SPLITS[split]].add(record)
+            if selection.weight:
+                refuse_weight(selection.weight, name, origin, batch[selection.weight])
             for target in targets.values():
-                target.refuse_without_label(name, origin, batch[target.name])
+                target.refuse(name, origin, batch[target.name])
                 for split in writers:
                     target.add(split, batch[target.name][chosen == SPLITS.index(split)])
     for writer in writers.values():

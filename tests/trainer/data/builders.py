@@ -245,3 +245,72 @@ class Failing(Small):
 class NotConstructed(Small):
     def __init__(self, **options):
         raise RuntimeError(f"not today: {sorted(options)}")
+
+
+def ragged(number):
+    """One example of `Ragged`: every size follows from its number."""
+    height, width, length = 2 + number % 3, 3 + number % 2, number % 5
+    values = np.arange(height * width * 3) * 5 + number
+    return {
+        "picture": (values % 256).astype(np.uint8).reshape(height, width, 3),
+        "mask": np.full((height, width, 1), number % 3, np.uint8),
+        "clip": [np.full((2, 2, 1), frame, np.uint8) for frame in range(length)],
+        "sound": np.arange(1, length + 1),
+        "words": [f"w{each}" for each in range(length)],
+        "grid": [list(range(each)) for each in range(length)],
+        "boxes": {"size": [number + each / 2 for each in range(length)]},
+        "kinds": [each % 3 for each in range(length)],
+        "flags": [True] * length,
+        "tags": sorted({number % 3, (number // 3) % 3}) if number % 4 else [],
+    }
+
+
+class Ragged(Small):
+    """Features whose examples differ in shape."""
+
+    keys = ("picture", "kinds")
+
+    def features(self):
+        kind = tfds.features.ClassLabel(names=CLASSES)
+        return {
+            "picture": tfds.features.Image(shape=(None, None, 3)),
+            "mask": tfds.features.Image(shape=(None, None, 1)),
+            "clip": tfds.features.Video(shape=(None, 2, 2, 1)),
+            "sound": tfds.features.Audio(sample_rate=10),
+            "words": tfds.features.Sequence(tfds.features.Text()),
+            "grid": tfds.features.Sequence(tfds.features.Sequence(np.int32)),
+            "boxes": tfds.features.Sequence({"size": np.float32}),
+            "kinds": tfds.features.Sequence(kind),
+            "flags": tfds.features.Sequence(np.bool_),
+            "tags": tfds.features.Sequence(kind),
+        }
+
+    def example(self, number):
+        return ragged(number)
+
+
+class Weighted(Small):
+    """Weights, groups and two labels, one of them a vector; `bad` replaces values of number 7."""
+
+    bad: ClassVar[dict] = {}
+
+    def features(self):
+        return {
+            "x": tfds.features.Tensor(shape=(2,), dtype=np.float32),
+            "price": np.float64,
+            "sizes": tfds.features.Tensor(shape=(3,), dtype=np.float32),
+            "sold": np.bool_,
+            "times": np.float32,
+            "shop": tfds.features.Text(),
+        }
+
+    def example(self, number):
+        plain = {
+            "x": [number, -number],
+            "price": number / 8,
+            "sizes": [number, number / 2, -number],
+            "sold": number % 2 == 0,
+            "times": number % 4,
+            "shop": f"shop {number % 3}",
+        }
+        return {**plain, **(self.bad if number == 7 else {})}

@@ -49,7 +49,8 @@ def test_one_column_alone_tells_next_to_nothing():
 
 
 def test_the_pair_is_the_input_and_the_click_the_label(tmp_path):
-    chosen = select("clicks", datasets.builder(DataConfig(dataset="clicks"), tmp_path).info)
+    config = DataConfig(dataset="clicks")
+    chosen = select(config, datasets.builder(config, tmp_path).info)
     assert set(chosen.inputs) == {"user", "item"}
     assert (chosen.targets, chosen.specs["label"].labels) == (("label",), ("no_click", "click"))
     assert {spec.stored for spec in chosen.specs.values()} == {"int"}

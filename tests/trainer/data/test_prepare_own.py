@@ -197,7 +197,7 @@ def number_in(record):
 
 def test_a_variable_image_is_refused_before_it_is_made(prepared, monkeypatch):
     monkeypatch.setattr(prepare, "download", lambda *_: pytest.fail("downloaded"))
-    assert "feature 'picture'" in refusal(prepared, "VariableImage")
+    assert "the shape of 'picture'" in refusal(prepared, "VariableImage")
 
 
 def test_a_variable_feature_that_does_not_matter(prepared):

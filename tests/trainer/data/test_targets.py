@@ -1,0 +1,109 @@
+"""What the manifest says of the targets, beside NumPy; and values that no one can train on."""
+
+import numpy as np
+import pytest
+
+from tests.trainer.data import builders
+from trainer import storage
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.data.targets import Target
+from trainer.errors import UserError
+
+
+def target(dtype, shape=(), num_classes=0):
+    stored = "raw" if shape else "int"
+    spec = FeatureSpec(shape=shape, dtype=dtype, stored=stored, num_classes=num_classes)
+    return Target("y", spec)
+
+
+def test_moments_are_those_of_all_training_examples():
+    values = np.random.default_rng(0).normal(5, 3, (1000, 2)).astype(np.float32)
+    found = target("float32", (2,))
+    for part in np.array_split(values, 7):
+        found.add("train", part)
+    found.add("test", values + 100)
+    expected = values.astype(np.float64)
+    assert found.moments() == pytest.approx(
+        {
+            "mean": expected.mean(),
+            "std": expected.std(),
+            "min": expected.min(),
+            "max": expected.max(),
+        }
+    )
+    assert found.counts() == {}
+
+
+def test_a_large_mean_hides_no_deviation():
+    """Seconds since 1970: their squares have no digit left for a deviation of one."""
+    values = 1.7e9 + np.random.default_rng(0).normal(0, 1, 5000)
+    found = target("float64")
+    for part in np.array_split(values, 5):
+        found.add("train", part)
+    assert found.moments()["std"] == pytest.approx(values.std(), rel=1e-6)
+
+
+def test_no_value_has_no_moments():
+    assert target("float32").moments() == {}
+
+
+def test_a_bool_is_counted():
+    found = target("bool")
+    found.add("train", np.array([True, False, True]))
+    found.add("test", np.array([False]))
+    assert found.counts() == {"train": [1, 2], "test": [1, 0]}
+
+
+def test_of_several_bools_each_class_is_counted():
+    found = target("bool", (3,), num_classes=3)
+    found.add("train", np.array([[1, 0, 0], [1, 1, 0]], bool))
+    found.add("train", np.array([[0, 1, 0]], bool))
+    assert found.counts() == {"train": [2, 2, 0]}
+
+
+def test_the_end_of_a_sequence_is_not_counted():
+    found = target("int64", (3,), num_classes=4)
+    found.add("train", np.array([[1, 1, -1], [3, -1, -1]]))
+    assert found.counts() == {"train": [0, 2, 0, 1]}
+
+
+def test_roles_are_in_the_manifest(prepared):
+    fields = prepared("Weighted", label=("price", "sold"), weight="times", group="shop").manifest
+    spec = DatasetSpec.from_manifest(fields)
+    assert spec.targets == ("price", "sold")
+    assert (spec.weight, spec.group, spec.inputs) == ("times", "shop", ("x", "sizes"))
+    assert set(spec.target_counts) == set(spec.target_moments) == {"price", "sold"}
+    assert spec.target_counts["price"] == {}
+    assert sum(map(sum, spec.target_counts["sold"].values())) == 50
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (
+            {"price": np.nan},
+            "data.label: the split 'train' of {name} has an example whose 'price' is nan; write",
+        ),
+        (
+            {"sizes": [0, np.inf, 0]},
+            "data.label: the split 'train' of {name} has an example whose 'sizes' is inf; write",
+        ),
+        (
+            {"times": -2},
+            "data.weight: the split 'train' of {name} has an example that weighs -2.0 ('times'); a "
+            "weight is zero or more",
+        ),
+        (
+            {"times": np.nan},
+            "data.weight: the split 'train' of {name} has an example whose 'times' is nan; write",
+        ),
+    ],
+)
+def test_no_number_is_refused_and_nothing_published(bad, message, prepared, monkeypatch, root):
+    monkeypatch.setattr(builders.Weighted, "bad", bad)
+    with pytest.raises(UserError) as caught:
+        prepared("Weighted", label=("price", "sizes"), weight="times")
+    assert str(caught.value).startswith(
+        message.replace("{name}", "tests.trainer.data.builders:Weighted")
+    )
+    assert storage.published(storage.join(root, "datasets")) == []

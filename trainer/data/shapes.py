@@ -1,0 +1,186 @@
+"""One shape for a feature whose examples differ in shape: images are resized, the rest is padded.
+
+What is done stands here and needs no TensorFlow; `trainer.data.write` does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow_datasets as tfds
+
+from trainer.errors import ConfigError, nearest
+
+#: What stands where a sequence of labels has ended; losses and metrics leave it out.
+NO_LABEL = -1
+_IMAGE_RANK = len(("height", "width", "channels"))
+# The sizes that a message suggests.
+_SIDE, _COLOURS = 64, 3
+_FRAMES = 16
+_LENGTH = 64
+_SAMPLES = 16_000
+_MOST_NAMED = 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Leaf:
+    """A feature that is one tensor: what TFDS says of it, and of one element of a sequence.
+
+    `connector` is None below a sequence of several features.
+    """
+
+    connector: Any
+    element: Any
+    tensor: Any
+
+    @property
+    def shape(self) -> tuple[int | None, ...]:
+        """Its sizes; None for one that differs."""
+        return tuple(self.tensor.shape)
+
+    @property
+    def dtype(self) -> str:
+        """NumPy's name of its type; "string" for texts."""
+        name = np.dtype(self.tensor.np_dtype).name
+        return "string" if name == "object" else name
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether all examples have one shape."""
+        return None not in self.shape and not self.is_dataset
+
+    @property
+    def is_dataset(self) -> bool:
+        """Whether an example has a dataset of its own there."""
+        return bool(self.tensor.dataset_lvl)
+
+    @property
+    def is_image(self) -> bool:
+        """Whether it is an image, or a video."""
+        return isinstance(self.element, tfds.features.Image) and len(self.shape) >= _IMAGE_RANK
+
+    @property
+    def classes(self) -> tuple[int, tuple[str, ...]]:
+        """How many classes its values name, and the names that these have."""
+        named = (tfds.features.ClassLabel, tfds.features.LabeledImage)
+        if isinstance(self.element, named) and self.element.num_classes:
+            return self.element.num_classes, tuple(self.element.names)
+        return 0, ()
+
+    def __str__(self) -> str:
+        """Describe it as a message does."""
+        return f"{self.dtype} of shape {self.shape}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fit:
+    """What makes one shape and type of all examples of a feature.
+
+    `resize` blends pixels, `nearest` takes one of them, so that a mask keeps its classes. Both are
+    for the two axes before the last one. All else is cut, or padded at the end with `fill`.
+    `multi_hot` makes one bool a class of a set of classes.
+    """
+
+    method: Literal["pad", "resize", "nearest", "multi_hot"]
+    shape: tuple[int, ...]
+    dtype: str
+    fill: Any = 0
+
+
+def fits(
+    name: str,
+    leaves: Mapping[str, Leaf],
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    needed: Iterable[str],
+    targets: Sequence[str],
+) -> dict[str, Fit]:
+    """Return what is done to features whose shape is not fixed, or is to be another one.
+
+    Args:
+        name: of the dataset, for messages.
+        leaves: all features.
+        shapes: `data.shapes`.
+        needed: those that have to get one shape.
+        targets: those that are labels.
+
+    Raises:
+        ConfigError: a shape does not suit its feature, or a feature that is needed has none.
+    """
+    for feature, shape in shapes.items():
+        _require(name, leaves, feature, shape)
+    found = {
+        feature: _fit(leaves[feature], shape, is_target=feature in targets)
+        for feature, shape in shapes.items()
+    }
+    for feature in targets:
+        leaf = leaves[feature]
+        classes, _ = leaf.classes
+        if feature not in found and classes and leaf.shape == (None,) and not leaf.is_dataset:
+            found[feature] = Fit(method="multi_hot", shape=(classes,), dtype="bool")
+    lacking = [each for each in needed if each not in found and not leaves[each].is_fixed]
+    if lacking:
+        differ = ", ".join(f"{each!r} ({leaves[each]})" for each in lacking[:_MOST_NAMED])
+        wanted = {**shapes, **{each: _suggested(leaves[each]) for each in lacking}}
+        sizes = ", ".join(f"{each}: {list(shape)}" for each, shape in wanted.items())
+        sets = "".join(
+            f"; {each!r} is taken as a set of classes, with a length as one class at each position"
+            for each in found.keys() - shapes.keys()
+        )
+        raise ConfigError(
+            f"data.shapes: examples of {name} differ in the shape of {differ}; set data.shapes to "
+            f"{{{sizes}}} or other sizes{sets}"
+        )
+    return found
+
+
+def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[int, ...]) -> None:
+    if feature not in leaves:
+        hint = nearest(feature, leaves) or f" (one of {named(leaves)})"
+        raise ConfigError(f"data.shapes: there is no feature {feature!r} in {name}{hint}")
+    leaf = leaves[feature]
+    if leaf.is_dataset or not leaf.shape:
+        what = "a dataset in each example" if leaf.is_dataset else "a single value"
+        raise ConfigError(f"data.shapes: the feature {feature!r} of {name} is {what}; leave it out")
+    suits = len(shape) == len(leaf.shape) and all(size > 0 for size in shape)
+    if suits and leaf.is_image:
+        suits = leaf.shape[-1] in (None, shape[-1])
+    if not suits:
+        raise ConfigError(
+            f"data.shapes: {feature}: {list(shape)} does not suit {leaf}; it may be "
+            f"{list(_suggested(leaf))}"
+        )
+
+
+def _fit(leaf: Leaf, shape: tuple[int, ...], *, is_target: bool) -> Fit:
+    dtype = leaf.dtype
+    if leaf.is_image:
+        # A label is no brightness: a mean of two classes would be a third one.
+        keeps = is_target or isinstance(leaf.element, tfds.features.LabeledImage)
+        return Fit(method="nearest" if keeps else "resize", shape=shape, dtype=dtype)
+    if dtype == "string":
+        return Fit(method="pad", shape=shape, dtype=dtype, fill="")
+    kind = np.dtype(dtype).kind
+    if not is_target or kind not in "iub":
+        return Fit(method="pad", shape=shape, dtype=dtype, fill=np.zeros((), dtype).item())
+    wide = dtype if kind == "i" else "int64"
+    return Fit(method="pad", shape=shape, dtype=wide, fill=NO_LABEL)
+
+
+def _suggested(leaf: Leaf) -> tuple[int, ...]:
+    usual = [_LENGTH] * len(leaf.shape)
+    if leaf.is_image:
+        usual = [_FRAMES] * (len(leaf.shape) - _IMAGE_RANK) + [_SIDE, _SIDE, _COLOURS]
+    elif isinstance(leaf.element, tfds.features.Audio):
+        usual[0] = leaf.element.sample_rate or _SAMPLES
+    return tuple(size or other for size, other in zip(leaf.shape, usual, strict=True))
+
+
+def named(features: Iterable[str]) -> str:
+    """Return the names of features for a message, the first of them where there are many."""
+    every = list(features)
+    more = f" and {len(every) - _MOST_NAMED} more" if len(every) > _MOST_NAMED else ""
+    return ", ".join(every[:_MOST_NAMED]) + more
