@@ -40,6 +40,7 @@ TASKS = {
     "classification": "trainer.tasks.classification:Classification",
     "binary_classification": "trainer.tasks.binary_classification:BinaryClassification",
     "multilabel_classification": "trainer.tasks.multilabel_classification:MultilabelClassification",
+    "multi_output": "trainer.tasks.multi_output:MultiOutput",
     "regression": "trainer.tasks.regression:Regression",
 }
 AUTO = "auto"
@@ -103,13 +104,27 @@ class DataConfig(Section):
         return value
 
 
+class OutputConfig(Section):
+    """The learning task of one output of several."""
+
+    name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
+    loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
+    metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
+    weight: float = key(1.0, "of its loss in the sum", gt=0)
+    args: Free = key({}, "arguments of the task's class")
+
+    _known_task = field_validator("name")(_known("task", (AUTO, *TASKS)))
+
+
 class TaskConfig(Section):
     """The learning task: what is predicted, by which loss, measured by which metrics."""
 
     name: str = key(AUTO, f"{AUTO}, {', '.join(TASKS)}, or package.module:Task")
     loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
-    outputs: dict[str, Free] = key({}, "of multi_output: {label: {name, loss, metrics, weight}}")
+    outputs: dict[str, OutputConfig] = key(
+        {}, "of several labels: {label: {name, loss, metrics, weight, args}}"
+    )
     args: Free = key({}, "arguments of the task's class")
 
     _known_task = field_validator("name")(_known("task", (AUTO, *TASKS)))

@@ -68,9 +68,23 @@ def build(
     # Whatever a user's function raises is for the user to put right.
     except Exception as error:
         raise ConfigError(f"model {config.name}: {user_code.line_of(error)}") from error
+    model = _with_names(model, spec)
     _check_output(config.name, model, spec, check)
     _check_paths(config.name, model)
     return model
+
+
+def _with_names(model: Any, spec: InputSpec) -> Any:
+    """Return a model of a list of outputs as one of a mapping, in the order of the targets.
+
+    One with code or a loss of its own takes them as it has made them.
+    """
+    names = list(spec.output_shape) if isinstance(spec.output_shape, Mapping) else []
+    plain = type(model).__name__ == "Functional" and not model.compiled
+    if not plain or not isinstance(model.output, list) or len(model.output) != len(names):
+        return model
+    outputs = dict(zip(names, model.output, strict=True))
+    return keras.Model(model.input, outputs, name=model.name)
 
 
 def require_compilable(model: keras.Model) -> None:

@@ -164,6 +164,11 @@ class Task(ABC):
         """The task of each output by name; of a single output the task itself, without a name."""
         return {"": self}
 
+    @property
+    def loss_weights(self) -> Mapping[str, float]:
+        """What the loss of each of `parts` counts in the sum; 1 for those that are not named."""
+        return {}
+
     def outputs(self, given: Any) -> Any:
         """Return outputs from what a model gives, which may be probabilities."""
         if not self.from_probabilities:

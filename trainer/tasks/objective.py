@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 import numpy as np
@@ -39,6 +39,18 @@ LOSS = "loss"
 # Labels and outputs of any shape, for metrics that are looked up by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
 Sums = npt.NDArray[np.float64]
+
+
+class Named(Protocol):
+    """Loss and metrics of one output by name: see `trainer.config.schema.OutputConfig`."""
+
+    @property
+    def loss(self) -> str:
+        """In place of that of its task; empty where it has that."""
+
+    @property
+    def metrics(self) -> Sequence[str]:
+        """Further ones."""
 
 
 class TaskLoss:
@@ -69,6 +81,11 @@ def _at(tree: Any, path: Sequence[Any]) -> Any:
     return tree
 
 
+def _path(name: str) -> tuple[str, ...]:
+    """Return the path of an output; that of a single one, which has no name, is empty."""
+    return (name,) if name else ()
+
+
 def _by_label(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
     """Give each label a loss of its own where each has a weight, and not just each example."""
     rank = len(labels.shape)
@@ -86,6 +103,7 @@ class Objective:
         *,
         loss: str = "",
         metrics: Sequence[str] = (),
+        outputs: Mapping[str, Named] | None = None,
         weights: Array | None = None,
     ) -> None:
         """Measure nothing yet; metrics are made when the first model is measured.
@@ -93,19 +111,30 @@ class Objective:
         Args:
             task: says what is predicted, and all that is not said otherwise.
             loss: by name, in place of that of the task and of a compiled model.
-            metrics: further ones, by name.
+            metrics: further ones of every output, by name.
+            outputs: loss and metrics by name, of those of several outputs that say them.
             weights: of each class in training; None where all weigh the same.
         """
         self.task = task
         self.compiled: Compiled | None = None
-        self._named_loss, self._named_metrics = loss, metrics
+        if loss and len(task.parts) > 1:
+            raise ConfigError(
+                f"task.loss: there are several outputs ({', '.join(task.parts)}); give each its "
+                "loss in task.outputs"
+            )
+        self._losses = dict.fromkeys(task.parts, ("task.loss", loss)) if loss else {}
+        self._named = [(name, "task.metrics", each) for name in task.parts for each in metrics]
+        for name, said in (outputs or {}).items():
+            key = f"task.outputs.{name}"
+            self._losses |= {name: (f"{key}.loss", said.loss)} if said.loss else {}
+            self._named += [(name, f"{key}.metrics", each) for each in said.metrics]
         self._class_weights = weights
-        self._loss = TaskLoss([Term((), task.loss())])
+        self._loss = TaskLoss([*self._own_terms()])
         with keras.StatelessScope(initialize_variables=False):
-            for name in metrics:
-                named.metric(name, "task.metrics", *_ONE)
-        if loss:
-            named.loss(loss, "task.loss", logits=True)
+            for _, key, name in self._named:
+                named.metric(name, key, *_ONE)
+        for key, name in self._losses.values():
+            named.loss(name, key, logits=True)
         self._metrics: list[Measured] = []
         self._traced = tf.function(self._sums, reduce_retracing=True)
         self._shapes: list[list[tuple[int, ...]]] = []
@@ -136,34 +165,39 @@ class Objective:
         model._aggregate_additional_loss = _of_layer
         return model
 
+    def _own_terms(self) -> Iterator[Term]:
+        weights = self.task.loss_weights
+        for name, part in self.task.parts.items():
+            yield Term(_path(name), part.loss(), weights.get(name), part)
+
     def _terms(self, found: Compiled | None, outputs: Any, last: Any) -> list[Term]:
-        """Return the losses: the configured one, that of the compiled model, or the task's."""
-        parts = self.task.parts
-        if self._named_loss:
-            if len(parts) > 1:
-                raise ConfigError(
-                    f"task.loss: there are several outputs ({', '.join(parts)}); give each its "
-                    "loss in task.outputs"
-                )
-            (part,) = parts.values()
-            part.from_probabilities = bool(part.link) and activation_of(last) == part.link
-            logits = not part.from_probabilities
-            return [Term((), named.loss(self._named_loss, "task.loss", logits=logits), None, part)]
-        if found is None or found.loss is None:
-            return [Term((), self.task.loss())]
-        labels = {name: _label(each.target) for name, each in parts.items()}
-        terms = []
-        for term in found.terms(labels.get("", labels), outputs):
-            part = _at(parts, term.path or ("",))
-            if not isinstance(part, Task):
-                terms.append(term)
-                continue
-            said = takes_logits(term.loss)
-            ends = activation_of(_at(last, term.path)) == part.link
-            probable = ends if said is None else not said
-            part.from_probabilities = bool(part.link) and probable
-            terms.append(term._replace(part=part))
+        """Return the losses: the configured ones, those of the compiled model, or the task's."""
+        parts, terms = self.task.parts, [*self._own_terms()]
+        if found is not None and found.loss is not None:
+            labels = {name: _label(each.target) for name, each in parts.items()}
+            terms = [
+                self._taken_from(term, last)
+                for term in found.terms(labels.get("", labels), outputs)
+            ]
+        for name, (key, loss) in self._losses.items():
+            path, part = _path(name), parts[name]
+            part.from_probabilities = (
+                bool(part.link) and activation_of(_at(last, path)) == part.link
+            )
+            made = named.loss(loss, key, logits=not part.from_probabilities)
+            kept = [term for term in terms if term.path != path]
+            terms = [*kept, Term(path, made, self.task.loss_weights.get(name), part)]
         return terms
+
+    def _taken_from(self, term: Term, last: Any) -> Term:
+        """Return a loss of the compiled model with the task of its output."""
+        part = _at(self.task.parts, term.path or ("",))
+        if not isinstance(part, Task):
+            return term
+        said = takes_logits(term.loss)
+        ends = activation_of(_at(last, term.path)) == part.link
+        part.from_probabilities = bool(part.link) and (ends if said is None else not said)
+        return term._replace(part=part)
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
         """Return the mean loss of a batch in training, with the losses of layers."""
@@ -258,17 +292,20 @@ class Objective:
 
     def _all_metrics(self, labels: Any, outputs: Any) -> Iterator[Measured]:
         """Yield those of the task, of the configuration and of the compiled model, each once."""
-        yield from (Measured((), each) for each in self.task.metrics())
+        yield from (
+            Measured(_path(name), each, f"{name}_" if name else "")
+            for name, part in self.task.parts.items()
+            for each in part.metrics()
+        )
         seen = {LOSS, *self.task.directions}
         predictions = self.task.predictions(outputs)
         further = (
             Measured(
-                path := (name,) if name else (),
-                named.metric(each, "task.metrics", _at(labels, path), _at(predictions, path)),
+                path := _path(name),
+                named.metric(each, key, _at(labels, path), _at(predictions, path)),
                 f"{name}_" if name else "",
             )
-            for name in self.task.parts
-            for each in self._named_metrics
+            for name, key, each in self._named
         )
         given = self.task.given(outputs)
         compiled = self.compiled.measured(labels, given) if self.compiled else ()

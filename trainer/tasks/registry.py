@@ -10,12 +10,14 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from trainer import user_code
-from trainer.config.schema import AUTO, TASKS, Config, TaskConfig
+from trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
 from trainer.errors import ConfigError, nearest
 from trainer.tasks import class_weights
 from trainer.tasks.base import Target, Task
+from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.objective import Objective
 
+MULTI_OUTPUT = MultiOutput.name
 _log = logging.getLogger(__name__)
 
 
@@ -65,18 +67,48 @@ def create(config: TaskConfig, dataset: Dataset) -> Task:
     Raises:
         ConfigError: no such task, wrong arguments, or a target that it does not take.
     """
-    targets = [target_of(dataset, name) for name in dataset.targets]
-    (target,) = targets
     name, _ = chosen(config, dataset)
+    if name == MULTI_OUTPUT:
+        return _several(config, dataset)
+    if config.outputs:
+        raise ConfigError(f"task.outputs: {name} has one output; set task.name to {MULTI_OUTPUT}")
+    if len(dataset.targets) > 1:
+        raise ConfigError(
+            f"task.name: {name} takes one label, and there are {', '.join(dataset.targets)}; "
+            f"set task.name to {MULTI_OUTPUT}, or name one of them in data.label"
+        )
+    return _one(name, target_of(dataset, dataset.targets[0]), config.args, "task")
+
+
+def _several(config: TaskConfig, dataset: Dataset) -> Task:
+    if config.args:
+        raise ConfigError("task.args: each output has its own, in task.outputs")
+    for name in config.outputs:
+        if name not in dataset.targets:
+            hint = nearest(name, dataset.targets) or f" (one of {', '.join(dataset.targets)})"
+            raise ConfigError(f"task.outputs: there is no label {name!r}{hint}")
+    parts, weights = {}, {}
+    for name in dataset.targets:
+        said = config.outputs.get(name, OutputConfig())
+        if said.name == MULTI_OUTPUT:
+            raise ConfigError(f"task.outputs.{name}.name: one output is not several")
+        target = target_of(dataset, name)
+        kind = automatic(target).name if said.name == AUTO else said.name
+        parts[name] = _one(kind, target, said.args, f"task.outputs.{name}")
+        weights[name] = said.weight
+    return MultiOutput(parts, weights)
+
+
+def _one(name: str, target: Target, args: Mapping[str, Any], key: str) -> Task:
     task = _class(name)
-    _check_arguments(name, task, config.args)
+    _check_arguments(name, task, args, key)
     try:
-        return task(target, **config.args)
+        return task(target, **args)
     except ConfigError as error:
-        raise ConfigError(f"task {name}: {error}") from None
+        raise ConfigError(f"{key} {name}: {error}") from None
     # A task of the user's may fail in any way.
     except Exception as error:
-        raise ConfigError(f"task {name}: {user_code.line_of(error)}") from error
+        raise ConfigError(f"{key} {name}: {user_code.line_of(error)}") from error
 
 
 class Choice(NamedTuple):
@@ -94,7 +126,11 @@ def chosen(config: TaskConfig, dataset: Dataset) -> Choice:
     """
     if config.name != AUTO:
         return Choice(config.name, "task.name says so")
-    choice = automatic(*(target_of(dataset, name) for name in dataset.targets))
+    if len(dataset.targets) > 1:
+        names = ", ".join(dataset.targets)
+        choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")
+    else:
+        choice = automatic(target_of(dataset, dataset.targets[0]))
     _log.info("task: %s, since %s", *choice)
     return choice
 
@@ -132,6 +168,7 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         task,
         loss=config.task.loss,
         metrics=config.task.metrics,
+        outputs=config.task.outputs,
         weights=class_weights.table(config.training.class_weights, task),
     )
 
@@ -167,10 +204,10 @@ def _class(name: str) -> type[Task]:
     return found
 
 
-def _check_arguments(name: str, task: type[Task], args: Mapping[str, Any]) -> None:
+def _check_arguments(name: str, task: type[Task], args: Mapping[str, Any], key: str) -> None:
     allowed = [each for each in inspect.signature(task).parameters if each != "target"]
     for argument in args:
         if argument not in allowed:
             known = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
             hint = nearest(argument, allowed)
-            raise ConfigError(f"task.args: {name} has no argument {argument!r} ({known}){hint}")
+            raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")

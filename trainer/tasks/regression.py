@@ -31,17 +31,11 @@ _BINS = 20
 
 
 class SquaredError(keras.losses.Loss):
-    """The mean over all numbers of an example of (output - standardized label)^2."""
-
-    def __init__(self, mean: float = 0.0, std: float = 1.0) -> None:
-        """Standardize labels by these."""
-        super().__init__(name="mean_squared_error")
-        self._mean, self._std = mean, std
+    """The mean over all numbers of an example of (output - label)^2."""
 
     def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
         """Return the losses [n]."""
-        difference = rows(y_pred) - (rows(y_true) - self._mean) / self._std
-        return tf.reduce_mean(tf.square(difference), axis=1)
+        return tf.reduce_mean(tf.square(rows(y_pred) - rows(y_true)), axis=1)
 
 
 class Regression(Task):
@@ -75,8 +69,8 @@ class Regression(Task):
         return self.target.shape or (1,)
 
     def loss(self) -> keras.losses.Loss:
-        """Return the mean squared error, of standardized labels where it is asked for."""
-        return SquaredError(self._mean, self._std)
+        """Return the mean squared error of `loss_labels`."""
+        return SquaredError(name="mean_squared_error")
 
     def loss_labels(self, labels: Any) -> Any:
         """Return standardized labels, where it is asked for."""

@@ -292,3 +292,15 @@ def test_model_for_another_input(own):
 def test_two_variables_of_one_name(own):
     message = _refusal(own, "same_names")
     assert "a checkpoint finds variables by name" in message
+
+
+def listed(spec, *, shape=(3, 1)):
+    given = spec.symbols()
+    return keras.Model(given, [keras.layers.Dense(each)(given) for each in shape])
+
+
+def test_a_list_of_outputs_goes_by_the_order_of_the_targets():
+    spec = InputSpec(shape=(4,), dtype="float32", output_shape={"city": (3,), "income": (1,)})
+    model = registry.build(ModelConfig(name=f"{__name__}:listed"), spec, seed=0)
+    shapes = {name: each.shape for name, each in model.output.items()}
+    assert shapes == {"city": (None, 3), "income": (None, 1)}

@@ -1,0 +1,184 @@
+"""Several outputs are minimised and measured as Keras does with a mapping of losses."""
+
+from __future__ import annotations
+
+import json
+
+import keras
+import numpy as np
+import pytest
+
+from tests.trainer.tasks.measuring import InParts, measured
+from tests.trainer.tasks.test_registry import dataset, feature
+from trainer.config.schema import TaskConfig
+from trainer.errors import ConfigError
+from trainer.tasks import registry
+from trainer.tasks.objective import Objective
+
+COUNT = 30
+RANDOM = np.random.default_rng(0)
+INPUTS = RANDOM.normal(size=(COUNT, 4)).astype("float32")
+LABELS = {
+    "income": RANDOM.normal(size=COUNT).astype("float32"),
+    "city": RANDOM.integers(0, 3, COUNT),
+    "owns": RANDOM.integers(0, 2, COUNT).astype(bool),
+}
+SIZES = {"income": 1, "city": 3, "owns": 1}
+
+
+def source():
+    found = dataset(
+        income=feature("float32"), city=feature("int64", classes=3), owns=feature("bool")
+    )
+    found.target_counts = {"city": {"train": [9, 11, 10]}, "owns": {"train": [15, 15]}}
+    found.target_moments = {"income": {"mean": 0.0, "std": 1.0, "min": -2.0, "max": 2.0}}
+    return found
+
+
+def created(outputs=None, **config):
+    named = {"income": {"weight": 0.5}} if outputs is None else outputs
+    return registry.create(TaskConfig(outputs=named, **config), source())
+
+
+def net(names=tuple(SIZES), activation=None):
+    keras.utils.set_random_seed(0)
+    given = keras.Input((4,))
+    heads = {
+        name: keras.layers.Dense(SIZES.get(name, 2), activation=activation, name=name)(given)
+        for name in names
+    }
+    return keras.Model(given, heads)
+
+
+def test_the_task_of_each_label_is_chosen_by_what_it_is():
+    task = created()
+    assert task.name == "multi_output"
+    assert {name: part.name for name, part in task.parts.items()} == {
+        "income": "regression",
+        "city": "classification",
+        "owns": "binary_classification",
+    }
+    assert task.output_shape == {"income": (1,), "city": (3,), "owns": (1,)}
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_loss_is_that_of_keras_with_the_same_losses_and_weights(weighted):
+    weights = np.linspace(0.5, 1.5, COUNT, dtype="float32") if weighted else None
+    model, plain = net(), net()
+    objective = Objective(created())
+    objective.accept(model, model.output)
+    batch = (INPUTS, LABELS) if weights is None else (INPUTS, LABELS, weights)
+    plain.compile(
+        loss={
+            "income": "mse",
+            "city": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "owns": keras.losses.BinaryCrossentropy(from_logits=True),
+        },
+        loss_weights={"income": 0.5, "city": 1.0, "owns": 1.0},
+    )
+    every = dict.fromkeys(LABELS, weights) if weighted else None
+    expected = plain.evaluate(INPUTS, LABELS, sample_weight=every, batch_size=COUNT, verbose=0)
+    found = objective.loss(model, batch, model(INPUTS))
+    np.testing.assert_allclose(found, expected if np.isscalar(expected) else expected[0], rtol=1e-5)
+
+
+def test_metrics_are_those_of_each_task_after_the_name_of_its_output():
+    task, outputs = created(), {name: np.asarray(each) for name, each in net()(INPUTS).items()}
+    found = measured(task, InParts(LABELS, outputs))
+    for name, part in task.parts.items():
+        alone = measured(part, InParts(LABELS[name], outputs[name]))
+        alone.pop("loss")
+        assert {key: found[f"{name}_{key}"] for key in alone} == pytest.approx(alone)
+    losses = task.example_losses(LABELS, outputs)
+    assert found["loss"] == pytest.approx(losses.mean(), rel=1e-5)
+    assert set(found) <= set(task.directions)
+
+
+def test_an_output_has_further_metrics_and_a_loss_of_its_own():
+    outputs = {
+        "income": {
+            "weight": 0.5,
+            "loss": "mean_absolute_error",
+            "metrics": ("mean_squared_logarithmic_error",),
+        }
+    }
+    objective = Objective(created(), outputs=TaskConfig(outputs=outputs).outputs)
+    model = net()
+    objective.accept(model, model.output)
+    parts = InParts(LABELS, {name: np.asarray(each) for name, each in model(INPUTS).items()})
+    found = objective.means(np.sum([objective.sums(part) for part in parts.parts()], axis=0))
+    assert "income_mean_squared_logarithmic_error" in found
+    without = Objective(created())
+    without.accept(again := net(), again.output)
+    other = without.means(np.sum([without.sums(part) for part in parts.parts()], axis=0))
+    assert found["loss"] - other["loss"] == pytest.approx(
+        0.5 * (found["income_mean_absolute_error"] - found["income_mean_squared_error"]), rel=1e-4
+    )
+
+
+def test_what_is_said_besides_the_metrics_is_plain_data():
+    task, outputs = created(), {name: np.asarray(each) for name, each in net()(INPUTS).items()}
+    details = task.details(InParts(LABELS, outputs))
+    assert json.loads(json.dumps(details, allow_nan=False)) == details
+    assert details["charts"][0]["title"] == "income: Predictions over labels"
+    assert len(details["outputs"]["city"]["confusion_matrix"]) == 3
+    first = {name: each[0] for name, each in LABELS.items()}
+    described = task.described(first, {name: each[0] for name, each in outputs.items()})
+    assert described["label"].startswith(f"income {LABELS['income'][0]:.4g}, city ")
+
+
+def test_answers_give_the_outputs_back():
+    task, outputs = created(), {name: np.asarray(each) for name, each in net()(INPUTS).items()}
+    answers = {name: np.asarray(each) for name, each in task.answers(outputs).items()}
+    assert list(answers) == [
+        "income_prediction", "city_logits", "city_probabilities", "owns_logit", "owns_probability",
+    ]  # fmt: skip
+    for name, values in task.outputs_of(answers).items():
+        np.testing.assert_allclose(values, outputs[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"outputs": {"incme": {}}},
+            "task.outputs: there is no label 'incme'; did you mean 'income'?",
+        ),
+        ({"outputs": {"owns": {"args": {"no": 1}}}}, "task.outputs.owns.args: binary_classif"),
+        ({"name": "regression", "outputs": {}}, "task.name: regression takes one label, and there"),
+        ({"name": "regression"}, "task.outputs: regression has one output; set task.name to multi"),
+        ({"args": {"standardize": True}}, "task.args: each output has its own, in task.outputs"),
+        (
+            {"outputs": {"city": {"name": "binary_classification"}}},
+            "task.outputs.city binary_classification: it takes true or false",
+        ),
+    ],
+)
+def test_a_configuration_that_does_not_fit_is_refused_by_name(config, words):
+    with pytest.raises(ConfigError) as caught:
+        created(**config)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (
+            net(["income", "city", "own"]),
+            "city: ..., owns: ...}, and it returns income",
+        ),
+        (keras.Model(x := keras.Input((4,)), keras.layers.Dense(3)(x)), "not one output"),
+        (net(activation="sigmoid"), "output 'owns': it has to return logits"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(model, words):
+    with pytest.raises(ConfigError) as caught:
+        Objective(created()).accept(model, model.output)
+    assert words in str(caught.value)
+
+
+def test_labels_are_checked_by_output():
+    found = source()
+    found.target_counts["owns"] = {"train": [30, 0]}
+    with pytest.raises(ConfigError, match="owns: the split 'train' has no example"):
+        registry.create(TaskConfig(), found).check()

@@ -1,0 +1,202 @@
+"""Several outputs of one model, each with a task of its own.
+
+    label     a mapping by the targets' names
+    outputs   a mapping by the same names, each as its task has it
+    loss      the sum of the losses, each times its weight
+    metrics   those of each task, as `<output>_<metric>`
+    answers   those of each task, as `<output>_<column>`
+
+Outputs are balanced by `task.outputs.<label>.weight`: losses of other units, such as the square of
+an income and a cross entropy, do not add up by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.tasks.base import Examples, Floats, Part, Target, Task
+
+
+class MultiOutput(Task):
+    """See the module."""
+
+    name = "multi_output"
+    main_metric = "loss"
+
+    def __init__(self, parts: Mapping[str, Task], weights: Mapping[str, float]) -> None:
+        """Take the tasks by the names of their targets, and the weights of their losses."""
+        super().__init__(Target(name=", ".join(parts), shape=(), dtype="several"))
+        self._parts = parts
+        self._weights = weights
+        self.directions = {  # type: ignore[misc]
+            "loss": "lower",
+            **{
+                f"{name}_{metric}": direction
+                for name, part in parts.items()
+                for metric, direction in part.directions.items()
+                if metric != "loss"
+            },
+        }
+
+    @property
+    def parts(self) -> Mapping[str, Task]:
+        """The task of each output."""
+        return self._parts
+
+    @property
+    def loss_weights(self) -> Mapping[str, float]:
+        """What the loss of each output counts in the sum."""
+        return self._weights
+
+    @property
+    def output_shape(self) -> Any:
+        """The shape of each output, by name."""
+        return {name: part.output_shape for name, part in self._parts.items()}
+
+    def loss(self) -> keras.losses.Loss:
+        """Refuse: each of `parts` has its own."""
+        raise TypeError(f"{self.name} has a loss for each of its parts")
+
+    def chance_loss(self) -> float:
+        """Return the sum of those of the outputs."""
+        return sum(self._weights[name] * part.chance_loss() for name, part in self._parts.items())
+
+    def metrics(self) -> list[keras.Metric]:
+        """Return none: each of `parts` has its own."""
+        return []
+
+    def outputs(self, given: Any) -> Any:
+        """Return the outputs of each task."""
+        return {name: part.outputs(given[name]) for name, part in self._parts.items()}
+
+    def given(self, outputs: Any) -> Any:
+        """Return what the model gave for them."""
+        return {name: part.given(outputs[name]) for name, part in self._parts.items()}
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return the predictions of each task."""
+        return {name: part.predictions(outputs[name]) for name, part in self._parts.items()}
+
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return the columns of each task, after the name of its output."""
+        return {
+            f"{name}_{column}": values
+            for name, part in self._parts.items()
+            for column, values in part.answers(outputs[name]).items()
+        }
+
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return the outputs of each task, from the columns that begin with its name."""
+        return {
+            name: part.outputs_of(
+                {
+                    column.removeprefix(f"{name}_"): values
+                    for column, values in answers.items()
+                    if column.startswith(f"{name}_")
+                }
+            )
+            for name, part in self._parts.items()
+        }
+
+    def example_losses(self, labels: Any, outputs: Any) -> Floats:
+        """Return the weighted sum [n]."""
+        each = [
+            self._weights[name] * part.example_losses(labels[name], outputs[name])
+            for name, part in self._parts.items()
+        ]
+        result: Floats = np.sum(each, axis=0)
+        return result
+
+    def described(self, label: Any, output: Any) -> dict[str, Any]:
+        """Return the cells of all tasks: `label` and `predicted` together, others by output."""
+        cells = {
+            name: part.described(label[name], output[name]) for name, part in self._parts.items()
+        }
+        together = {
+            column: ", ".join(f"{name} {_text(each[column])}" for name, each in cells.items())
+            for column in ("label", "predicted")
+        }
+        return together | {
+            f"{name}_{column}": value
+            for name, each in cells.items()
+            for column, value in each.items()
+            if column not in together
+        }
+
+    def details(self, examples: Examples) -> dict[str, Any]:
+        """Return the details of each task as `outputs`; its tables and charts after its name."""
+        found: dict[str, Any] = {"metrics": {}, "intervals": {}, "tables": [], "charts": []}
+        by_output = {}
+        for name, part in self._parts.items():
+            each = part.details(_OfOutput(examples, name))
+            for kind in ("metrics", "intervals"):
+                found[kind] |= {f"{name}_{metric}": v for metric, v in each.pop(kind, {}).items()}
+            for kind in ("tables", "charts"):
+                titled = each.pop(kind, [])
+                found[kind] += [{**one, "title": f"{name}: {one['title']}"} for one in titled]
+            by_output[name] = each
+        return {**found, "outputs": by_output}
+
+    def of_slice(self, part: Part) -> dict[str, Any]:
+        """Return those of each task."""
+        found: dict[str, Any] = {"metrics": {}, "intervals": {}}
+        for name, task in self._parts.items():
+            each = task.of_slice(_of_output(part, name))
+            for kind in found:
+                found[kind] |= {f"{name}_{metric}": v for metric, v in each.get(kind, {}).items()}
+        return found
+
+    def check(self) -> None:
+        """Check the label of each task."""
+        for name, part in self._parts.items():
+            try:
+                part.check()
+            except ConfigError as error:
+                raise ConfigError(f"{name}: {error}") from None
+
+    def check_output(self, output: Any, last: Any) -> None:
+        """Refuse other outputs than a mapping by the targets' names, each as its task wants it."""
+        names = ", ".join(f"{name}: ..." for name in self._parts)
+        if not isinstance(output, Mapping):
+            found = f"{len(output)} outputs" if isinstance(output, list | tuple) else "one output"
+            raise ConfigError(f"it has to return a mapping {{{names}}}, not {found}")
+        if output.keys() != self._parts.keys():
+            raise ConfigError(
+                f"it has to return a mapping {{{names}}}, and it returns {', '.join(output)}"
+            )
+        for name, part in self._parts.items():
+            try:
+                part.check_output(output[name], last[name] if isinstance(last, Mapping) else None)
+            except ConfigError as error:
+                raise ConfigError(f"output {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _OfOutput:
+    """The examples as one of the tasks has them."""
+
+    _examples: Examples
+    _name: str
+
+    @property
+    def count(self) -> int:
+        return self._examples.count
+
+    def parts(self) -> Iterator[Part]:
+        for part in self._examples.parts():
+            yield _of_output(part, self._name)
+
+
+def _of_output(part: Part, name: str) -> Part:
+    return part._replace(labels=part.labels[name], outputs=part.outputs[name])
+
+
+def _text(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
