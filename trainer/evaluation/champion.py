@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 from scipy.stats import binomtest
 
@@ -22,8 +21,7 @@ from trainer.errors import UserError
 from trainer.evaluation.measure import measured
 from trainer.evaluation.predictions import Answer, Predictions
 from trainer.evaluation.signature import LABELS, SERVING, described
-from trainer.tasks.base import Task
-from trainer.tasks.classification_metrics import Floats, Labels
+from trainer.tasks.base import Examples, Task
 from trainer.tasks.objective import Objective
 
 KIND = "model"
@@ -84,33 +82,35 @@ def compared(champion: Champion, objective: Objective, found: Predictions) -> di
     """Return what the evaluation says of the champion: metrics, and the paired test."""
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
-    own, other = found.own.part, found.champion.part
-    rows = [np.isfinite(each).all(axis=-1) for each in tf.nest.flatten(other.outputs)]
-    bad = int((~np.logical_and.reduce(rows)).sum())
-    if bad:
+    if bad := found.unsound[1]:
         why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
     return {
         "uri": champion.uri,
         "incomparable": "",
         "metrics": measured(objective, found.champion)["metrics"],
-        "paired": paired(own.labels, own.outputs, other.outputs),
+        "paired": paired(found.own, found.champion),
     }
 
 
-def paired(labels: Labels, logits: Floats, champion: Floats) -> dict[str, Any]:
+def paired(own: Examples, champion: Examples) -> dict[str, Any]:
     """Return McNemar's exact test of who is right more often on the same examples.
 
     `p_worse` is the probability of so many examples that only the champion has right, or more, if
     both were equally good; `p_better` likewise for the challenger (McNemar 1947, one-sided).
     """
-    own, other = logits.argmax(axis=1) == labels, champion.argmax(axis=1) == labels
-    only_challenger, only_champion = int((own & ~other).sum()), int((other & ~own).sum())
+    both, only_challenger, only_champion, neither = 0, 0, 0, 0
+    for mine, theirs in zip(own.parts(), champion.parts(), strict=True):
+        right, other = (part.outputs.argmax(axis=1) == part.labels for part in (mine, theirs))
+        both += int((right & other).sum())
+        only_challenger += int((right & ~other).sum())
+        only_champion += int((other & ~right).sum())
+        neither += int((~right & ~other).sum())
     return {
-        "both_right": int((own & other).sum()),
+        "both_right": both,
         "only_challenger_right": only_challenger,
         "only_champion_right": only_champion,
-        "both_wrong": int((~own & ~other).sum()),
+        "both_wrong": neither,
         "p_worse": _at_least(only_champion, only_challenger),
         "p_better": _at_least(only_challenger, only_champion),
     }

@@ -1,21 +1,24 @@
 """Measure a checkpoint on the whole test split.
 
 The evaluation is published as `metrics.json`, `curves.json` (those of the task's details),
-`predictions.npz` (`label` and `output` in the order of the dataset; `champion_output` where there
-is a champion that can answer) and `worst/*.png`, pictures of the examples with the highest losses.
+`predictions/*.npy` (`label`, `output` and `weight` in the order of the dataset; `champion_output`
+where there is a champion that can answer; of several targets with their names) and `worst/*.png`,
+pictures of the examples with the highest losses.
+
+Predictions go to disk batch by batch, and all metrics are made in passes over them: the memory does
+not grow with the examples.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import keras
-import numpy as np
 
 from trainer import storage
 from trainer.checkpoints.checkpoints import restore_model
@@ -24,8 +27,8 @@ from trainer.data.read import labelled_columns, stage_shards
 from trainer.data.spec import DatasetSpec, slice_features
 from trainer.errors import UserError
 from trainer.evaluation.champion import champion_of, compared
-from trainer.evaluation.measure import measured, unsound
-from trainer.evaluation.predictions import Predictions, predict
+from trainer.evaluation.measure import measured
+from trainer.evaluation.predictions import Predictions, Writer, predict
 from trainer.evaluation.slices import sliced
 from trainer.models import registry
 from trainer.models.spec import InputSpec
@@ -80,18 +83,24 @@ def evaluate(  # noqa: PLR0913, PLR0917
     batches = labelled_columns(spec, files, batch_size=size, columns=features)
     opponent = champion_of(champion, objective.task, spec, scratch) if champion else None
     answer = opponent.answer if opponent else None
-    found = predict(model, objective.task, spec, batches, answer)
-    _require_sound(spec, found, dataset, checkpoint)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
-        folder = Path(name)
-        summary = {**summarized(spec, objective, found), "global_step": step}
+        folder, columns = Path(name, "evaluation"), Path(name, "columns")
+        writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
+        found = predict(objective, model, spec, batches, writer, answer)
+        _require_sound(spec, found, dataset, checkpoint)
+        summary = {**summarized(spec, objective, found, features), "global_step": step}
         if opponent:
             summary["champion"] = compared(opponent, objective, found)
-        summary["worst"] = found.worst.write(folder)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Evaluation(uri=output, metrics=_defined(summary["metrics"]))
+
+
+def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
+    summary["worst"] = found.worst.write(folder)
+    _write_json(folder / "curves.json", summary.pop("curves", []))
+    _write_json(folder / "metrics.json", summary)
 
 
 def _defined(metrics: dict[str, float | None]) -> dict[str, float]:
@@ -142,7 +151,7 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
             f"{dataset} gave {count} {SPLIT} examples and its manifest says {expected}; "
             "delete it and prepare it again"
         )
-    bad = unsound(found.own)
+    bad, _ = found.unsound
     if bad:
         raise UserError(
             f"the model of {checkpoint} gives no finite numbers for {bad} of {expected} {SPLIT} "
@@ -151,34 +160,21 @@ def _require_sound(spec: DatasetSpec, found: Predictions, dataset: str, checkpoi
         )
 
 
-def summarized(spec: DatasetSpec, objective: Objective, found: Predictions) -> dict[str, Any]:
-    """Return what `metrics.json` says of the predictions."""
+def summarized(
+    spec: DatasetSpec, objective: Objective, found: Predictions, features: Sequence[str]
+) -> dict[str, Any]:
+    """Return what `metrics.json` says of the predictions, sliced by some features."""
+    names = {feature: spec.features[feature].labels for feature in features}
+    summary = measured(objective, found.own)
     return {
         "split": SPLIT,
         "task": objective.task.name,
+        "main_metric": objective.task.main_metric,
+        "directions": objective.directions,
         "examples": found.own.count,
-        **measured(objective, found.own),
-        "slices": {
-            feature: sliced(values, objective, found.own.part, spec.features[feature].labels)
-            for feature, values in found.own.part.columns.items()
-        },
+        **summary,
+        "slices": sliced(objective, found.own, names),
     }
-
-
-def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:
-    _write_json(folder / "curves.json", summary.pop("curves", []))
-    _write_json(folder / "metrics.json", summary)
-    part = found.own.part
-    arrays = {**_named("label", part.labels), **_named("output", part.outputs)}
-    if found.champion is not None:
-        arrays |= _named("champion_output", found.champion.part.outputs)
-    np.savez(folder / "predictions.npz", allow_pickle=False, **arrays)
-
-
-def _named(name: str, values: Any) -> dict[str, Any]:
-    if isinstance(values, Mapping):
-        return {f"{name}_{key}": each for key, each in values.items()}
-    return {name: values}
 
 
 def _write_json(path: Path, tree: object) -> None:

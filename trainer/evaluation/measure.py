@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from trainer.tasks.base import Examples
 from trainer.tasks.objective import Objective
@@ -21,15 +20,3 @@ def measured(objective: Objective, examples: Examples) -> dict[str, Any]:
         "metrics": {**means, **details.get("metrics", {})},
         "intervals": details.get("intervals", {}),
     }
-
-
-def unsound(examples: Examples) -> int:
-    """Return how many examples have outputs that are not finite."""
-    bad = 0
-    for part in examples.parts():
-        rows = [
-            np.isfinite(each.reshape(len(each), -1)).all(axis=1)
-            for each in tf.nest.flatten(part.outputs)
-        ]
-        bad += int((~np.logical_and.reduce(rows)).sum())
-    return bad

@@ -1,11 +1,12 @@
-"""The predictions of a model, and of the champion, for a stream of examples.
+"""The predictions of a model, and of the champion, for a stream of examples, kept on disk.
 
 The examples with the highest losses, as pictures where an input is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ import tensorflow as tf
 
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
+from trainer.evaluation.columns import Column
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
 from trainer.tasks.base import Part, Task
-from trainer.tasks.objective import in_single_precision
+from trainer.tasks.objective import Objective, in_single_precision
 
 MOST_WORST = 25
 # Pixels of the longer side: larger than this a page does not show it.
@@ -130,6 +132,27 @@ def _described(name: str, values: Any) -> str:
 
 
 Answer = Callable[[Mapping[str, tf.Tensor]], Any]
+_LABEL, _OUTPUT, _WEIGHT, _CHAMPION = "label", "output", "weight", "champion_output"
+
+
+class Stored:
+    """Examples on disk with what a model gave for them; see `trainer.tasks.base.Examples`."""
+
+    def __init__(self, count: int, columns: Part) -> None:
+        """Read `count` examples from a part whose values are columns."""
+        self.count = count
+        self._columns = columns
+
+    def parts(self) -> Iterator[Part]:
+        """Read all examples, in parts that fit into memory."""
+        leaves = [each for each in tf.nest.flatten(self._columns) if each is not None]
+        size = min(each.rows_at_once for each in leaves)
+        for begin in range(0, self.count, size):
+            end = min(begin + size, self.count)
+            yield tf.nest.map_structure(
+                lambda column, ends=(begin, end): None if column is None else column.read(*ends),
+                self._columns,
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,38 +162,78 @@ class Predictions:
     Attributes:
         own: those of the model.
         champion: those of the champion, or None without one.
+        unsound: how many outputs of the model are not finite; and of the champion.
         worst: the examples with the highest losses.
     """
 
-    own: InMemory
-    champion: InMemory | None
+    own: Stored
+    champion: Stored | None
+    unsound: tuple[int, int]
     worst: Worst
 
 
-@dataclass(frozen=True, kw_only=True)
-class InMemory:
-    """Examples in one part; see `trainer.tasks.base.Examples`."""
+class Writer:
+    """Writes what models give for examples that stream by."""
 
-    part: Part
+    def __init__(self, folder: Path, scratch: Path, rows: int) -> None:
+        """Write predictions below `folder`, and what only slices need below `scratch`."""
+        self._folder, self._scratch, self._rows = folder, scratch, rows
+        self._columns: dict[str, Any] = {}
+        self.count = 0
 
-    @property
-    def count(self) -> int:
-        """How many there are."""
-        return len(tf.nest.flatten(self.part.labels)[0])
+    def add(self, name: str, tree: Any, folder: Path | None = None) -> None:
+        """Append the values of a batch to the columns of a name; None has no column."""
+        if name not in self._columns:
+            self._columns[name] = self._begun(name, tree, folder or self._folder)
+        for column, values in zip(
+            tf.nest.flatten(self._columns[name]), tf.nest.flatten(tree), strict=True
+        ):
+            if column is not None:
+                column.add(values)
 
-    def parts(self) -> Iterator[Part]:
-        """Return the one part."""
-        yield self.part
+    def add_batch(self, part: Part) -> None:
+        """Append a batch."""
+        self.add(_LABEL, part.labels)
+        self.add(_OUTPUT, part.outputs)
+        self.add(_WEIGHT, part.weights)
+        self.add("column", part.columns, self._scratch)
+        self.count += len(tf.nest.flatten(part.labels)[0])
+
+    def stored(self, outputs: str) -> Stored | None:
+        """Return the examples with the outputs of that name; None where there are none."""
+        if outputs not in self._columns:
+            return None
+        for column in tf.nest.flatten(self._columns):
+            if column is not None:
+                column.end()
+        chosen = (self._columns[name] for name in (_LABEL, outputs, _WEIGHT, "column"))
+        return Stored(self.count, Part(*chosen))
+
+    def _begun(self, name: str, tree: Any, folder: Path) -> Any:
+        if tree is None:
+            return None
+        if not isinstance(tree, Mapping):
+            return Column(folder / f"{name}.npy", self._rows)
+        return {
+            key: Column(folder / f"{name}_{number}_{file_name(key)}.npy", self._rows)
+            for number, key in enumerate(tree)
+        }
 
 
-def predict(
+def file_name(name: str) -> str:
+    """Return the name of a feature as a part of the name of a file."""
+    return re.sub(r"[^A-Za-z0-9._-]", "_", name)
+
+
+def predict(  # noqa: PLR0913, PLR0917
+    objective: Objective,
     model: keras.Model,
-    task: Task,
     spec: DatasetSpec,
     batches: tf.data.Dataset,
+    writer: Writer,
     champion: Answer | None = None,
 ) -> Predictions:
-    """Predict all examples of finite `labelled_columns`, batch by batch.
+    """Predict all examples of finite `labelled_columns`, batch by batch, and write what is given.
 
     Raises:
         UserError: there are no examples, or a model refuses them.
@@ -178,36 +241,38 @@ def predict(
 
     @tf.function(reduce_retracing=True)
     def forward(inputs: Any) -> Any:
-        return task.outputs(in_single_precision(model(inputs, training=False)))
+        return objective.task.outputs(in_single_precision(model(inputs, training=False)))
 
-    worst = Worst(spec, task)
-    own: list[Part] = []
-    opponent: list[Any] = []
+    worst = Worst(spec, objective.task)
+    own_bad = other_bad = 0
     for batch, columns in batches:
         inputs, labels, weights = _arrays(keras.utils.unpack_x_y_sample_weight(batch))
         named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
         with refused_input():
             outputs = _arrays(forward(batch[0]))
+        part = Part(labels, outputs, weights, _arrays(columns))
+        own_bad += unsound(outputs)
         if champion:
-            opponent.append(champion(named))
-        own.append(Part(labels, outputs, weights, _arrays(columns)))
-        worst.look(named, own[-1])
-    if not own:
+            answers = champion(named)
+            other_bad += unsound(answers)
+            writer.add(_CHAMPION, answers)
+        writer.add_batch(part)
+        worst.look(named, part)
+    own = writer.stored(_OUTPUT)
+    if own is None:
         raise UserError("there are no examples to predict")
-    whole = _joined(own)
-    others = whole._replace(outputs=_joined(opponent)) if champion else None
     return Predictions(
-        own=InMemory(part=whole),
-        champion=InMemory(part=others) if others else None,
-        worst=worst,
+        own=own, champion=writer.stored(_CHAMPION), unsound=(own_bad, other_bad), worst=worst
     )
+
+
+def unsound(outputs: Any) -> int:
+    """Return for how many examples a model gave numbers that are not finite."""
+    rows = [
+        np.isfinite(each.reshape(len(each), -1)).all(axis=1) for each in tf.nest.flatten(outputs)
+    ]
+    return int((~np.logical_and.reduce(rows)).sum())
 
 
 def _arrays(tree: Any) -> Any:
     return tf.nest.map_structure(lambda each: None if each is None else np.asarray(each), tree)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    return tf.nest.map_structure(
-        lambda *each: None if each[0] is None else np.concatenate(each), *parts
-    )

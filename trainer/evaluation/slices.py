@@ -1,72 +1,128 @@
-"""Metrics of parts of the examples: by label, or by any feature that is one value an example."""
+"""Metrics of parts of the examples: by label, or by any feature that is one value an example.
+
+Two passes: one finds the parts of each feature, the other measures all parts of all features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trainer.tasks.base import Part
+from trainer.tasks.base import Examples, drawn
 from trainer.tasks.objective import Objective, at
 
 # Numbers with more values than this are cut into quarters, texts keep the most frequent ones.
 MOST_VALUES = 20
+# Values that are told apart while they are counted; there is no slice of those that come later.
+_MOST_COUNTED = 1 << 16
 OTHER = "(other)"
 
 Values = npt.NDArray[Any]
-Rows = npt.NDArray[np.bool_]
+Places = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cut:
+    """The parts of one feature: their names, and the part of each of some values."""
+
+    names: tuple[str, ...]
+    places: Callable[[Values], Places]
 
 
 def sliced(
-    values: Values, objective: Objective, part: Part, names: tuple[str, ...]
-) -> list[dict[str, Any]]:
-    """Return a row for each part: `value`, `examples`, `metrics` and `intervals`.
+    objective: Objective, examples: Examples, names: Mapping[str, tuple[str, ...]]
+) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of each column: `value`, `examples`, `metrics` and `intervals` of a part.
 
-    Args:
-        values: of the feature, one an example.
-        objective: measures.
-        part: all examples.
-        names: of the values 0, 1, ..., where they have names, as those of the label do.
+    `names` are those of the values 0, 1, ... of a column, empty where they have none.
     """
-    rows_of = list(_parts(values, names))
-    return [
-        {"value": value, "examples": int(rows.sum()), **objective.of_slice(at(part, rows))}
-        for value, rows in rows_of
-    ]
+    if not names:
+        return {}
+    cuts = dict(_cuts(examples, names))
+    tallies = {column: [objective.tally() for _ in cut.names] for column, cut in cuts.items()}
+    for part in examples.parts():
+        for column, cut in cuts.items():
+            places = cut.places(part.columns[column])
+            for place in np.unique(places[places >= 0]):
+                tallies[column][place].add(at(part, places == place))
+    return {
+        column: [
+            {"value": name, "examples": tally.count, **tally.result()}
+            for name, tally in zip(cut.names, tallies[column], strict=True)
+            if tally.count
+        ]
+        for column, cut in cuts.items()
+    }
 
 
-def _parts(values: Values, names: tuple[str, ...]) -> Iterator[tuple[str, Rows]]:
-    found, counts = np.unique(values, return_counts=True)
+def _cuts(examples: Examples, names: Mapping[str, tuple[str, ...]]) -> Iterable[tuple[str, Cut]]:
+    counts: dict[str, Counter[Any]] = {column: Counter() for column in names}
+    for part in examples.parts():
+        for column, counter in counts.items():
+            _count(counter, part.columns[column])
+    for column, counter in counts.items():
+        yield column, _cut(counter, names[column], column, examples)
+
+
+def _count(counter: Counter[Any], values: Values) -> None:
+    found, each = np.unique(values, return_counts=True)
+    for value, count in zip(found.tolist(), each.tolist(), strict=True):
+        # NaN alone does not equal itself, and would be counted anew in each part.
+        key = value if value == value else np.nan  # noqa: PLR0124
+        if key in counter or len(counter) < _MOST_COUNTED:
+            counter[key] += count
+
+
+def _cut(counter: Counter[Any], names: tuple[str, ...], column: str, examples: Examples) -> Cut:
+    values = drawn(examples).columns[column]
     if names:
-        for value in found:
-            yield names[int(value)], values == value
-    elif len(found) <= MOST_VALUES:
-        for value in found:
-            # NaN alone does not equal itself.
-            yield text(value), values == value if value == value else np.isnan(values)  # noqa: PLR0124
-    elif values.dtype.kind in "iuf":
-        yield from _quarters(values)
-    else:
-        kept = found[np.argsort(-counts, kind="stable")][: MOST_VALUES - 1]
-        for value in kept:
-            yield text(value), values == value
-        yield OTHER, ~np.isin(values, kept)
+        return Cut(names=names, places=lambda some: some.astype(np.int64))
+    if len(counter) <= MOST_VALUES:
+        return _listed(sorted(counter, key=_order), values.dtype)
+    if values.dtype.kind in "iuf":
+        return _quarters(values)
+    frequent = [value for value, _ in counter.most_common(MOST_VALUES - 1)]
+    return _listed(frequent, values.dtype, others=True)
 
 
-def _quarters(values: Values) -> Iterator[tuple[str, Rows]]:
+def _order(value: Any) -> Any:
+    # NaN comes last.
+    return (value != value, value)  # noqa: PLR0124
+
+
+def _listed(kept: list[Any], dtype: np.dtype[Any], *, others: bool = False) -> Cut:
+    def places(some: Values) -> Places:
+        found = np.full(len(some), len(kept) if others else -1, np.int64)
+        for place, value in enumerate(kept):
+            same = some == value if value == value else np.isnan(some)  # noqa: PLR0124
+            found[same] = place
+        return found
+
+    plain = [np.array(value, dtype)[()] for value in kept]
+    names = tuple(text(value) for value in plain)
+    return Cut(names=(*names, OTHER) if others else names, places=places)
+
+
+def _quarters(values: Values) -> Cut:
     # Differences of the largest single floats have no place in a single float.
-    values = values.astype(np.float64)
-    edges = np.unique(np.quantile(values[np.isfinite(values)], [0, 0.25, 0.5, 0.75, 1]))
-    for low, high in pairwise(edges):
-        last = high == edges[-1]
-        rows = (values >= low) & ((values <= high) if last else (values < high))
-        if rows.any():
-            yield f"{low:g} to {high:g}", rows
-    if not np.isfinite(values).all():
-        yield "not finite", ~np.isfinite(values)
+    finite = values[np.isfinite(values)].astype(np.float64)
+    edges = np.unique(np.quantile(finite, [0, 0.25, 0.5, 0.75, 1])) if len(finite) else np.zeros(1)
+    last = max(len(edges) - 2, 0)
+
+    def places(some: Values) -> Places:
+        wide = some.astype(np.float64)
+        # What is beyond the edges, which are those of a sample, belongs to the part at the end.
+        found = np.clip(np.searchsorted(edges, wide, side="right") - 1, 0, last)
+        return np.where(np.isfinite(wide), found, last + 1)
+
+    names = tuple(f"{low:g} to {high:g}" for low, high in pairwise(edges))
+    return Cut(names=(*(names or (f"{edges[0]:g}",)), "not finite"), places=places)
 
 
 def text(value: Any) -> str:

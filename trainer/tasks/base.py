@@ -85,6 +85,17 @@ class Examples(Protocol):
         """Read all of them in parts that fit into memory; may be called again."""
 
 
+class Tally:
+    """Sums over parts of the examples, and what a task makes of them besides its metrics."""
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+
+    def result(self) -> dict[str, Any]:
+        """Return `metrics` and `intervals` by name."""
+        return {}
+
+
 def drawn(examples: Examples, most: int = 100_000) -> Part:
     """Return all examples, or of more than `most` every second, third, ..., for a picture of them.
 
@@ -214,10 +225,9 @@ class Task(ABC):
         del examples
         return {}
 
-    def of_slice(self, part: Part) -> dict[str, Any]:
-        """Return further `metrics` and `intervals` of the examples of one slice."""
-        del part
-        return {}
+    def tally(self) -> Tally:
+        """Return what gathers further metrics of the examples of one slice."""
+        return Tally()
 
     def check(self) -> None:  # noqa: B027
         """Refuse what the prepared dataset holds; raises `ConfigError`.

@@ -12,7 +12,18 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks import classification_metrics as measured
-from trainer.tasks.base import Array, Direction, Examples, Floats, Part, Shape, Target, Task
+from trainer.tasks.base import (
+    Array,
+    Direction,
+    Examples,
+    Floats,
+    Part,
+    Shape,
+    Tally,
+    Target,
+    Task,
+    drawn,
+)
 
 # Of a label without names the number of classes is known once the dataset is prepared.
 _SOME_CLASSES = 2
@@ -93,33 +104,75 @@ class Classification(Task):
         """Return metrics by class, the confusion matrix, ROC, calibration and intervals.
 
         A row of `confusion_matrix` is a true class; `per_class` has zeros for one that is absent.
+        Areas are exact for as many examples as `drawn` returns, from fine steps for more.
         """
-        parts = list(examples.parts())
-        labels = np.concatenate([part.labels for part in parts]).astype(np.int64)
-        logits = np.concatenate([part.outputs for part in parts])
+        cells = np.zeros((self.num_classes, self.num_classes))
+        means, calibration = measured.Means(), measured.Calibration()
+        some = drawn(examples)
+        areas = None if len(some.labels) == examples.count else measured.Areas(self.num_classes)
+        for part in examples.parts():
+            labels, logits, weights = _arrays(part)
+            places = labels * self.num_classes + logits.argmax(axis=1)
+            cells += np.bincount(places, weights, cells.size).reshape(cells.shape)
+            means.add(labels, logits, weights)
+            calibration.add(labels, logits, weights)
+            if areas:
+                areas.add(labels, logits, weights)
+        labels, logits, _ = _arrays(some)
+        found = areas.result() if areas else measured.exact_areas(labels, logits)
         names = list(self.labels)
-        each = measured.per_class(labels, logits, names)
-        calibration = measured.calibration(labels, logits)
+        counts = (np.diag(cells), cells.sum(axis=1), cells.sum(axis=0))
+        of_classes = measured.per_class(counts, found, names)
         return {
             "metrics": {
-                **measured.headline(labels, logits),
-                "roc_auc": measured.mean_area(each, "roc_auc"),
-                "pr_auc": measured.mean_area(each, "pr_auc"),
-                "calibration_error": calibration["error"],
+                **means.metrics(),
+                **measured.averages(*counts),
+                "roc_auc": measured.mean_area(of_classes, "roc_auc"),
+                "pr_auc": measured.mean_area(of_classes, "pr_auc"),
+                "calibration_error": calibration.result()["error"],
             },
-            "intervals": measured.intervals(labels, logits),
-            "per_class": each,
-            "confusion_matrix": measured.confusion(labels, logits),
+            "intervals": {
+                **means.intervals(),
+                **measured.intervals_of_averages(cells, means.examples),
+            },
+            "per_class": of_classes,
+            "confusion_matrix": [[measured.plain(each) for each in row] for row in cells],
             "roc": measured.roc(labels, logits),
             "labels": names,
-            "calibration": calibration["bins"],
+            "calibration": calibration.result()["bins"],
             "curves": measured.curves(labels, logits, names),
         }
 
-    def of_slice(self, part: Part) -> dict[str, Any]:
-        """Return the metrics that are worth it for a small part."""
-        labels, logits = part.labels.astype(np.int64), part.outputs
-        return {
-            "metrics": measured.headline(labels, logits),
-            "intervals": measured.intervals_of_means(labels, logits),
-        }
+    def tally(self) -> Tally:
+        """Return what gathers the metrics that are worth it for a slice."""
+        return _OfSlice(self.num_classes)
+
+
+class _OfSlice(Tally):
+    """Counts by class, and means."""
+
+    def __init__(self, classes: int) -> None:
+        self._means = measured.Means()
+        self._hits, self._support, self._predicted = np.zeros((3, classes))
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        labels, logits, weights = _arrays(part)
+        guess, count = logits.argmax(axis=1), len(self._hits)
+        right = guess == labels
+        self._means.add(labels, logits, weights)
+        self._hits += np.bincount(labels[right], weights[right], count)
+        self._support += np.bincount(labels, weights, count)
+        self._predicted += np.bincount(guess, weights, count)
+
+    def result(self) -> dict[str, Any]:
+        """Return both."""
+        averages = measured.averages(self._hits, self._support, self._predicted)
+        metrics = {**self._means.metrics(), **averages}
+        return {"metrics": metrics, "intervals": self._means.intervals()}
+
+
+def _arrays(part: Part) -> tuple[Array, Array, Array]:
+    """Return labels, logits and weights; 1 each where the examples have none."""
+    weights = np.ones(len(part.labels)) if part.weights is None else part.weights
+    return part.labels.astype(np.int64), part.outputs, weights.astype(np.float64).ravel()

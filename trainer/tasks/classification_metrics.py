@@ -8,14 +8,13 @@ How sure a metric is: percentile bootstrap over the examples (Efron 1979).
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from sklearn import metrics as scores
-from sklearn.calibration import calibration_curve
 
 TOP = 3
 BINARY = 2
@@ -48,44 +47,76 @@ def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
     return result
 
 
-def headline(labels: Labels, logits: Floats) -> Metrics:
-    """Return loss, accuracies, and macro and weighted averages of precision, recall and F1.
+Area = dict[str, float | None]
 
-    Averages are over the classes that occur, as label or as prediction.
+
+def exact_areas(labels: Labels, logits: Floats) -> list[Area]:
+    """Return `roc_auc` and `pr_auc` of each class against all others; None of an absent one."""
+    probabilities = softmax(logits)
+    return [_areas(labels == each, probabilities[:, each]) for each in range(logits.shape[1])]
+
+
+class Areas:
+    """The areas of each class from counts of both kinds of examples at each step of its log-odds.
+
+    Examples at one step count as tied, which is what an area may be off by: half of their share.
     """
-    predicted = logits.argmax(axis=1)
-    metrics: Metrics = {
-        "loss": float(losses(labels, logits).mean()),
-        "accuracy": float(scores.accuracy_score(labels, predicted)),
-        "top_3_accuracy": float(in_top(labels, logits).mean()),
-    }
-    for average in ("macro", "weighted"):
-        found = scores.precision_recall_fscore_support(
-            labels, predicted, average=average, zero_division=0
-        )
-        for name, value in zip(("precision", "recall", "f1"), found, strict=False):
-            metrics[f"{average}_{name}"] = float(value)
-    return metrics
+
+    def __init__(self, classes: int) -> None:
+        """Count nothing yet."""
+        self._steps = int(np.clip(_MOST_STEPS // classes, 64, 4096))
+        self._own, self._others = np.zeros((2, classes, self._steps))
+
+    def add(self, labels: Labels, logits: Floats, weights: Floats) -> None:
+        """Add some examples."""
+        sure = _log_softmax(logits)
+        with np.errstate(divide="ignore"):
+            odds = sure - np.log(-np.expm1(sure))
+        share = np.clip(odds / (2 * _LARGEST_LOGIT) + 0.5, 0, 1)
+        step = np.minimum((share * self._steps).astype(np.int64), self._steps - 1)
+        for index in range(len(self._own)):
+            mine = labels == index
+            for counts, rows in ((self._own, mine), (self._others, ~mine)):
+                counts[index] += np.bincount(step[rows, index], weights[rows], self._steps)
+
+    def result(self) -> list[Area]:
+        """Return the areas of each class; None of an absent one."""
+        return [self._of(own, others) for own, others in zip(self._own, self._others, strict=True)]
+
+    @staticmethod
+    def _of(own: Floats, others: Floats) -> Area:
+        if not own.sum() or not others.sum():
+            return {"roc_auc": None, "pr_auc": None}
+        hits, misses = own[::-1].cumsum()[::-1], others[::-1].cumsum()[::-1]
+        above = (others * (hits - own / 2)).sum()
+        precise = (own * hits / np.maximum(hits + misses, _TINY)).sum()
+        return {"roc_auc": float(above / (hits[0] * misses[0])), "pr_auc": float(precise / hits[0])}
 
 
-def per_class(labels: Labels, logits: Floats, names: list[str]) -> list[dict[str, Any]]:
-    """Return precision, recall, F1, support and areas of each class; zeros where it is absent."""
-    predicted, probabilities = logits.argmax(axis=1), softmax(logits)
-    classes = list(range(len(names)))
-    each = scores.precision_recall_fscore_support(
-        labels, predicted, labels=classes, zero_division=0
-    )
+def per_class(
+    counts: tuple[Counts, Counts, Counts], areas: Sequence[Area], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Return precision, recall, F1, support and areas of each class; zeros where it is absent.
+
+    `counts` are how often each class was predicted rightly, is the label, and was predicted.
+    """
+    hits, support, predicted = counts
     return [
         {
             "label": name,
-            "precision": float(precision),
-            "recall": float(recall),
-            "f1": float(f1),
-            "support": int(support),
-            **_areas(labels == index, probabilities[:, index]),
+            "precision": float(hits[at] / max(predicted[at], _TINY)),
+            "recall": float(hits[at] / max(support[at], _TINY)),
+            "f1": float(2 * hits[at] / max(support[at] + predicted[at], _TINY)),
+            "support": plain(support[at]),
+            **areas[at],
         }
-        for index, name, precision, recall, f1, support in zip(classes, names, *each, strict=True)
+        for at, name in enumerate(names)
     ]
+
+
+def plain(count: float) -> float | int:
+    """Return a count as a whole number, unless examples have weights."""
+    return int(count) if float(count).is_integer() else float(count)
 
 
 def mean_area(rows: list[dict[str, Any]], area: str) -> float | None:
@@ -132,33 +163,41 @@ def roc(labels: Labels, logits: Floats) -> list[list[float]]:
 
 
 def calibration(labels: Labels, logits: Floats) -> dict[str, Any]:
-    """Return the expected calibration error of the likeliest class, and its reliability curve.
+    """Return the calibration of some examples of equal weight."""
+    found = Calibration()
+    found.add(labels, logits, np.ones(len(labels)))
+    return found.result()
+
+
+class Calibration:
+    """The expected calibration error of the likeliest class, and its reliability curve.
 
     The error is the mean of |accuracy - confidence| over `BINS` bins of equal width, weighted by
     their examples (Guo et al. 2017).
     """
-    confidence = np.clip(softmax(logits).max(axis=1).astype(np.float64), 0, 1)
-    right = logits.argmax(axis=1) == labels
-    accuracy, mean = calibration_curve(right, confidence, n_bins=BINS)
-    edges = np.linspace(0, 1, BINS + 1)
-    counts = np.bincount(np.searchsorted(edges[1:-1], confidence), minlength=BINS)
-    counts = counts[counts > 0]
-    bins = [
-        {"confidence": float(sure), "accuracy": float(true), "examples": int(count)}
-        for sure, true, count in zip(mean, accuracy, counts, strict=True)
-    ]
-    return {"error": float(np.average(np.abs(accuracy - mean), weights=counts)), "bins": bins}
 
+    def __init__(self) -> None:
+        """Begin without examples."""
+        self._weight, self._sure, self._right = np.zeros((3, BINS))
 
-def confusion(labels: Labels, logits: Floats) -> list[list[int]]:
-    """Return the confusion matrix; a row is a true class."""
-    classes = list(range(logits.shape[1]))
-    with warnings.catch_warnings():
-        # Of a single class it warns that all classes should be named, as they are.
-        warnings.filterwarnings("ignore", "A single label was found", UserWarning)
-        matrix = scores.confusion_matrix(labels, logits.argmax(axis=1), labels=classes)
-    rows: list[list[int]] = matrix.tolist()
-    return rows
+    def add(self, labels: Labels, logits: Floats, weights: Floats) -> None:
+        """Add some examples."""
+        confidence = np.clip(np.exp(_log_softmax(logits)).max(axis=1), 0, 1)
+        place = np.searchsorted(np.linspace(0, 1, BINS + 1)[1:-1], confidence)
+        right = weights * (logits.argmax(axis=1) == labels)
+        self._weight += np.bincount(place, weights, BINS)
+        self._sure += np.bincount(place, weights * confidence, BINS)
+        self._right += np.bincount(place, right, BINS)
+
+    def result(self) -> dict[str, Any]:
+        """Return the `error`, and `bins` with `confidence`, `accuracy` and `examples`."""
+        kept = self._weight > 0
+        weight, sure, right = (each[kept] for each in (self._weight, self._sure, self._right))
+        bins = [
+            {"confidence": float(s / w), "accuracy": float(r / w), "examples": plain(w)}
+            for w, s, r in zip(weight, sure, right, strict=True)
+        ]
+        return {"error": float(np.abs(right - sure).sum() / weight.sum()), "bins": bins}
 
 
 def _areas(own: npt.NDArray[np.bool_], score: Floats) -> dict[str, float | None]:
@@ -192,6 +231,13 @@ def _log_softmax(logits: Floats) -> Floats:
 
 RESAMPLES = 1000
 CONFIDENCE = 0.95
+# Of a normal distribution, half of what is outside on each side.
+NORMAL = 1.959963984540054
+_TINY = 1e-12
+# Of log-odds: beyond it a probability is 0 or 1 in single precision.
+_LARGEST_LOGIT = 20.0
+# Of all classes together: some megabytes.
+_MOST_STEPS = 1 << 20
 # Metrics that are means over the examples.
 MEANS = ("loss", "accuracy", "top_3_accuracy")
 AVERAGES = tuple(
@@ -208,34 +254,72 @@ Interval = list[float]
 Counts = npt.NDArray[Any]
 
 
-def intervals(labels: Labels, logits: Floats) -> dict[str, Interval]:
-    """Return the 95 % interval [low, high] of every metric of `headline`, by name."""
-    classes, count = logits.shape[1], len(labels)
+class Means:
+    """The metrics that are means over the examples, with their intervals."""
+
+    def __init__(self) -> None:
+        """Begin without examples."""
+        self._weight = self._squares = self._loss = self._loss_squares = 0.0
+        self._hits = self._top = 0.0
+
+    def add(self, labels: Labels, logits: Floats, weights: Floats) -> None:
+        """Add some examples."""
+        loss = losses(labels, logits)
+        self._weight += weights.sum()
+        self._squares += (weights**2).sum()
+        self._loss += (weights * loss).sum()
+        self._loss_squares += (weights * loss**2).sum()
+        self._hits += weights[logits.argmax(axis=1) == labels].sum()
+        self._top += weights[in_top(labels, logits)].sum()
+
+    @property
+    def examples(self) -> float:
+        """How many examples of equal weight would be as much (Kish 1965, section 11.7)."""
+        return float(self._weight**2 / max(self._squares, _TINY))
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics that a loss and an accuracy do not say already."""
+        return {"top_3_accuracy": float(self._top / max(self._weight, _TINY))}
+
+    def intervals(self) -> dict[str, Interval]:
+        """Return the 95 % intervals of `MEANS`: of a normal mean, and Wilson's of shares."""
+        weight, examples = max(self._weight, _TINY), self.examples
+        mean = self._loss / weight
+        variance = max(self._loss_squares / weight - mean**2, 0.0)
+        margin = NORMAL * math.sqrt(variance / max(examples - 1, 1))
+        return {
+            "loss": [float(mean - margin), float(mean + margin)],
+            "accuracy": wilson(self._hits / weight, examples),
+            "top_3_accuracy": wilson(self._top / weight, examples),
+        }
+
+
+def wilson(share: float, examples: float) -> Interval:
+    """Return the 95 % score interval of a share (Wilson 1927, J. Am. Stat. Assoc. 22).
+
+    Unlike a bootstrap it has a width where all examples are right.
+    """
+    squared = NORMAL**2
+    middle = (share + squared / (2 * examples)) / (1 + squared / examples)
+    spread = math.sqrt(max(share * (1 - share), 0) / examples + squared / (4 * examples**2))
+    margin = NORMAL * spread / (1 + squared / examples)
+    return [float(max(middle - margin, 0.0)), float(min(middle + margin, 1.0))]
+
+
+def intervals_of_averages(cells: Counts, examples: float) -> dict[str, Interval]:
+    """Return the 95 % intervals of `AVERAGES` from the confusion matrix, by a bootstrap."""
+    classes = len(cells)
     # Who draws examples draws cells of the confusion matrix; there are far fewer of them.
-    cells, filled = np.unique(labels * classes + logits.argmax(axis=1), return_counts=True)
-    true, guess = np.divmod(cells, classes)
+    true, guess = np.nonzero(cells)
+    shares = cells[true, guess] / cells.sum()
     generator, drawn = np.random.default_rng(_SEED), []
-    for some in _parts(len(cells)):
-        for each in generator.multinomial(count, filled / count, some):
+    for some in _parts(len(true)):
+        for each in generator.multinomial(round(examples), shares, some):
             hits = np.where(true == guess, each, 0)
             sums = ((true, hits), (true, each), (guess, each))
             counts = (np.bincount(own, weights, classes) for own, weights in sums)
             drawn.append([*averages(*counts).values()])
-    return {**intervals_of_means(labels, logits), **_percentiles(AVERAGES, drawn)}
-
-
-def intervals_of_means(labels: Labels, logits: Floats) -> dict[str, Interval]:
-    """Return the intervals of `MEANS` alone: fast enough for many small parts."""
-    generator, count, each = np.random.default_rng(_SEED), len(labels), losses(labels, logits)
-    loss = [
-        each[generator.integers(0, count, (some, count))].mean(axis=1) for some in _parts(count)
-    ]
-    shares = [(logits.argmax(axis=1) == labels).mean(), in_top(labels, logits).mean()]
-    drawn = [
-        np.concatenate(loss),
-        *(generator.binomial(count, p, RESAMPLES) / count for p in shares),
-    ]
-    return _percentiles(MEANS, np.transpose(drawn))
+    return _percentiles(AVERAGES, drawn)
 
 
 def averages(hits: Counts, support: Counts, predicted: Counts) -> dict[str, float]:

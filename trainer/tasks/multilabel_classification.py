@@ -122,25 +122,15 @@ class MultilabelClassification(Task):
             support += true.sum(axis=0)
             predicted += given.sum(axis=0)
         part = drawn(examples)
-        rows, curves = [], []
+        areas, curves = [], []
         for index, name in enumerate(self._labels):
             true = part.labels[:, index].astype(np.int64)
             logits = np.stack([np.zeros(len(true)), part.outputs[:, index]], axis=1)
-            areas = measured.per_class(true, logits, ["no", "yes"])[1]
-            rows.append(
-                {
-                    "label": name,
-                    "precision": float(hits[index] / max(predicted[index], 1)),
-                    "recall": float(hits[index] / max(support[index], 1)),
-                    "f1": float(2 * hits[index] / max(support[index] + predicted[index], 1)),
-                    "support": int(support[index]),
-                    "roc_auc": areas["roc_auc"],
-                    "pr_auc": areas["pr_auc"],
-                }
-            )
+            areas.append(measured.exact_areas(true, logits)[1])
             curves += [{**each, "label": name} for each in measured.curves(true, logits, ["", ""])][
                 1:
             ]
+        rows = measured.per_class((hits, support, predicted), areas, self._labels)
         return {"per_class": rows, "labels": list(self._labels), "curves": curves}
 
     def check(self) -> None:

@@ -263,16 +263,14 @@ class Objective:
             state = []
             for shape in shapes:
                 size = int(np.prod(shape))
-                state.append(tf.constant(np.reshape(rest[:size], shape), tf.float32))
+                state.append(np.reshape(rest[:size], shape))
                 del rest[:size]
-            found |= _by_name(each, each.metric.stateless_result(state))
+            found |= _by_name(each, _result(each.metric, state))
         return found
 
-    def of_slice(self, part: Part) -> dict[str, Any]:
-        """Return `metrics` and `intervals` of some of the examples."""
-        found = self.task.of_slice(part)
-        metrics = {**self.means(self.sums(part)), **found.get("metrics", {})}
-        return {"metrics": metrics, "intervals": found.get("intervals", {})}
+    def tally(self) -> SliceTally:
+        """Return what measures the examples of one slice, part by part."""
+        return SliceTally(self)
 
     @property
     def size(self) -> int:
@@ -352,6 +350,37 @@ def has_own(model: keras.Model, method: str) -> bool:
 
 def _label(target: Target) -> keras.KerasTensor:
     return keras.KerasTensor((None, *target.shape), target.dtype)
+
+
+def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
+    """Return the result of a state; a plain mean in double precision, as thresholds are."""
+    if type(metric).result is keras.metrics.Mean.result:
+        total, count = state
+        return float(total / count) if count else 0.0
+    return metric.stateless_result([tf.constant(each, tf.float32) for each in state])
+
+
+class SliceTally:
+    """The metrics of one slice of the examples."""
+
+    def __init__(self, objective: Objective) -> None:
+        """Begin without examples."""
+        self.count = 0
+        self._objective = objective
+        self._sums: Any = 0.0
+        self._further = objective.task.tally()
+
+    def add(self, part: Part) -> None:
+        """Add some examples."""
+        self.count += len(tf.nest.flatten(part.labels)[0])
+        self._sums = self._sums + self._objective.sums(part)
+        self._further.add(part)
+
+    def result(self) -> dict[str, Any]:
+        """Return `metrics` and `intervals`."""
+        found = self._further.result()
+        metrics = {**self._objective.means(self._sums), **found.get("metrics", {})}
+        return {"metrics": metrics, "intervals": found.get("intervals", {})}
 
 
 def _of_layer(loss: Any) -> tf.Tensor:
