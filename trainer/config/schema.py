@@ -81,7 +81,9 @@ class DataConfig(Section):
     )
     weight: str = key("", "feature that weighs an example in the loss and in the metrics")
     group: str = key("", "feature whose values name a group of examples, as one query of ranking")
-    shapes: dict[str, tuple[int, ...]] = key({}, "one shape for a feature whose examples differ")
+    shapes: dict[str, tuple[Annotated[int, Field(ge=1)], ...]] = key(
+        {}, "one shape for a feature whose examples differ"
+    )
     shards: int = key(8, "files of the training split", ge=1, le=100_000)
     validation: float = key(
         0.1, "taken from training: a share below 1, a count from 1, 0 for none", ge=0

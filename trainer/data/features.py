@@ -140,9 +140,10 @@ def _roles(config: DataConfig, keys: Any, leaves: Mapping[str, Leaf]) -> Roles:
         )
     if not inputs:
         # A label that the dataset names as an input too is left to be refused.
-        own = targets if config.label or not by_keys.inputs else ()
-        free = [each for each in leaves if each not in {*own, weight, group}]
-        inputs = tuple([each for each in by_keys.inputs if each in free] or free)
+        taken = {weight, group, *(targets if config.label else ())}
+        usual = [each for each in by_keys.inputs if each not in taken]
+        others = (each for each in leaves if each not in {*targets, weight, group})
+        inputs = tuple(usual or others)
     return Roles(inputs=inputs, targets=targets, weight=weight, group=group)
 
 
@@ -181,6 +182,14 @@ def _one(key: str, config: DataConfig, leaves: Mapping[str, Leaf]) -> str:
 
 def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
     """Refuse roles that exclude each other, and features that cannot have theirs."""
+    for key, feature in (("weight", roles.weight), ("group", roles.group)):
+        leaf = leaves[feature] if feature else None
+        is_text = leaf and leaf.dtype == "string" and key == "weight"
+        if leaf and (leaf.shape or leaf.is_dataset or is_text):
+            one = "one number" if key == "weight" else "one value"
+            raise ConfigError(
+                f"data.{key}: {feature!r} of {name} is {leaf}, and it has to be {one} an example"
+            )
     if not roles.inputs:
         raise ConfigError(
             f"data.inputs: nothing but {named(leaves)} is in {name}, so that no input is left; "
@@ -204,14 +213,6 @@ def _check(name: str, roles: Roles, leaves: Mapping[str, Leaf]) -> None:
             raise ConfigError(
                 f"data.{key}: {inner[0]!r} of {name} is a dataset of its own in each example; set "
                 f"data.{key} to other features"
-            )
-    for key, feature in (("weight", roles.weight), ("group", roles.group)):
-        leaf = leaves[feature] if feature else None
-        is_text = leaf and leaf.dtype == "string" and key == "weight"
-        if leaf and (leaf.shape or leaf.is_dataset or is_text):
-            one = "one number" if key == "weight" else "one value"
-            raise ConfigError(
-                f"data.{key}: {feature!r} of {name} is {leaf}, and it has to be {one} an example"
             )
 
 

@@ -145,7 +145,7 @@ def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[i
     if leaf.is_dataset or not leaf.shape:
         what = "a dataset in each example" if leaf.is_dataset else "a single value"
         raise ConfigError(f"data.shapes: the feature {feature!r} of {name} is {what}; leave it out")
-    suits = len(shape) == len(leaf.shape) and all(size > 0 for size in shape)
+    suits = len(shape) == len(leaf.shape)
     if suits and leaf.is_image:
         suits = leaf.shape[-1] in (None, shape[-1])
     if not suits:

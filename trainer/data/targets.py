@@ -128,7 +128,8 @@ class _Moments:
         if not self._count:
             return {}
         low, high = self._ends
-        std = float(np.sqrt(self._squares / self._count))
+        # A constant has no deviation, whatever its sum is rounded to.
+        std = float(np.sqrt(self._squares / self._count)) if high > low else 0.0
         return {"mean": float(self._mean), "std": std, "min": low, "max": high}
 
 

@@ -53,6 +53,15 @@ class Classification(Task):
         super().__init__(target)
         self.num_classes = target.num_classes or _SOME_CLASSES
 
+    def check(self) -> None:
+        """Refuse numbers that are no class: those below zero."""
+        low = self.target.moments.get("min", 0)
+        if low < 0:
+            raise ConfigError(
+                f"the label {self.target} has values from {low:g} on, and {self.name} counts its "
+                "classes from 0; name them in a ClassLabel, or set task.name to regression"
+            )
+
     @property
     def output_shape(self) -> Shape:
         """One logit a class."""

@@ -149,7 +149,8 @@ def automatic(target: Target) -> Choice:
         return Choice("binary_classification", f"the label {target} is true or false")
     if kind in {"i", "u"} and not target.shape:
         return Choice("classification", f"the label {target} names a class")
-    if kind in {"b", "i", "u"} and len(target.shape) == 1 and not target.num_classes:
+    is_row = kind == "b" or (kind in {"i", "u"} and not target.num_classes)
+    if is_row and len(target.shape) == 1:
         why = f"the label {target} says yes or no to each of {target.shape[0]} classes"
         return Choice("multilabel_classification", why)
     raise ConfigError(

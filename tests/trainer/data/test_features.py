@@ -183,6 +183,11 @@ def test_supervised_keys_may_name_several_labels(selected):
             "example",
         ),
         (
+            {"weight": "rows/name", "inputs": ("sold",), "label": "price"},
+            "data.weight: 'rows/name' of made is string of shape (), and it has to be one number "
+            "an example",
+        ),
+        (
             {"group": "words"},
             "data.group: 'words' of made is int64 of shape (None,), and it has to be one value an "
             "example",

@@ -43,6 +43,12 @@ def test_the_task_is_chosen_by_what_the_label_is(name, caplog):
     assert f"task: {name}, since" in caplog.text
 
 
+def test_a_bool_for_each_named_class_is_a_set_of_classes():
+    label = SimpleNamespace(shape=(3,), dtype="bool", num_classes=3, labels=("a", "b", "c"))
+    task = registry.create(TaskConfig(), dataset(label=label))
+    assert (task.name, task.labels) == ("multilabel_classification", ("a", "b", "c"))
+
+
 def test_two_named_classes_are_a_classification_unless_the_configuration_says_otherwise():
     assert registry.create(TaskConfig(), dataset(label=feature(classes=2))).name == "classification"
 
@@ -68,3 +74,10 @@ def test_a_task_that_does_not_fit_is_refused_by_name(config, target, words):
     with pytest.raises(ConfigError) as caught:
         registry.create(TaskConfig(**config), dataset(label=target))
     assert words in str(caught.value)
+
+
+def test_numbers_below_zero_are_no_classes():
+    label = {"targets": ("label",), "target_moments": {"label": {"min": -1.0, "max": 1.0}}}
+    found = SimpleNamespace(**{**vars(dataset(label=feature())), **label})
+    with pytest.raises(ConfigError, match="has values from -1 on, and classification counts its"):
+        registry.create(TaskConfig(), found).check()
