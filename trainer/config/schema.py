@@ -41,7 +41,10 @@ TASKS = {
     "binary_classification": "trainer.tasks.binary_classification:BinaryClassification",
     "multilabel_classification": "trainer.tasks.multilabel_classification:MultilabelClassification",
     "multi_output": "trainer.tasks.multi_output:MultiOutput",
+    "ranking": "trainer.tasks.ranking:Ranking",
     "regression": "trainer.tasks.regression:Regression",
+    "sequence_labelling": "trainer.tasks.sequences:SequenceLabelling",
+    "sequence_to_label": "trainer.tasks.sequences:SequenceToLabel",
 }
 AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)

@@ -80,7 +80,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
     model, step = restored(config, spec, objective, checkpoint, scratch)
     files = stage_shards(dataset, scratch / SPLIT, SPLIT)
     size = config.evaluation.batch_size
-    batches = labelled_columns(spec, files, batch_size=size, columns=features)
+    read = [*dict.fromkeys([*features, *objective.task.columns])]
+    batches = labelled_columns(spec, files, batch_size=size, columns=read)
     opponent = champion_of(champion, objective.task, spec, scratch) if champion else None
     answer = opponent.answer if opponent else None
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:

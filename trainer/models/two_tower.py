@@ -31,10 +31,10 @@ def two_tower(  # noqa: PLR0913
     shards: int = 2,
     unknown: str = "error",
 ) -> keras.Model:
-    """Return the logits `[0, score]` of "no" and "yes" for pairs of ids.
+    """Return the score of pairs of ids, or the logits `[0, score]` of "no" and "yes".
 
     Args:
-        spec: two whole numbers, and two classes.
+        spec: two whole numbers, and one logit or two.
         rows: of the table of each input feature, by its name: one more than its largest id.
         dimension: of a row, and of a tower's vector.
         hidden_units: ReLU layers of each tower.
@@ -58,6 +58,8 @@ def two_tower(  # noqa: PLR0913
     both = keras.layers.Concatenate(name="both")(list(found.values()))
     bias = keras.layers.Dense(1, name="bias")(both)
     score = keras.layers.Add(dtype="float32", name="score")([match, bias])
+    if spec.num_classes == 1:
+        return keras.Model(given, score, name="two_tower")
     # The softmax of [0, score] is the sigmoid of the score.
     logits = keras.ops.pad(score, [[0, 0], [1, 0]])
     return keras.Model(given, logits, name="two_tower")
@@ -71,7 +73,7 @@ def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> An
 
 def _sizes(spec: InputSpec, rows: Mapping[str, int] | None) -> dict[str, int]:
     """Return the rows of each feature's table, in the order of the features."""
-    if spec.num_classes != CLASSES:
+    if spec.num_classes not in {1, CLASSES}:
         raise ConfigError(f"takes {CLASSES} classes, the dataset has {spec.num_classes}")
     if not isinstance(spec.shape, Mapping) or len(spec.shape) != TOWERS:
         raise ConfigError(f"takes {TOWERS} input features, the dataset has {_described(spec)}")

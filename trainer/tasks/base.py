@@ -65,7 +65,8 @@ class Part(NamedTuple):
     """Some examples, in the order of the dataset: arrays whose first axis is the examples.
 
     Of several targets `labels` and `outputs` are mappings by name. `weights` is None where all
-    examples weigh the same. `columns` are the features that an evaluation is sliced by.
+    examples weigh the same. `columns` are the features that an evaluation is sliced by, and those
+    that a task asks for.
     """
 
     labels: Any
@@ -148,6 +149,11 @@ class Task(ABC):
     @property
     def labels(self) -> tuple[str, ...]:
         """Names of the classes, one for each column of the probabilities; empty without classes."""
+        return ()
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Features besides the label that `details` reads: `columns` of a `Part` has them."""
         return ()
 
     @abstractmethod

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks.base import Examples, Floats, Part, Target, Task
+from trainer.tasks.base import Examples, Floats, Part, Tally, Target, Task
 
 
 class MultiOutput(Task):
@@ -54,6 +54,11 @@ class MultiOutput(Task):
     def loss_weights(self) -> Mapping[str, float]:
         """What the loss of each output counts in the sum."""
         return self._weights
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Those of all tasks."""
+        return tuple(dict.fromkeys(each for part in self._parts.values() for each in part.columns))
 
     @property
     def output_shape(self) -> Any:
@@ -144,14 +149,9 @@ class MultiOutput(Task):
             by_output[name] = each
         return {**found, "outputs": by_output}
 
-    def of_slice(self, part: Part) -> dict[str, Any]:
-        """Return those of each task."""
-        found: dict[str, Any] = {"metrics": {}, "intervals": {}}
-        for name, task in self._parts.items():
-            each = task.of_slice(_of_output(part, name))
-            for kind in found:
-                found[kind] |= {f"{name}_{metric}": v for metric, v in each.get(kind, {}).items()}
-        return found
+    def tally(self) -> Tally:
+        """Return what gathers those of each task."""
+        return _OfSlice({name: part.tally() for name, part in self._parts.items()})
 
     def check(self) -> None:
         """Check the label of each task."""
@@ -176,6 +176,23 @@ class MultiOutput(Task):
                 part.check_output(output[name], last[name] if isinstance(last, Mapping) else None)
             except ConfigError as error:
                 raise ConfigError(f"output {name!r}: {error}") from None
+
+
+@dataclass(frozen=True)
+class _OfSlice(Tally):
+    _tallies: Mapping[str, Tally]
+
+    def add(self, part: Part) -> None:
+        for name, each in self._tallies.items():
+            each.add(_of_output(part, name))
+
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"metrics": {}, "intervals": {}}
+        for name, each in self._tallies.items():
+            values = each.result()
+            for kind, all_of in found.items():
+                all_of |= {f"{name}_{metric}": v for metric, v in values.get(kind, {}).items()}
+        return found
 
 
 @dataclass(frozen=True)

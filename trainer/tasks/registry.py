@@ -18,6 +18,8 @@ from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.objective import Objective
 
 MULTI_OUTPUT = MultiOutput.name
+# The argument of a task that takes `data.group`.
+_GROUP = "group"
 _log = logging.getLogger(__name__)
 
 
@@ -49,8 +51,16 @@ class Dataset(Protocol):
         """All features."""
 
     @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of those that the model takes."""
+
+    @property
     def targets(self) -> tuple[str, ...]:
         """Names of those to be predicted."""
+
+    @property
+    def group(self) -> str:
+        """Name of the one that says which examples belong together; empty where none does."""
 
     @property
     def target_counts(self) -> Mapping[str, Mapping[str, Sequence[int]]]:
@@ -77,7 +87,7 @@ def create(config: TaskConfig, dataset: Dataset) -> Task:
             f"task.name: {name} takes one label, and there are {', '.join(dataset.targets)}; "
             f"set task.name to {MULTI_OUTPUT}, or name one of them in data.label"
         )
-    return _one(name, target_of(dataset, dataset.targets[0]), config.args, "task")
+    return _one(name, dataset, dataset.targets[0], config.args, "task")
 
 
 def _several(config: TaskConfig, dataset: Dataset) -> Task:
@@ -92,18 +102,19 @@ def _several(config: TaskConfig, dataset: Dataset) -> Task:
         said = config.outputs.get(name, OutputConfig())
         if said.name == MULTI_OUTPUT:
             raise ConfigError(f"task.outputs.{name}.name: one output is not several")
-        target = target_of(dataset, name)
-        kind = automatic(target).name if said.name == AUTO else said.name
-        parts[name] = _one(kind, target, said.args, f"task.outputs.{name}")
+        kind = automatic(dataset, name).name if said.name == AUTO else said.name
+        parts[name] = _one(kind, dataset, name, said.args, f"task.outputs.{name}")
         weights[name] = said.weight
     return MultiOutput(parts, weights)
 
 
-def _one(name: str, target: Target, args: Mapping[str, Any], key: str) -> Task:
+def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: str) -> Task:
     task = _class(name)
-    _check_arguments(name, task, args, key)
+    takes = [each for each in inspect.signature(task).parameters if each not in {"target", _GROUP}]
+    _check_arguments(name, takes, args, key)
+    group = {_GROUP: dataset.group} if _GROUP in inspect.signature(task).parameters else {}
     try:
-        return task(target, **args)
+        return task(target_of(dataset, label), **group, **args)
     except ConfigError as error:
         raise ConfigError(f"{key} {name}: {error}") from None
     # A task of the user's may fail in any way.
@@ -130,18 +141,19 @@ def chosen(config: TaskConfig, dataset: Dataset) -> Choice:
         names = ", ".join(dataset.targets)
         choice = Choice(MULTI_OUTPUT, f"there are several labels: {names}")
     else:
-        choice = automatic(target_of(dataset, dataset.targets[0]))
+        choice = automatic(dataset, dataset.targets[0])
     _log.info("task: %s, since %s", *choice)
     return choice
 
 
-def automatic(target: Target) -> Choice:
-    """Return the task that a target asks for.
+def automatic(dataset: Dataset, label: str) -> Choice:
+    """Return the task that a label asks for.
 
     Two named classes are `classification`, as any number of them; a logit less would make another
     model of every configuration that has been trained as such. A whole number without names is a
     class too: TFDS has labels of this kind, and says of no number that it is a quantity.
     """
+    target = target_of(dataset, label)
     kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
     if kind == "f":
         return Choice("regression", f"the label {target} is a quantity")
@@ -149,13 +161,21 @@ def automatic(target: Target) -> Choice:
         return Choice("binary_classification", f"the label {target} is true or false")
     if kind in {"i", "u"} and not target.shape:
         return Choice("classification", f"the label {target} names a class")
-    is_row = kind == "b" or (kind in {"i", "u"} and not target.num_classes)
-    if is_row and len(target.shape) == 1:
+    if kind in {"i", "u"} and (target.num_classes or _is_by_place(dataset, target)):
+        return Choice("sequence_labelling", f"the label {target} names a class for each place")
+    if kind in {"b", "i", "u"} and len(target.shape) == 1:
         why = f"the label {target} says yes or no to each of {target.shape[0]} classes"
         return Choice("multilabel_classification", why)
     raise ConfigError(
         f"task.name: no task built in takes the label {target}; name another feature in data.label"
     )
+
+
+def _is_by_place(dataset: Dataset, target: Target) -> bool:
+    """Say whether an input has as many places as a label: a sequence, or an image."""
+    sizes = [tuple(dataset.features[name].shape) for name in dataset.inputs]
+    places = target.shape[: max(len(target.shape) - 1, 1)]
+    return any(shape[: len(places)] == places for shape in sizes)
 
 
 def objective_of(config: Config, dataset: Dataset) -> Objective:
@@ -205,10 +225,9 @@ def _class(name: str) -> type[Task]:
     return found
 
 
-def _check_arguments(name: str, task: type[Task], args: Mapping[str, Any], key: str) -> None:
-    allowed = [each for each in inspect.signature(task).parameters if each != "target"]
+def _check_arguments(name: str, takes: Sequence[str], args: Mapping[str, Any], key: str) -> None:
     for argument in args:
-        if argument not in allowed:
-            known = f"it takes {', '.join(allowed)}" if allowed else "it takes none"
-            hint = nearest(argument, allowed)
+        if argument not in takes:
+            known = f"it takes {', '.join(takes)}" if takes else "it takes none"
+            hint = nearest(argument, takes)
             raise ConfigError(f"{key}.args: {name} has no argument {argument!r} ({known}){hint}")

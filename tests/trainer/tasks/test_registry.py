@@ -33,6 +33,8 @@ CHOICES = {
     "binary_classification": {"label": feature("bool")},
     "multilabel_classification": {"label": feature("int64", (5,))},
     "regression": {"label": feature("float32")},
+    "sequence_labelling": {"label": feature("int64", (5,), classes=3)},
+    "multi_output": {"a": feature("float32"), "b": feature("bool")},
 }
 
 
@@ -47,6 +49,15 @@ def test_a_bool_for_each_named_class_is_a_set_of_classes():
     label = SimpleNamespace(shape=(3,), dtype="bool", num_classes=3, labels=("a", "b", "c"))
     task = registry.create(TaskConfig(), dataset(label=label))
     assert (task.name, task.labels) == ("multilabel_classification", ("a", "b", "c"))
+
+
+def test_a_row_of_whole_numbers_goes_with_the_places_of_an_input():
+    as_long = dataset({"x": feature("int64", (5,))}, label=feature("int64", (5,)))
+    assert registry.create(TaskConfig(), as_long).name == "sequence_labelling"
+    image = dataset({"x": feature("uint8", (8, 8, 3))}, label=feature("uint8", (8, 8, 1)))
+    assert registry.create(TaskConfig(), image).name == "sequence_labelling"
+    bools = dataset(label=feature("bool", (3,), classes=3))
+    assert registry.create(TaskConfig(), bools).name == "multilabel_classification"
 
 
 def test_two_named_classes_are_a_classification_unless_the_configuration_says_otherwise():

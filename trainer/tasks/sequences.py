@@ -1,0 +1,226 @@
+"""Classes of sequences: one for the whole, or one for each place of it.
+
+`sequence_to_label` is `classification` of padded inputs: the mask that an embedding makes of them
+(`mask_zero`) has to end inside the model, in a recurrent or a pooling layer.
+
+`sequence_labelling`:
+
+    label     [places] of class numbers, or [height, width, 1] of a segmented image; a number below
+              zero is padding, and counts nowhere
+    outputs   logits [n, places, classes]; a mask that Keras carries with them counts in training
+    loss      cross entropy: a mean over the places of an example, then over the examples, so that
+              an example weighs the same whatever its length and however a batch is split
+    metrics   accuracy (of places), example_accuracy (all places of an example), macro_f1
+    answers   `logits` and `probabilities`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.errors import ConfigError
+from trainer.tasks import classification_metrics as measured
+from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task
+from trainer.tasks.classification import Classification
+
+_SOME_CLASSES = 2
+_MOST_PLACES = 12
+
+
+class SequenceToLabel(Classification):
+    """See the module."""
+
+    name = "sequence_to_label"
+
+    def check_output(self, output: Any, last: Any) -> None:
+        """Refuse logits of each place."""
+        shape = tuple(getattr(output, "shape", ()))
+        if len(shape) > len((None, *self.output_shape)):
+            raise ConfigError(
+                f"its output has a row for each place, {shape}: end the sequence by a pooling "
+                "layer or return_sequences=False, or set task.name to sequence_labelling"
+            )
+        super().check_output(output, last)
+
+
+class PlaceLoss(keras.losses.Loss):
+    """The mean cross entropy over the places of an example that have a label."""
+
+    def __call__(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> tf.Tensor:
+        """Return the mean over the examples; weights are [n] or those of each place."""
+        labels, logits = places(y_true), places(y_pred, classes=True)
+        known = tf.cast(labels >= 0, tf.float32)
+        mask = getattr(y_pred, "_keras_mask", None)
+        if mask is not None:
+            known *= tf.cast(places(mask), tf.float32)
+        each = known * tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.maximum(labels, 0), tf.cast(logits, tf.float32)
+        )
+        weights = None if sample_weight is None else tf.cast(sample_weight, tf.float32)
+        if weights is not None and weights.shape.rank > 1:
+            each, weights = each * places(weights), None
+        losses = tf.math.divide_no_nan(tf.reduce_sum(each, axis=1), tf.reduce_sum(known, axis=1))
+        return super().__call__(losses, losses, weights)
+
+    def call(self, y_true: Any, y_pred: Any) -> tf.Tensor:
+        """Return the losses [n]."""
+        del y_true
+        return y_pred
+
+
+def places(values: Any, *, classes: bool = False) -> tf.Tensor:
+    """Return the places of each example in one axis: labels [n, places], or with their classes."""
+    last = [values.shape[-1]] if classes else []
+    sizes = values.shape[1:-1] if classes else values.shape[1:]
+    found = tf.reshape(values, [tf.shape(values)[0], math.prod(sizes), *last])
+    return found if classes or found.dtype.is_floating else tf.cast(found, tf.int32)
+
+
+class PlaceMetrics(keras.Metric):
+    """`accuracy` and `macro_f1` of places, from their confusion matrix; `example_accuracy`."""
+
+    def __init__(self, classes: int) -> None:
+        """Measure so many classes."""
+        super().__init__(name="places")
+        self._classes = classes
+        self.matrix = self.add_weight(name="matrix", shape=(classes, classes), initializer="zeros")
+        self.right = self.add_weight(name="right", initializer="zeros")
+        self.weight = self.add_weight(name="weight", initializer="zeros")
+
+    def update_state(self, y_true: Any, y_pred: Any, sample_weight: Any = None) -> None:
+        """Add a batch."""
+        labels = places(y_true)
+        found = tf.argmax(places(y_pred, classes=True), axis=2, output_type=tf.int32)
+        given = tf.ones_like(labels[:, 0]) if sample_weight is None else sample_weight
+        weight = tf.cast(given, self.dtype)
+        known = labels >= 0
+        cell = tf.reshape(tf.maximum(labels, 0) * self._classes + found, [-1])
+        count = tf.reshape(tf.cast(known, self.dtype) * weight[:, tf.newaxis], [-1])
+        matrix = tf.math.unsorted_segment_sum(count, cell, self._classes**2)
+        self.matrix.assign_add(tf.reshape(matrix, self.matrix.shape))
+        right = tf.reduce_all((labels == found) | ~known, axis=1)
+        self.right.assign_add(tf.reduce_sum(weight * tf.cast(right, self.dtype)))
+        self.weight.assign_add(tf.reduce_sum(weight))
+
+    def result(self) -> dict[str, tf.Tensor]:
+        """Return all three; the average is over the classes that occur."""
+        matrix, right, weight = map(tf.convert_to_tensor, (self.matrix, self.right, self.weight))
+        hits, either = (
+            tf.linalg.diag_part(matrix),
+            sum(tf.reduce_sum(matrix, axis=a) for a in (0, 1)),
+        )
+        f1 = tf.boolean_mask(2 * tf.math.divide_no_nan(hits, either), either > 0)
+        return {
+            "accuracy": tf.reduce_sum(hits) / tf.reduce_sum(matrix),
+            "macro_f1": tf.reduce_mean(f1),
+            "example_accuracy": right / weight,
+        }
+
+
+class SequenceLabelling(Task):
+    """See the module."""
+
+    name = "sequence_labelling"
+    main_metric = "accuracy"
+    link = "softmax"
+    directions: ClassVar[Mapping[str, Direction]] = {
+        "loss": "lower",
+        "accuracy": "higher",
+        "example_accuracy": "higher",
+        "macro_f1": "higher",
+    }
+
+    def __init__(self, target: Target) -> None:
+        """Take a class for each place."""
+        if not target.shape or np.dtype(target.dtype).kind not in "iub":
+            raise ConfigError(f"it takes a whole number for each place, not {target}")
+        super().__init__(target)
+        self.num_classes = target.num_classes or _SOME_CLASSES
+
+    @property
+    def output_shape(self) -> Shape:
+        """One logit a class for each place."""
+        *most, last = self.target.shape
+        return (*self.target.shape, self.num_classes) if last > 1 else (*most, self.num_classes)
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Names of the classes; their numbers where they have none."""
+        return self.target.labels or tuple(map(str, range(self.num_classes)))
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the cross entropy."""
+        return PlaceLoss(name="places")
+
+    def chance_loss(self) -> float:
+        """Return that of equal probabilities."""
+        return math.log(max(2, self.num_classes))
+
+    def metrics(self) -> list[keras.Metric]:
+        """Return all of `directions`."""
+        return [PlaceMetrics(self.num_classes)]
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return the probabilities."""
+        return tf.nn.softmax(outputs)
+
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return `logits` and `probabilities`."""
+        return {"logits": outputs, "probabilities": tf.nn.softmax(outputs)}
+
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return the logits."""
+        return answers["logits"]
+
+    def example_losses(self, labels: Array, outputs: Array) -> Floats:
+        """Return the mean cross entropy [n] over the places."""
+        flat = labels.reshape(len(labels), -1).astype(np.int64)
+        each = measured.losses(
+            np.maximum(flat, 0).ravel(), outputs.reshape(-1, self.num_classes)
+        ).reshape(flat.shape)
+        known = flat >= 0
+        result: Floats = (each * known).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+        return result
+
+    def described(self, label: Any, output: Any) -> dict[str, Any]:
+        """Return the first labels and predictions, and the share that is right."""
+        true, found = label.ravel(), output.argmax(axis=-1).ravel()
+        known = true >= 0
+        return {
+            "label": self._text(true[known]),
+            "predicted": self._text(found[known]),
+            "accuracy": float((true == found)[known].mean()) if known.any() else 1.0,
+        }
+
+    def _text(self, numbers: Array) -> str:
+        names = " ".join(self.labels[int(each)] for each in numbers[:_MOST_PLACES])
+        return f"{names} ..." if len(numbers) > _MOST_PLACES else names
+
+    def details(self, examples: Examples) -> dict[str, Any]:
+        """Return the confusion matrix of places, and precision, recall and F1 of each class."""
+        classes = self.num_classes
+        matrix = np.zeros((classes, classes), np.int64)
+        for part in examples.parts():
+            true = part.labels.astype(np.int64).ravel()
+            found = part.outputs.argmax(axis=-1).ravel()
+            cells = (true * classes + found)[true >= 0]
+            matrix += np.bincount(cells, minlength=classes**2).reshape(classes, classes)
+        counts = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
+        no_area: measured.Area = {"roc_auc": None, "pr_auc": None}
+        return {
+            "confusion_matrix": matrix.tolist(),
+            "labels": list(self.labels),
+            "per_class": measured.per_class(counts, [no_area] * classes, self.labels),
+        }
+
+    def check(self) -> None:
+        """Refuse a split without a single label."""
+        for split, counts in self.target.counts.items():
+            if not sum(counts):
+                raise ConfigError(f"the split {split!r} has no label of {self.target.name!r}")
