@@ -17,6 +17,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 
 from trainer import user_code
 from trainer.errors import ConfigError
+from trainer.tasks import named
 from trainer.tasks.base import Task
 
 
@@ -74,7 +75,7 @@ class Compiled:
         """
         container = CompileLoss(self.loss, self.loss_weights, output_names=self.output_names)
         # Of several outputs it makes a metric for each, which nothing reads.
-        with keras.StatelessScope(initialize_variables=False), _refused("loss"):
+        with named.without_values(), _refused("loss"):
             container.build(labels, outputs)
         return [Term(each.path, each.loss, each.loss_weights) for each in container._flat_losses]
 

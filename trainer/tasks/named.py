@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import keras
+from keras.src.backend.common import global_state
 from keras.src.losses import ALL_OBJECTS_DICT as LOSSES
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.metrics import ALL_OBJECTS_DICT as METRICS
@@ -18,6 +20,8 @@ from trainer import user_code
 from trainer.errors import ConfigError, nearest
 from trainer.tasks.base import Direction
 
+# Keras's list of variables without a value.
+_WAITING = "uninitialized_variables"
 # Keras chooses among its own by the shapes of labels and outputs.
 _BY_SHAPE = ("accuracy", "acc")
 _BASES = ("Loss", "LossFunctionWrapper", "Metric", "Mean", "Sum", "MeanMetricWrapper")
@@ -26,6 +30,21 @@ _LOWER = re.compile(r"error|loss|crossentropy|hinge|divergence|poisson|log_cosh|
 _HIGHER = re.compile(
     r"acc|auc|precision|recall|sensitivity|specificity|f1|f_beta|r2_score|io_u|cosine|correlation"
 )
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Give the variables that are made within no values, now and later: nothing reads them.
+
+    Keras would make up for it where the next scope without state ends, wherever that is: with the
+    variables of a model that is placed on parameter servers, for one.
+    """
+    waiting = list(global_state.get_global_attribute(_WAITING, []))
+    try:
+        with keras.StatelessScope(initialize_variables=False):
+            yield
+    finally:
+        global_state.set_global_attribute(_WAITING, waiting)
 
 
 def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:

@@ -130,7 +130,7 @@ class Objective:
             self._named += [(name, f"{key}.metrics", each) for each in said.metrics]
         self._class_weights = weights
         self._loss = TaskLoss([*self._own_terms()])
-        with keras.StatelessScope(initialize_variables=False):
+        with named.without_values():
             for _, key, name in self._named:
                 named.metric(name, key, *_ONE)
         for key, name in self._losses.values():
@@ -282,7 +282,7 @@ class Objective:
         if self._shapes:
             return
         # Nothing reads these variables.
-        with keras.StatelessScope(initialize_variables=False):
+        with named.without_values():
             self._metrics = [*self._all_metrics(labels, outputs)]
             for each in self._metrics:
                 each.metric.update_state(*self._taken(each, labels, outputs, weights))

@@ -7,6 +7,7 @@ import textwrap
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tests.trainer.tasks.test_compiled import accepted, measured, net
 from trainer.errors import ConfigError
@@ -114,3 +115,17 @@ def test_a_further_metric_takes_predictions():
     found = measured(objective, model)
     assert found["sparse_categorical_crossentropy"] == pytest.approx(found["loss"], rel=1e-5)
     assert objective.directions["sparse_categorical_crossentropy"] == "lower"
+
+
+def test_variables_without_values_get_none_when_another_scope_ends():
+    made = []
+
+    def create(next_creator, **kwargs):
+        made.append(kwargs["name"])
+        return next_creator(**kwargs)
+
+    with named.without_values():
+        keras.metrics.Mean().update_state([1.0])
+    with tf.variable_creator_scope(create), keras.StatelessScope():
+        pass
+    assert made == []
