@@ -90,11 +90,18 @@ def build_slots(optimizer: keras.optimizers.Optimizer, model: keras.Model) -> No
     """
     add = optimizer.add_variable_from_reference
 
-    def on_its_server(reference: keras.Variable, *args: Any, **kwargs: Any) -> keras.Variable:
-        with tf.device(reference.value.device):
-            return add(reference, *args, **kwargs)
+    # The name of the argument is Keras's own: some optimizers use it.
+    def on_its_server(
+        reference_variable: keras.Variable, *args: Any, **kwargs: Any
+    ) -> keras.Variable:
+        with tf.device(reference_variable.value.device):
+            return add(reference_variable, *args, **kwargs)
 
-    with _replaced(optimizer, "add_variable_from_reference", on_its_server):
+    # A slot of another shape (the factors of Adafactor) names no variable.
+    with (
+        _replaced(optimizer, "add_variable_from_reference", on_its_server),
+        tf.device(optimizer.iterations.value.device),
+    ):
         optimizer.build(model.trainable_variables)
     fuse(optimizer)
     _update_on_servers(optimizer)

@@ -10,9 +10,11 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainer.config.schema import OPTIMIZERS, OptimizerConfig, TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import placement
 from trainer.strategies.placement import Sized, assign, build_slots, place, server_device
+from trainer.training.optimizers import build_optimizer
 
 LAYERS = [Sized(path="a/kernel", bytes=60), Sized(path="a/bias", bytes=10)]
 LAYERS += [Sized(path="b/kernel", bytes=50), Sized(path="b/bias", bytes=0)]
@@ -134,11 +136,13 @@ def test_a_glob_is_held_against_the_paths_of_the_model():
         place(two_layers, 2, {"embedding": "ps:1"})
 
 
-@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD"])
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
 def test_slots_on_the_servers_of_their_variables_update_alike(name):
     def updated(build):
         model = two_layers()
-        optimizer = getattr(keras.optimizers, name)(0.1, weight_decay=0.01)
+        args = {"weight_decay": 0.01}
+        settings = OptimizerConfig(name=name, learning_rate=0.1, args=args)
+        optimizer = build_optimizer(TrainingConfig(optimizer=settings))
         build(optimizer, model)
         for _ in range(3):
             gradients = [tf.ones_like(variable.value) for variable in model.trainable_variables]
