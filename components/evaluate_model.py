@@ -74,7 +74,8 @@ def run_step(
             record.done(result.uri, result.metrics)
             descriptor.describe(metrics, result.uri, ui.scalars(result.metrics))
             measured = json.loads(storage.read_file(result.uri, "metrics.json"))
-            ui.log_confusion(confusion, measured["labels"], measured["confusion_matrix"])
+            matrix = measured.get("confusion_matrix", ())
+            ui.log_confusion(confusion, measured.get("labels", ()), matrix)
             ui.log_roc(roc, measured.get("roc", ()))
             return result.uri
 

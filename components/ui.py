@@ -25,7 +25,9 @@ def scalars(found: Mapping[str, float]) -> dict[str, float]:
 
 def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequence[int]]) -> None:
     """Log the matrix, whose rows are the true classes; `confusion` is ClassificationMetrics."""
-    if len(labels) > MOST_CLASSES:
+    if not len(matrix):
+        confusion.metadata["left_out"] = "the evaluation has no confusion matrix"
+    elif len(labels) > MOST_CLASSES:
         confusion.metadata["left_out"] = f"{len(labels)} classes are more than {MOST_CLASSES}"
     else:
         # The UI finds a row by its name, and two classes may have the same name.
@@ -37,7 +39,7 @@ def log_confusion(confusion: Any, labels: Sequence[str], matrix: Sequence[Sequen
 
 
 def log_roc(roc: Any, curve: Sequence[Sequence[float]]) -> None:
-    """Log points of false positive rate, true positive rate, threshold; see `metrics.roc`.
+    """Log points of false positive rate, true positive rate, threshold, of an evaluation.
 
     `roc` is KFP ClassificationMetrics.
     """

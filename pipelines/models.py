@@ -12,6 +12,7 @@ from trainer import storage
 from trainer.errors import ConfigError, nearest
 from trainer.promotion import registry
 from trainer.promotion.registry import Promotion
+from trainer.report import views
 from trainer.storage.uri import require_uri
 
 
@@ -22,6 +23,7 @@ class ModelVersion:
     name: str
     version: int
     champion: bool
+    main_metric: str
     metrics: Mapping[str, Any]
     global_step: int
     created: str
@@ -99,11 +101,14 @@ def _version(name: str, version: registry.Version, champion: int) -> ModelVersio
     # The types of what is there were checked by the registry.
     fields = version.manifest.fields
     lineage = fields.get("lineage", {})
+    metrics = lineage.get("metrics", {})
+    known = {"main_metric": fields.get("main_metric", ""), "metrics": metrics}
     return ModelVersion(
         name=name,
         version=version.number,
         champion=champion == version.number,
-        metrics=lineage.get("metrics", {}),
+        main_metric=views.main_metric(known),
+        metrics=metrics,
         global_step=fields.get("global_step", 0),
         created=version.manifest.created,
         run_id=lineage.get("run_id", ""),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 models = typer.Typer(help="The registry: the models, their versions and champions.")
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
-TITLES = ("model", "version", "champion", "accuracy", "global step", "registered", "run")
+TITLES = ("model", "version", "champion", "metric", "global step", "registered", "run")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
 
 
@@ -47,7 +47,7 @@ def list_models(
             escape(each.name),
             str(each.version),
             "champion" if each.champion else "",
-            formatted(each.metrics.get("accuracy")),
+            escape(f"{each.main_metric} {formatted(each.metrics.get(each.main_metric))}"),
             str(each.global_step),
             each.created,
             escape(each.run_id),

@@ -2,7 +2,7 @@
 
 The model is published with the forms of `trainer.export.formats`, and with
 
-    labels.txt      one class a line
+    labels.txt      one class a line, where the task has classes
     model_card.md   what it is, from what was measured
     request.json    real examples, as TensorFlow Serving's REST interface takes them
     kserve.yaml     a KServe InferenceService
@@ -88,7 +88,7 @@ def export(  # noqa: PLR0913, PLR0917
         _write_json(folder / "parity.json", parity)
         _write_json(folder / "config.json", config.model_dump(mode="json"))
         _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
-        _write_text(folder / "model_card.md", model_card.written(facts, parity, fields["inputs"]))
+        _write_text(folder / "model_card.md", model_card.written(facts, parity, fields))
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 
@@ -103,6 +103,8 @@ def _fields(
         "formats": list(config.export.formats),
         "inputs": [described(spec, feature) for feature in spec.inputs],
         "task": subject.task.name,
+        "main_metric": subject.task.main_metric,
+        "outputs": subject.columns(),
         "num_labels": len(subject.task.labels),
         "saved_model": format_path("saved_model", config.name, facts.step),
         "decision": facts.decision,

@@ -9,11 +9,14 @@ from typing import Any
 
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.evaluation.signature import SERIALIZED, SERVING
+from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING
+from trainer.report import views
+from trainer.report.report import formatted
 
-# Of the parts of a slice, and of the names of classes, what a reader has to know.
-_MOST_PARTS = 10
+# Of the names of classes, what a reader has to know.
 _MOST_NAMES = 20
+# Four decimals of a larger number tell nothing more.
+_LARGE = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,21 +30,23 @@ class Facts:
     step: int
 
 
-def written(facts: Facts, parity: Mapping[str, Any], inputs: Sequence[Mapping[str, Any]]) -> str:
+def written(facts: Facts, parity: Mapping[str, Any], fields: Mapping[str, Any]) -> str:
     """Return the card of a model, as Markdown.
 
-    `parity` is what `parity.prove` returns, with `smoke`; `inputs` are those of the manifest.
+    `parity` is what `parity.prove` returns, with `smoke`; `fields` are those of the
+    manifest.
     """
     decided = json.loads(storage.read_file(facts.decision, "decision.json"))
     measured = json.loads(storage.read_file(decided["evaluation"], "metrics.json"))
     parts = [
         _head(facts, measured),
-        _use(facts.config.name, inputs, measured["labels"]),
+        _use(facts.config.name, fields, measured.get("labels") or []),
         _data(facts),
         _training(facts),
         _metrics(measured),
         _classes(measured),
-        *(_slice(name, rows) for name, rows in measured["slices"].items()),
+        *map(_own_table, measured.get("tables") or ()),
+        *(_slice(name, rows, measured) for name, rows in measured["slices"].items()),
         _gate(decided),
         _forms(parity),
         _unknown(measured),
@@ -51,27 +56,34 @@ def written(facts: Facts, parity: Mapping[str, Any], inputs: Sequence[Mapping[st
 
 def _head(facts: Facts, measured: Mapping[str, Any]) -> str:
     config = facts.config
+    metric, classes = views.main_metric(measured), len(measured.get("labels") or ())
+    of_classes = f" of {classes} classes" if classes else ""
+    value = measured["metrics"].get(metric)
     return (
         f"# {_cell(config.name)}\n\n"
-        f"A `{_code(config.model.name)}` classifier of {len(measured['labels'])} classes, trained "
-        f"on `{_code(config.data.dataset)}`; global step {facts.step}. Accuracy "
-        f"{_number(measured['metrics']['accuracy'])} on {measured['examples']} test examples."
+        f"A `{_code(config.model.name)}` model for {_words(measured['task'])}{of_classes}, trained "
+        f"on `{_code(config.data.dataset)}`; global step {facts.step}. "
+        f"{_words(metric).capitalize()} {_number(value)} on {measured['examples']} test examples."
     )
 
 
-def _use(name: str, inputs: Sequence[Mapping[str, Any]], labels: Sequence[str]) -> str:
-    rows = (
-        [f"`{each['name']}`", each["dtype"], f"({', '.join(map(str, ['n', *each['shape']]))})"]
-        for each in inputs
+def _use(name: str, fields: Mapping[str, Any], labels: Sequence[str]) -> str:
+    takes, gives = (
+        [
+            [f"`{each['name']}`", each["dtype"], f"({', '.join(map(str, ['n', *each['shape']]))})"]
+            for each in fields[side]
+        ]
+        for side in ("inputs", "outputs")
     )
     names = ", ".join(map(_cell, labels[:_MOST_NAMES]))
     names += ", ..." if len(labels) > _MOST_NAMES else ""
+    classes = f"Classes are in the order of `{LABELS}`: {names}.\n\n" if labels else ""
     return (
         "## How to ask it\n\n"
-        f"Signature `{SERVING}` takes\n\n{_table(['input', 'type', 'shape'], rows)}\n\n"
+        f"Signature `{SERVING}` takes\n\n{_table(['input', 'type', 'shape'], takes)}\n\n"
         f"and `{SERIALIZED}` takes `examples`: serialized `tf.train.Example` records as the "
-        "dataset stores them. Both give `logits` and `probabilities`, one column a class in the "
-        f"order of `labels.txt`: {names}.\n\n"
+        "dataset stores them. Both give\n\n"
+        f"{_table(['answer', 'type', 'shape'], gives)}\n\n{classes}"
         "    tensorflow_model_server --rest_api_port=8501 "
         f"--model_name={name} --model_base_path=$PWD/serving/{name}\n"
         f"    curl -d @request.json localhost:8501/v1/models/{name}:predict"
@@ -101,13 +113,15 @@ def _training(facts: Facts) -> str:
 def _metrics(measured: Mapping[str, Any]) -> str:
     intervals = measured["intervals"]
     rows = (
-        [name, _number(value), _interval(intervals.get(name))]
+        [_cell(name), _number(value), _interval(intervals.get(name))]
         for name, value in measured["metrics"].items()
     )
     return f"## Measured on the test split\n\n{_table(['figure', 'value', '95 % interval'], rows)}"
 
 
 def _classes(measured: Mapping[str, Any]) -> str:
+    if not measured.get("per_class"):
+        return ""
     names = ("precision", "recall", "f1", "support")
     rows = (
         [_cell(each["label"]), *(_number(each[name]) for name in names)]
@@ -116,18 +130,25 @@ def _classes(measured: Mapping[str, Any]) -> str:
     return f"### By class\n\n{_table(['class', *names], rows)}"
 
 
-def _slice(name: str, rows: Iterable[Mapping[str, Any]]) -> str:
-    worst = sorted(rows, key=lambda row: row["metrics"]["accuracy"])[:_MOST_PARTS]
-    cells = (
+def _own_table(table: Mapping[str, Any]) -> str:
+    rows = ([_cell(formatted(cell)) for cell in row] for row in table["rows"])
+    return f"### {_cell(table['title'])}\n\n{_table([*map(_cell, table['columns'])], rows)}"
+
+
+def _slice(name: str, rows: Sequence[Mapping[str, Any]], measured: Mapping[str, Any]) -> str:
+    cells = [
         [
             _cell(row["value"]),
             str(row["examples"]),
-            _number(row["metrics"]["accuracy"]),
-            _interval(row["intervals"]["accuracy"]),
+            _number(row["metric"]),
+            _interval(row["interval"]),
         ]
-        for row in worst
-    )
-    table = _table(["part", "examples", "accuracy", "95 % interval"], cells)
+        for row in views.weakest(measured, rows)
+    ]
+    if not cells:
+        return ""
+    metric = _words(views.main_metric(measured))
+    table = _table(["part", "examples", metric, "95 % interval"], cells)
     return f"### Where it is weakest, by {_cell(name)}\n\n{table}"
 
 
@@ -138,13 +159,17 @@ def _gate(decided: Mapping[str, Any]) -> str:
 
 def _forms(parity: Mapping[str, Any]) -> str:
     rows = (
-        [f"`{name}`", f"{each['max_difference']:.3g}", _number(each.get("accuracy"))]
+        [
+            f"`{name}`",
+            f"{each['max_difference']:.3g}",
+            f"{_words(each['metric'])} {_number(each['value'])}" if "metric" in each else "-",
+        ]
         for name, each in parity["formats"].items()
     )
     return (
         "## Forms\n\nHeld against the original in memory on "
         f"{parity['examples']} test examples.\n\n"
-        f"{_table(['form', 'largest difference', 'accuracy, where rounded'], rows)}\n\n"
+        f"{_table(['form', 'largest difference', 'where it is rounded'], rows)}\n\n"
         f"A fresh process on the exporting machine answered one example in "
         f"{parity['smoke']['milliseconds']:g} ms."
     )
@@ -170,6 +195,10 @@ def _cell(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\|`*_[]<>#&" else letter for letter in plain)
 
 
+def _words(name: str) -> str:
+    return _cell(name.replace("_", " "))
+
+
 def _code(text: str) -> str:
     return " ".join(text.replace("`", "'").split())
 
@@ -177,8 +206,10 @@ def _code(text: str) -> str:
 def _number(value: float | int | None) -> str:
     if value is None:
         return "-"
-    return str(value) if isinstance(value, int) else f"{value:.4f}"
+    if isinstance(value, int) or abs(value) >= _LARGE:
+        return f"{value:.6g}"
+    return f"{value:.4f}"
 
 
 def _interval(pair: Sequence[float] | None) -> str:
-    return f"{pair[0]:.4f} to {pair[1]:.4f}" if pair else "-"
+    return f"{_number(pair[0])} to {_number(pair[1])}" if pair else "-"

@@ -55,6 +55,15 @@ class Original(Subject):
             return batch
         raise UserError("there are no test examples: the exported model cannot be proved")
 
+    def columns(self) -> list[dict[str, Any]]:
+        """Return what is answered: `name`, `shape` of one example's, and `dtype`."""
+        inputs, _ = self.first()
+        one = {name: np.asarray(values)[:1] for name, values in inputs.items()}
+        return [
+            {"name": name, "shape": list(each.shape[1:]), "dtype": each.dtype.name}
+            for name, each in self.answers(one).items()
+        ]
+
 
 def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str, Any]:
     """Write every form to its path below `folder`, read it back, and hold its answers.

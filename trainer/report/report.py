@@ -11,7 +11,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
     metrics     {name: value} of the test split
     rules       [{"metric", "key", "bound", "threshold", "value", "passed", "note"}] of the gate
-    history     [{"global_step", "loss", "validation_loss", "validation_accuracy", ...}]
+    history     [{"global_step", "loss", "validation_loss", "validation_<metric>", ...}]
     incidents   [{"event", "time": seconds since 1970, ...}]
     checkpoints [{"event", "time", ...}]
     evaluation  `metrics.json` of the evaluation
@@ -42,8 +42,6 @@ from trainer.report.views import HEIGHT, LEFT, RIGHT, WIDTH, line_chart
 
 _TEMPLATE = Path(__file__).with_name("report.html.j2")
 _CHARTS = (
-    ("Loss", {"loss": "training", "validation_loss": "validation"}),
-    ("Accuracy", {"validation_accuracy": "validation"}),
     ("Learning rate", {"learning_rate": "training"}),
     ("Global steps a second", {"steps_per_second": "training"}),
     ("Staleness in updates", {"staleness_mean": "mean", "staleness_p95": "95th percentile"}),
@@ -58,6 +56,8 @@ HEADLINES = {
 }
 _SIZE = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT}
 NOTHING = "-"
+# Of a worst example, what is not one of the lines below it.
+_PLACED = ("index", "label", "predicted", "inputs", "picture", "data")
 
 Facts = Mapping[str, Any]
 
@@ -81,14 +81,18 @@ def render(facts: Facts) -> str:
     error = [str(facts["error"])] if facts.get("error") else []
     registered = facts.get("registered") or {}
     evaluation = facts.get("evaluation") or {}
-    charts = (line_chart(title, history, "global_step", series) for title, series in _CHARTS)
+    measured = {_titled(name): series for name, series in views.training(history).items()}
+    drawn = {**measured, **dict(_CHARTS)}
+    charts = (line_chart(title, history, "global_step", each) for title, each in drawn.items())
+    metrics = views.metric_rows(evaluation, facts.get("metrics") or {})
     rules += [dict(rule) for rule in registered.get("rules") or ()]
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=HEADLINES.get(verdict, "How the run ended is not known."),
         reasons=[*_reasons(verdict, steps, rules, registered), *error],
-        metrics=views.metric_rows(evaluation, facts.get("metrics") or {}),
+        metrics=metrics,
+        tiles=views.tiles(evaluation, metrics),
         rules=rules,
         size=_SIZE,
         charts=[chart for chart in charts if chart],
@@ -110,6 +114,7 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
     calibration = views.calibration(evaluation)
     return {
         "champion": evaluation.get("champion") or {},
+        "placed": _PLACED,
         "examples": evaluation.get("examples"),
         "labels": evaluation.get("labels") or [],
         "matrix": views.matrix(evaluation),
@@ -118,11 +123,18 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
         "curves": views.curves(evaluation, facts.get("curves") or ()),
         "calibration": [calibration] if calibration else [],
         "parts": views.weak_parts(evaluation),
+        "main_metric": views.main_metric(evaluation),
+        "tables": evaluation.get("tables") or [],
+        "own_charts": views.charts(evaluation),
         "worst": [
             {**row, "data": pictures.get(row.get("picture"), "")}
             for row in _rows(evaluation, "worst")
         ],
     }
+
+
+def _titled(name: str) -> str:
+    return name.replace("_", " ").capitalize()
 
 
 def formatted(value: object) -> str:

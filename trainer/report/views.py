@@ -137,6 +137,8 @@ MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
 _MOST_CURVES = 3
 _MOST_PARTS = 12
+_MOST_TILES = 4
+_VALIDATION = "validation_"
 _DARKEST = 55
 
 Facts = Mapping[str, Any]
@@ -210,28 +212,43 @@ def weak_classes(evaluation: Facts) -> list[Facts]:
 
 
 def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
-    """Return ROC and precision over recall of the weakest classes."""
+    """Return ROC and precision over recall, of the weakest classes where their areas are known."""
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
-    charts = []
+    charts: list[Chart | None] = []
     for title, curve, area in (
         ("ROC: true over false positive rate", "roc", "roc_auc"),
         ("Precision over recall", "pr", "pr_auc"),
     ):
-        weakest = sorted(
-            (each for each in found if areas.get(each["label"], {}).get(area) is not None),
-            key=lambda each: areas[each["label"]][area],
-        )[:_MOST_CURVES]
-        table = [
-            {"across": x, str(number): y}
-            for number, each in enumerate(weakest)
-            for x, y in each[curve]
+        known = [
+            (areas[each["label"]][area], each)
+            for each in found
+            if areas.get(each["label"], {}).get(area) is not None
         ]
-        series = {
-            str(number): f"{each['label']} (area {areas[each['label']][area]:.4f})"
-            for number, each in enumerate(weakest)
-        }
-        charts.append(line_chart(title, table, "across", series))
+        known.sort(key=lambda pair: pair[0])
+        named = [(f"{each['label']} (area {value:.4f})", each[curve]) for value, each in known]
+        if not areas:
+            named = [(each["label"], each[curve]) for each in found]
+        charts.append(_of_points(title, dict(named[:_MOST_CURVES])))
     return [chart for chart in charts if chart]
+
+
+def charts(evaluation: Facts) -> list[Chart]:
+    """Return the charts that the task has asked for."""
+    found = (
+        _of_points(f"{each['title']}: {each['y']} over {each['x']}", each["series"])
+        for each in evaluation.get("charts") or ()
+    )
+    return [chart for chart in found if chart]
+
+
+def _of_points(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
+    """Draw series of points [x, y] by their labels."""
+    table = [
+        {"across": x, str(number): y}
+        for number, points in enumerate(series.values())
+        for x, y in points
+    ]
+    return line_chart(title, table, "across", {str(n): label for n, label in enumerate(series)})
 
 
 def calibration(evaluation: Facts) -> Chart | None:
@@ -245,14 +262,54 @@ def calibration(evaluation: Facts) -> Chart | None:
     return line_chart("Calibration: accuracy over confidence", table, "across", series)
 
 
+def main_metric(evaluation: Facts) -> str:
+    """Return the metric by which models and parts are compared."""
+    # An evaluation of an earlier version is a classifier's: its accuracy comes after its loss.
+    others = (name for name in evaluation.get("metrics") or {} if name != "loss")
+    return str(evaluation.get("main_metric") or next(others, "loss"))
+
+
+def weakest(evaluation: Facts, rows: Sequence[Facts]) -> list[dict[str, Any]]:
+    """Return parts of a slice, the worst first: `value`, `examples`, `metric`, `interval`.
+
+    `metric` is the value of the main metric; a part that does not define it is left out.
+    """
+    name = main_metric(evaluation)
+    lower = (evaluation.get("directions") or {}).get(name, "higher") == "lower" or name == "loss"
+    found = [
+        {
+            "value": row["value"],
+            "examples": row["examples"],
+            "metric": row["metrics"][name],
+            "interval": row.get("intervals", {}).get(name),
+        }
+        for row in rows
+        if row["metrics"].get(name) is not None
+    ]
+    return sorted(found, key=lambda row: row["metric"], reverse=lower)[:_MOST_PARTS]
+
+
 def weak_parts(evaluation: Facts) -> list[dict[str, Any]]:
-    """Return the parts of every slice, the least accurate first: `slice`, `rows`."""
+    """Return the parts of every slice, the weakest first: `slice`, `rows`."""
     slices = evaluation.get("slices") or {}
-    by_accuracy = {
-        name: sorted(rows, key=lambda row: row["metrics"]["accuracy"])
-        for name, rows in slices.items()
-    }
-    return [{"slice": name, "rows": rows[:_MOST_PARTS]} for name, rows in by_accuracy.items()]
+    found = [{"slice": name, "rows": weakest(evaluation, rows)} for name, rows in slices.items()]
+    return [each for each in found if each["rows"]]
+
+
+def tiles(evaluation: Facts, rows: Sequence[Facts]) -> list[Facts]:
+    """Return the metrics that are at the top: the main one, the loss, and the next ones."""
+    first = (main_metric({**evaluation, "metrics": {row["name"]: 0 for row in rows}}), "loss")
+    known = [row for name in first for row in rows if row["name"] == name]
+    known += [row for row in rows if row["name"] not in first]
+    return known[:_MOST_TILES]
+
+
+def training(history: Sequence[Facts]) -> dict[str, dict[str, str]]:
+    """Return the metrics of a history: by name its columns, with what they were measured on."""
+    columns = dict.fromkeys(name for row in history for name in row)
+    names = [name.removeprefix(_VALIDATION) for name in columns if name.startswith(_VALIDATION)]
+    names = ["loss", *(name for name in names if name != "loss")][:_MOST_PARTS]
+    return {name: {name: "training", f"{_VALIDATION}{name}": "validation"} for name in names}
 
 
 def metric_rows(evaluation: Facts, metrics: Facts) -> list[dict[str, Any]]:

@@ -61,7 +61,11 @@ def test_the_manifest_says_what_the_model_is(run, blessed, exported):
     assert fields["name"] == run.config.name
     assert fields["global_step"] == small_run.GLOBAL_STEP
     assert fields["formats"] == ["saved_model", "keras"]
-    assert fields["num_classes"] == 10
+    assert fields["num_labels"] == 10
+    assert (fields["task"], fields["main_metric"]) == ("classification", "accuracy")
+    assert fields["outputs"] == [
+        {"name": name, "shape": [10], "dtype": "float32"} for name in ("logits", "probabilities")
+    ]
     assert fields["decision"] == blessed
     assert fields["made_from"]["checkpoint"] == run.checkpoint
     assert fields["inputs"] == [

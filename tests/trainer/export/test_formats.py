@@ -12,11 +12,12 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer import small_run
+from tests.trainer.objectives import of_classes
 from trainer import storage
 from trainer.config.load import parse_config
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluation.signature import SERVING, serving_name
-from trainer.export.formats import FORMATS
+from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 
@@ -41,11 +42,11 @@ def blessed(run):
 def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, monkeypatch, altered):
     form, change = altered
 
-    def write_other_weights(model, spec, path, calibration):
-        weights = model.get_weights()
-        model.set_weights([weights[0], weights[1] + change])
-        genuine.write(model, spec, path, calibration)
-        model.set_weights(weights)
+    def write_other_weights(subject, path, calibration):
+        weights = subject.model.get_weights()
+        subject.model.set_weights([weights[0], weights[1] + change])
+        genuine.write(subject, path, calibration)
+        subject.model.set_weights(weights)
 
     genuine = FORMATS[form]
     replaced = dataclasses.replace(genuine, write=write_other_weights)
@@ -57,7 +58,7 @@ def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, mo
 
 
 def test_a_form_that_cannot_be_written_is_named(run, blessed, tmp_path, monkeypatch):
-    def no_space(model, spec, path, calibration):  # noqa: ARG001
+    def no_space(subject, path, calibration):  # noqa: ARG001
         raise OSError(28, "No space left on device", str(path))
 
     altered = dataclasses.replace(FORMATS["keras"], write=no_space)
@@ -80,7 +81,7 @@ OWN = """
             return self.dense(self.flatten(keras.ops.cast(x, "float32")))
 
     def model(spec):
-        return Own(keras.layers.Dense(spec.num_classes))
+        return Own(keras.layers.Dense(*spec.output_shape))
 """
 
 
@@ -92,7 +93,7 @@ def own_run(run, tmp_path, monkeypatch):
     config = parse_config(
         {"model": {"name": "own_exported:model"}, "export": {"formats": ["saved_model"]}}
     )
-    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=10)
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
     model = registry.build(config.model, spec, 0)
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     own = dataclasses.replace(run, config=config, checkpoint=checkpoint, model=model)
@@ -118,7 +119,7 @@ def test_an_own_class_that_keras_cannot_read_back_is_named(own_run, tmp_path):
 def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
     args = {"filters": [4], "hidden_units": [8], "dropout": 0.5}
     config = parse_config({"model": {"name": "cnn", "args": args}})
-    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=10)
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(10,))
     model = registry.build(config.model, spec, 3)
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     deep = dataclasses.replace(run, config=config, checkpoint=checkpoint)
@@ -149,15 +150,14 @@ def test_names_of_features_fit_a_signature(tmp_path, feature, name):
     spec = DatasetSpec(
         features={feature: FeatureSpec(shape=(4,), dtype="float32", stored="raw")},
         inputs=(feature,),
-        label="label",
-        num_classes=2,
-        labels=(),
+        targets=("label",),
         shards={},
     )
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
     form = FORMATS["saved_model"]
-    form.write(model, spec, tmp_path / "saved", None)
-    for ask in form.read(spec, tmp_path / "saved"):
+    subject = Subject(model=model, task=of_classes(2).task, spec=spec)
+    form.write(subject, tmp_path / "saved", None)
+    for ask in form.read(subject, tmp_path / "saved"):
         assert ask({feature: tf.ones((3, 4))})["probabilities"].shape == (3, 2)
 
 
@@ -168,17 +168,16 @@ def test_several_inputs_are_taken_by_their_names(tmp_path):
             "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
         },
         inputs=("wide", "age"),
-        label="label",
-        num_classes=2,
-        labels=(),
+        targets=("label",),
         shards={},
     )
-    given = InputSpec.of(spec.features, spec.inputs, 2).symbols()
+    given = InputSpec.of(spec.features, spec.inputs, (2,)).symbols()
     joined = keras.layers.Concatenate()([given["wide"], keras.layers.Reshape((1,))(given["age"])])
     model = keras.Model(given, keras.layers.Dense(2)(joined))
     batch = {"wide": tf.ones((5, 3)), "age": tf.range(5, dtype=tf.float32)}
     form = FORMATS["saved_model"]
-    form.write(model, spec, tmp_path / "saved", None)
-    for ask in form.read(spec, tmp_path / "saved"):
+    subject = Subject(model=model, task=of_classes(2).task, spec=spec)
+    form.write(subject, tmp_path / "saved", None)
+    for ask in form.read(subject, tmp_path / "saved"):
         logits = ask(batch)["logits"]
         np.testing.assert_allclose(logits, model(batch).numpy(), rtol=1e-5, atol=1e-6)

@@ -18,7 +18,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.signature import SERIALIZED
 from trainer.export.formats import FORMATS, called
-from trainer.export.parity import SMOKE_EXAMPLES, Subject, answered, fresh_process, prove
+from trainer.export.parity import SMOKE_EXAMPLES, Original, answered, fresh_process, prove
 from trainer.promotion import kserve
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -42,8 +42,17 @@ def exported(run):
 @pytest.fixture
 def subject(run):
     spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
-    batch = ({"image": tf.constant(run.images)}, run.labels)
-    return Subject(model=run.model, spec=spec, batches=lambda: iter([batch]), calibration=batch[0])
+    inputs = {"image": tf.constant(run.images)}
+    batch = (inputs, (inputs["image"], run.labels, None))
+    objective = of_classes(10)
+    return Original(
+        model=run.model,
+        task=objective.task,
+        objective=objective,
+        spec=spec,
+        batches=lambda: iter([batch]),
+        calibration=inputs,
+    )
 
 
 def test_every_form_kept_to_its_tolerance(exported):
@@ -53,8 +62,10 @@ def test_every_form_kept_to_its_tolerance(exported):
         assert formats[name]["max_difference"] <= 1e-5
     assert formats["tflite"]["max_difference"] <= 1e-4
     rounded = formats["tflite_int8"]
-    assert rounded["original_accuracy"] - rounded["accuracy"] <= 0.0104
-    assert rounded["accuracy_examples"] == small_run.TEST_EXAMPLES
+    assert rounded["metric"] == "accuracy"
+    assert rounded["original"] - rounded["value"] == pytest.approx(rounded["lost"])
+    assert rounded["lost"] <= 0.0104
+    assert rounded["examples"] == small_run.TEST_EXAMPLES
     assert rounded["max_difference"] > 1e-4, "it would not be rounded"
 
 
@@ -73,8 +84,8 @@ def test_the_saved_model_takes_serialized_examples(run, exported):
 
 
 def test_a_rounded_form_that_loses_accuracy_does_not_leave(subject, tmp_path, monkeypatch):
-    def turned(spec, path):
-        (ask,) = genuine.read(spec, path)
+    def turned(of, path):
+        (ask,) = genuine.read(of, path)
         return (lambda inputs: {n: -v for n, v in ask(inputs).items()},)
 
     genuine = FORMATS["tflite_int8"]
@@ -104,8 +115,7 @@ class TestSmoke:
 
     @pytest.fixture
     def folder(self, subject, tmp_path):
-        FORMATS["saved_model"].write(subject.model, subject.spec, tmp_path / "served", None)
-        (tmp_path / "labels.txt").write_text("\n".join("0123456789"))
+        FORMATS["saved_model"].write(subject, tmp_path / "served", None)
         return tmp_path
 
     def failed(self, subject, folder):
@@ -115,14 +125,6 @@ class TestSmoke:
         assert message.startswith("nothing is exported: a fresh process ")
         assert "\n" not in message
         return message
-
-    def test_it_needs_the_labels(self, subject, folder):
-        (folder / "labels.txt").unlink()
-        assert "labels.txt" in self.failed(subject, folder)
-
-    def test_it_counts_the_labels(self, subject, folder):
-        (folder / "labels.txt").write_text("0\n1")
-        assert "labels.txt has 2 lines for 10 classes" in self.failed(subject, folder)
 
     def test_it_notices_other_weights(self, subject, folder):
         other = dataclasses.replace(subject, model=lambda x, training: -subject.model(x))  # noqa: ARG005

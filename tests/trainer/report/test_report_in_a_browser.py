@@ -9,14 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainer.evaluation.metrics import curves
 
 from tests.trainer.browser import Browser, browser, found
 from tests.trainer.report.test_report import EVIL, FACTS
-from tests.trainer.report.test_views import CHAMPION, pictures_of
-from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.evaluation.evaluate import summarized
-from trainer.evaluation.predictions import Predictions, Worst
+from tests.trainer.report.test_views import CHAMPION, evaluation_of, pictures_of
 from trainer.report import report
 
 WINDOWS = [(360, 740), (1280, 900)]
@@ -39,21 +35,12 @@ def evaluated(folder: Path, names: list[str]) -> dict[str, Any]:
     labels = generator.integers(0, len(names), count)
     logits = generator.normal(size=(count, len(names))).astype(np.float32)
     logits[np.arange(count), labels] += 2
-    spec = DatasetSpec(
-        features={"image": FeatureSpec(shape=(9, 5, 3), dtype="uint8", stored="raw")},
-        inputs=("image",), label="digit", num_classes=len(names), labels=tuple(names), shards={},
-    )  # fmt: skip
-    worst = Worst(spec)
     images = generator.integers(0, 256, (count, 9, 5, 3)).astype(np.uint8)
-    worst.look({"image": images}, labels, logits)
-    found = Predictions(
-        labels=labels, logits=logits, champion=None, columns={"digit": labels}, worst=worst
-    )
-    evaluation = {**summarized(spec, found), "worst": worst.write(folder, names)}
+    evaluation, curves = evaluation_of(folder, names, (images, labels, logits))
     evaluation["champion"] = {**CHAMPION, "uri": f"file:///{LONG}"}
     return {
         "evaluation": evaluation, "metrics": evaluation["metrics"], "pictures": pictures_of(folder),
-        "curves": curves(labels, logits, names),
+        "curves": curves,
     }  # fmt: skip
 
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import base64
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from trainer.evaluation.metrics import curves
 
 from tests.trainer.page import Page
+from tests.trainer.tasks.measuring import InParts
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluation.evaluate import summarized
 from trainer.evaluation.predictions import Predictions, Worst
 from trainer.report import report, views
+from trainer.tasks.classification import Classification
+from trainer.tasks.objective import Objective
+from trainer.tasks.registry import target_of
 
 EVIL = "<img src=x onerror=alert(1)>"
 NAMES = ("zero", EVIL, "two")
@@ -41,6 +45,26 @@ def pictures_of(folder: Path) -> dict[str, str]:
     }
 
 
+def evaluation_of(folder: Path, names: Sequence[str], given: Any) -> tuple[dict[str, Any], Any]:
+    """Return `metrics.json` of images, labels and logits, and its curves."""
+    images, labels, logits = given
+    digit = FeatureSpec(
+        shape=(), dtype="int64", stored="int", num_classes=len(names), labels=tuple(names)
+    )
+    image = FeatureSpec(shape=images.shape[1:], dtype="uint8", stored="raw")
+    spec = DatasetSpec(
+        features={"image": image, "digit": digit}, inputs=("image",), targets=("digit",), shards={}
+    )
+    objective = Objective(Classification(target_of(spec, "digit")))
+    worst = Worst(spec, objective.task)
+    own = InParts(labels, logits, digit=labels)
+    worst.look({"image": images}, own.whole)
+    found = Predictions(own=own, champion=None, unsound=(0, 0), worst=worst)
+    summary = summarized(spec, objective, found, ("digit",))
+    evaluation = {**summary, "worst": worst.write(folder)}
+    return evaluation, evaluation.pop("curves")
+
+
 @pytest.fixture(scope="module")
 def predicted() -> tuple[Any, Any]:
     generator = np.random.default_rng(0)
@@ -53,22 +77,14 @@ def predicted() -> tuple[Any, Any]:
 @pytest.fixture(scope="module")
 def facts(predicted: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     labels, logits = predicted
-    spec = DatasetSpec(
-        features={"image": FeatureSpec(shape=(4, 4, 1), dtype="uint8", stored="raw")},
-        inputs=("image",), label="digit", num_classes=3, labels=NAMES, shards={},
-    )  # fmt: skip
-    worst = Worst(spec)
-    worst.look({"image": np.zeros((200, 4, 4, 1), np.uint8)}, labels, logits)
-    found = Predictions(
-        labels=labels, logits=logits, champion=None, columns={"digit": labels}, worst=worst
-    )
     folder = tmp_path_factory.mktemp("evaluation")
-    evaluation = {**summarized(spec, found), "worst": worst.write(folder, list(NAMES))}
+    images = np.zeros((200, 4, 4, 1), np.uint8)
+    evaluation, curves = evaluation_of(folder, NAMES, (images, labels, logits))
     evaluation["champion"] = CHAMPION
     return {
         "run_id": "r", "verdict": "blessed", "steps": STEPS, "tries": STEPS,
         "evaluation": evaluation,
-        "metrics": evaluation["metrics"], "curves": curves(labels, logits, list(NAMES)),
+        "metrics": evaluation["metrics"], "curves": curves,
         "pictures": pictures_of(folder), "lineage": {"commit": "abc"}, "cost": {"task_hours": 0.5},
         "registered": {"decision": "promoted", "version": 4, "promotion": 5, "rules": []},
         "checkpoints": [{"event": "checkpoint_published", "time": 125.0}],
@@ -202,3 +218,48 @@ def test_of_many_classes_the_weakest_have_their_metrics() -> None:
     page = Page(report.render({"evaluation": evaluation}))
     assert "20 of 1000, the lowest F1 first" in page.text
     assert "c20" not in page.words
+
+
+REGRESSION = {
+    "task": "regression", "main_metric": "mean_absolute_error", "examples": 9,
+    "directions": {"loss": "lower", "mean_absolute_error": "lower", "r2_score": "higher"},
+    "metrics": {"loss": 2.0, "mean_absolute_error": 1.0, "r2_score": 0.5}, "intervals": {},
+    "slices": {
+        "age": [
+            {"value": "young", "examples": 4, "metrics": {"mean_absolute_error": 0.5}},
+            {"value": "old", "examples": 5, "metrics": {"mean_absolute_error": 1.5}},
+            {"value": "none", "examples": 0, "metrics": {}},
+        ]
+    },
+    "tables": [{"title": "Quantiles", "columns": ["share", "error"], "rows": [[EVIL, 0.25]]}],
+    "charts": [
+        {"title": "Residuals", "x": "label", "y": "error", "series": {"mean": [[0, 1], [1, 2]]}}
+    ],
+    "worst": [{"index": 3, "loss": 2.25, "label": 1.5, "predicted": 3.0, "error": 1.5}],
+}  # fmt: skip
+
+
+def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says() -> None:
+    history = [
+        {"global_step": step, "loss": 1.0, "validation_mean_absolute_error": 1 / (step + 1)}
+        for step in range(3)
+    ]
+    facts = {"evaluation": REGRESSION, "metrics": REGRESSION["metrics"], "history": history}
+    html = report.render(facts)
+    page = Page(html)
+    for words in [
+        "Residuals: error over label", "Quantiles", "Weakest parts by age", "Mean absolute error",
+    ]:  # fmt: skip
+        assert words in page.words
+    assert "accuracy" not in html.lower()
+    assert "1.5, predicted 3\nloss 2.25\nerror 1.5" in page.text
+    assert EVIL not in html
+    first = page.words.index("mean absolute error")
+    assert page.words[first + 1 : first + 4] == ["1", "loss", "2"]
+
+
+def test_the_weakest_parts_have_the_worst_value_whatever_its_direction() -> None:
+    rows = REGRESSION["slices"]["age"]
+    assert [each["value"] for each in views.weakest(REGRESSION, rows)] == ["old", "young"]
+    higher = {**REGRESSION, "directions": {"mean_absolute_error": "higher"}}
+    assert [each["value"] for each in views.weakest(higher, rows)] == ["young", "old"]
