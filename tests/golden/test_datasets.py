@@ -1,6 +1,7 @@
 """Which datasets of TFDS are taken, by what they say of themselves: no network, no download."""
 
 import re
+from typing import Any, NamedTuple
 
 import pytest
 import tensorflow_datasets as tfds
@@ -9,10 +10,12 @@ import yaml
 from tests.conftest import ROOT
 from tests.golden.datasets import DATASETS
 from trainer.config.load import parse_config
-from trainer.config.schema import DataConfig
+from trainer.config.schema import DataConfig, TaskConfig
 from trainer.data import datasets
 from trainer.data.features import select
+from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
+from trainer.tasks import registry as tasks
 
 REFERENCE = ROOT / "docs" / "reference"
 MOST_STEPS = 3
@@ -22,43 +25,59 @@ HEAD = """<!-- Generated from the code by `make golden`. -->
 {total} well-known supervised datasets of TFDS, chosen before any was asked, by what each says of
 itself (`DatasetInfo` of tensorflow-datasets {version}): {taken} are taken as they are, {one} ask
 for one key and are taken with it, {asked} ask for one key and then for another, {refused} is
-refused. The last column has settings with which each is taken: the sizes are those of the message,
-the labels are a choice. What a key means: [your own dataset](../how-to/own-dataset.md#roles). That
-a dataset is taken says that it can be prepared and read; its values are checked meanwhile.
+refused. *Taken with* has settings with which each is taken: the sizes are those of the message, the
+labels are a choice; the task is that of `task.name: auto`. What a key means:
+[your own dataset](../how-to/own-dataset.md#roles). That a dataset is taken says that it can be
+prepared and read; its values are checked meanwhile.
 
-| dataset | what it is | answer | taken with |
-| --- | --- | --- | --- |
+| dataset | what it is | answer | taken with | task |
+| --- | --- | --- | --- | --- |
 """
 
 
+class Row(NamedTuple):
+    """What a dataset answers first; settings, and what it answers then; the task that is chosen."""
+
+    first: str
+    section: dict[str, Any]
+    last: str
+    task: str
+
+
 def answer(name, section, data_dir):
-    """Return "" where a dataset is taken, otherwise the message."""
+    """Return the features of a dataset, or the message that refuses it."""
     config = parse_config({"data": {"dataset": name, **section}}).data
     try:
-        select(config, datasets.builder(config, data_dir).info)
+        return select(config, datasets.builder(config, data_dir).info), ""
     except UserError as error:
-        return str(error)
-    return ""
-
-
-def followed(name, section, data_dir):
-    """Return the settings after what the messages suggest for shapes, and the last message."""
-    for _ in range(MOST_STEPS):
-        message = answer(name, section, data_dir)
-        found = re.search(r"set data.shapes to (\{.*?\]\})", message)
-        if not found:
-            break
-        section = {**section, "shapes": yaml.safe_load(found[1])}
-    return section, message
+        return None, str(error)
 
 
 def row(name, data_dir):
-    """Return the key that a dataset asks for, and the settings with which it is taken."""
-    _, chosen = DATASETS[name]
-    first = answer(name, {}, data_dir)
-    section, last = followed(name, chosen, data_dir)
+    """Ask a dataset as it is, then with its settings and the sizes that its messages suggest."""
+    _, first = answer(name, {}, data_dir)
     assert "\n" not in first
-    return first, section, last
+    _, section = DATASETS[name]
+    for _ in range(MOST_STEPS):
+        found, last = answer(name, section, data_dir)
+        sizes = re.search(r"set data.shapes to (\{.*?\]\})", last)
+        if not sizes:
+            break
+        section = {**section, "shapes": yaml.safe_load(sizes[1])}
+    return Row(first, section, last, task_of(found) if found else "")
+
+
+def task_of(found):
+    """Return the task that `auto` chooses."""
+    spec = DatasetSpec(
+        features=found.specs,
+        inputs=found.inputs,
+        targets=found.targets,
+        shards={},
+        weight=found.weight,
+        group=found.group,
+    )
+    return tasks.create(TaskConfig(), spec).name
 
 
 @pytest.fixture(scope="module")
@@ -75,27 +94,29 @@ def asked(message):
 
 def test_a_dataset_is_taken_or_asks_for_one_key(rows):
     assert len(rows) == 71
-    able = [name for name, (first, _, _) in rows.items() if not first or asked(first)]
+    able = [name for name, each in rows.items() if not each.first or asked(each.first)]
     assert len(able) >= 66
-    # With the settings of the table, each of them is taken.
-    assert not [name for name in able if rows[name][2]]
+    # With the settings of the table, each of them is taken, and a task takes its label.
+    assert not [name for name in able if rows[name].last or not rows[name].task]
 
 
 def test_the_table_is_what_they_answer(rows, golden):
     lines, counts = [], dict.fromkeys(("taken", "one", "asked", "refused"), 0)
-    for name, (first, section, last) in rows.items():
-        kind, said = described(first, section, last)
+    for name, each in rows.items():
+        kind, said = described(each)
         counts[kind] += 1
-        how = f"`{yaml.safe_dump(section, default_flow_style=True, width=1000).strip()}`"
-        lines.append(f"| `{name}` | {DATASETS[name][0]} | {said} | {how if section else ''} |")
+        how = yaml.safe_dump(each.section, default_flow_style=True, width=1000).strip()
+        how = f"`{how}`" if each.section else ""
+        task = f"`{each.task}`" if each.task else ""
+        lines.append(f"| `{name}` | {DATASETS[name][0]} | {said} | {how} | {task} |")
     head = HEAD.format(total=len(rows), version=tfds.__version__, **counts)
     golden("datasets.md", head + "\n".join(lines) + "\n", REFERENCE)
 
 
-def described(first, section, last):
-    if last:
-        return "refused", f"refused: {last}"
-    if not first:
+def described(each):
+    if each.last:
+        return "refused", f"refused: {each.last}"
+    if not each.first:
         return "taken", "taken"
-    key = asked(first)
-    return "one" if set(section) == {key} else "asked", f"asks for `data.{key}`"
+    key = asked(each.first)
+    return "one" if set(each.section) == {key} else "asked", f"asks for `data.{key}`"

@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from trainer import storage
+from trainer.config.load import parse_config
 from trainer.config.schema import DataConfig
 from trainer.data.key import dataset_key, seal
 from trainer.data.spec import KIND
@@ -31,6 +32,32 @@ def publish(root, tmp_path):
         return uri
 
     return published
+
+
+SECTIONS = [
+    {},
+    {"label": "price"},
+    {"label": ["price", "size"]},
+    {"label": "price", "weight": "times"},
+    {"label": "price", "group": "shop"},
+    {"inputs": "size"},
+    {"shapes": {"image": [8, 8, 3]}},
+    {"shapes": {"image": [9, 9, 3]}},
+]
+
+
+def test_every_role_and_shape_is_another_dataset():
+    configs = [parse_config({"data": each}).data for each in SECTIONS]
+    assert len({dataset_key(each, "1.0.0") for each in configs}) == len(SECTIONS)
+
+
+def test_one_name_is_a_list_of_one():
+    text, several = (
+        parse_config({"data": {"label": label, "inputs": label}}).data
+        for label in ("price", ["price"])
+    )
+    assert text == several == DataConfig.model_validate_json(text.model_dump_json())
+    assert dataset_key(text, "1.0.0") == dataset_key(several, "1.0.0")
 
 
 def test_of_nothing_there_is_none(root):
