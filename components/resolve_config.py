@@ -1,5 +1,6 @@
 """The first step: check the run parameters and pass one JSON text on."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,8 +10,11 @@ from components import contract, descriptor, locations, pinned_inputs, step_reco
 from components.image import component
 from components.pod_parameters import check_parameters
 from components.record import StepOutput, tried
+from trainer.cluster import fitting
 from trainer.config.run_parameters import from_parameters
-from trainer.config.schema import DataConfig
+from trainer.config.schema import Config, DataConfig
+
+log = logging.getLogger(__name__)
 
 
 # One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
@@ -88,6 +92,9 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         step_record.publish_config(at, config.model_dump_json(indent=2))
         # A local run has no KFP cache, and preparing finds the version itself.
         data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
+        if not locations.is_local_run():
+            # Here it comes before the pods of any other step; on this machine the chief finds it.
+            _require_fit(config.model_copy(update={"data": data}))
         record.metrics = {"name": config.name, "data_version": data.version}
         run_id = locations.run_id_of(kfp_run_id)
         descriptor.write(artifact, config.model_dump(mode="json"))
@@ -101,6 +108,13 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         )
 
     return tried("resolve_config", at, work)
+
+
+def _require_fit(config: Config) -> None:
+    try:
+        fitting.tried(config)
+    except fitting.NotKnownError as error:
+        log.warning("whether model and dataset fit is not known: %s", error)
 
 
 def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:

@@ -34,6 +34,7 @@ from pipelines.runs.kfp_client import health
 from pipelines.runs.local import root_of
 from pipelines.step_pods import NO_SETTINGS, StepPods
 from trainer import user_code
+from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.storage.probe import SILENT, Probe
@@ -111,7 +112,7 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
         name="model and dataset",
         look=lambda: fit.fits(config),
         needs=(CONFIGURATION,),
-        seconds=fit.SECONDS + ENDING_SECONDS,
+        seconds=fitting.SECONDS + ENDING_SECONDS,
     )
     yield from _of_machine(config, options.workdir)
     yield _storage(config, options.workdir)

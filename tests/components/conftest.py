@@ -7,6 +7,7 @@ import pytest
 from components import contract, locations
 from tests.trainer.small_run import small_run
 from trainer import events, storage
+from trainer.cluster import fitting
 
 
 @pytest.fixture
@@ -23,6 +24,14 @@ def emitted(tmp_path, monkeypatch):
 def _compiled(monkeypatch):
     """Be a step that was compiled by this code."""
     monkeypatch.setattr(sys, "argv", ["executor", contract.OPTION, contract.mark()])
+
+
+@pytest.fixture(autouse=True)
+def fits(monkeypatch):
+    """Leave out the trial that takes seconds; return the configurations that were to be tried."""
+    tried = []
+    monkeypatch.setattr(fitting, "tried", lambda config: tried.append(config) or {})
+    return tried
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ from kfp import dsl
 from components import locations, resolve_config
 from tests.components.called_steps import RUN, artifact_in, refused
 from trainer import storage
+from trainer.cluster import fitting
 from trainer.config.run_parameters import run_parameters, to_parameters
 from trainer.config.schema import Config, DataConfig
 from trainer.data.digits import Digits
 from trainer.data.key import dataset_key
+from trainer.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("emitted")
 
@@ -33,6 +35,33 @@ class TestResolveConfig:
         data = DataConfig.model_validate_json(resolved.data)
         assert data == DataConfig(seed=5, version="1.0.0")
         assert (resolved.root, resolved.run_id) == ("file:///r", "123")
+
+    def test_what_does_not_fit_is_refused_before_any_other_pod(self, values, monkeypatch, capsys):
+        def refuse(_config):
+            raise ConfigError("model mlp: it does not fit")
+
+        monkeypatch.setattr(fitting, "tried", refuse)
+        assert refused(resolve_config.run_step, values, capsys=capsys) == (
+            2,
+            "model mlp: it does not fit",
+        )
+
+    def test_what_is_not_known_in_time_is_no_refusal(self, values, monkeypatch, caplog):
+        def wait(_config):
+            raise fitting.NotKnownError("the model was not built in 90 s")
+
+        monkeypatch.setattr(fitting, "tried", wait)
+        resolve_config.run_step(values)
+        assert "whether model and dataset fit is not known: the model was not" in caplog.text
+
+    def test_the_version_that_is_prepared_is_tried(self, values, fits):
+        resolve_config.run_step(values)
+        assert [config.data.version for config in fits] == ["1.0.0"]
+
+    def test_on_this_machine_the_chief_finds_it(self, values, fits, monkeypatch):
+        monkeypatch.setenv(locations.RUN_ID, "local")
+        resolve_config.run_step(values)
+        assert not fits
 
     def test_what_another_section_says_does_not_change_the_data(self, values):
         first = resolve_config.run_step(values)

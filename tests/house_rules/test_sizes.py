@@ -15,7 +15,7 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-MODULE_LIMIT = 207
+MODULE_LIMIT = 209
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
@@ -36,6 +36,7 @@ SAME_ROLE = {
 }
 # Small files with one importer, and why they are files.
 ALONE = {
+    "pipelines/doctor/fit.py": "the one check that takes seconds, which tests replace",
     "pipelines/garbage.py": "a command",
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",

@@ -18,6 +18,8 @@ from trainer.config.schema import MODELS, ModelConfig
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.models.spec import InputSpec
 
+# What Keras says of a class or a function that is neither its own nor registered.
+_UNKNOWN = re.compile(r"Could not locate (?:class|function) '(\w+)'")
 _ASSERTION = re.compile(r"assertion failed: \[([^]]*)\]((?: \[[^]]*\])*)")
 
 
@@ -112,6 +114,12 @@ def require_readable(name: str, model: keras.Model) -> None:
     with ThreadPoolExecutor(1) as pool:
         unreadable = pool.submit(_unreadable, model).result()
     if unreadable:
+        lacking = _UNKNOWN.search(unreadable)
+        if lacking:
+            raise ConfigError(
+                f"model {name}: {unreadable}: decorate {lacking[1]} with "
+                "@keras.saving.register_keras_serializable(), or leave keras out of export.formats"
+            )
         raise ConfigError(
             f"model {name}: {unreadable}; give its own classes a get_config, replace a Lambda by a "
             "layer of your own, or leave keras out of export.formats"

@@ -244,9 +244,13 @@ def own_step_of(
         model.reset_metrics()
         logs = model.train_step(weighed(batch))
         counter.assign(before + 1)
+        if "loss" not in logs:
+            raise ConfigError(f"its train_step returns no loss, but {', '.join(logs) or 'nothing'}")
         return tf.cast(tf.convert_to_tensor(logs["loss"]), tf.float32)
 
-    return step
+    # As in `fit`, which leaves the user's code as it is.
+    as_it_is: Callable[[Batch], tf.Tensor] = tf.autograph.experimental.do_not_convert(step)
+    return as_it_is
 
 
 def exact_counter(optimizer: keras.optimizers.Optimizer) -> tf.Variable:

@@ -12,7 +12,6 @@ them as one vector, vectors of several workers are added, and `means` makes valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Protocol
 
@@ -20,10 +19,11 @@ import keras
 import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
-from keras.src.losses import loss as keras_loss
+from keras.src.backend import compute_output_spec
 
+from trainer import user_code
 from trainer.errors import ConfigError, UserError
-from trainer.tasks import class_weights, named
+from trainer.tasks import named
 from trainer.tasks.base import (
     Array,
     Direction,
@@ -34,6 +34,13 @@ from trainer.tasks.base import (
     last_layers,
 )
 from trainer.tasks.compiled import Compiled, Measured, Term, compiled_of, takes_logits
+from trainer.tasks.task_loss import (
+    TaskLoss,
+    at_path,
+    attach,
+    weights_by_class,
+    whole_losses,
+)
 
 LOSS = "loss"
 # Labels and outputs of any shape, for metrics that are looked up by name.
@@ -51,47 +58,6 @@ class Named(Protocol):
     @property
     def metrics(self) -> Sequence[str]:
         """Further ones."""
-
-
-class TaskLoss:
-    """The loss of a task in the place of Keras's own container; it has no variables."""
-
-    #: Keras asks each container for the metrics that it makes.
-    metrics: tuple[()] = ()
-    variables: tuple[()] = ()
-
-    def __init__(self, terms: Sequence[Term]) -> None:
-        """Minimise a sum of losses."""
-        self._terms = terms
-
-    def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-        """Return the mean loss of a batch, of what the model gives."""
-        total = tf.constant(0.0)
-        for path, loss, weight, part in self._terms:
-            taken = _at(labels, path) if part is None else part.loss_labels(_at(labels, path))
-            each = _by_label(taken, _at(outputs, path), _at(weights, path))
-            value = tf.cast(loss(*each), tf.float32)
-            total += value if weight is None else value * weight
-        return total
-
-
-def _at(tree: Any, path: Sequence[Any]) -> Any:
-    for key in path:
-        tree = tree[key] if isinstance(tree, Mapping) else tree
-    return tree
-
-
-def _path(name: str) -> tuple[str, ...]:
-    """Return the path of an output; that of a single one, which has no name, is empty."""
-    return (name,) if name else ()
-
-
-def _by_label(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
-    """Give each label a loss of its own where each has a weight, and not just each example."""
-    rank = len(labels.shape)
-    if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
-        return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
-    return labels, outputs, weights
 
 
 class Objective:
@@ -154,15 +120,31 @@ class Objective:
         self.compiled = self.compiled or found
         self._loss = TaskLoss(self._terms(found, outputs, last))
         self.task.check_output(outputs, last)
+        self._require_measured(outputs)
         if found:
             # Neither its optimizer nor its metrics belong into a checkpoint or an exported model.
             model.compiled, model.optimizer, model._compile_metrics = False, None, None
         self.attach(model)
 
+    def _require_measured(self, outputs: Any) -> None:
+        """Refuse a loss or a metric that does not take labels and outputs of these shapes."""
+        parts = self.task.parts
+        labels: Any = {name: _label(each.target) for name, each in parts.items()}
+        labels = labels.get("", labels)
+        what = "its loss does not fit"
+        try:
+            compute_output_spec(self._loss, labels, outputs)
+            what = "its metrics do not fit"
+            self._build(*(keras.tree.map_structure(_zeros, each) for each in (labels, outputs)))
+        except ConfigError:
+            raise
+        # Code of the user's may fail in any way.
+        except Exception as error:
+            raise ConfigError(f"{what} labels and outputs: {user_code.line_of(error)}") from error
+
     def attach(self, model: keras.Model) -> keras.Model:
         """Make the task's loss that of a model, and return the model."""
-        model._compile_loss = self._loss
-        model._aggregate_additional_loss = _of_layer
+        attach(model, self._loss)
         return model
 
     def _own_terms(self) -> Iterator[Term]:
@@ -182,7 +164,7 @@ class Objective:
         for name, (key, loss) in self._losses.items():
             path, part = _path(name), parts[name]
             part.from_probabilities = (
-                bool(part.link) and activation_of(_at(last, path)) == part.link
+                bool(part.link) and activation_of(at_path(last, path)) == part.link
             )
             made = named.loss(loss, key, logits=not part.from_probabilities)
             kept = [term for term in terms if term.path != path]
@@ -191,18 +173,18 @@ class Objective:
 
     def _taken_from(self, term: Term, last: Any) -> Term:
         """Return a loss of the compiled model with the task of its output."""
-        part = _at(self.task.parts, term.path or ("",))
+        part = at_path(self.task.parts, term.path or ("",))
         if not isinstance(part, Task):
             return term
         said = takes_logits(term.loss)
-        ends = activation_of(_at(last, term.path)) == part.link
+        ends = activation_of(at_path(last, term.path)) == part.link
         part.from_probabilities = bool(part.link) and (ends if said is None else not said)
         return term._replace(part=part)
 
     def loss(self, model: keras.Model, batch: tuple[Any, ...], outputs: Any) -> tf.Tensor:
         """Return the mean loss of a batch in training, with the losses of layers."""
         inputs, labels, weights = self.weighed(batch)
-        with _whole():
+        with whole_losses():
             value = model._compute_loss(inputs, labels, outputs, weights, training=True)
         return tf.cast(value, tf.float32)
 
@@ -210,7 +192,7 @@ class Objective:
         """Return inputs, labels, and the weights that examples have in training, or None."""
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
         if self._class_weights is not None:
-            weights = class_weights.applied(self._class_weights, self.task, labels, weights)
+            weights = weights_by_class(self._class_weights, self.task, labels, weights)
         return inputs, labels, weights
 
     @property
@@ -236,7 +218,7 @@ class Objective:
             loss = None
             if has_own(model, "compute_loss"):
                 # What it keeps for itself is not of the training.
-                with keras.StatelessScope(), _whole():
+                with keras.StatelessScope(), whole_losses():
                     loss = model._compute_loss(inputs, labels, given, weights, training=False)
             total += self._sums(labels, self.task.outputs(given), weights, loss)
         return total
@@ -277,7 +259,7 @@ class Objective:
         """The length of a vector of `totals`."""
         return 2 + sum(int(np.prod(shape)) for shapes in self._shapes for shape in shapes)
 
-    def _build(self, labels: Any, outputs: Any, weights: Any) -> None:
+    def _build(self, labels: Any, outputs: Any, weights: Any = None) -> None:
         """Make the metrics, some of which make their variables at the first update."""
         if self._shapes:
             return
@@ -300,7 +282,7 @@ class Objective:
         further = (
             Measured(
                 path := _path(name),
-                named.metric(each, key, _at(labels, path), _at(predictions, path)),
+                named.metric(each, key, at_path(labels, path), at_path(predictions, path)),
                 f"{name}_" if name else "",
             )
             for name, key, each in self._named
@@ -320,20 +302,20 @@ class Objective:
     def _taken(self, each: Measured, labels: Any, outputs: Any, weights: Any) -> tuple[Any, ...]:
         """Return labels, predictions and weights as a metric takes them."""
         task, path = self.task, each.path
-        part = _at(task.parts, path or ("",))
-        true = _at(labels, path)
+        part = at_path(task.parts, path or ("",))
+        true = at_path(labels, path)
         if each.plain:
             predictions = task.given(outputs)
             true = part.loss_labels(true) if isinstance(part, Task) else true
         else:
             predictions = task.predictions(outputs)
-        return true, _at(predictions, path), _at(weights, path) if each.weighted else None
+        return true, at_path(predictions, path), at_path(weights, path) if each.weighted else None
 
     def _sums(self, labels: Any, outputs: Any, weights: Any, loss: Any = None) -> tf.Tensor:
         """Return the vector of one batch; `loss` is its mean where the model computes its own."""
         count = tf.cast(tf.shape(keras.tree.flatten(labels)[0])[0], tf.float64)
         if loss is None:
-            with _whole():
+            with whole_losses():
                 loss = self._loss(labels, self.task.given(outputs), weights)
         parts = [count, tf.cast(loss, tf.float64) * count]
         for each in self._metrics:
@@ -346,6 +328,11 @@ class Objective:
 def has_own(model: keras.Model, method: str) -> bool:
     """Say whether a model overrides a method of Keras's training."""
     return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def _path(name: str) -> tuple[str, ...]:
+    """Return the path of an output; that of a single one, which has no name, is empty."""
+    return (name,) if name else ()
 
 
 def _label(target: Target) -> keras.KerasTensor:
@@ -383,26 +370,6 @@ class SliceTally:
         return {"metrics": metrics, "intervals": found.get("intervals", {})}
 
 
-def _of_layer(loss: Any) -> tf.Tensor:
-    """Return the loss of a layer as a scalar; Keras adds up no two of different precision."""
-    return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
-
-
-@contextmanager
-def _whole() -> Iterator[None]:
-    """Keep losses whole, which Keras divides by the number of replicas.
-
-    It divides what its own loss objects give, and not what a `compute_loss` of the user's adds to
-    that; the gradients of replicas are averaged here, and not added.
-    """
-    divide = keras_loss.scale_loss_for_distribution
-    keras_loss.scale_loss_for_distribution = lambda value: value
-    try:
-        yield
-    finally:
-        keras_loss.scale_loss_for_distribution = divide
-
-
 def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
     """Return labels, outputs and weights of one example of zeros; the model is not run."""
     inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(spec)
@@ -412,13 +379,13 @@ def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
     outputs = model.compute_output_spec(given)
     return (
         tf.nest.map_structure(_zeros, labels),
-        tf.nest.map_structure(lambda each: tf.zeros([1, *each.shape[1:]]), outputs),
+        tf.nest.map_structure(_zeros, outputs),
         None if weights is None else _zeros(weights),
     )
 
 
-def _zeros(spec: tf.TensorSpec) -> tf.Tensor:
-    return tf.zeros([1, *spec.shape[1:]], spec.dtype)
+def _zeros(spec: Any) -> tf.Tensor:
+    return tf.zeros([1, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
 
 def _by_name(measured: Measured, result: Any) -> dict[str, float]:

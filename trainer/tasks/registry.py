@@ -12,10 +12,10 @@ import numpy as np
 from trainer import user_code
 from trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
 from trainer.errors import ConfigError, nearest
-from trainer.tasks import class_weights
 from trainer.tasks.base import Target, Task
 from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.objective import Objective
+from trainer.tasks.task_loss import class_weights
 
 MULTI_OUTPUT = MultiOutput.name
 # The argument of a task that takes `data.group`.
@@ -190,7 +190,7 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         loss=config.task.loss,
         metrics=config.task.metrics,
         outputs=config.task.outputs,
-        weights=class_weights.table(config.training.class_weights, task),
+        weights=class_weights(config.training.class_weights, task),
     )
 
 

@@ -175,7 +175,7 @@ def _build_model(
     model = evaluate.build_model(config, spec, objective)
     freeze(model, config.training.freeze)
     if not checked:
-        dry_run.require(config, model)
+        dry_run.require(config, model, objective)
         checked.append(True)
     return model
 

@@ -1,26 +1,47 @@
 """Whether model, dataset and configuration fit, before anything is downloaded: `trainer fit`.
 
-The dataset is known by what its builder says of itself. The model is built for one example of it,
-by shapes alone: its variables get no values, so that a large one needs no memory.
+The dataset is known by what its builder says of itself. The model is built for one example of it by
+shapes alone: its variables get no values, so that a large one needs no memory. A model that is not
+large is built again, with values, and tried: one step and one validation of made-up examples, and
+the conversions of an export.
 """
 
 from __future__ import annotations
 
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 import keras
 
+from trainer import user_code
 from trainer.checkpoints import warm_start
-from trainer.config.schema import Config
+from trainer.config.schema import Config, GateConfig
 from trainer.data import prepare
 from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
+from trainer.errors import ConfigError, nearest
 from trainer.evaluation import evaluate
+from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
 from trainer.models.freezing import freeze
 from trainer.strategies import placement
+from trainer.strategies.strategy import has_own_step
 from trainer.tasks import registry as tasks
+from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
+from trainer.training import trial_step
+
+# Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
+# for a gradient.
+MOST_TRIED = 10_000_000
+# Each replica has the whole model there, which an update of the model's own needs.
+OWN_STEP = ("single", "multi_worker_mirrored")
+_Result = TypeVar("_Result")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +57,7 @@ class Fit:
     parameters: int
 
 
-def require(config: Config, model: keras.Model) -> None:
+def require(config: Config, model: keras.Model, objective: Objective) -> None:
     """Raise `ConfigError` where what is configured cannot be done with the model.
 
     It would be found otherwise by the first step, or after the last one.
@@ -51,10 +72,71 @@ def require(config: Config, model: keras.Model) -> None:
         registry.require_readable(name, model)
     if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
+    if has_own_step(model):
+        _require_own_step(config, model)
+    _require_compiler(config, objective)
+    require_metrics(config, objective)
+
+
+def _require_own_step(config: Config, model: keras.Model) -> None:
+    name, strategy = f"model {config.model.name}", config.training.strategy
+    if strategy not in OWN_STEP:
+        raise ConfigError(
+            f"{name}: it has a train_step of its own, which {' and '.join(OWN_STEP)} run, and not "
+            f"training.strategy {strategy}: each step there is made of parts; write a compute_loss "
+            "instead, which counts under every strategy"
+        )
+    if config.training.jit_compile:
+        raise ConfigError(
+            f"training.jit_compile: {name} has a train_step of its own, which runs as it is; set "
+            "it to false"
+        )
+    own = [key for key, value in vars(model).items() if isinstance(value, keras.Optimizer)]
+    if own:
+        raise ConfigError(
+            f"{name}: its train_step has an optimizer of its own ({', '.join(own)}), which no "
+            "checkpoint would hold; use self.optimizer, which training.optimizer says"
+        )
+
+
+def _require_compiler(config: Config, objective: Objective) -> None:
+    """Refuse XLA that only the model asks for; say which optimizer is used."""
+    found = objective.compiled
+    if found and found.jit_compile and not config.training.jit_compile:
+        raise ConfigError(
+            f"model {config.model.name}: it is compiled with jit_compile=True, and "
+            "training.jit_compile is false; set it there, or leave it out of compile"
+        )
+    if found and config.training.optimizer.name != "model":
+        log.info(
+            "the optimizer %s that the model is compiled with is not used: training.optimizer says "
+            "%s",
+            type(found.optimizer).__name__,
+            config.training.optimizer.name,
+        )
+
+
+def require_metrics(config: Config, objective: Objective) -> None:
+    """Raise `ConfigError` where the gate asks for a metric that is not measured."""
+    known = objective.directions
+    bounds = [("min", config.gate.min), ("max", config.gate.max)]
+    if config.gate == GateConfig():
+        # Nobody has asked for what it says by default.
+        bounds = []
+    rules = [(f"gate.{bound}.{rule}", rule) for bound, found in bounds for rule in found]
+    compared = getattr(config.gate.champion, "metric", "")
+    if compared:
+        rules.append(("gate.champion.metric", compared))
+    for key, rule in rules:
+        metric = rule.partition("@")[0]
+        if metric not in known:
+            hint = nearest(metric, known) or f" (measured: {', '.join(sorted(known))})"
+            task = objective.task.name
+            raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
 
 
 def fit(config: Config, scratch: Path) -> Fit:
-    """Build the model of a configuration for its dataset, in a process that does nothing else.
+    """Build the model of a configuration for its dataset, and try it where it is not large.
 
     Args:
         config: the run.
@@ -66,21 +148,83 @@ def fit(config: Config, scratch: Path) -> Fit:
     selection = prepare.selected(config.data, scratch)
     require_slices(config, selection.specs, selection.targets)
     dataset = DatasetSpec(
-        features=selection.specs, inputs=selection.inputs, targets=selection.targets, shards={}
+        features=selection.specs,
+        inputs=selection.inputs,
+        targets=selection.targets,
+        weight=selection.weight,
+        group=selection.group,
+        shards={},
     )
-    objective = tasks.objective_of(config, dataset)
-    # Never left: that would give all variables their values.
-    keras.StatelessScope().__enter__()
-    model = evaluate.build_model(config, dataset, objective)
-    freeze(model, config.training.freeze)
-    require(config, model)
+
+    def built() -> tuple[keras.Model, Objective]:
+        if config.training.mixed_precision:
+            # That of a thread.
+            keras.mixed_precision.set_global_policy("mixed_bfloat16")
+        objective = tasks.objective_of(config, dataset)
+        model = evaluate.build_model(config, dataset, objective)
+        freeze(model, config.training.freeze)
+        return model, objective
+
+    def sized() -> tuple[int, str]:
+        model, objective = built()
+        require(config, model, objective)
+        return int(model.count_params()), objective.task.name
+
+    parameters, task = _without_values(sized)
+    if parameters <= MOST_TRIED:
+        _try_out(config, dataset, *built())
     inputs = {name: selection.specs[name] for name in selection.inputs}
     return Fit(
         inputs={name: described(each) for name, each in inputs.items()},
-        task=objective.task.name,
+        task=task,
         targets={name: described(selection.specs[name]) for name in selection.targets},
-        parameters=int(model.count_params()),
+        parameters=parameters,
     )
+
+
+def _without_values(build: Callable[[], _Result]) -> _Result:
+    """Call a function whose variables get no values."""
+
+    def call() -> _Result:
+        # Left with the thread: its end would give all variables their values.
+        keras.StatelessScope().__enter__()
+        return build()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call).result()
+
+
+def _try_out(
+    config: Config, dataset: DatasetSpec, model: keras.Model, objective: Objective
+) -> None:
+    """Train, measure and export the model on made-up examples."""
+    with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
+        folder = Path(name)
+        try:
+            batches = trial_step.batches_of(dataset, folder)
+            trial_step.require_step(config.training, model, objective, batches)
+        except ConfigError as error:
+            raise ConfigError(f"model {config.model.name}: {error}") from error
+        subject = Subject(model=model, task=objective.task, spec=dataset)
+        inputs = trial_step.examples(dataset)
+        calibration = {name: inputs[name] for name in dataset.inputs}
+        for form in config.export.formats:
+            # What Keras writes was read back before; what is served is of TensorFlow's own graphs.
+            if form.startswith("tflite"):
+                _require_form(form, subject, folder / form, calibration)
+
+
+def _require_form(form: str, subject: Subject, path: Path, calibration: Mapping[str, Any]) -> None:
+    found = FORMATS[form]
+    try:
+        found.write(subject, path, calibration if found.calibrated else None)
+        found.read(subject, path)
+    # The converter may fail in any way.
+    except Exception as error:
+        raise ConfigError(
+            f"export.formats: the model cannot be written as {form}: {user_code.message_of(error)};"
+            f" leave {form} out"
+        ) from error
 
 
 def described(feature: FeatureSpec) -> str:

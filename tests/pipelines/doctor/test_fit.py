@@ -44,7 +44,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "mlp"}},
             "ok",
-            "mlp takes image (uint8 [8, 8, 1]) of digits: 10 classes, 7510 parameters",
+            "mlp takes image (uint8 [8, 8, 1]) of digits for classification of "
+            "label (int64 [] of 10 classes): 7510 parameters",
         ),
         (
             {"model": {"name": "two_tower"}},
@@ -60,8 +61,8 @@ def test_a_model_that_takes_too_long_is_ended_and_leaves_nothing(home):
         (
             {"model": {"name": "blocks:table"}},
             "ok",
-            "blocks:table takes image (uint8 [8, 8, 1]) of digits: 10 classes, "
-            "1600000000170 parameters",
+            "blocks:table takes image (uint8 [8, 8, 1]) of digits for classification of "
+            "label (int64 [] of 10 classes): 1600000000170 parameters",
         ),
     ],
 )

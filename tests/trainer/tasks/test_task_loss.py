@@ -9,10 +9,10 @@ import tensorflow as tf
 
 from tests.trainer.tasks.test_compiled import CLASSES, INPUTS, LABELS, WEIGHTS, net, task
 from trainer.errors import ConfigError
-from trainer.tasks import class_weights
 from trainer.tasks.base import Target
 from trainer.tasks.classification import Classification
 from trainer.tasks.objective import Objective
+from trainer.tasks.task_loss import class_weights, weights_by_class
 
 NAMES = ("cat", "dog", "cow")
 
@@ -39,7 +39,7 @@ def test_they_are_those_of_fit():
 
 
 def test_they_multiply_the_weights_of_examples():
-    weights = class_weights.applied(
+    weights = weights_by_class(
         np.array([2.0, 0.5, 1.0], np.float32), task(), tf.constant(LABELS), tf.constant(WEIGHTS)
     )
     np.testing.assert_allclose(weights, WEIGHTS * [2.0, 1.0, 0.5, 0.5])
@@ -73,7 +73,7 @@ class Several(Classification):
 def test_of_several_labels_each_one_that_an_example_has_weighs():
     labels = tf.constant([[1, 0, 1], [0, 0, 0]])
     table = np.array([4.0, 3.0, 0.5], np.float32)
-    found = class_weights.applied(table, Several(), labels, tf.constant([1.0, 2.0]))
+    found = weights_by_class(table, Several(), labels, tf.constant([1.0, 2.0]))
     np.testing.assert_allclose(found, [[4.0, 1.0, 0.5], [2.0, 2.0, 2.0]])
     objective, model = Objective(Several(), weights=table), net()
     objective.attach(model)
@@ -87,14 +87,14 @@ def test_of_several_labels_each_one_that_an_example_has_weighs():
 
 def test_balanced_classes_weigh_the_same_together():
     counts = np.array([2, 8, 10])
-    found = class_weights.table("balanced", of(*counts))
+    found = class_weights("balanced", of(*counts))
     np.testing.assert_allclose(found * counts, 20 / 3)
-    assert class_weights.table("balanced", task()) is None
-    assert class_weights.table("", of(*counts)) is None
+    assert class_weights("balanced", task()) is None
+    assert class_weights("", of(*counts)) is None
 
 
 def test_classes_are_named_or_numbered():
-    np.testing.assert_allclose(class_weights.table({"dog": 2.0, "2": 3.0}, of()), [1, 2, 3])
+    np.testing.assert_allclose(class_weights({"dog": 2.0, "2": 3.0}, of()), [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -107,5 +107,5 @@ def test_classes_are_named_or_numbered():
 )
 def test_a_class_that_does_not_exist_is_refused(given, message):
     with pytest.raises(ConfigError) as error:
-        class_weights.table(given, of(5, 0, 1))
+        class_weights(given, of(5, 0, 1))
     assert str(error.value).startswith(message)

@@ -1,0 +1,163 @@
+"""The loss of a task in the place of Keras's own, and the ways in which Keras counts it.
+
+Keras divides what its loss objects give by the number of replicas, to add up the gradients of all.
+Here gradients are averaged, and a loss is the mean of the batch that it was made of.
+
+In training each example weighs what its class weighs, as in Keras's `fit`. Of a task with several
+labels for one example, a class weighs where an example has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.losses import loss as keras_loss
+
+from trainer.config.schema import BALANCED
+from trainer.errors import ConfigError, nearest
+from trainer.tasks.base import Array, Task
+from trainer.tasks.compiled import Term
+
+# As many names of classes as a message shows.
+_SOME = 5
+_KEY = "training.class_weights"
+
+
+class TaskLoss:
+    """The loss of a task in the place of Keras's own container; it has no variables."""
+
+    #: Keras asks each container for the metrics that it makes.
+    metrics: tuple[()] = ()
+    variables: tuple[()] = ()
+
+    def __init__(self, terms: Sequence[Term]) -> None:
+        """Minimise a sum of losses."""
+        self._terms = terms
+
+    def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
+        """Return the mean loss of a batch, of what the model gives."""
+        total = tf.constant(0.0)
+        for path, loss, weight, part in self._terms:
+            true = at_path(labels, path)
+            if part is not None:
+                true = part.loss_labels(true)
+            each = _by_label(true, at_path(outputs, path), at_path(weights, path))
+            value = tf.cast(loss(*each), tf.float32)
+            total += value if weight is None else value * weight
+        return total
+
+
+def at_path(tree: Any, path: Sequence[Any]) -> Any:
+    """Return what is at the path of an output; what is not by output is for each."""
+    for key in path:
+        tree = tree[key] if isinstance(tree, Mapping) else tree
+    return tree
+
+
+def _by_label(labels: Any, outputs: Any, weights: Any) -> tuple[Any, Any, Any]:
+    """Give each label a loss of its own where each has a weight, and not just each example."""
+    rank = len(labels.shape)
+    if weights is not None and rank > 1 and rank == len(weights.shape) == len(outputs.shape):
+        return labels[..., tf.newaxis], outputs[..., tf.newaxis], weights
+    return labels, outputs, weights
+
+
+def attach(model: keras.Model, loss: TaskLoss) -> None:
+    """Make it the loss of a model."""
+    model._compile_loss = loss
+    model._aggregate_additional_loss = _of_layer
+
+
+def _of_layer(loss: Any) -> tf.Tensor:
+    """Return the loss of a layer as a scalar; Keras adds up no two of different precision."""
+    return keras_loss.scale_loss_for_distribution(tf.reduce_sum(tf.cast(loss, tf.float32)))
+
+
+@contextmanager
+def whole_losses() -> Iterator[None]:
+    """Keep losses whole, which Keras divides by the number of replicas.
+
+    It would not divide what a `compute_loss` of the user's adds to them.
+    """
+    divide = keras_loss.scale_loss_for_distribution
+    keras_loss.scale_loss_for_distribution = lambda value: value
+    try:
+        yield
+    finally:
+        keras_loss.scale_loss_for_distribution = divide
+
+
+def class_weights(given: str | Mapping[str, float], task: Task) -> Array | None:
+    """Return the weight of each class [classes]; None where all weigh the same.
+
+    `balanced` weighs a class by `examples / (classes * examples of the class)` of the training
+    split, so that all classes weigh the same together; before it is prepared that is None.
+
+    Raises:
+        ConfigError: the task has no classes, or no such class; a class has no example.
+    """
+    if not given:
+        return None
+    names = task.labels
+    if not names:
+        raise ConfigError(f"{_KEY}: {task.name} of {task.target} has no classes that could weigh")
+    if isinstance(given, str):
+        return _balanced(task, names)
+    weights = np.ones(len(names), np.float32)
+    for name, weight in given.items():
+        weights[_number(name, names)] = weight
+    return weights
+
+
+def weights_by_class(weights: Array, task: Task, labels: Any, examples: Any) -> tf.Tensor:
+    """Return the weights of a batch, from its labels and the weights of its examples or None.
+
+    They have the shape of the labels.
+    """
+    each = tf.constant(weights)
+    if len(task.target.shape) == 1 and task.link == "sigmoid":
+        found = tf.where(tf.cast(labels, tf.bool), each, tf.ones_like(each))
+    else:
+        # Below zero is padding, which a mask leaves out of the loss.
+        found = tf.gather(each, tf.maximum(tf.cast(labels, tf.int32), 0))
+    if examples is None:
+        return found
+    more = [1] * (found.shape.rank - examples.shape.rank)
+    return found * tf.reshape(tf.cast(examples, tf.float32), [*_sizes(examples), *more])
+
+
+def _sizes(examples: Any) -> list[Any]:
+    return list(tf.unstack(tf.shape(examples)))
+
+
+def _balanced(task: Task, names: Sequence[str]) -> Array | None:
+    if not task.target.counts:
+        return None
+    counts = np.asarray(task.target.counts["train"], np.float64)
+    if len(counts) != len(names) or task.target.shape:
+        raise ConfigError(
+            f"{_KEY}: {BALANCED} needs one class an example, and {task.name} of {task.target} has "
+            "several; give a weight for each class"
+        )
+    if lacking := [name for name, count in zip(names, counts, strict=True) if not count]:
+        raise ConfigError(
+            f"{_KEY}: {BALANCED} has no weight for {', '.join(map(repr, lacking[:3]))}, of which "
+            "the training split has no example; give a weight for each class"
+        )
+    found: Array = (counts.sum() / (len(counts) * counts)).astype(np.float32)
+    return found
+
+
+def _number(name: str, names: Sequence[str]) -> int:
+    if name in names:
+        return names.index(name)
+    if name.isascii() and name.isdigit() and int(name) < len(names):
+        return int(name)
+    some = ", ".join(names[:_SOME]) + (", ..." if len(names) > _SOME else "")
+    hint = nearest(name, names) or f" (the classes are {some})"
+    raise ConfigError(f"{_KEY}: there is no class {name!r}{hint}")
