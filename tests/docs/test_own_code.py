@@ -76,7 +76,7 @@ def fine_tuned(tmp_path):
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(200)
 def test_a_pretrained_trunk_is_fine_tuned(fine_tuned):
