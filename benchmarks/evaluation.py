@@ -32,7 +32,7 @@ RESAMPLES = 1000
 KNOWN = 0.5
 FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
-    "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=10),
 }
 CONFIG = parse_config({"model": {"name": "mlp", "args": {"hidden_units": [100]}}})
 

@@ -106,9 +106,11 @@ def _choices(kind: Any) -> list[str]:
 
 def _text(value: Any) -> str:
     """Return JSON; of a section only the values that are not the default."""
-    if isinstance(value, BaseModel):
-        return json.dumps(value.model_dump(mode="json", exclude_defaults=True))
-    return json.dumps(value)
+    return json.dumps(value, default=_set_values)
+
+
+def _set_values(section: BaseModel) -> dict[str, Any]:
+    return section.model_dump(mode="json", exclude_defaults=True)
 
 
 def _flat(config: Config, parameter: Parameter) -> Any:
