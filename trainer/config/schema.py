@@ -201,8 +201,10 @@ class TrainingConfig(Section):
     @field_validator("class_weights", mode="before")
     @classmethod
     def _by_class(cls, value: object) -> object:
-        if not isinstance(value, dict):
+        if isinstance(value, str):
             return value
+        if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
+            raise ValueError(f"it has to be {BALANCED}, or a number for each class by its name")
         if wrong := [name for name in value if isinstance(name, bool)]:
             raise ValueError(f"{wrong[0]} is no name of a class: write it in quotes")
         return {str(name): weight for name, weight in value.items()}
