@@ -34,7 +34,7 @@ def test_texts_come_back(tmp_path):
     assert column.read(3, 4).tolist() == [b"a"]
 
 
-def test_of_endless_texts_the_first_are_told_apart(tmp_path, monkeypatch):
+def test_the_first_of_endless_texts_are_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(columns, "MOST_TEXTS", 2)
     values = np.array([b"a", b"b", b"c", b"a", b"d"], dtype=object)
     column = written(tmp_path / "text.npy", [values])
