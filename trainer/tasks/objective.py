@@ -12,7 +12,8 @@ them as one vector, vectors of several workers are added, and `means` makes valu
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from typing import Any, Protocol
 
 import keras
@@ -135,7 +136,11 @@ class Objective:
         try:
             compute_output_spec(self._loss, labels, outputs)
             what = "its metrics do not fit"
-            self._build(*(keras.tree.map_structure(_zeros, each) for each in (labels, outputs)))
+            sizes = {n for each in keras.tree.flatten((labels, outputs)) for n in each.shape}
+            # Of as many examples as there are classes, what does not fit might be broadcast.
+            rows = next(n for n in count(2) if n not in sizes)
+            zeros = partial(_zeros, rows=rows)
+            self._build(*(keras.tree.map_structure(zeros, each) for each in (labels, outputs)))
         except ConfigError:
             raise
         # Code of the user's may fail in any way.
@@ -384,8 +389,8 @@ def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def _zeros(spec: Any) -> tf.Tensor:
-    return tf.zeros([1, *(size or 1 for size in spec.shape[1:])], spec.dtype)
+def _zeros(spec: Any, rows: int = 1) -> tf.Tensor:
+    return tf.zeros([rows, *(size or 1 for size in spec.shape[1:])], spec.dtype)
 
 
 def _by_name(measured: Measured, result: Any) -> dict[str, float]:

@@ -109,6 +109,13 @@ def test_another_loss_is_refused_in_one_line(name, message):
     assert str(error.value).startswith(message)
 
 
+def test_a_metric_that_does_not_fit_the_labels_is_refused():
+    with pytest.raises(ConfigError) as error:
+        accepted(net(), metrics=["mean_squared_error"])
+    assert str(error.value).startswith("its metrics do not fit labels and outputs: Invalid")
+    assert "\n" not in str(error.value)
+
+
 def test_a_further_metric_takes_predictions():
     model = net()
     objective = accepted(model, metrics=["sparse_categorical_crossentropy"])
