@@ -10,8 +10,8 @@ from components.image import DEFAULTS, PodDefaults
 from trainer import events
 from trainer.cluster import completion, local, task_logs
 from trainer.cluster.launcher import Job
+from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
-from trainer.config.schema import Launcher
 from trainer.errors import ConfigError
 
 

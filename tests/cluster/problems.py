@@ -90,11 +90,13 @@ def measured() -> Problem:
     return replace(equal(), totals=totals)
 
 
-def dealt(batch_size: int = 8, workers: int = 2, **named: object) -> Problem:
+def dealt(
+    batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
+) -> Problem:
     """Worker i of n gets the i-th of each n batches: together, one batch n times as large."""
 
     def batches() -> tf.data.Dataset:
-        data = tf.data.Dataset.from_tensor_slices(examples(12 * batch_size * workers))
+        data = tf.data.Dataset.from_tensor_slices(examples(batches_each * batch_size * workers))
         data = data.batch(batch_size, drop_remainder=True)
         return (
             data.enumerate()

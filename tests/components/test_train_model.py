@@ -14,7 +14,7 @@ from tests.components.called_steps import RUN, artifact_in, refused, text_of
 from trainer import storage
 from trainer.checkpoints.history import Validations
 from trainer.cluster.launcher import Job
-from trainer.config.schema import Launcher
+from trainer.config.cluster import Launcher
 from trainer.errors import RunInterruptedError, UserError
 
 pytestmark = pytest.mark.usefixtures("emitted")

@@ -28,8 +28,12 @@ from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
 from trainer.errors import UserError
 from trainer.storage.errors import reported
+from trainer.strategies.averaging import AVERAGE, MODEL
+from trainer.strategies.loss_scale import LOSS_SCALE
 
 PREFIX = "variables"
+# What a checkpoint of another configuration may lack.
+_OPTIONAL = (AVERAGE, LOSS_SCALE)
 # How TensorFlow escapes a path in the keys of a checkpoint.
 _ESCAPED = {"..": ".", ".S": "/"}
 _NUMBER = re.compile(r"-\d+$")
@@ -208,10 +212,20 @@ def resumed(
 ) -> dict[str, tf.Variable]:
     """Return those of `variables` that are restored when a run is resumed: all of them.
 
+    A loss scale and averages that the checkpoint has not, as they are new in the configuration,
+    begin with this attempt.
+
     Where `training.freeze` is another one than that of the checkpoint, a variable that was frozen
     has no slots of the optimizer there, and begins with new ones. So do slots that are told apart
     by a number alone (those of Adafactor): with other variables a number means another slot.
     """
+    if any(path.startswith(_OPTIONAL) for path in variables):
+        found_there = shapes(found)
+        variables = {
+            path: each
+            for path, each in variables.items()
+            if path in found_there or not path.startswith(_OPTIONAL)
+        }
     same = found.fields.get("freeze", []) == list(training.freeze)
     if same or found.fields.get("optimizer") != training.optimizer.name:
         return dict(variables)
@@ -259,9 +273,21 @@ def restore_model(uri: str, model: keras.Model, scratch: Path) -> RestoredCheckp
         UserError: the checkpoint is missing or damaged, or does not fit the model.
     """
     found = fetch(uri, scratch / "checkpoint")
-    named = {f"model/{variable.path}": variable.value for variable in model.variables}
-    restore(found, named, io_device=None)
+    named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
+    restore(found, handed_on(found, named), io_device=None)
     return found
+
+
+def handed_on(
+    found: RestoredCheckpoint, variables: Mapping[str, tf.Variable]
+) -> dict[str, tf.Variable]:
+    """Return variables of a model by what they get outside of training: averages where kept."""
+    there = shapes(found)
+    averages = {path: f"{AVERAGE}{path.removeprefix(MODEL)}" for path in variables}
+    return {
+        averages[path] if averages[path] in there else path: each
+        for path, each in variables.items()
+    }
 
 
 def write(variables: Mapping[str, tf.Variable], prefix: Path, io_device: str | None) -> None:

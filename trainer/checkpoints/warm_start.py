@@ -150,7 +150,8 @@ def load(
     partial = source.weights.is_partial
     selection = _selected(source.weights, here, there) if partial else _all(source.uri, here, there)
     wanted = {f"{_MODEL}{path}": own[path] for path in selection.taken}
-    checkpoints.restore(found, wanted, io_device=io_device)
+    handed_on = checkpoints.handed_on(found, wanted)
+    checkpoints.restore(found, handed_on, io_device=io_device)
     left = {why: len(paths) for why, paths in selection.left.items()}
     what = str(selection)
     taken = len(selection.taken)

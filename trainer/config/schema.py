@@ -13,8 +13,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.base import MOST, Free, Section, key
+from trainer.config.cluster import ClusterConfig, server_number
 from trainer.config.initial_weights import WarmStart
-from trainer.config.kubernetes import KubernetesConfig
 from trainer.config.schedule import ScheduleConfig
 from trainer.errors import UserError, nearest
 from trainer.storage.uri import FORMS, check_path, is_uri
@@ -27,7 +27,6 @@ METRICS_OF_SLICES = (
 )  # fmt: skip
 METRICS = (*METRICS_OF_SLICES, "roc_auc", "pr_auc", "calibration_error")
 SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
-Launcher = Literal["local", "tfjob"]
 #: The function of every model that has a name.
 MODELS = {
     "softmax": "trainer.models.classifiers:softmax",
@@ -167,7 +166,10 @@ class TrainingConfig(Section):
         "async_parameter_server", f"{', '.join(STRATEGIES)}, or package.module:Class"
     )
     steps: int = key(1500, "global steps (updates applied)", ge=1, le=MOST)
-    batch_size: int = key(64, "examples of one replica in one step", ge=1, lt=2**31)
+    batch_size: int = key(64, "examples of one replica in one gradient", ge=1, lt=2**31)
+    accumulate: int = key(
+        1, "gradients of a replica, of batch_size each, whose mean is one update", ge=1, le=10_000
+    )
     optimizer: OptimizerConfig = Field(OptimizerConfig())
     schedule: ScheduleConfig = Field(ScheduleConfig())
     pull_every: int = key(
@@ -184,10 +186,15 @@ class TrainingConfig(Section):
     stall_timeout: float = key(
         120, "seconds without progress until a task is restarted", ge=1, le=MOST
     )
-    mixed_precision: bool = key(False, "compute in 16 bits (bfloat16)")
+    mixed_precision: Literal["", "bfloat16", "float16"] = key(
+        "", "compute in 16 bits; true is bfloat16, and float16 scales the loss"
+    )
     jit_compile: bool = key(False, "compile the step with XLA")
     warm_start: WarmStart = key(
         "", "first weights: URI of a checkpoint or .keras file, champion, {from, include, exclude}"
+    )
+    ema: float = key(
+        0.0, "momentum of an average of the weights, which is handed on; 0: none", ge=0, lt=1
     )
     freeze: tuple[str, ...] = key((), "globs of variable paths that are not trained, hidden_0/*")
     hand_on: Literal["best", "last"] = key(
@@ -197,6 +204,18 @@ class TrainingConfig(Section):
         "", 'weight of each class in the loss of training: balanced, or {"name": weight}'
     )
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
+
+    @property
+    def step_examples(self) -> int:
+        """The examples of one replica in one step."""
+        return self.batch_size * self.accumulate
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _precision(cls, value: object) -> object:
+        """Take true and false, which it was before there were two, also as texts."""
+        known = {True: "bfloat16", False: "", "true": "bfloat16", "false": ""}
+        return known.get(value, value) if isinstance(value, bool | str) else value
 
     @field_validator("class_weights", mode="before")
     @classmethod
@@ -223,44 +242,6 @@ class TrainingConfig(Section):
         return value
 
     _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
-
-
-def server_number(name: str) -> int:
-    """Return the index in the name of a parameter server such as "ps:0"; -1 where it is none."""
-    role, _, index = name.partition(":")
-    # `isdigit` accepts digits of other scripts, of which `int` refuses some.
-    return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
-
-
-class ClusterConfig(Section):
-    """The tasks of the cluster, and where they run."""
-
-    launcher: Launcher = key(
-        "local", "what starts the tasks: local processes, or a TFJob on Kubernetes"
-    )
-    parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
-    workers: int = key(2, "workers; up to data.shards", ge=1, le=10_000)
-    evaluator: bool = key(False, "evaluate each checkpoint in a task of its own")
-    gpus_per_worker: int = key(0, "GPUs of one worker", ge=0, le=1000)
-    gpu_memory_mb: int = key(0, "fixed share of each GPU; 0: grow on demand", ge=0, le=MOST)
-    communication: Literal["auto", "ring", "nccl"] = key(
-        "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
-    )
-    placement: dict[str, str] = key({}, 'parameter server by variable glob, {"hidden_0/*": "ps:0"}')
-    existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
-    in_process: bool = key(False, "run the servers as threads, for a debugger")
-    max_restarts: int = key(
-        3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
-    )
-    kubernetes: KubernetesConfig = key(KubernetesConfig(), "settings of the TFJob and its pods")
-
-    @field_validator("placement")
-    @classmethod
-    def _on_servers(cls, value: dict[str, str]) -> dict[str, str]:
-        for glob, server in value.items():
-            if server_number(server) < 0:
-                raise ValueError(f"{glob!r} is on {server!r}; write the server as ps:0")
-        return value
 
 
 class EvaluationConfig(Section):
@@ -429,6 +410,17 @@ class Config(Section):
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
                 f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_key_for_the_batches_of_an_update(self) -> Config:
+        """`training.accumulate` and `pull_every` say both how many batches make an update."""
+        training = self.training
+        if training.accumulate > 1 < training.pull_every:
+            raise ValueError(
+                "training.accumulate: training.pull_every already makes one update of "
+                f"{training.pull_every} batches; leave one of the two at 1"
             )
         return self
 

@@ -74,7 +74,7 @@ class AsyncParameterServer(Served):
         """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
         self.build_model(problem)
-        self._tally = Tally(batch_size=self.config.training.batch_size)
+        self._tally = Tally(batch_size=self.config.training.step_examples)
         self._iterator = self.worker_batches(problem)
         seldom = self.config.training.pull_every > 1
         update = self._local_steps(problem) if seldom else self._step(problem)
@@ -142,5 +142,6 @@ class AsyncParameterServer(Served):
             problem.loss,
             steps=training.pull_every,
             jit=training.jit_compile,
+            scale=self.scale,
         )
         return lambda iterator: self.connected.run(steps, args=(iterator,))

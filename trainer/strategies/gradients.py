@@ -17,7 +17,12 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import Batch, Loss
+
+Tensors = list[tf.Tensor]
+# A dense tensor, or `IndexedSlices` of looked up rows; zeros of an unused variable.
+Gradient = Any
 
 
 class Messages:
@@ -65,9 +70,6 @@ def _packed(values: list[tf.Tensor]) -> tf.Tensor:
     return tf.concat([tf.reshape(value, [-1]) for value in values], 0)
 
 
-Tensors = list[tf.Tensor]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Pulled:
     """The values of a model at one moment: trainable ones, and its other state."""
@@ -78,9 +80,13 @@ class Pulled:
 
 def pull(model: keras.Model) -> Pulled:
     """Read every variable of the model, those of each server together."""
-    variables = [*model.trainable_variables, *model.non_trainable_variables]
-    values = Messages([variable.value for variable in variables]).pulled()
-    weights = len(model.trainable_variables)
+    return _pull(model.trainable_variables, model.non_trainable_variables)
+
+
+def _pull(trainable: Sequence[Any], state: Sequence[Any]) -> Pulled:
+    variables = [variable.value for variable in (*trainable, *state)]
+    values = Messages(variables).pulled()
+    weights = len(trainable)
     return Pulled(weights=values[:weights], state=values[weights:])
 
 
@@ -89,8 +95,8 @@ def push(model: keras.Model, gradient: Tensors) -> Tensors:
     return Messages([variable.value for variable in model.trainable_variables]).pushed(gradient)
 
 
-def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
-    """Send the state that has changed to the variables.
+def push_state(variables: Sequence[Any], before: Tensors, after: Tensors) -> None:
+    """Send the state that has changed to its variables.
 
     The change of whole numbers (seeds, counts) is added, which keeps what other workers have added
     since the pull. All else is assigned: moving averages go a part of the way to what they see, and
@@ -98,7 +104,7 @@ def push_state(model: keras.Model, before: Tensors, after: Tensors) -> None:
     """
     moved = [
         (variable.value, new - old if variable.value.dtype.is_integer else new)
-        for variable, old, new in zip(model.non_trainable_variables, before, after, strict=True)
+        for variable, old, new in zip(variables, before, after, strict=True)
         if new is not old
     ]
     arrived = Messages([value for value, _ in moved]).pushed([each for _, each in moved])
@@ -112,23 +118,45 @@ class PureGradient:
 
     Gradients are dense: a table of which a batch looks up some rows is pulled and pushed whole.
     The function is traced once, however often a graph uses it.
+
+    Attributes:
+        state: the variables of the state: all of the model that are not trained, and those of the
+            loss scale where there is one.
     """
 
-    def __init__(self, model: keras.Model, loss: Loss, *, jit: bool) -> None:
-        """Take a model and its loss."""
-        self._model, self._loss = model, loss
+    def __init__(
+        self,
+        model: keras.Model,
+        loss: Loss,
+        *,
+        jit: bool,
+        scale: LossScale | None = None,
+        in_place: bool = False,
+    ) -> None:
+        """Take a model and its loss.
+
+        Where it is `in_place`, it takes no weights: variables are read where they are, and a
+        gradient of looked up rows is `IndexedSlices`.
+        """
+        self._model, self._loss, self._scale, self._in_place = model, loss, scale, in_place
+        self.state = [*model.non_trainable_variables, *(scale.variables if scale else ())]
         self._moving: list[int] = []
-        self._traced = tf.function(self._compute, jit_compile=jit or None)
+        compute = scale.over(self._compute) if scale else self._compute
+        self._traced = tf.function(self._only_moved(compute), jit_compile=jit or None)
 
     def __call__(
         self, weights: Tensors, state: Tensors, batch: Batch
-    ) -> tuple[tf.Tensor, Tensors, Tensors]:
+    ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
         """Return the loss, a gradient for each of `weights`, and the state after the batch."""
         value, found, moved = self._traced(weights, state, batch)
         after = list(state)
         for index, each in zip(self._moving, moved, strict=True):
             after[index] = each
         return value, found, after
+
+    def pulled(self) -> Pulled:
+        """Read what the function takes, from wherever it is."""
+        return _pull([] if self._in_place else self._model.trainable_variables, self.state)
 
     def moved(self, before: Tensors, after: Tensors) -> Tensors:
         """Return the state after some batches; the objects of `before` where no layer changes it.
@@ -137,15 +165,31 @@ class PureGradient:
         """
         return [new if i in self._moving else before[i] for i, new in enumerate(after)]
 
-    def _compute(self, weights: Tensors, state: Tensors, batch: Batch) -> Any:
+    def _only_moved(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(weights: Tensors, state: Tensors, batch: Batch) -> Any:
+            value, found, after = compute(weights, state, batch)
+            self._moving = [i for i, old in enumerate(state) if after[i] is not old]
+            return value, found, [after[i] for i in self._moving]
+
+        return moved
+
+    def _compute(
+        self, weights: Tensors, state: Tensors, batch: Batch, seed: tf.Tensor | None = None
+    ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
+        """Return the loss, its gradient times `seed`, and the state."""
         model = self._model
+        trainable = model.trainable_variables
         with tf.GradientTape() as tape:
             tape.watch(weights)
+            if self._in_place:
+                # Keras looks in the scope for what it regularizes, all of which is needed then.
+                trainable = [each for each in trainable if each.regularizer]
+                weights = [each.value.read_value() for each in trainable]
             # Unlike `stateless_call` this goes through `__call__`, which passes `training` on to
             # the layers of a subclassed model.
             with keras.StatelessScope(
                 state_mapping=[
-                    *zip(model.trainable_variables, weights, strict=True),
+                    *zip(trainable, weights, strict=True),
                     *zip(model.non_trainable_variables, state, strict=True),
                 ],
                 collect_losses=True,
@@ -153,37 +197,110 @@ class PureGradient:
                 outputs = model(batch[0], training=True)
                 value = tf.cast(self._loss(model, batch, outputs), tf.float32)
         after = [scope.get_current_value(each) for each in model.non_trainable_variables]
-        self._moving = [i for i, old in enumerate(state) if after[i] is not old]
-        found = tape.gradient(value, weights, unconnected_gradients=tf.UnconnectedGradients.ZERO)
-        gradient = [tf.convert_to_tensor(each) for each in found]
-        return value, gradient, [after[i] for i in self._moving]
+        sources = weights
+        if self._in_place:
+            sources = [variable.value for variable in model.trainable_variables]
+        found = tape.gradient(
+            value,
+            sources,
+            output_gradients=seed,
+            unconnected_gradients=tf.UnconnectedGradients.ZERO,
+        )
+        if not self._in_place:
+            found = [tf.convert_to_tensor(each) for each in found]
+        return value, found, after
 
 
-def pulled_gradient_of(
-    model: keras.Model, loss: Loss, *, jit: bool
-) -> Callable[[Batch], tuple[tf.Tensor, Tensors]]:
+def pulled_gradient_of(  # noqa: PLR0913
+    model: keras.Model,
+    loss: Loss,
+    *,
+    jit: bool,
+    parts: int = 1,
+    scale: LossScale | None = None,
+    in_place: bool = False,
+) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
     """Return the function from a batch to loss and gradient; like `strategy.gradient_of`.
 
-    The gradient is already on the servers.
+    Args:
+        model: has its variables anywhere.
+        loss: of a batch.
+        jit: whether XLA compiles the gradient.
+        parts: where above 1, a batch is a stack of so many batches, taken one after the other, and
+            loss and gradient are the means over them. Only one is computed at a time.
+        scale: that of the loss, where it is scaled.
+        in_place: whether the variables are read where they are. Otherwise they are pulled before,
+            and the gradient is on the servers already.
     """
-    pure = PureGradient(model, loss, jit=jit)
+    pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
+    compute = accumulated(pure, parts) if parts > 1 else pure
 
-    def gradient(batch: Batch) -> tuple[tf.Tensor, Tensors]:
-        values = pull(model)
-        value, found, moved = pure(values.weights, values.state, batch)
-        push_state(model, values.state, moved)
-        return value, push(model, found)
+    def gradient(batch: Batch) -> tuple[tf.Tensor, list[Gradient]]:
+        values = pure.pulled()
+        value, found, moved = compute(values.weights, values.state, batch)
+        push_state(pure.state, values.state, pure.moved(values.state, moved))
+        return value, found if in_place else push(model, found)
 
     return gradient
 
 
-def local_steps_of(
+Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
+
+
+def accumulated(compute: Compute, parts: int) -> Compute:
+    """Return the function of a stack of batches: means of loss and gradient, and the last state."""
+
+    def over_all(
+        weights: Tensors, state: Tensors, batches: Batch
+    ) -> tuple[tf.Tensor, list[Gradient], Tensors]:
+        total, sums, state = compute(weights, state, _part(batches, 0))
+        if any(isinstance(each, tf.IndexedSlices) for each in sums):
+            # More rows after each batch, of which a loop carries no number.
+            for part in range(1, parts):
+                # Not before the one before it: only one is in memory at a time.
+                with tf.control_dependencies([total]):
+                    batch = tf.nest.map_structure(tf.identity, _part(batches, part))
+                value, found, state = compute(weights, state, batch)
+                total, sums = total + value, list(map(plus, sums, found))
+        else:
+            for part in tf.range(1, parts):
+                tf.autograph.experimental.set_loop_options(parallel_iterations=1)
+                value, found, state = compute(weights, state, _part(batches, part))
+                total, sums = total + value, list(map(plus, sums, found))
+        return total / parts, [over(each, parts) for each in sums], state
+
+    return over_all
+
+
+def _part(batches: Batch, part: Any) -> Batch:
+    part_of: Batch = tf.nest.map_structure(lambda each: each[part], batches)
+    return part_of
+
+
+def plus(one: Gradient, other: Gradient) -> Gradient:
+    """Return the sum of two gradients of a variable; sparse ones stay sparse."""
+    if isinstance(one, tf.IndexedSlices):
+        values = tf.concat([one.values, other.values], 0)
+        rows = tf.concat([one.indices, other.indices], 0)
+        return tf.IndexedSlices(values, rows, one.dense_shape)
+    return one + other
+
+
+def over(gradient: Gradient, count: Any) -> Gradient:
+    """Return the gradient of a variable divided by a number."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / count, gradient.indices, gradient.dense_shape)
+    return gradient / count
+
+
+def local_steps_of(  # noqa: PLR0913
     model: keras.Model,
     optimizer: keras.optimizers.Optimizer,
     loss: Loss,
     *,
     steps: int,
     jit: bool,
+    scale: LossScale | None = None,
 ) -> Callable[[Any], tf.Tensor]:
     """Return the function that pulls once, takes `steps` local steps, and pushes once.
 
@@ -192,10 +309,10 @@ def local_steps_of(
     section 4.1, with n_fetch = n_push = `steps`). The function takes an iterator of batches and
     returns the mean loss.
     """
-    pure = PureGradient(model, loss, jit=jit)
+    pure = PureGradient(model, loss, jit=jit, scale=scale)
 
     def update(iterator: Any) -> tf.Tensor:
-        values = pull(model)
+        values = pure.pulled()
         # The rate of a schedule is on a server, and a loop that reads it there spans machines.
         rate = tf.identity(tf.cast(optimizer.learning_rate, tf.float32))
         weights, state = values.weights, values.state
@@ -207,7 +324,7 @@ def local_steps_of(
             total = [t + g for t, g in zip(total, found, strict=True)]
             losses += value
         optimizer.apply(push(model, total), model.trainable_variables)
-        push_state(model, values.state, pure.moved(values.state, state))
+        push_state(pure.state, values.state, pure.moved(values.state, state))
         return losses / steps
 
     return update

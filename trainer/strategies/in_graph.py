@@ -23,9 +23,9 @@ class InGraph(Served):
     def build(self, problem: Problem) -> None:
         """Connect, place the variables, and create the input of each worker on that worker."""
         self.connect()
-        self.build_model(problem)
         self._workers = range(self.cluster.count("worker"))
-        self._tally = Tally(batch_size=self.config.training.batch_size)
+        self.build_model(problem, gradients=len(self._workers))
+        self._tally = Tally(batch_size=self.config.training.step_examples)
         self._iterators = [self._batches(worker, problem) for worker in self._workers]
         self._steps_of = self._steps(problem)
 
@@ -38,7 +38,7 @@ class InGraph(Served):
 
     def _batches(self, worker: int, problem: Problem) -> Any:
         with tf.device(f"{_device(worker)}/device:CPU:0"):
-            return iter(problem.batches())
+            return iter(self.batches(problem))
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
         gradient = self.gradient(problem)

@@ -30,6 +30,7 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.strategies.fused_updates import fuse
+from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.parameter_server import Tally
 from trainer.strategies.strategy import (
     Batch,
@@ -59,7 +60,12 @@ class Replicated(KerasStrategy):
         self.replicas = self.replicate()
         with self.replicas.scope():
             self.model = problem.build_model()
-            self.optimizer = problem.build_optimizer()
+            self.optimizer = self.make_optimizer(problem)
+            # Each replica has its own: no gradient is larger or smaller by it.
+            self.scale = self.make_scale(
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA,
+            )
             self.optimizer.build(self.model.trainable_variables)
         # A kernel cannot update a variable that has copies on several devices.
         if self.replicas is tf.distribute.get_strategy():
@@ -84,7 +90,7 @@ class Replicated(KerasStrategy):
         def endless(_: object) -> tf.data.Dataset:
             # Otherwise TensorFlow asks all replicas before each step whether they have a batch.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-            return problem.batches().apply(without_end)
+            return self.batches(problem).apply(without_end)
 
         return iter(self.replicas.distribute_datasets_from_function(endless))
 
@@ -120,7 +126,7 @@ class Replicated(KerasStrategy):
             with self.replicas.scope():
                 own = own_step_of(self.model, self.optimizer, problem.weighed)
             return lambda batch: _mean([own(batch)])[0]
-        gradient = gradient_of(self.model, problem.loss, jit=self.config.training.jit_compile)
+        gradient = self._gradient(problem)
 
         def step(batch: Batch) -> tf.Tensor:
             value, gradients = gradient(batch)
@@ -129,6 +135,19 @@ class Replicated(KerasStrategy):
             return value
 
         return step
+
+    def _gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
+        training = self.config.training
+        if training.accumulate == 1 and not self.scale:
+            return gradient_of(self.model, problem.loss, jit=training.jit_compile)
+        return pulled_gradient_of(
+            self.model,
+            problem.loss,
+            jit=training.jit_compile,
+            parts=training.accumulate,
+            scale=self.scale,
+            in_place=True,
+        )
 
     def _separate_seeds(self) -> None:
         seeds = [v.value for v in self.model.variables if v.path.endswith(_SEED)]
@@ -191,7 +210,7 @@ class MultiWorkerMirrored(Replicated):
         """Connect to the other workers, and build the copies of this one."""
         super().build(problem)
         local_replicas = self.replicas.num_replicas_in_sync // self.cluster.count("worker")
-        self._tally = Tally(batch_size=self.config.training.batch_size * local_replicas)
+        self._tally = Tally(batch_size=self.config.training.step_examples * local_replicas)
 
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, each with a gradient of every worker."""

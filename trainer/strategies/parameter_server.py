@@ -67,12 +67,16 @@ class Served(KerasStrategy):
         self.connected = tf.distribute.ParameterServerStrategy(self.resolver())
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.connected)
 
-    def build_model(self, problem: Problem) -> None:
-        """Build model, optimizer and the exact counter of updates on the parameter servers."""
+    def build_model(self, problem: Problem, *, gradients: int = 1) -> None:
+        """Build model, optimizer and the exact counter of updates on the parameter servers.
+
+        `gradients` is how many of them make an update.
+        """
         servers = self.cluster.count("ps")
         self.model = place(problem.build_model, servers, self.config.cluster.placement)
         with tf.device(server_device(0)):
-            self.optimizer = problem.build_optimizer()
+            self.optimizer = self.make_optimizer(problem)
+            self.scale = self.make_scale(gradients=gradients)
         build_slots(self.optimizer, self.model)
         self.applied = exact_counter(self.optimizer)
 
@@ -82,10 +86,17 @@ class Served(KerasStrategy):
         All variables are pulled before, those of each server in one message, unless a layer looks
         up rows: then only the rows of a batch are transferred.
         """
-        if self.pulls_whole():
-            jit = self.config.training.jit_compile
-            return pulled_gradient_of(self.model, problem.loss, jit=jit)
-        return gradient_of(self.model, problem.loss)
+        training, whole = self.config.training, self.pulls_whole()
+        if not whole and training.accumulate == 1 and not self.scale:
+            return gradient_of(self.model, problem.loss)
+        return pulled_gradient_of(
+            self.model,
+            problem.loss,
+            jit=training.jit_compile,
+            parts=training.accumulate,
+            scale=self.scale,
+            in_place=not whole,
+        )
 
     def pulls_whole(self) -> bool:
         """Say whether a worker pulls all variables before it computes."""
@@ -93,7 +104,9 @@ class Served(KerasStrategy):
 
     def worker_batches(self, problem: Problem) -> Any:
         """Return an iterator over the batches of whichever worker uses it."""
-        return iter(self.coordinator.create_per_worker_dataset(lambda _=None: problem.batches()))
+        return iter(
+            self.coordinator.create_per_worker_dataset(lambda _=None: self.batches(problem))
+        )
 
     def dispatch(self, calls: Sequence[Call]) -> list[Any]:
         """Run each call once, on whichever worker is free; return the results."""

@@ -17,7 +17,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from trainer.config.schema import server_number
+from trainer.config.cluster import server_number
 from trainer.errors import ConfigError, nearest
 from trainer.strategies.fused_updates import fuse
 

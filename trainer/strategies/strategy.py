@@ -26,6 +26,8 @@ import tensorflow as tf
 from trainer import user_code
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.strategies.averaging import AVERAGE, MODEL, averages_of, keep_averages
+from trainer.strategies.loss_scale import LossScale
 from trainer.topology import Cluster, Task, topology_of
 
 # As Keras has it: inputs and labels, and the weights of the examples where they have some.
@@ -109,6 +111,15 @@ class Strategy(ABC):
         """
         return values
 
+    def batches(self, problem: Problem) -> tf.data.Dataset:
+        """Return the batches of one task, each a stack of `training.accumulate` where that is set.
+
+        Traced into a graph, like `problem.batches`.
+        """
+        parts = self.config.training.accumulate
+        batches = problem.batches()
+        return batches.batch(parts, drop_remainder=True).prefetch(1) if parts > 1 else batches
+
     @abstractmethod
     def build(self, problem: Problem) -> None:
         """Connect to the cluster, and build model, optimizer and input on it."""
@@ -159,6 +170,19 @@ class KerasStrategy(Strategy):
     model: keras.Model
     optimizer: keras.optimizers.Optimizer
     applied: tf.Variable
+    #: Where the loss is scaled.
+    scale: LossScale | None = None
+
+    def make_optimizer(self, problem: Problem) -> keras.optimizers.Optimizer:
+        """Make the optimizer, not yet built, which averages the weights if so configured."""
+        optimizer = problem.build_optimizer()
+        if self.config.training.ema:
+            keep_averages(optimizer, self.config.training.ema)
+        return optimizer
+
+    def make_scale(self, **options: Any) -> LossScale | None:
+        """Make the scale of the loss on the device of the scope, where the precision needs one."""
+        return LossScale(**options) if self.config.training.mixed_precision == "float16" else None
 
     def resolver(self, **accelerators: int) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Return what tells TensorFlow the cluster, this task, and its accelerators by kind."""
@@ -176,7 +200,8 @@ class KerasStrategy(Strategy):
 
     def variables(self) -> Mapping[str, tf.Variable]:
         """Return the variables; a read of one with copies reads the first in this process."""
-        return checkpoint_variables(self.model, self.optimizer)
+        named = checkpoint_variables(self.model, self.optimizer)
+        return named | (self.scale.named if self.scale else {})
 
     def learning_rate(self) -> float:
         """Return the learning rate of the next update."""
@@ -272,8 +297,13 @@ def checkpoint_variables(
 
     The learning rate is left out: the configuration owns it, also when training is resumed.
     """
-    named = {f"model/{variable.path}": variable.value for variable in model.variables}
+    named = {f"{MODEL}{variable.path}": variable.value for variable in model.variables}
+    averages = averages_of(optimizer)
+    named |= {f"{AVERAGE}{path}": each.value for path, each in averages.items()}
+    averaging = {id(each) for each in averages.values()}
     for variable in optimizer.variables:
+        if id(variable) in averaging:
+            continue
         if variable is not optimizer.iterations and variable.path.split("/")[-1] != "learning_rate":
             named[_free(f"optimizer/{variable.path}", named)] = variable.value
     named["global_step"] = optimizer.iterations.value
@@ -320,4 +350,28 @@ def create(config: Config, cluster: Cluster, task: Task) -> Strategy:
         raise ConfigError(f"training.strategy: {name!r} is not a subclass of Strategy")
     if lacking := sorted(strategy.__abstractmethods__):
         raise ConfigError(f"training.strategy: {name!r} does not define {', '.join(lacking)}")
+    if not issubclass(strategy, KerasStrategy):
+        _refuse_updates(config, f"{name!r} makes its updates itself; make it a KerasStrategy")
     return strategy(config, cluster, task)
+
+
+def require_updates(config: Config, model: keras.Model) -> None:
+    """Raise `ConfigError` where an update of the model cannot be made as it is configured."""
+    if has_own_step(model):
+        _refuse_updates(config, f"{type(model).__name__}.train_step makes its updates itself")
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            why = f"{layer.name} (SpectralNormalization) changes weights beside the gradient"
+            _refuse_updates(config, why, averages=False)
+
+
+def _refuse_updates(config: Config, why: str, *, averages: bool = True) -> None:
+    training = config.training
+    is_set = {
+        "accumulate": training.accumulate > 1,
+        "mixed_precision": training.mixed_precision == "float16",
+        "ema": averages and training.ema > 0,
+    }
+    for key, value in is_set.items():
+        if value:
+            raise ConfigError(f"training.{key}: {why}; leave the key out")

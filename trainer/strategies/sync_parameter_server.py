@@ -21,6 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from trainer.strategies.gradients import Gradient, over, plus
 from trainer.strategies.parameter_server import Served, Tally, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
@@ -30,8 +31,6 @@ from trainer.strategies.strategy import Problem, Report
 HUB = server_device(0)
 # The fields of an announcement, next to the loss.
 STEP, NUMBER, WORKER = range(3)
-# A dense tensor, or `IndexedSlices` of looked up rows; zeros of an unused variable.
-Gradient = Any
 
 
 class SyncParameterServer(Served):
@@ -42,10 +41,10 @@ class SyncParameterServer(Served):
     def build(self, problem: Problem) -> None:
         """Connect, build model and optimizer, and create the queues."""
         self.connect()
-        self.build_model(problem)
         self._workers = self.cluster.count("worker")
         self._needed = self.config.training.replicas_to_aggregate or self._workers
-        self._tally = Tally(batch_size=self.config.training.batch_size)
+        self.build_model(problem, gradients=self._needed)
+        self._tally = Tally(batch_size=self.config.training.step_examples)
         self._dropped = 0
         # Servers outlive a chief, and functions of a dead one still wait there: names are unique.
         attempt = uuid.uuid4().hex
@@ -345,19 +344,3 @@ def _parts(gradient: Gradient) -> list[tf.Tensor]:
     if isinstance(gradient, tf.IndexedSlices):
         return [gradient.values, tf.cast(gradient.indices, tf.int64)]
     return [gradient]
-
-
-def plus(one: Gradient, other: Gradient) -> Gradient:
-    """Return the sum of two gradients of a variable; sparse ones stay sparse."""
-    if isinstance(one, tf.IndexedSlices):
-        values = tf.concat([one.values, other.values], 0)
-        rows = tf.concat([one.indices, other.indices], 0)
-        return tf.IndexedSlices(values, rows, one.dense_shape)
-    return one + other
-
-
-def over(gradient: Gradient, count: int) -> Gradient:
-    """Return the gradient of a variable divided by a number."""
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values / count, gradient.indices, gradient.dense_shape)
-    return gradient / count

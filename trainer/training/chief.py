@@ -67,9 +67,8 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     logging.getLogger("tensorflow").setLevel(logging.WARNING)
     stop_requested = signals.catch_stop_signals()
     dataset = storage.read_manifest(job.dataset)
-    if job.config.training.mixed_precision:
-        # bfloat16 has the range of float32, so that no loss has to be scaled.
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    if precision := job.config.training.mixed_precision:
+        keras.mixed_precision.set_global_policy(f"mixed_{precision}")
     configure_gpus(job.config, task)
     stage_input(job, cluster, task)
     if job.config.cluster.in_process and task.role == "chief":

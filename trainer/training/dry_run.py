@@ -29,7 +29,7 @@ from trainer.export.formats import FORMATS, Subject
 from trainer.models import registry
 from trainer.models.freezing import freeze
 from trainer.strategies import placement
-from trainer.strategies.strategy import has_own_step
+from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
@@ -66,6 +66,7 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     registry.require_trainable(name, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
+    require_updates(config, model)
     if config.training.jit_compile:
         registry.require_compilable(model)
     if "keras" in config.export.formats:
@@ -157,9 +158,9 @@ def fit(config: Config, scratch: Path) -> Fit:
     )
 
     def built() -> tuple[keras.Model, Objective]:
-        if config.training.mixed_precision:
+        if precision := config.training.mixed_precision:
             # That of a thread.
-            keras.mixed_precision.set_global_policy("mixed_bfloat16")
+            keras.mixed_precision.set_global_policy(f"mixed_{precision}")
         objective = tasks.objective_of(config, dataset)
         model = evaluate.build_model(config, dataset, objective)
         freeze(model, config.training.freeze)

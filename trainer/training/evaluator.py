@@ -87,8 +87,8 @@ def metrics_of(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
 def _measure(job: Job) -> Measure:
     spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
-    if job.config.training.mixed_precision:
-        keras.mixed_precision.set_global_policy("mixed_bfloat16")
+    if precision := job.config.training.mixed_precision:
+        keras.mixed_precision.set_global_policy(f"mixed_{precision}")
     objective = tasks.objective_of(job.config, spec)
     model = evaluate.build_model(job.config, spec, objective)
     graph = tf.function(partial(objective.totals, model))

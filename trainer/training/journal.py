@@ -78,7 +78,7 @@ class Journal:
             "optimizer": config.training.optimizer.name,
             "freeze": list(config.training.freeze),
         }
-        self._batch_size = config.training.batch_size
+        self._batch_size = config.training.step_examples
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         self._newest = self._history.rows[-1] if self._history.rows else {}

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
@@ -29,6 +29,7 @@ from trainer.checkpoints.checkpoints import Checkpoints, RestoredCheckpoint
 from trainer.cluster.signals import ending_at_once
 from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
+from trainer.strategies.averaging import averaged, begin_averages
 from trainer.strategies.strategy import Problem, Strategy
 from trainer.training.journal import Journal, UnpublishedJournal
 
@@ -117,12 +118,14 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     start = found.global_step if found else -1
     if strategy.barrier(start, -start) != (start, -start):
         raise ClusterLostError("the workers found different checkpoints: all have to begin again")
+    kept: Mapping[str, Any] = {}
     if found:
         kept = checkpointing.resumed(found, strategy.variables(), config.training)
         checkpointing.restore(found, kept, io_device=strategy.io_device)
     begun = _origin(found)
     if warm:
         begun = warm_start.load(warm, strategy.variables(), io_device=strategy.io_device)
+    begin_averages(strategy.variables(), kept)
     journal_type = Journal if strategy.publishes else UnpublishedJournal
     journal = journal_type(config, checkpoints, strategy.global_step())
     journal.begin(strategy.global_step(), begun)
@@ -264,7 +267,8 @@ class _OuterLoop:
     def _validate(self, step: int) -> dict[str, float]:
         if self._hooks.validate is None:
             return {}
-        metrics = self._hooks.validate(self._strategy)
+        with averaged(self._strategy.variables()):
+            metrics = self._hooks.validate(self._strategy)
         for name, value in metrics.items():
             if not math.isfinite(value):
                 self._raise_diverged(f"the validation {name} is {value}", step)

@@ -23,16 +23,16 @@ from trainer.errors import ConfigError, nearest
 # Two wrap another optimizer; the third one's weights have to be swapped before an evaluation.
 NOT_OFFERED = ("LossScaleOptimizer", "MultiOptimizer", "ScheduleFreeAdamW")
 
-# Arguments of Keras that would be wrong here: the first two have no effect or another key, the
-# others need a training loop that scales the loss, skips steps or swaps weights.
+# Arguments of Keras that would be wrong here: they have no effect or another key, which works under
+# every strategy.
 REFUSED: dict[str, str] = {
     "learning_rate": "set training.optimizer.learning_rate",
     "name": "it has no effect",
-    "loss_scale_factor": "the loss is not scaled",
-    "gradient_accumulation_steps": "every gradient is applied; raise training.batch_size",
-    "use_ema": "averages of weights are not kept",
-    "ema_momentum": "averages of weights are not kept",
-    "ema_overwrite_frequency": "averages of weights are not kept",
+    "loss_scale_factor": "set training.mixed_precision: float16, which scales the loss",
+    "gradient_accumulation_steps": "set training.accumulate",
+    "use_ema": "set training.ema",
+    "ema_momentum": "set training.ema",
+    "ema_overwrite_frequency": "set training.ema, which overwrites no weights",
 }
 
 

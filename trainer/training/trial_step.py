@@ -21,6 +21,8 @@ from trainer.data.read import evaluation_batches
 from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import ConfigError, UserError
+from trainer.strategies.gradients import pulled_gradient_of
+from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import gradient_of, has_own_step, own_step_of
 from trainer.tasks.objective import Objective
 from trainer.training.optimizers import build_optimizer
@@ -86,7 +88,11 @@ def _step(
         optimizer.build(model.trainable_variables)
         step = own_step_of(model, optimizer, objective.weighed)
         return tf.function(step)(batch), []
-    value, gradients = tf.function(gradient_of(model, objective.loss))(batch)
+    gradient = gradient_of(model, objective.loss)
+    if training.mixed_precision == "float16":
+        scale = LossScale()
+        gradient = pulled_gradient_of(model, objective.loss, jit=False, scale=scale, in_place=True)
+    value, gradients = tf.function(gradient)(batch)
     return value, gradients
 
 

@@ -63,7 +63,8 @@ TREE = {
         "validate_every": 13,
         "patience": 2,
         "stall_timeout": 60.5,
-        "mixed_precision": True,
+        "mixed_precision": "float16",
+        "ema": 0.5,
         "jit_compile": True,
         "warm_start": {
             "from": "gs://bucket/a run/checkpoints/step-00000005",

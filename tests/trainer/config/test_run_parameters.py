@@ -66,7 +66,7 @@ def test_every_leaf_is_one_parameter_in_the_order_of_the_file():
         ("data_partition", str, "disjoint", False),
         ("training_steps", int, 1500, False),
         ("training_checkpoint_seconds", float, 0.0, False),
-        ("training_mixed_precision", bool, False, False),
+        ("training_mixed_precision", str, "", False),
         ("cluster_launcher", str, "local", False),
         ("model_args", str, "{}", True),
         ("cluster_placement", str, "{}", True),

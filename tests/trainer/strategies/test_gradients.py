@@ -106,7 +106,11 @@ def test_what_others_have_counted_is_kept():
     seed = state_of(model, "seed_generator_state")
     before, values = seed.numpy(), pull(model)
     seed.assign_add(tf.ones_like(seed.value))
-    push_state(model, values.state, [each + tf.cast(2, each.dtype) for each in values.state])
+    push_state(
+        model.non_trainable_variables,
+        values.state,
+        [each + tf.cast(2, each.dtype) for each in values.state],
+    )
     np.testing.assert_array_equal(seed.numpy(), before + 3)
 
 
@@ -115,7 +119,11 @@ def test_parts_of_several_workers_do_not_take_an_average_beyond_what_they_saw():
     variance = state_of(model, "moving_variance")
     every = [pull(model) for _ in range(16)]
     for values in every:
-        push_state(model, values.state, [each * tf.cast(0.8, each.dtype) for each in values.state])
+        push_state(
+            model.non_trainable_variables,
+            values.state,
+            [each * tf.cast(0.8, each.dtype) for each in values.state],
+        )
     close([variance.value], [tf.fill(variance.shape, 0.8)])
 
 

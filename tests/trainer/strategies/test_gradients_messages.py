@@ -88,7 +88,7 @@ def test_state_that_has_not_moved_is_not_pushed():
     def push():
         before = pull(model).state
         after = [before[0], *(value + 1 for value in before[1:])]
-        push_state(model, before, after)
+        push_state(model.non_trainable_variables, before, after)
 
     tf.function(push)()
     np.testing.assert_array_equal(frozen, np.zeros(3))

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import tensorflow as tf
 
-from trainer.strategies.sync_parameter_server import Staging, over, plus
+from trainer.strategies.gradients import over, plus
+from trainer.strategies.sync_parameter_server import Staging
 
 ROWS = [[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]
 

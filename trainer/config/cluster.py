@@ -1,0 +1,50 @@
+"""The cluster section: the tasks, and where they run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import field_validator
+
+from trainer.config.base import MOST, Section, key
+from trainer.config.kubernetes import KubernetesConfig
+
+Launcher = Literal["local", "tfjob"]
+
+
+def server_number(name: str) -> int:
+    """Return the index in the name of a parameter server such as "ps:0"; -1 where it is none."""
+    role, _, index = name.partition(":")
+    # `isdigit` accepts digits of other scripts, of which `int` refuses some.
+    return int(index) if role == "ps" and index.isascii() and index.isdigit() else -1
+
+
+class ClusterConfig(Section):
+    """The tasks of the cluster, and where they run."""
+
+    launcher: Launcher = key(
+        "local", "what starts the tasks: local processes, or a TFJob on Kubernetes"
+    )
+    parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
+    workers: int = key(2, "workers; up to data.shards", ge=1, le=10_000)
+    evaluator: bool = key(False, "evaluate each checkpoint in a task of its own")
+    gpus_per_worker: int = key(0, "GPUs of one worker", ge=0, le=1000)
+    gpu_memory_mb: int = key(0, "fixed share of each GPU; 0: grow on demand", ge=0, le=MOST)
+    communication: Literal["auto", "ring", "nccl"] = key(
+        "auto", "how mirrored workers exchange gradients; nccl needs GPUs"
+    )
+    placement: dict[str, str] = key({}, 'parameter server by variable glob, {"hidden_0/*": "ps:0"}')
+    existing_servers: bool = key(False, "join running servers, named by TF_CONFIG")
+    in_process: bool = key(False, "run the servers as threads, for a debugger")
+    max_restarts: int = key(
+        3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
+    )
+    kubernetes: KubernetesConfig = key(KubernetesConfig(), "settings of the TFJob and its pods")
+
+    @field_validator("placement")
+    @classmethod
+    def _on_servers(cls, value: dict[str, str]) -> dict[str, str]:
+        for glob, server in value.items():
+            if server_number(server) < 0:
+                raise ValueError(f"{glob!r} is on {server!r}; write the server as ps:0")
+        return value

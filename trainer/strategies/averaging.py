@@ -1,0 +1,91 @@
+"""An exponential moving average of the weights, which is measured and handed on in their place.
+
+After each update the average goes a part `1 - momentum` of the way to the weights, and after the
+first it is the weights, as with Keras's `use_ema`. It is on the server of its variable, and moves
+there by an atomic subtraction: no update is left out where workers race.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+# What a path in a checkpoint begins with: that of a variable, and that of its average.
+MODEL = "model/"
+AVERAGE = "average/"
+
+
+def keep_averages(optimizer: keras.optimizers.Optimizer, momentum: float) -> None:
+    """Make an optimizer that is not built yet keep averages of the weights."""
+    optimizer.use_ema, optimizer.ema_momentum = True, momentum
+
+    def move(distribution: Any, pairs: list[tuple[Any, Any]], part: tf.Tensor) -> None:
+        def towards(average: Any, variable: Any, part: tf.Tensor) -> None:
+            with tf.device(average.device):
+                part = tf.cast(part, average.dtype)
+                average.assign_sub((average - variable) * part)
+
+        for average, variable in pairs:
+            distribution.extended.update(average, towards, args=(variable, part), group=False)
+
+    def update(_variables: Any) -> None:
+        with tf.device(optimizer.iterations.value.device):
+            is_first = tf.equal(optimizer.iterations.value, 0)
+            part = tf.where(is_first, 1.0, 1.0 - momentum)
+        pairs = [(average.value, variable.value) for average, variable in _pairs(optimizer)]
+        tf.__internal__.distribute.interim.maybe_merge_call(
+            move, optimizer._distribution_strategy, pairs, part
+        )
+
+    optimizer._update_model_variables_moving_average = update
+
+
+def averages_of(optimizer: keras.optimizers.Optimizer) -> dict[str, keras.Variable]:
+    """Return the averages by the paths of their variables."""
+    return {variable.path: average for average, variable in _pairs(optimizer)}
+
+
+def _pairs(optimizer: keras.optimizers.Optimizer) -> list[tuple[Any, Any]]:
+    if not optimizer.use_ema:
+        return []
+    averages = optimizer._model_variables_moving_average
+    pairs = zip(averages, optimizer._trainable_variables, strict=True)
+    return [(average, variable) for average, variable in pairs if average is not None]
+
+
+def begin_averages(variables: Mapping[str, tf.Variable], restored: Collection[str]) -> None:
+    """Give each average among `variables` that was not restored the value of its variable."""
+    for average, variable in _by_path(variables).items():
+        if average not in restored:
+            with tf.device(variables[average].device):
+                variables[average].assign(variables[variable].read_value())
+
+
+@contextmanager
+def averaged(variables: Mapping[str, tf.Variable]) -> Iterator[None]:
+    """Exchange weights and averages within the block, in which nothing may be trained or saved."""
+    _exchange(variables)
+    try:
+        yield
+    finally:
+        _exchange(variables)
+
+
+def _exchange(variables: Mapping[str, tf.Variable]) -> None:
+    for average, variable in _by_path(variables).items():
+        with tf.device(variables[average].device):
+            value = variables[variable].read_value()
+            variables[variable].assign(variables[average].read_value())
+            variables[average].assign(value)
+
+
+def _by_path(variables: Mapping[str, tf.Variable]) -> dict[str, str]:
+    return {
+        path: f"{MODEL}{path.removeprefix(AVERAGE)}"
+        for path in variables
+        if path.startswith(AVERAGE)
+    }

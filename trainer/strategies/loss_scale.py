@@ -1,0 +1,103 @@
+"""The scale of a float16 loss: small gradients would be zero in float16, and large ones infinite.
+
+The loss is multiplied before the gradient and the gradient divided after it (Micikevicius et al.
+2018, "Mixed Precision Training", section 3.2), with the rule of Keras's `LossScaleOptimizer`: half
+the scale where a gradient is not finite, twice the scale after `GROWTH` updates without.
+
+Keras skips a step whose gradient is not finite. Here it is computed again from the same batch with
+half the scale, so that every batch counts, and so does every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+# What their paths in a checkpoint begin with.
+LOSS_SCALE = "loss_scale/"
+FIRST = 2.0**15
+GROWTH = 2000
+# A scale has no end where all gradients are zero; the largest number of float32 is near 2**128.
+LARGEST = 2.0**60
+# From the largest scale down to one that shrinks: then the gradient itself is not finite.
+MOST_HALVINGS = 64
+
+
+class _Value(NamedTuple):
+    """A variable, as Keras's have it."""
+
+    value: tf.Variable
+
+
+class LossScale:
+    """The scale, the number of gradients, and at which of them it was changed: state of a model.
+
+    The number is added to, and the rest is assigned (see `gradients.push_state`): where workers
+    change the scale at once, each to the same, the count is right, which one set to zero is not.
+    """
+
+    def __init__(self, *, gradients: int = 1, **options: Any) -> None:
+        """Make the variables on the device of the scope.
+
+        `gradients` is how many of them make an update; `options` are those of the variables.
+        """
+        self._growth = GROWTH * gradients
+        self._scale = tf.Variable(FIRST, trainable=False, name="loss_scale", **options)
+        self._count = tf.Variable(0, trainable=False, name="gradients", dtype=tf.int64, **options)
+        self._changed = tf.Variable(
+            0.0, trainable=False, name="changed", dtype=tf.float64, **options
+        )
+
+    @property
+    def variables(self) -> list[_Value]:
+        """The scale, the count, and where it was changed; the last ones of a state."""
+        return [_Value(self._scale), _Value(self._count), _Value(self._changed)]
+
+    @property
+    def named(self) -> dict[str, tf.Variable]:
+        """The variables as a checkpoint has them."""
+        named = {"scale": self._scale, "gradients": self._count, "changed": self._changed}
+        return {f"{LOSS_SCALE}{name}": variable for name, variable in named.items()}
+
+    def over(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the same function with a scale, whose variables are the last of its state.
+
+        Where the loss is finite and its gradient is not, the gradient is computed again.
+        """
+
+        def scaled(weights: Any, state: Any, batch: Any) -> Any:
+            *state, first, count, changed = state
+            scale, halvings = first, tf.constant(0)
+            value, found, after = compute(weights, state, batch, scale)
+            moving = [i for i, old in enumerate(state) if after[i] is not old]
+            while tf.logical_and(
+                halvings < MOST_HALVINGS,
+                tf.logical_and(tf.math.is_finite(value), tf.logical_not(_all_finite(found))),
+            ):
+                scale, halvings = scale / 2, halvings + 1
+                value, found, after = compute(weights, state, batch, scale)
+            after = [after[i] if i in moving else old for i, old in enumerate(state)]
+            # By a power of two, which changes no digit.
+            found = [_over(each, scale) for each in found]
+            count += 1
+            at = tf.cast(count, changed.dtype)
+            halved, grown = halvings > 0, at - changed >= self._growth
+            changed = tf.where(tf.logical_or(halved, grown), at, changed)
+            larger = tf.minimum(scale * 2, LARGEST)
+            scale = tf.where(tf.logical_and(grown, tf.logical_not(halved)), larger, scale)
+            return value, found, [*after, scale, count, changed]
+
+        return scaled
+
+
+def _all_finite(gradients: list[Any]) -> tf.Tensor:
+    values = [each.values if isinstance(each, tf.IndexedSlices) else each for each in gradients]
+    return tf.reduce_all([tf.reduce_all(tf.math.is_finite(each)) for each in values])
+
+
+def _over(gradient: Any, scale: tf.Tensor) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values / scale, gradient.indices, gradient.dense_shape)
+    return gradient / scale
