@@ -1,0 +1,59 @@
+"""The metrics of a task over examples in parts: sums of metrics, and what the task adds to them."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from tests.trainer.tasks.measuring import InParts, target
+from trainer.evaluation.measure import measured
+from trainer.tasks.classification import Classification
+from trainer.tasks.objective import Objective
+from trainer.tasks.regression import Regression
+
+COUNT, CLASSES = 40, 3
+RANDOM = np.random.default_rng(5)
+LABELS = RANDOM.integers(CLASSES, size=COUNT)
+LOGITS = RANDOM.normal(size=(COUNT, CLASSES)).astype("float32")
+WEIGHTS = RANDOM.uniform(size=COUNT).astype("float32")
+
+
+def classifier() -> Objective:
+    return Objective(Classification(target(LABELS, num_classes=CLASSES)))
+
+
+@pytest.mark.parametrize("weights", [None, WEIGHTS], ids=["plain", "weighted"])
+def test_parts_are_measured_as_one_whole(weights):
+    found = measured(classifier(), InParts(LABELS, LOGITS, weights))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)(LABELS, LOGITS, weights)
+    assert found["metrics"]["loss"] == pytest.approx(float(loss), rel=1e-5)
+    hits = np.average(LOGITS.argmax(axis=1) == LABELS, weights=weights)
+    assert found["metrics"]["accuracy"] == pytest.approx(hits, rel=1e-6)
+
+
+def test_details_of_the_task_come_with_its_metrics():
+    objective = classifier()
+    examples = InParts(LABELS, LOGITS)
+    found, details = measured(objective, examples), objective.task.details(examples)
+    # Those of the details are added to the means, and stand only there.
+    assert details["metrics"].items() <= found["metrics"].items()
+    assert found["intervals"] == details["intervals"]
+    others = {"metrics", "intervals"}
+    assert found.keys() - others == details.keys() - others
+
+
+def test_a_task_without_intervals_has_none():
+    labels = RANDOM.normal(size=COUNT).astype("float32")
+    outputs = labels[:, np.newaxis] + 0.5
+    found = measured(Objective(Regression(target(labels))), InParts(labels, outputs))
+    assert found["intervals"] == {}
+    assert found["metrics"]["mean_absolute_error"] == pytest.approx(0.5, rel=1e-6)
+
+
+def test_a_metric_of_the_configuration_is_measured_with_those_of_the_task():
+    labels = RANDOM.normal(size=COUNT).astype("float32")
+    objective = Objective(Regression(target(labels)), metrics=["log_cosh_error"])
+    found = measured(objective, InParts(labels, labels[:, np.newaxis]))["metrics"]
+    assert found["log_cosh_error"] == pytest.approx(0, abs=1e-6)
+    assert set(found) == {*Regression.directions, "log_cosh_error"}
