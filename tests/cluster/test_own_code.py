@@ -117,8 +117,7 @@ def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy)
         code, said = run.end()
     assert code == 1
     assert said.startswith(
-        "model blocks:frozen: it has nothing to train: all of its variables are frozen, by its "
-        "layers or by training.freeze ("
+        "model blocks:frozen: it has nothing to train: all of its variables are frozen ("
     )
     assert run.events(AttemptBegin) == []
 

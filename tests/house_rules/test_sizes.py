@@ -15,7 +15,7 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-MODULE_LIMIT = 212
+MODULE_LIMIT = 213
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
@@ -30,6 +30,7 @@ SAME_ROLE = {
     "models.py": "the command, and what it calls",
     "registry.py": "what each name means",
     "retry.py": "which failures of its API are tried again",
+    "schedule.py": "when something happens",
     "spec.py": "the frozen description that its room works from",
     "supervisor.py": "watches a cluster and decides about restarts",
 }

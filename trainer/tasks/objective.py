@@ -147,11 +147,6 @@ class Objective:
         except Exception as error:
             raise ConfigError(f"{what} labels and outputs: {user_code.line_of(error)}") from error
 
-    @property
-    def optimizer(self) -> keras.optimizers.Optimizer | None:
-        """That which the model was compiled with, if it was."""
-        return self.compiled.optimizer if self.compiled else None
-
     def attach(self, model: keras.Model) -> keras.Model:
         """Make the task's loss that of a model, and return the model."""
         attach(model, self._loss)
@@ -354,7 +349,10 @@ def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
     if type(metric).result is keras.metrics.Mean.result:
         total, count = state
         return float(total / count) if count else 0.0
-    return metric.stateless_result([tf.constant(each, tf.float32) for each in state])
+    values = [tf.constant(each, tf.float32) for each in state]
+    with keras.StatelessScope(zip(metric.variables, values, strict=True)):
+        # A metric that returns a variable has to be read here, where it has this value.
+        return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 
 class SliceTally:
