@@ -17,8 +17,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from components.table import STEPS, StepSpec
+from trainer.config.optimizer import ARGS, ScheduleConfig
 from trainer.config.run_parameters import Parameter, run_parameters
-from trainer.config.schedule import ARGS, ScheduleConfig
 from trainer.config.schema import Config
 from trainer.errors import EXIT_CODES
 

@@ -92,7 +92,7 @@ def test_the_optimizer_has_counted_every_update(trained):
 def test_the_checkpoint_restores_into_a_model_of_one_process(trained, dataset, tmp_path):
     run, _ = trained
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    inputs = InputSpec.of(spec.features, spec.inputs, spec.num_classes)
+    inputs = InputSpec.of(spec.features, spec.inputs, (10,))
     model = registry.build(parse_config({}).model, inputs, seed=1)
     before = [variable.numpy() for variable in model.variables]
     uri, _ = newest_checkpoint(run.checkpoints)

@@ -30,7 +30,6 @@ SAME_ROLE = {
     "models.py": "the command, and what it calls",
     "registry.py": "what each name means",
     "retry.py": "which failures of its API are tried again",
-    "schedule.py": "when something happens",
     "spec.py": "the frozen description that its room works from",
     "supervisor.py": "watches a cluster and decides about restarts",
 }

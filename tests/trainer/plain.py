@@ -10,7 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tests.trainer.objectives import of_classes
-from trainer.config.schema import Config, OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import OptimizerConfig
+from trainer.config.schema import Config, TrainingConfig
 from trainer.models.registry import reset_uids
 from trainer.strategies.strategy import (
     Problem,

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from trainer.config.base import MOST, Free, Section, key
 from trainer.config.cluster import ClusterConfig, server_number
 from trainer.config.initial_weights import WarmStart
-from trainer.config.schedule import ScheduleConfig
+from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from trainer.errors import UserError, nearest
 from trainer.storage.uri import FORMS, check_path, is_uri
 from trainer.topology import TOPOLOGIES, topology_of
@@ -47,12 +47,6 @@ TASKS = {
 }
 AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
-# `tests/trainer/training/test_optimizers.py` compares this list with Keras.
-OPTIMIZERS = (
-    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
-    "muon", "nadam", "rmsprop", "sgd",
-)  # fmt: skip
-
 # The word for weights that make all classes weigh the same, in `training.class_weights`.
 BALANCED = "balanced"
 
@@ -141,22 +135,6 @@ class ModelConfig(Section):
     args: Free = key({}, "arguments of the model's function")
 
     _known_model = field_validator("name")(_known("model", MODELS))
-
-
-class OptimizerConfig(Section):
-    """A Keras optimizer by name; `args` are its further arguments."""
-
-    name: str = key("adam", f"a Keras optimizer: {', '.join(OPTIMIZERS)}")
-    learning_rate: float = key(0.003, "initial rate of the schedule", gt=0)
-    args: Free = key({}, "further arguments of the optimizer, such as beta_1")
-
-    @field_validator("name")
-    @classmethod
-    def _known_optimizer(cls, value: str) -> str:
-        if value not in OPTIMIZERS:
-            hint = nearest(value, OPTIMIZERS) or f" (one of {', '.join(OPTIMIZERS)})"
-            raise ValueError(f"no optimizer of this name{hint}")
-        return value
 
 
 class TrainingConfig(Section):
@@ -410,6 +388,16 @@ class Config(Section):
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
                 f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _one_schedule(self) -> Config:
+        """`training.schedule` has no effect on the optimizer of a model, which has its own."""
+        training = self.training
+        if training.optimizer.name == OF_MODEL and training.schedule != ScheduleConfig():
+            raise ValueError(
+                "training.schedule: the optimizer of the model has its own; leave it out"
             )
         return self
 

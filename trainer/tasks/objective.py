@@ -147,6 +147,11 @@ class Objective:
         except Exception as error:
             raise ConfigError(f"{what} labels and outputs: {user_code.line_of(error)}") from error
 
+    @property
+    def optimizer(self) -> keras.optimizers.Optimizer | None:
+        """That which the model was compiled with, if it was."""
+        return self.compiled.optimizer if self.compiled else None
+
     def attach(self, model: keras.Model) -> keras.Model:
         """Make the task's loss that of a model, and return the model."""
         attach(model, self._loss)

@@ -185,7 +185,8 @@ def _problem(config: Config, spec: DatasetSpec, objective: Objective, start: int
     training = config.training
     return Problem(
         build_model=partial(_build_model, config, spec, objective, []),
-        build_optimizer=partial(build_optimizer, training),
+        # Known once a model was built.
+        build_optimizer=lambda: build_optimizer(training, objective.optimizer),
         loss=objective.loss,
         chance_loss=objective.task.chance_loss(),
         batches=partial(_batches, config, spec, start),

@@ -20,6 +20,7 @@ import keras
 
 from trainer import user_code
 from trainer.checkpoints import warm_start
+from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config, GateConfig
 from trainer.data import prepare
 from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
@@ -33,7 +34,7 @@ from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
-from trainer.training import trial_step, trial_task
+from trainer.training import optimizers, trial_step, trial_task
 
 # Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
 # for a gradient.
@@ -101,17 +102,19 @@ def _require_own_step(config: Config, model: keras.Model) -> None:
 
 
 def _require_compiler(config: Config, objective: Objective) -> None:
-    """Refuse XLA that only the model asks for; say which optimizer is used."""
+    """Refuse XLA that only the model asks for, and an optimizer of its own that cannot be used."""
     found = objective.compiled
     if found and found.jit_compile and not config.training.jit_compile:
         raise ConfigError(
             f"model {config.model.name}: it is compiled with jit_compile=True, and "
             "training.jit_compile is false; set it there, or leave it out of compile"
         )
-    if found and config.training.optimizer.name != "model":
+    if config.training.optimizer.name == OF_MODEL:
+        optimizers.accepted(config.training, objective.optimizer)
+    elif found:
         log.info(
             "the optimizer %s that the model is compiled with is not used: training.optimizer says "
-            "%s",
+            "%s (name: model uses it)",
             type(found.optimizer).__name__,
             config.training.optimizer.name,
         )

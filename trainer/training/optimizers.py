@@ -2,7 +2,8 @@
 
 Schedules read the optimizer's counter of updates, which every strategy makes exact; see
 `trainer.strategies.strategy.exact_counter`. Gradients of looked up rows (`tf.IndexedSlices`) stay
-sparse, and move the optimizer as the same dense gradients would.
+sparse, and move the optimizer as the same dense gradients would. The optimizer that a model is
+compiled with is made again from its settings, where the configuration asks for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ import tensorflow as tf
 from keras.optimizers import schedules
 from keras.optimizers.schedules import LearningRateSchedule as Schedule
 
-from trainer.config.schedule import CosineArgs, ExponentialArgs, PiecewiseArgs
+from trainer import user_code
+from trainer.config.optimizer import OF_MODEL, CosineArgs, ExponentialArgs, PiecewiseArgs
 from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError, nearest
 
@@ -48,14 +50,73 @@ def available() -> dict[str, type[keras.optimizers.Optimizer]]:
     }
 
 
-def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
+def build_optimizer(
+    training: TrainingConfig, of_model: keras.optimizers.Optimizer | None = None
+) -> keras.optimizers.Optimizer:
     """Return the optimizer with its schedule, without variables yet (`build` was not called).
 
     A gradient of looked up rows (`tf.IndexedSlices`) moves it as the same one written out would.
 
+    Args:
+        training: names the optimizer.
+        of_model: that which the model is compiled with, if it is.
+
     Raises:
         ConfigError: an argument that the optimizer does not have, or a value it does not take.
     """
+    if training.optimizer.name == OF_MODEL:
+        optimizer = _made_again(accepted(training, of_model))
+    else:
+        optimizer = _by_name(training)
+    _keep_sparse(optimizer)
+    return optimizer
+
+
+def accepted(
+    training: TrainingConfig, of_model: keras.optimizers.Optimizer | None
+) -> keras.optimizers.Optimizer:
+    """Return the optimizer of a compiled model; raises `ConfigError` where it cannot be taken."""
+    key = "training.optimizer.name: model"
+    if of_model is None:
+        raise ConfigError(
+            f"{key} is the optimizer that the model is compiled with, and the model is not "
+            f"compiled; compile it, or name one of {', '.join(available())}"
+        )
+    if isinstance(of_model, keras.optimizers.LossScaleOptimizer):
+        # As Keras wraps every optimizer under float16, where the strategy scales the loss.
+        if training.mixed_precision != "float16":
+            raise ConfigError(f"{key} scales the loss; set training.mixed_precision: float16")
+        of_model = of_model.inner_optimizer
+    name = type(of_model).__name__
+    if name in NOT_OFFERED:
+        raise ConfigError(f"{key} is {name}, which cannot be used here; compile with another one")
+    for argument in ("loss_scale_factor", "gradient_accumulation_steps", "use_ema"):
+        if getattr(of_model, argument, None):
+            raise ConfigError(f"{key} has {argument}: {REFUSED[argument]}")
+    if getattr(of_model, "_exclude_from_weight_decay", None):
+        raise ConfigError(
+            f"{key} excludes variables from weight decay by var_list, and every task makes "
+            "variables of its own; give exclude_from_weight_decay var_names"
+        )
+    return of_model
+
+
+def _made_again(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Return a new optimizer with the settings of another one, on the device of the scope."""
+    try:
+        made = type(optimizer).from_config(optimizer.get_config())
+    # A class of the user's may fail in any way.
+    except Exception as error:
+        raise ConfigError(
+            f"training.optimizer.name: model is {type(optimizer).__name__}, which cannot be made "
+            f"again from its get_config: {user_code.line_of(error)}"
+        ) from error
+    if pattern := getattr(optimizer, "_exclude_from_weight_decay_pattern", None):
+        made.exclude_from_weight_decay(var_names=[pattern.pattern])
+    return made
+
+
+def _by_name(training: TrainingConfig) -> keras.optimizers.Optimizer:
     config = training.optimizer
     kind = available()[config.name]
     defaults = {
@@ -70,7 +131,6 @@ def build_optimizer(training: TrainingConfig) -> keras.optimizers.Optimizer:
     except (ValueError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(f"training.optimizer.args of {config.name}: {reason}") from error
-    _keep_sparse(optimizer)
     return optimizer
 
 

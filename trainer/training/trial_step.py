@@ -83,8 +83,8 @@ def _refused(what: str) -> Iterator[None]:
 def _step(
     training: TrainingConfig, model: keras.Model, objective: Objective, batch: Any
 ) -> tuple[tf.Tensor, list[Any]]:
+    optimizer = build_optimizer(training, objective.optimizer)
     if has_own_step(model):
-        optimizer = build_optimizer(training)
         optimizer.build(model.trainable_variables)
         step = own_step_of(model, optimizer, objective.weighed)
         return tf.function(step)(batch), []

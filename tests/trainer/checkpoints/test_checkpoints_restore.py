@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints, restore_model
-from trainer.config.schema import ModelConfig, OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import OptimizerConfig
+from trainer.config.schema import ModelConfig, TrainingConfig
 from trainer.errors import UserError
 from trainer.models import registry
 from trainer.models.spec import InputSpec

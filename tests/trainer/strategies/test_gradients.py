@@ -11,7 +11,8 @@ import tensorflow as tf
 
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import dense, examples
-from trainer.config.schema import OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import OptimizerConfig
+from trainer.config.schema import TrainingConfig
 from trainer.strategies.gradients import local_steps_of, pull, pulled_gradient_of, push_state
 from trainer.strategies.placement import build_slots
 from trainer.strategies.strategy import exact_counter, gradient_of, step_of

@@ -10,7 +10,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.config.schema import OPTIMIZERS, OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError
 from trainer.strategies import placement
 from trainer.strategies.placement import Sized, assign, build_slots, place, server_device

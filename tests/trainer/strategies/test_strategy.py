@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tests.trainer.objectives import cross_entropy
 from tests.trainer.plain import CHIEF, Plain, dense, examples, problem_of
-from trainer.config.schema import OPTIMIZERS, Config, OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from trainer.config.schema import Config, TrainingConfig
 from trainer.strategies.strategy import Strategy, checkpoint_variables, exact_counter, step_of
 from trainer.topology import Cluster
 from trainer.training.optimizers import build_optimizer

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from trainer.config.schema import OPTIMIZERS, OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import OPTIMIZERS, OptimizerConfig
+from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError
 from trainer.training import optimizers
 from trainer.training.optimizers import build_optimizer

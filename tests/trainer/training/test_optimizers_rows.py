@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 from trainer.config.load import parse_config
-from trainer.config.schema import OPTIMIZERS
+from trainer.config.optimizer import OPTIMIZERS
 from trainer.training.optimizers import build_optimizer, each_row_once
 
 ROWS, DIMENSION = 10, 4

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config.load import load_config
-from trainer.config.schedule import ARGS, ScheduleConfig
-from trainer.config.schema import OptimizerConfig, TrainingConfig
+from trainer.config.optimizer import ARGS, OptimizerConfig, ScheduleConfig
+from trainer.config.schema import TrainingConfig
 from trainer.errors import ConfigError
 from trainer.training.optimizers import build_optimizer, learning_rate
 

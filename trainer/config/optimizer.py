@@ -1,4 +1,4 @@
-"""The schedule section: how the learning rate changes with the global step."""
+"""The sections of the optimizer, and of the schedule of its learning rate by the global step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,47 @@ import json
 from itertools import pairwise
 from typing import Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from trainer.config.base import Free, Section, key
+from trainer.errors import nearest
+
+# `tests/trainer/training/test_optimizers.py` compares this list with Keras.
+OPTIMIZERS = (
+    "adadelta", "adafactor", "adagrad", "adam", "adamax", "adamw", "ftrl", "lamb", "lion",
+    "muon", "nadam", "rmsprop", "sgd",
+)  # fmt: skip
+
+# The word for the optimizer that the model is compiled with, in `training.optimizer.name`.
+OF_MODEL = "model"
+
+
+class OptimizerConfig(Section):
+    """A Keras optimizer by name; `args` are its further arguments."""
+
+    name: str = key(
+        "adam", f"{', '.join(OPTIMIZERS)}, or {OF_MODEL}: that which the model is compiled with"
+    )
+    learning_rate: float = key(0.003, "initial rate of the schedule", gt=0)
+    args: Free = key({}, "further arguments of the optimizer, such as beta_1")
+
+    @field_validator("name")
+    @classmethod
+    def _known_optimizer(cls, value: str) -> str:
+        known = (*OPTIMIZERS, OF_MODEL)
+        if value not in known:
+            hint = nearest(value, known) or f" (one of {', '.join(known)})"
+            raise ValueError(f"no optimizer of this name{hint}")
+        return value
+
+    @model_validator(mode="after")
+    def _as_it_is(self) -> OptimizerConfig:
+        """`training.optimizer` of the name `model` has no other key: the model says them."""
+        first = OptimizerConfig.model_fields["learning_rate"].default
+        for name, unset in {"learning_rate": first, "args": {}}.items():
+            if self.name == OF_MODEL and getattr(self, name) != unset:
+                raise ValueError(f"{name}: the optimizer of the model has its own; leave it out")
+        return self
 
 
 class ConstantArgs(Section):
