@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.base import MOST, Free, Section, key
 from trainer.config.cluster import ClusterConfig, server_number
@@ -47,7 +47,7 @@ TASKS = {
 }
 AUTO = "auto"
 STRATEGIES = tuple(TOPOLOGIES)
-# The word for weights that make all classes weigh the same, in `training.class_weights`.
+# The word for weights that make all classes weigh the same, in `class_weights`.
 BALANCED = "balanced"
 
 
@@ -61,6 +61,34 @@ def _known(kind: str, allowed: Collection[str]) -> Callable[[str], str]:
         raise ValueError(f"no {kind} of this name{hint}")
 
     return check
+
+
+def _by_class(value: object) -> object:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
+        raise ValueError(f"it has to be {BALANCED}, or a number for each class by its name")
+    if wrong := [name for name in value if isinstance(name, bool)]:
+        raise ValueError(f"{wrong[0]} is no name of a class: write it in quotes")
+    return {str(name): weight for name, weight in value.items()}
+
+
+def _class_weights(value: str | dict[str, float]) -> str | dict[str, float]:
+    if isinstance(value, str):
+        if value and value != BALANCED:
+            hint = nearest(value, [BALANCED])
+            raise ValueError(f"neither {BALANCED} nor a weight for each class{hint}")
+        return value
+    for name, weight in value.items():
+        if weight < 0:
+            raise ValueError(f"the weight of {name!r} is {weight:g}, which is below zero")
+    return value
+
+
+ClassWeights = Annotated[
+    str | dict[str, float], BeforeValidator(_by_class), AfterValidator(_class_weights)
+]
+_OF_CLASSES = 'weight of each class in the loss of training: balanced, or {"name": weight}'
 
 
 class DataConfig(Section):
@@ -109,6 +137,7 @@ class OutputConfig(Section):
     loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
     weight: float = key(1.0, "of its loss in the sum", gt=0)
+    class_weights: ClassWeights = key("", _OF_CLASSES)
     args: Free = key({}, "arguments of the task's class")
 
     _known_task = field_validator("name")(_known("task", (AUTO, *TASKS)))
@@ -121,7 +150,7 @@ class TaskConfig(Section):
     loss: str = key("", "a Keras loss by name, or package.module:name; that of the task if empty")
     metrics: tuple[str, ...] = key((), "further Keras metrics by name, or package.module:name")
     outputs: dict[str, OutputConfig] = key(
-        {}, "of several labels: {label: {name, loss, metrics, weight, args}}"
+        {}, "of several labels: {label: {name, loss, metrics, weight, class_weights, args}}"
     )
     args: Free = key({}, "arguments of the task's class")
 
@@ -178,9 +207,7 @@ class TrainingConfig(Section):
     hand_on: Literal["best", "last"] = key(
         "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
     )
-    class_weights: str | dict[str, float] = key(
-        "", 'weight of each class in the loss of training: balanced, or {"name": weight}'
-    )
+    class_weights: ClassWeights = key("", _OF_CLASSES)
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
 
     @property
@@ -194,30 +221,6 @@ class TrainingConfig(Section):
         """Take true and false, which it was before there were two, also as texts."""
         known = {True: "bfloat16", False: "", "true": "bfloat16", "false": ""}
         return known.get(value, value) if isinstance(value, bool | str) else value
-
-    @field_validator("class_weights", mode="before")
-    @classmethod
-    def _by_class(cls, value: object) -> object:
-        if isinstance(value, str):
-            return value
-        if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
-            raise ValueError(f"it has to be {BALANCED}, or a number for each class by its name")
-        if wrong := [name for name in value if isinstance(name, bool)]:
-            raise ValueError(f"{wrong[0]} is no name of a class: write it in quotes")
-        return {str(name): weight for name, weight in value.items()}
-
-    @field_validator("class_weights")
-    @classmethod
-    def _weights(cls, value: str | dict[str, float]) -> str | dict[str, float]:
-        if isinstance(value, str):
-            if value and value != BALANCED:
-                hint = nearest(value, [BALANCED])
-                raise ValueError(f"neither {BALANCED} nor a weight for each class{hint}")
-            return value
-        for name, weight in value.items():
-            if weight < 0:
-                raise ValueError(f"the weight of {name!r} is {weight:g}, which is below zero")
-        return value
 
     _known_strategy = field_validator("strategy")(_known("strategy", STRATEGIES))
 

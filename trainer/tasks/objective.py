@@ -71,7 +71,7 @@ class Objective:
         loss: str = "",
         metrics: Sequence[str] = (),
         outputs: Mapping[str, Named] | None = None,
-        weights: Array | None = None,
+        weights: Mapping[str, Array] | None = None,
     ) -> None:
         """Measure nothing yet; metrics are made when the first model is measured.
 
@@ -80,7 +80,8 @@ class Objective:
             loss: by name, in place of that of the task and of a compiled model.
             metrics: further ones of every output, by name.
             outputs: loss and metrics by name, of those of several outputs that say them.
-            weights: of each class in training; None where all weigh the same.
+            weights: of each class in training, by output as in `Task.parts`; those that have none
+                are not in it.
         """
         self.task = task
         self.compiled: Compiled | None = None
@@ -95,7 +96,7 @@ class Objective:
             key = f"task.outputs.{name}"
             self._losses |= {name: (f"{key}.loss", said.loss)} if said.loss else {}
             self._named += [(name, f"{key}.metrics", each) for each in said.metrics]
-        self._class_weights = weights
+        self._class_weights = weights or {}
         self._loss = TaskLoss([*self._own_terms()])
         with named.without_values():
             for _, key, name in self._named:
@@ -199,11 +200,18 @@ class Objective:
         return tf.cast(value, tf.float32)
 
     def weighed(self, batch: tuple[Any, ...]) -> tuple[Any, Any, Any]:
-        """Return inputs, labels, and the weights that examples have in training, or None."""
+        """Return inputs, labels, and the weights that examples have in training, or None.
+
+        Of several outputs of which the classes of some weigh these are by output, as in Keras.
+        """
         inputs, labels, weights = keras.utils.unpack_x_y_sample_weight(batch)
-        if self._class_weights is not None:
-            weights = weights_by_class(self._class_weights, self.task, labels, weights)
-        return inputs, labels, weights
+        if not self._class_weights:
+            return inputs, labels, weights
+        by_output = dict.fromkeys(self.task.parts, weights)
+        for name, of_classes in self._class_weights.items():
+            part, true = self.task.parts[name], at_path(labels, _path(name))
+            by_output[name] = weights_by_class(of_classes, part, true, weights)
+        return inputs, labels, by_output.get("", by_output)
 
     @property
     def directions(self) -> dict[str, Direction | None]:

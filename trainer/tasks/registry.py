@@ -12,7 +12,7 @@ import numpy as np
 from trainer import user_code
 from trainer.config.schema import AUTO, TASKS, Config, OutputConfig, TaskConfig
 from trainer.errors import ConfigError, nearest
-from trainer.tasks.base import Target, Task
+from trainer.tasks.base import Array, Target, Task
 from trainer.tasks.multi_output import MultiOutput
 from trainer.tasks.objective import Objective
 from trainer.tasks.task_loss import class_weights
@@ -190,8 +190,26 @@ def objective_of(config: Config, dataset: Dataset) -> Objective:
         loss=config.task.loss,
         metrics=config.task.metrics,
         outputs=config.task.outputs,
-        weights=class_weights(config.training.class_weights, task),
+        weights=_class_weights(config, task),
     )
+
+
+def _class_weights(config: Config, task: Task) -> dict[str, Array]:
+    """Return the weights of the classes, by those of the labels whose classes weigh."""
+    given = config.training.class_weights
+    if given and "" not in task.parts:
+        raise ConfigError(
+            f"training.class_weights: there are several labels ({', '.join(task.parts)}); give "
+            "those with classes theirs in task.outputs, {label: {class_weights: ...}}"
+        )
+    found = {}
+    for name, part in task.parts.items():
+        key = "training.class_weights"
+        if name:
+            key = f"task.outputs.{name}.class_weights"
+            given = config.task.outputs.get(name, OutputConfig()).class_weights
+        found[name] = class_weights(given, part, key)
+    return {name: weights for name, weights in found.items() if weights is not None}
 
 
 def target_of(dataset: Dataset, name: str) -> Target:

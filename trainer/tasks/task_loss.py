@@ -25,7 +25,6 @@ from trainer.tasks.compiled import Term
 
 # As many names of classes as a message shows.
 _SOME = 5
-_KEY = "training.class_weights"
 
 
 class TaskLoss:
@@ -92,25 +91,29 @@ def whole_losses() -> Iterator[None]:
         keras_loss.scale_loss_for_distribution = divide
 
 
-def class_weights(given: str | Mapping[str, float], task: Task) -> Array | None:
-    """Return the weight of each class [classes]; None where all weigh the same.
+def class_weights(given: str | Mapping[str, float], task: Task, key: str) -> Array | None:
+    """Return the weight of each class [classes] of one label; None where all weigh the same.
 
     `balanced` weighs a class by `examples / (classes * examples of the class)` of the training
     split, so that all classes weigh the same together; before it is prepared that is None.
 
     Raises:
-        ConfigError: the task has no classes, or no such class; a class has no example.
+        ConfigError: the task has no classes, or no such class; a class has no example. It begins
+            with the key.
     """
     if not given:
         return None
-    names = task.labels
-    if not names:
-        raise ConfigError(f"{_KEY}: {task.name} of {task.target} has no classes that could weigh")
-    if isinstance(given, str):
-        return _balanced(task, names)
-    weights = np.ones(len(names), np.float32)
-    for name, weight in given.items():
-        weights[_number(name, names)] = weight
+    try:
+        names = task.labels
+        if not names:
+            raise ConfigError(f"{task.name} of {task.target} has no classes that could weigh")
+        if isinstance(given, str):
+            return _balanced(task, names)
+        weights = np.ones(len(names), np.float32)
+        for name, weight in given.items():
+            weights[_number(name, names)] = weight
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from None
     return weights
 
 
@@ -141,12 +144,12 @@ def _balanced(task: Task, names: Sequence[str]) -> Array | None:
     counts = np.asarray(task.target.counts["train"], np.float64)
     if len(counts) != len(names) or task.target.shape:
         raise ConfigError(
-            f"{_KEY}: {BALANCED} needs one class an example, and {task.name} of {task.target} has "
+            f"{BALANCED} needs one class an example, and {task.name} of {task.target} has "
             "several; give a weight for each class"
         )
     if lacking := [name for name, count in zip(names, counts, strict=True) if not count]:
         raise ConfigError(
-            f"{_KEY}: {BALANCED} has no weight for {', '.join(map(repr, lacking[:3]))}, of which "
+            f"{BALANCED} has no weight for {', '.join(map(repr, lacking[:3]))}, of which "
             "the training split has no example; give a weight for each class"
         )
     found: Array = (counts.sum() / (len(counts) * counts)).astype(np.float32)
@@ -160,4 +163,4 @@ def _number(name: str, names: Sequence[str]) -> int:
         return int(name)
     some = ", ".join(names[:_SOME]) + (", ..." if len(names) > _SOME else "")
     hint = nearest(name, names) or f" (the classes are {some})"
-    raise ConfigError(f"{_KEY}: there is no class {name!r}{hint}")
+    raise ConfigError(f"there is no class {name!r}{hint}")

@@ -7,10 +7,11 @@ import json
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from tests.trainer.tasks.measuring import InParts, measured
 from tests.trainer.tasks.test_registry import dataset, feature
-from trainer.config.schema import TaskConfig
+from trainer.config.schema import Config, TaskConfig
 from trainer.errors import ConfigError
 from trainer.tasks import registry
 from trainer.tasks.objective import Objective
@@ -80,6 +81,63 @@ def test_the_loss_is_that_of_keras_with_the_same_losses_and_weights(weighted):
     expected = plain.evaluate(INPUTS, LABELS, sample_weight=every, batch_size=COUNT, verbose=0)
     found = objective.loss(model, batch, model(INPUTS))
     np.testing.assert_allclose(found, expected if np.isscalar(expected) else expected[0], rtol=1e-5)
+
+
+def objective_of(outputs, **training):
+    config = Config.model_validate(
+        {"task": {"outputs": outputs}, "training": {"class_weights": "", **training}}
+    )
+    return registry.objective_of(config, source())
+
+
+def test_classes_weigh_in_the_loss_of_their_own_output():
+    model, plain = net(), net()
+    weights = np.linspace(0.5, 1.5, COUNT, dtype="float32")
+    outputs = {"city": {"class_weights": "balanced"}, "owns": {"class_weights": {"1": 3.0}}}
+    objective = objective_of(outputs)
+    objective.accept(model, model.output)
+    plain.compile(
+        loss={
+            "income": "mse",
+            "city": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            "owns": keras.losses.BinaryCrossentropy(from_logits=True),
+        },
+    )
+    every = {
+        "income": weights,
+        "city": weights * np.array([30 / 27, 30 / 33, 1.0])[LABELS["city"]],
+        "owns": weights * np.where(LABELS["owns"], 3.0, 1.0),
+    }
+    expected = plain.evaluate(INPUTS, LABELS, sample_weight=every, batch_size=COUNT, verbose=0)
+    found = objective.loss(model, (INPUTS, LABELS, tf.constant(weights)), model(INPUTS))
+    np.testing.assert_allclose(found, expected if np.isscalar(expected) else expected[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "training", "words"),
+    [
+        (
+            {"income": {"class_weights": "balanced"}},
+            {},
+            "task.outputs.income.class_weights: regression of 'income' (one float32) has no",
+        ),
+        (
+            {"city": {"class_weights": {"7": 2.0}}},
+            {},
+            "task.outputs.city.class_weights: there is no class '7' (the classes are 0, 1, 2)",
+        ),
+        (
+            {},
+            {"class_weights": "balanced"},
+            "training.class_weights: there are several labels (income, city, owns); give those "
+            "with classes theirs in task.outputs, {label: {class_weights: ...}}",
+        ),
+    ],
+)
+def test_weights_of_classes_are_refused_where_there_are_none(outputs, training, words):
+    with pytest.raises(ConfigError) as caught:
+        objective_of(outputs, **training)
+    assert words in str(caught.value)
 
 
 def test_metrics_are_those_of_each_task_after_the_name_of_its_output():

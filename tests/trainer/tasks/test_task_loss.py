@@ -14,6 +14,7 @@ from trainer.tasks.classification import Classification
 from trainer.tasks.objective import Objective
 from trainer.tasks.task_loss import class_weights, weights_by_class
 
+KEY = "training.class_weights"
 NAMES = ("cat", "dog", "cow")
 
 
@@ -27,7 +28,7 @@ def test_they_are_those_of_fit():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     expected.compile(keras.optimizers.SGD(1.0), loss)
     expected.train_on_batch(INPUTS, LABELS, class_weight=weights)
-    objective = Objective(task(), weights=np.array([2.0, 0.5, 1.0], np.float32))
+    objective = Objective(task(), weights={"": np.array([2.0, 0.5, 1.0], np.float32)})
     objective.attach(model)
     before = model.get_weights()
     with tf.GradientTape() as tape:
@@ -52,7 +53,7 @@ def test_a_validation_knows_none():
         (objective := Objective(task(), weights=weights)).means(
             objective.totals(model, batches).numpy()
         )
-        for weights in (None, np.array([9.0, 9.0, 9.0], np.float32))
+        for weights in (None, {"": np.array([9.0, 9.0, 9.0], np.float32)})
     ]
     assert found[0] == found[1]
 
@@ -75,7 +76,7 @@ def test_of_several_labels_each_one_that_an_example_has_weighs():
     table = np.array([4.0, 3.0, 0.5], np.float32)
     found = weights_by_class(table, Several(), labels, tf.constant([1.0, 2.0]))
     np.testing.assert_allclose(found, [[4.0, 1.0, 0.5], [2.0, 2.0, 2.0]])
-    objective, model = Objective(Several(), weights=table), net()
+    objective, model = Objective(Several(), weights={"": table}), net()
     objective.attach(model)
     outputs = tf.constant([[1.0, -1.0, 0.5], [0.0, 2.0, -0.5]])
     expected = np.mean(
@@ -87,14 +88,14 @@ def test_of_several_labels_each_one_that_an_example_has_weighs():
 
 def test_balanced_classes_weigh_the_same_together():
     counts = np.array([2, 8, 10])
-    found = class_weights("balanced", of(*counts))
+    found = class_weights("balanced", of(*counts), KEY)
     np.testing.assert_allclose(found * counts, 20 / 3)
-    assert class_weights("balanced", task()) is None
-    assert class_weights("", of(*counts)) is None
+    assert class_weights("balanced", task(), KEY) is None
+    assert class_weights("", of(*counts), KEY) is None
 
 
 def test_classes_are_named_or_numbered():
-    np.testing.assert_allclose(class_weights({"dog": 2.0, "2": 3.0}, of()), [1, 2, 3])
+    np.testing.assert_allclose(class_weights({"dog": 2.0, "2": 3.0}, of(), KEY), [1, 2, 3])
 
 
 @pytest.mark.parametrize(
@@ -107,5 +108,5 @@ def test_classes_are_named_or_numbered():
 )
 def test_a_class_that_does_not_exist_is_refused(given, message):
     with pytest.raises(ConfigError) as error:
-        class_weights(given, of(5, 0, 1))
+        class_weights(given, of(5, 0, 1), KEY)
     assert str(error.value).startswith(message)
