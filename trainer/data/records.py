@@ -31,6 +31,8 @@ def encode(features: Mapping[str, FeatureSpec], batch: Mapping[str, Any]) -> Ite
 
 def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
     """Return the tensors of `features`, by name, from records: strings of shape (batch,)."""
+    if not features:
+        return {}
     wire = {name: _wire(feature) for name, feature in features.items()}
     parsed = tf.io.parse_example(records, wire)
     return {name: _restore(feature, parsed[name]) for name, feature in features.items()}

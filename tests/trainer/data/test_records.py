@@ -124,6 +124,11 @@ def test_only_what_is_wanted_is_read():
     assert list(parse({"x": features["x"]}, tf.constant(records))) == ["x"]
 
 
+def test_nothing_may_be_wanted():
+    records = list(encode({"x": feature((), "int64")}, {"x": np.arange(2)}))
+    assert parse({}, tf.constant(records)) == {}
+
+
 def test_a_feature_that_is_missing_is_an_error():
     features = {"x": feature((), "int64")}
     records = tf.constant(list(encode(features, {"x": np.arange(2)})))
