@@ -1,6 +1,5 @@
 """The first step: check the run parameters and pass one JSON text on."""
 
-import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -12,9 +11,7 @@ from components.pod_parameters import check_parameters
 from components.record import StepOutput, tried
 from trainer.cluster import fitting
 from trainer.config.run_parameters import from_parameters
-from trainer.config.schema import Config, DataConfig
-
-log = logging.getLogger(__name__)
+from trainer.config.schema import DataConfig
 
 
 # One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
@@ -95,7 +92,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
         if not locations.is_local_run():
             # Here it comes before the pods of any other step; on this machine the chief finds it.
-            _require_fit(config.model_copy(update={"data": data}))
+            fitting.require(config.model_copy(update={"data": data}))
         record.metrics = {"name": config.name, "data_version": data.version}
         run_id = locations.run_id_of(kfp_run_id)
         descriptor.write(artifact, config.model_dump(mode="json"))
@@ -109,13 +106,6 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         )
 
     return tried("resolve_config", at, work)
-
-
-def _require_fit(config: Config) -> None:
-    try:
-        fitting.tried(config)
-    except fitting.NotKnownError as error:
-        log.warning("whether model and dataset fit is not known: %s", error)
 
 
 def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:

@@ -10,6 +10,7 @@ from components.locations import folder_of_run, run_at
 from components.record import StepOutput, tried
 from trainer import storage
 from trainer.checkpoints.index import HandedOn, handed_on, require_first_weights
+from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
 
@@ -66,6 +67,9 @@ def run_step(
         spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
         # Of all that is looked at only once the model is trained.
         require_slices(settings, spec.features, spec.targets)
+        if settings.cluster.launcher != "local":
+            # Here it comes before the pods of the cluster; on this machine the chief finds it.
+            fitting.require(settings, dataset)
         record.held = gather_report.held_by(settings.model_dump())
         job = Job(
             config=settings,

@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     task.add_arguments(own)
     own.set_defaults(stage=task.run)
     fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
+    fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
     fit.set_defaults(stage=_fit)
     for stage in (own, fit):
         stage.add_argument("--config", required=True, type=_path, metavar="FILE")
@@ -93,7 +94,7 @@ def _fit(options: argparse.Namespace) -> None:
     # It loads TensorFlow, for which a task has its own time.
     from trainer.training import dry_run
 
-    found = dry_run.fit(config, options.workdir)
+    found = dry_run.fit(config, options.workdir, options.dataset)
     sys.stdout.write(f"{json.dumps(asdict(found))}\n")
 
 

@@ -18,7 +18,7 @@ def fits(config: Config, seconds: float = fitting.SECONDS) -> Finding:
     if find_spec("tensorflow") is None:
         return Finding("skipped", "TensorFlow is not installed here")
     try:
-        found = fitting.tried(config, seconds)
+        found = fitting.tried(config, seconds=seconds)
     except fitting.NotKnownError as error:
         return Finding("warn", f"not known: {error}", "flotilla doctor")
     except ConfigError as error:

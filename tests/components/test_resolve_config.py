@@ -37,7 +37,7 @@ class TestResolveConfig:
         assert (resolved.root, resolved.run_id) == ("file:///r", "123")
 
     def test_what_does_not_fit_is_refused_before_any_other_pod(self, values, monkeypatch, capsys):
-        def refuse(_config):
+        def refuse(*_):
             raise ConfigError("model mlp: it does not fit")
 
         monkeypatch.setattr(fitting, "tried", refuse)
@@ -47,7 +47,7 @@ class TestResolveConfig:
         )
 
     def test_what_is_not_known_in_time_is_no_refusal(self, values, monkeypatch, caplog):
-        def wait(_config):
+        def wait(*_):
             raise fitting.NotKnownError("the model was not built in 90 s")
 
         monkeypatch.setattr(fitting, "tried", wait)

@@ -13,9 +13,10 @@ from components.image import PodDefaults
 from tests.components.called_steps import RUN, artifact_in, refused, text_of
 from trainer import storage
 from trainer.checkpoints.history import Validations
+from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
-from trainer.errors import RunInterruptedError, UserError
+from trainer.errors import ConfigError, RunInterruptedError, UserError
 
 pytestmark = pytest.mark.usefixtures("emitted")
 
@@ -148,6 +149,28 @@ class TestTrainModel:
         code, line = refused(train_model.run_step, *given, capsys=capsys)
         assert (code, line) == (1, f"training.warm_start: there is nothing at {uri}")
         assert launched == []
+
+    def test_what_does_not_fit_the_dataset_is_refused_before_a_cluster_is_made(  # noqa: PLR0913, PLR0917
+        self, launched, root, run, outputs, monkeypatch, capsys
+    ):
+        def refuse(_config, dataset):
+            raise ConfigError(f"task classification: the split 'test' of {dataset} has one class")
+
+        monkeypatch.setattr(fitting, "tried", refuse)
+        monkeypatch.setitem(launchers.LAUNCHERS, "tfjob", launchers.LAUNCHERS["local"])
+        cluster = run.config.cluster.model_copy(update={"launcher": "tfjob"})
+        text = run.config.model_copy(update={"cluster": cluster}).model_dump_json()
+        code, line = refused(
+            train_model.run_step, text, root, RUN, run.dataset, *PODS, *outputs, capsys=capsys
+        )
+        assert (code, line) == (
+            2,
+            f"task classification: the split 'test' of {run.dataset} has one class",
+        )
+        assert launched == []
+        # On this machine the chief finds it.
+        train_model.run_step(text_of(run), root, RUN, run.dataset, *PODS, *outputs)
+        assert len(launched) == 1
 
     def test_a_launcher_that_fails_is_one_line(self, monkeypatch, root, run, outputs, capsys):
         def fail(_job, _defaults):

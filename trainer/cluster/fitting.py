@@ -6,7 +6,9 @@ TensorFlow and the user's code stay out of the process that asks.
 from __future__ import annotations
 
 import json
+import logging
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,17 +23,31 @@ from trainer.errors import DONE, ConfigError
 # TensorFlow alone takes ten of them on a busy machine.
 SECONDS = 90.0
 _PREFIX = "flotilla: "
+log = logging.getLogger(__name__)
 
 
 class NotKnownError(ConfigError):
-    """The trial took too long to say whether it fits."""
+    """The trial took too long, or too much memory, to say whether it fits."""
 
 
-def tried(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
-    """Return what fits: see `trainer.training.dry_run.Fit`. No GPU is used.
+def require(config: Config, dataset: str = "") -> None:
+    """Raise `ConfigError` where it does not fit; say so where it is not known."""
+    try:
+        tried(config, dataset)
+    except NotKnownError as error:
+        log.warning("whether model and dataset fit is not known: %s", error)
+
+
+def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[str, Any]:
+    """Return what fits: see `trainer.training.dry_run.fit`. No GPU is used.
+
+    Args:
+        config: the run.
+        dataset: URI of its dataset; before that is prepared, empty.
+        seconds: how long to wait at most.
 
     Raises:
-        NotKnownError: it takes longer than `seconds`.
+        NotKnownError: it takes longer than `seconds`, or was killed.
         ConfigError: it does not fit; the message is that of the trainer.
     """
     with tempfile.TemporaryDirectory(prefix="flotilla-fit-", ignore_cleanup_errors=True) as folder:
@@ -40,7 +56,7 @@ def tried(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
         command = [sys.executable, "-m", "trainer", "fit", "--config", str(path)]
         try:
             ended = subprocess.run(
-                [*command, "--workdir", folder],
+                [*command, "--workdir", folder, "--dataset", dataset],
                 env=_environment(),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
@@ -54,6 +70,9 @@ def tried(config: Config, seconds: float = SECONDS) -> dict[str, Any]:
     if ended.returncode == DONE:
         found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
         return found
+    if ended.returncode < 0:
+        killed = signal.Signals(-ended.returncode).name
+        raise NotKnownError(f"the trial was ended by {killed}; is there enough memory?")
     lines = [line for line in ended.stderr.splitlines() if line.strip()] or ["no message"]
     said = [line.removeprefix(_PREFIX) for line in lines if line.startswith(_PREFIX)]
     raise ConfigError((said or lines)[-1])

@@ -136,7 +136,9 @@ def _unreadable(model: keras.Model) -> str:
             keras.saving.deserialize_keras_object(tree, safe_mode=True)
         # Layers of the user's may fail in any way.
         except Exception as error:
-            words = user_code.message_of(error).partition(". ")[0]
+            # What it holds is a few errors deep, with all that Keras wrote of what holds it.
+            lacking = _UNKNOWN.search(str(error))
+            words = lacking[0] if lacking else user_code.message_of(error).partition(". ")[0]
             what = "it" if part is model else f"its layer {part.name} ({type(part).__name__})"
             return f"{what} cannot be written in the format keras and read back: {words}"
     return ""
@@ -179,6 +181,12 @@ def _check_output(name: str, model: object, spec: InputSpec, check: Check) -> No
             f"model {name}: it does not take the dataset's input of shape {spec.shape} and type "
             f"{spec.dtype}: {user_code.line_of(error)}"
         ) from error
+    if keras.tree.is_nested(outputs) and not isinstance(spec.output_shape, Mapping):
+        names = f" ({', '.join(map(repr, outputs))})" if isinstance(outputs, Mapping) else ""
+        raise ConfigError(
+            f"model {name}: its output is a {type(outputs).__name__}{names}, and the task has one "
+            "output; return the tensor itself"
+        )
     try:
         check(model, outputs)
     except ConfigError as error:

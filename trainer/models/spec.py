@@ -125,13 +125,14 @@ class InputSpec:
                 name: keras.Input(shape=shape, dtype=self.dtype[name], name=name)
                 for name, shape in self.shape.items()
             }
-        return keras.Input(shape=self.shape, dtype=self.dtype, name="input")
+        return keras.Input(shape=self.shape, dtype=self.dtype, name="flotilla_input")
 
 
 def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
     """Return the single Keras input and the float tensor made of it, for the models built in.
 
-    Bytes are brought into 0..1; other numbers are only cast.
+    Bytes are brought into 0..1; other numbers are only cast. Its layers have names that no user's
+    have, since two of one name are refused by Keras.
 
     Raises:
         ConfigError: the dataset has several inputs, or an input that is not a number.
@@ -143,7 +144,7 @@ def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
         raise ConfigError(f"takes numbers, the dataset's input is a text; {_OWN_MODEL}")
     given = spec.symbols()
     scale = 1 / 255 if spec.dtype == "uint8" else 1.0
-    return given, keras.layers.Rescaling(scale, name="scale")(given)
+    return given, keras.layers.Rescaling(scale, name="flotilla_scale")(given)
 
 
 _OWN_MODEL = "write your own as package.module:function"

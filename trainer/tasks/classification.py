@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import keras
@@ -54,12 +54,28 @@ class Classification(Task):
         self.num_classes = target.num_classes or _SOME_CLASSES
 
     def check(self) -> None:
-        """Refuse numbers that are no class: those below zero."""
+        """Refuse numbers below zero, and splits of which no metric would say anything."""
         low = self.target.moments.get("min", 0)
         if low < 0:
             raise ConfigError(
                 f"the label {self.target} has values from {low:g} on, and {self.name} counts its "
                 "classes from 0; name them in a ClassLabel, or set task.name to regression"
+            )
+        trained = self.target.counts.get("train", ())
+        for split, counts in self.target.counts.items():
+            self._check_split(split, counts, trained)
+
+    def _check_split(self, split: str, counts: Sequence[int], trained: Sequence[int]) -> None:
+        found = [number for number, count in enumerate(counts) if count]
+        if len(found) == 1:
+            raise ConfigError(
+                f"all examples of the split {split!r} have one {self.target.name!r}, "
+                f"{self.labels[found[0]]!r}: a model that knows nothing else would be perfect there"
+            )
+        if unknown := [self.labels[number] for number in found if not trained[number]]:
+            raise ConfigError(
+                f"the split {split!r} has examples whose {self.target.name!r} is {unknown[0]!r}, "
+                "and the training split has none"
             )
 
     @property

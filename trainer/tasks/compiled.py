@@ -7,6 +7,7 @@ outputs, and has variables; here it has none.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from trainer import user_code
 from trainer.errors import ConfigError
 from trainer.tasks import named
 from trainer.tasks.base import Task
+
+_UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 
 
 class Term(NamedTuple):
@@ -108,7 +111,9 @@ def _refused(argument: str) -> Iterator[None]:
         yield
     except Exception as error:
         line = user_code.message_of(error)
-        raise ConfigError(f"its compile({argument}=...) does not fit: {line}") from error
+        unknown = _UNKNOWN.search(line)
+        hint = named.nearest_to(unknown[1], unknown[2]) if unknown else ""
+        raise ConfigError(f"its compile({argument}=...) does not fit: {line}{hint}") from error
 
 
 def compiled_of(model: keras.Model) -> Compiled | None:

@@ -153,14 +153,6 @@ class MultiOutput(Task):
         """Return what gathers those of each task."""
         return _OfSlice({name: part.tally() for name, part in self._parts.items()})
 
-    def check(self) -> None:
-        """Check the label of each task."""
-        for name, part in self._parts.items():
-            try:
-                part.check()
-            except ConfigError as error:
-                raise ConfigError(f"{name}: {error}") from None
-
     def check_output(self, output: Any, last: Any) -> None:
         """Refuse other outputs than a mapping by the targets' names, each as its task wants it."""
         names = ", ".join(f"{name}: ..." for name in self._parts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer import user_code
 from trainer.errors import ConfigError, nearest
 from trainer.tasks.base import Direction
 
+_MODULES = {"loss": ("keras.losses", LOSSES), "metric": ("keras.metrics", METRICS)}
 # Keras's list of variables without a value.
 _WAITING = "uninitialized_variables"
 # Keras chooses among its own by the shapes of labels and outputs.
@@ -55,7 +56,7 @@ def loss(name: str, key: str, *, logits: bool) -> keras.losses.Loss:
     Raises:
         ConfigError: there is none of this name, or it cannot be made.
     """
-    found = _found("loss", name, key, LOSSES)
+    found = _found("loss", name, key)
     takes = inspect.signature(found).parameters if callable(found) else {}
     given = {"from_logits": logits} if ":" not in name and "from_logits" in takes else {}
     if inspect.isclass(found):
@@ -77,7 +78,7 @@ def metric(name: str, key: str, labels: Any, predictions: Any) -> keras.Metric:
     """
     if name in _BY_SHAPE:
         return get_metric(name, labels, predictions)
-    found = _found("metric", name, key, METRICS)
+    found = _found("metric", name, key)
     called = name_of(name)
     if inspect.isclass(found):
         found = _made(key, name, found)
@@ -117,7 +118,15 @@ def kind_of(metric: keras.Metric) -> str:
     return str(to_snake_case(type(metric).__name__))
 
 
-def _found(kind: str, name: str, key: str, known: Mapping[str, Any]) -> Any:
+def sparse_in_place_of(losses: Iterable[keras.losses.Loss]) -> str:
+    """Return a hint at the losses of class numbers in place of those of one-hot labels."""
+    kinds = [getattr(getattr(loss, "fn", None), "__name__", "") for loss in losses]
+    sparse = [f"sparse_{kind}" for kind in kinds if f"sparse_{kind}" in LOSSES]
+    return f"; of labels that are numbers of classes, use {', '.join(sparse)}" if sparse else ""
+
+
+def _found(kind: str, name: str, key: str) -> Any:
+    known = _MODULES[kind][1]
     place, colon, attribute = name.partition(":")
     if colon:
         own = user_code.import_for(f"{key}: {name}", place)
@@ -127,10 +136,13 @@ def _found(kind: str, name: str, key: str, known: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{key}: {place} has no {kind} {attribute!r}{hint}")
     if name in known and name not in _NOT_OFFERED:
         return known[name]
-    able = [each for each in known if each not in _NOT_OFFERED]
-    module = "keras.losses" if known is LOSSES else "keras.metrics"
-    hint = nearest(name, able) or f" (a name of {module}, or package.module:name)"
+    hint = nearest_to(kind, name) or f" (a name of {_MODULES[kind][0]}, or package.module:name)"
     raise ConfigError(f"{key}: no {kind} {name!r}{hint}")
+
+
+def nearest_to(kind: str, name: str) -> str:
+    """Return a hint at the loss or the metric of Keras's that is meant; empty if none is near."""
+    return nearest(name, [each for each in _MODULES[kind][1] if each not in _NOT_OFFERED])
 
 
 def _made(key: str, name: str, make: Callable[[], Any]) -> Any:

@@ -146,7 +146,9 @@ class Objective:
             raise
         # Code of the user's may fail in any way.
         except Exception as error:
-            raise ConfigError(f"{what} labels and outputs: {user_code.line_of(error)}") from error
+            hint = named.sparse_in_place_of(each.loss for each in self._loss.terms)
+            line = user_code.line_of(error)
+            raise ConfigError(f"{what} labels and outputs: {line}{hint}") from error
 
     @property
     def optimizer(self) -> keras.optimizers.Optimizer | None:
@@ -362,10 +364,7 @@ def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
     if type(metric).result is keras.metrics.Mean.result:
         total, count = state
         return float(total / count) if count else 0.0
-    values = [tf.constant(each, tf.float32) for each in state]
-    with keras.StatelessScope(zip(metric.variables, values, strict=True)):
-        # A metric that returns a variable has to be read here, where it has this value.
-        return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
+    return metric.stateless_result([tf.constant(each, tf.float32) for each in state])
 
 
 class SliceTally:

@@ -114,7 +114,11 @@ def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: 
     _check_arguments(name, takes, args, key)
     group = {_GROUP: dataset.group} if _GROUP in inspect.signature(task).parameters else {}
     try:
-        return task(target_of(dataset, label), **group, **args)
+        made = task(target_of(dataset, label), **group, **args)
+        if label in dataset.target_moments:
+            # It is prepared.
+            made.check()
+        return made
     except ConfigError as error:
         raise ConfigError(f"{key} {name}: {error}") from None
     # A task of the user's may fail in any way.

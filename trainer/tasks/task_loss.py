@@ -36,12 +36,12 @@ class TaskLoss:
 
     def __init__(self, terms: Sequence[Term]) -> None:
         """Minimise a sum of losses."""
-        self._terms = terms
+        self.terms = terms
 
     def __call__(self, labels: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
         """Return the mean loss of a batch, of what the model gives."""
         total = tf.constant(0.0)
-        for path, loss, weight, part in self._terms:
+        for path, loss, weight, part in self.terms:
             true = at_path(labels, path)
             if part is not None:
                 true = part.loss_labels(true)

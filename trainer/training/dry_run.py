@@ -1,24 +1,26 @@
-"""Whether model, dataset and configuration fit, before anything is downloaded: `trainer fit`.
+"""Whether model, dataset and configuration fit, before a cluster starts: `trainer fit`.
 
-The dataset is known by what its builder says of itself. The model is built for one example of it by
-shapes alone: its variables get no values, so that a large one needs no memory. A model that is not
-large is built again, with values, and tried: one step and one validation of made-up examples, and
-the conversions of an export.
+Before anything is downloaded, the dataset is known by what its builder says of itself. The model is
+built for one example of it; of a large one most variables get no values, so that it needs no
+memory. One that is not large is tried: one step and one validation of two examples, made up or the
+dataset's first ones, and the conversions of an export.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import tempfile
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
+from keras.src.backend import Variable
 
-from trainer import user_code
+from trainer import storage, user_code
 from trainer.checkpoints import warm_start
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config, GateConfig
@@ -34,14 +36,13 @@ from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
-from trainer.training import optimizers, trial_step, trial_task
+from trainer.training import optimizers, trial_step
 
 # Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
 # for a gradient.
 MOST_TRIED = 10_000_000
 # Each replica has the whole model there, which an update of the model's own needs.
 OWN_STEP = ("single", "multi_worker_mirrored")
-_Result = TypeVar("_Result")
 log = logging.getLogger(__name__)
 
 
@@ -139,19 +140,42 @@ def require_metrics(config: Config, objective: Objective) -> None:
             raise ConfigError(f"{key}: {task} and the model measure no {metric!r}{hint}")
 
 
-def fit(config: Config, scratch: Path) -> Fit:
+def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
     """Build the model of a configuration for its dataset, and try it where it is not large.
 
     Args:
         config: the run.
         scratch: folder for what TFDS writes about the dataset; removed at the end.
+        uri: the dataset; before it is prepared, empty.
 
     Raises:
         UserError: there is no such dataset or model, or they do not fit.
     """
+    dataset = _dataset(config, scratch, uri)
+    require_slices(config, dataset.features, dataset.targets)
+    if precision := config.training.mixed_precision:
+        keras.mixed_precision.set_global_policy(f"mixed_{precision}")
+    objective = tasks.objective_of(config, dataset)
+    with _few_values():
+        model = evaluate.build_model(config, dataset, objective)
+        freeze(model, config.training.freeze)
+        require(config, model, objective)
+    parameters = int(model.count_params())
+    if parameters <= MOST_TRIED:
+        _try_out(config, dataset, model, objective, uri)
+    return Fit(
+        inputs={name: described(dataset.features[name]) for name in dataset.inputs},
+        task=objective.task.name,
+        targets={name: described(dataset.features[name]) for name in dataset.targets},
+        parameters=parameters,
+    )
+
+
+def _dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
+    if uri:
+        return DatasetSpec.from_manifest(storage.read_manifest(uri))
     selection = prepare.selected(config.data, scratch)
-    require_slices(config, selection.specs, selection.targets)
-    dataset = DatasetSpec(
+    return DatasetSpec(
         features=selection.specs,
         inputs=selection.inputs,
         targets=selection.targets,
@@ -160,53 +184,45 @@ def fit(config: Config, scratch: Path) -> Fit:
         shards={},
     )
 
-    def built() -> tuple[keras.Model, Objective]:
-        if precision := config.training.mixed_precision:
-            # That of a thread.
-            keras.mixed_precision.set_global_policy(f"mixed_{precision}")
-        objective = tasks.objective_of(config, dataset)
-        model = evaluate.build_model(config, dataset, objective)
-        freeze(model, config.training.freeze)
-        return model, objective
 
-    def sized() -> tuple[int, str]:
-        model, objective = built()
-        require(config, model, objective)
-        return int(model.count_params()), objective.task.name
+@contextmanager
+def _few_values() -> Iterator[None]:
+    """Give the variables that are made within values until these are `MOST_TRIED` numbers.
 
-    trial_task.require(tasks.create(config.task, dataset), selection.specs)
-    parameters, task = _without_values(sized)
-    if parameters <= MOST_TRIED:
-        _try_out(config, dataset, *built())
-    inputs = {name: selection.specs[name] for name in selection.inputs}
-    return Fit(
-        inputs={name: described(each) for name, each in inputs.items()},
-        task=task,
-        targets={name: described(selection.specs[name]) for name in selection.targets},
-        parameters=parameters,
-    )
+    A scope without state, Keras's own way to give none, takes neither an optimizer nor weights that
+    are loaded: a model could not be compiled, or begin with those of another.
+    """
+    initialize, assign = Variable._initialize_with_initializer, Variable._direct_assign
+    left = MOST_TRIED
 
+    def initialized(self: Variable, initializer: Any) -> None:
+        nonlocal left
+        left -= math.prod(self._shape)
+        if left >= 0:
+            initialize(self, initializer)
+        else:
+            # Keras makes a value of it wherever one is read; no graph of shapes alone does.
+            self._value, self._initializer = None, initializer
 
-def _without_values(build: Callable[[], _Result]) -> _Result:
-    """Call a function whose variables get no values."""
+    def assigned(self: Variable, value: Any) -> None:
+        if self._value is not None:
+            assign(self, value)
 
-    def call() -> _Result:
-        # Left with the thread: its end would give all variables their values.
-        keras.StatelessScope().__enter__()
-        return build()
-
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(call).result()
+    Variable._initialize_with_initializer, Variable._direct_assign = initialized, assigned
+    try:
+        yield
+    finally:
+        Variable._initialize_with_initializer, Variable._direct_assign = initialize, assign
 
 
 def _try_out(
-    config: Config, dataset: DatasetSpec, model: keras.Model, objective: Objective
+    config: Config, dataset: DatasetSpec, model: keras.Model, objective: Objective, uri: str = ""
 ) -> None:
-    """Train, measure and export the model on made-up examples."""
+    """Train, measure and export the model on the first examples, or on made-up ones."""
     with tempfile.TemporaryDirectory(prefix="flotilla-try-") as name:
         folder = Path(name)
         try:
-            batches = trial_step.batches_of(dataset, folder)
+            batches = trial_step.batches_of(dataset, folder, uri)
             trial_step.require_step(config.training, model, objective, batches)
         except ConfigError as error:
             raise ConfigError(f"model {config.model.name}: {error}") from error

@@ -1,7 +1,7 @@
-"""One step of a model on two examples that are made up, before there is a dataset.
+"""One step of a model on two examples: the first ones of a dataset, or made up before there is one.
 
-Their values are such as no model should fail on: bytes of any value, numbers from 0 to 1, whole
-numbers 0 and 1, the first two classes, short texts.
+The values of those that are made up are such as no model should fail on: bytes of any value,
+numbers from 0 to 1, whole numbers 0 and 1, the first two classes, short texts.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from trainer import user_code
+from trainer import storage, user_code
 from trainer.config.schema import TrainingConfig
-from trainer.data.read import evaluation_batches
+from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import ConfigError, UserError
@@ -28,6 +28,8 @@ from trainer.tasks.objective import Objective
 from trainer.training.optimizers import build_optimizer
 
 EXAMPLES = 2
+# Of a shard that is fetched for them, in a step that asks for little disk.
+MOST_BYTES = 1 << 30
 
 
 def examples(spec: DatasetSpec) -> dict[str, Any]:
@@ -39,14 +41,22 @@ def examples(spec: DatasetSpec) -> dict[str, Any]:
     return found
 
 
-def batches_of(spec: DatasetSpec, folder: Path) -> tf.data.Dataset:
-    """Write the examples as a dataset does, and return them as one batch."""
+def batches_of(spec: DatasetSpec, folder: Path, uri: str = "") -> tf.data.Dataset:
+    """Return one batch: of the first shard of a dataset, or of examples that are made up."""
+    if uri and _first_bytes(spec, uri) <= MOST_BYTES:
+        shards = stage_shards(uri, folder, "train", of=len(spec.shards["train"]))
+        return evaluation_batches(spec, shards, batch_size=EXAMPLES).take(1)
     path = folder / "made-up.tfrecord"
     with tf.io.TFRecordWriter(str(path)) as writer:
         features = {name: spec.features[name] for name in spec.roles}
         for record in encode(features, examples(spec)):
             writer.write(record)
     return evaluation_batches(spec, [path], batch_size=EXAMPLES)
+
+
+def _first_bytes(spec: DatasetSpec, uri: str) -> int:
+    name = spec.files("train")[0]
+    return sum(each.bytes for each in storage.read_manifest(uri).files if each.path == name)
 
 
 def require_step(
@@ -77,7 +87,7 @@ def _refused(what: str) -> Iterator[None]:
     # Code of the user's may fail in any way.
     except Exception as error:
         line = user_code.line_of(error)
-        raise ConfigError(f"{what} on two made-up examples fails: {line}") from error
+        raise ConfigError(f"{what} on two examples fails: {line}") from error
 
 
 def _step(
@@ -99,14 +109,14 @@ def _step(
 def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any]) -> None:
     if not np.isfinite(loss.numpy()):
         raise ConfigError(
-            f"its loss on two made-up examples is {float(loss)}: look for a logarithm, a root or a "
+            f"its loss on two examples is {float(loss)}: look for a logarithm, a root or a "
             "division of zero"
         )
     values = [tf.convert_to_tensor(each).numpy() for each in gradients]
     for variable, value in zip(model.trainable_variables, values, strict=False):
         if not np.isfinite(value).all():
             raise ConfigError(
-                f"the gradient of {variable.path} on two made-up examples is not finite, though "
+                f"the gradient of {variable.path} on two examples is not finite, though "
                 "the loss is: look for a root or a norm of zero"
             )
     if values and not any(each.any() for each in values):

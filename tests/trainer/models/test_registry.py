@@ -281,7 +281,9 @@ def test_output_that_is_not_float(own):
 
 
 def test_several_outputs(own):
-    assert "its output is a list, not one tensor" in _refusal(own, "two_outputs")
+    assert "its output is a list, and the task has one output; return" in _refusal(
+        own, "two_outputs"
+    )
 
 
 def test_model_for_another_input(own):

@@ -235,3 +235,33 @@ def test_a_loss_of_the_users_takes_standardized_labels():
     labels = tf.constant([12.0, 10.0, 9.0, 10.0])
     value = objective.loss(model, (INPUTS, labels), model(INPUTS))
     assert float(value) == pytest.approx(1.5 / 4)
+
+
+@pytest.mark.parametrize(
+    ("compiled", "words"),
+    [
+        (
+            {"loss": "sparse_categorical_crossentopy"},
+            "its compile(loss=...) does not fit: Could not interpret loss identifier: "
+            "sparse_categorical_crossentopy; did you mean 'sparse_categorical_crossentropy'?",
+        ),
+        (
+            {"loss": LOGITS(from_logits=True), "metrics": ["acuracy"]},
+            "its compile(metrics=...) does not fit: Could not interpret metric identifier: acuracy;"
+            " did you mean 'accuracy'?",
+        ),
+        (
+            {"loss": "categorical_crossentropy"},
+            "its loss does not fit labels and outputs: ",
+        ),
+    ],
+)
+def test_the_nearest_right_name_is_said(compiled, words):
+    model = net("softmax" if isinstance(compiled["loss"], str) else None, **compiled)
+    with pytest.raises(ConfigError) as error:
+        accepted(model)
+    assert str(error.value).startswith(words)
+    if compiled["loss"] == "categorical_crossentropy":
+        assert str(error.value).endswith(
+            "; of labels that are numbers of classes, use sparse_categorical_crossentropy"
+        )

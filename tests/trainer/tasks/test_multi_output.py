@@ -238,5 +238,7 @@ def test_a_model_that_does_not_fit_is_refused(model, words):
 def test_labels_are_checked_by_output():
     found = source()
     found.target_counts["owns"] = {"train": [30, 0]}
-    with pytest.raises(ConfigError, match="owns: the split 'train' has no example"):
-        registry.create(TaskConfig(), found).check()
+    found.target_moments["owns"] = {}
+    message = "^task.outputs.owns binary_classification: the split 'train' has no example"
+    with pytest.raises(ConfigError, match=message):
+        registry.create(TaskConfig(), found)

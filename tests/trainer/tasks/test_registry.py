@@ -91,4 +91,37 @@ def test_numbers_below_zero_are_no_classes():
     label = {"targets": ("label",), "target_moments": {"label": {"min": -1.0, "max": 1.0}}}
     found = SimpleNamespace(**{**vars(dataset(label=feature())), **label})
     with pytest.raises(ConfigError, match="has values from -1 on, and classification counts its"):
-        registry.create(TaskConfig(), found).check()
+        registry.create(TaskConfig(), found)
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (
+            {"train": [4, 4, 0], "test": [0, 3]},
+            "task classification: all examples of the split 'test' have one 'label', '1': a model "
+            "that knows nothing else would be perfect there",
+        ),
+        (
+            {"train": [4, 4, 0], "test": [1, 1, 2]},
+            "task classification: the split 'test' has examples whose 'label' is '2', and the "
+            "training split has none",
+        ),
+    ],
+)
+def test_a_split_that_says_nothing_of_a_model_is_refused(counts, words):
+    found = dataset(label=feature(classes=3))
+    found.target_counts["label"] = counts
+    # Before it is prepared its examples are not known.
+    registry.create(TaskConfig(), found)
+    found.target_moments["label"] = {"min": 0.0}
+    with pytest.raises(ConfigError) as caught:
+        registry.create(TaskConfig(), found)
+    assert str(caught.value) == words
+
+
+def test_a_class_without_any_example_is_no_error():
+    found = dataset(label=feature(classes=3))
+    found.target_counts["label"] = {"train": [4, 0, 4], "test": [1, 0, 1]}
+    found.target_moments["label"] = {"min": 0.0}
+    assert registry.create(TaskConfig(), found).name == "classification"

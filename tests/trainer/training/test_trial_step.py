@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -116,12 +115,12 @@ def test_a_model_that_fits_passes(name):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("logs", "its loss on two made-up examples is nan: look for a logarithm, a root or a "),
-        ("roots", "the gradient of dense/kernel on two made-up examples is not finite, though "),
+        ("logs", "its loss on two examples is nan: look for a logarithm, a root or a "),
+        ("roots", "the gradient of dense/kernel on two examples is not finite, though "),
         ("constant", "no variable has a gradient: the loss does not depend on what the model "),
         ("silent", "its train_step returns no loss, but d_loss"),
-        ("broken", "a step on two made-up examples fails: AttributeError: "),
-        ("eager", "a step on two made-up examples fails: "),
+        ("broken", "a step on two examples fails: AttributeError: "),
+        ("eager", "a step on two examples fails: "),
         ("other_loss", "its loss does not fit labels and outputs: "),
     ],
 )
@@ -148,14 +147,3 @@ def test_a_form_that_cannot_be_written_is_refused(form, monkeypatch):
         f"export.formats: the model cannot be written as {form}: Op type not supported; leave "
         f"{form} out"
     )
-
-
-def test_a_model_that_is_large_gets_no_values():
-    held = []
-
-    def build():
-        held.append(keras.layers.Embedding(10**11, 16))
-        held[0].build(None)
-        return held[0].count_params()
-
-    assert dry_run._without_values(build) == 16 * 10**11

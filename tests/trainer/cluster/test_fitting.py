@@ -1,0 +1,49 @@
+"""What is said where a trial in a process of its own comes to no answer."""
+
+from __future__ import annotations
+
+import subprocess
+from subprocess import CompletedProcess
+
+import pytest
+
+from trainer.cluster import fitting
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+
+@pytest.fixture
+def ends(monkeypatch):
+    """Return what lets the trial end; and the commands that were run."""
+    commands = []
+
+    def given(code, out="", err=""):
+        def run(command, **_):
+            commands.append(command)
+            return CompletedProcess(command, code, out, err)
+
+        monkeypatch.setattr(subprocess, "run", run)
+        return commands
+
+    return given
+
+
+def test_what_fits_is_the_last_line(ends):
+    commands = ends(0, 'a line of the user\n{"task": "regression"}\n')
+    assert fitting.tried(Config(), "file:///d") == {"task": "regression"}
+    assert commands[0][-2:] == ["--dataset", "file:///d"]
+
+
+def test_what_the_trainer_says_is_the_message(ends):
+    ends(2, err="a warning\nflotilla: model mlp: it does not fit\nlater\n")
+    with pytest.raises(ConfigError, match=r"^model mlp: it does not fit$"):
+        fitting.require(Config())
+
+
+def test_a_trial_that_was_killed_says_nothing_of_the_model(ends, caplog):
+    ends(-9)
+    fitting.require(Config())
+    assert (
+        "whether model and dataset fit is not known: the trial was ended by SIGKILL; is there "
+        "enough memory?" in caplog.text
+    )
