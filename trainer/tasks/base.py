@@ -122,12 +122,13 @@ def _at(values: Any, rows: slice) -> Any:
 class Task(ABC):
     """One learning task for one target."""
 
-    #: As `task.name` says it.
+    #: As `task.name` says it; that of a task of the user's stands in reports and models.
     name: ClassVar[str]
     #: The metric that a model is compared by where the configuration names none.
     main_metric: ClassVar[str]
-    #: Whether a higher or a lower value of a metric is better; of all that the task measures.
-    directions: ClassVar[Mapping[str, Direction]]
+    #: Whether a higher or a lower value of a metric is better, None where neither is; of all that
+    #: the task measures.
+    directions: ClassVar[Mapping[str, Direction | None]]
     #: What makes probabilities of the outputs; empty where no prediction is one.
     link: ClassVar[Literal["", "softmax", "sigmoid"]] = ""
     #: Whether the model gives probabilities, as its loss takes them: outputs are their logits.

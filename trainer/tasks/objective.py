@@ -364,7 +364,10 @@ def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
     if type(metric).result is keras.metrics.Mean.result:
         total, count = state
         return float(total / count) if count else 0.0
-    return metric.stateless_result([tf.constant(each, tf.float32) for each in state])
+    values = [tf.constant(each, tf.float32) for each in state]
+    with keras.StatelessScope(zip(metric.variables, values, strict=True)):
+        # A metric that returns a variable has to be read here, where it has this value.
+        return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 
 class SliceTally:

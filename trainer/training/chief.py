@@ -36,7 +36,7 @@ from trainer.strategies.strategy import Problem, Strategy, create
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import Cluster, Task, topology_of
-from trainer.training import dry_run
+from trainer.training import dry_run, trial_task
 from trainer.training.input import PATTERN, VALIDATION_PATTERN, stage_input
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
@@ -171,6 +171,8 @@ def is_lost(error: tf.errors.OpError) -> bool:
 def _build_model(
     config: Config, spec: DatasetSpec, objective: Objective, checked: list[bool]
 ) -> keras.Model:
+    if not checked:
+        trial_task.require(objective.task, spec.features)
     model = evaluate.build_model(config, spec, objective)
     freeze(model, config.training.freeze)
     if not checked:

@@ -36,7 +36,7 @@ from trainer.strategies.strategy import has_own_step, require_updates
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import topology_of
-from trainer.training import optimizers, trial_step
+from trainer.training import optimizers, trial_step, trial_task
 
 # Numbers in the variables of a model that is tried with values: 40 MB of them, and as much again
 # for a gradient.
@@ -156,6 +156,7 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
     if precision := config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
     objective = tasks.objective_of(config, dataset)
+    trial_task.require(objective.task, dataset.features)
     with _few_values():
         model = evaluate.build_model(config, dataset, objective)
         freeze(model, config.training.freeze)
