@@ -111,17 +111,15 @@ def render(facts: Facts) -> str:
 
 def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
     pictures = facts.get("pictures") or {}
-    calibration = views.calibration(evaluation)
+    outputs = evaluation.get("outputs") or {}
     return {
         "champion": evaluation.get("champion") or {},
         "placed": _PLACED,
         "examples": evaluation.get("examples"),
-        "labels": evaluation.get("labels") or [],
-        "matrix": views.matrix(evaluation),
-        "classes": views.weak_classes(evaluation),
-        "confusions": views.confusions(evaluation),
-        "curves": views.curves(evaluation, facts.get("curves") or ()),
-        "calibration": [calibration] if calibration else [],
+        "classified": [
+            _classified("", evaluation, facts.get("curves") or ()),
+            *(_classified(name, each, each.get("curves") or ()) for name, each in outputs.items()),
+        ],
         "parts": views.weak_parts(evaluation),
         "main_metric": views.main_metric(evaluation),
         "tables": evaluation.get("tables") or [],
@@ -130,6 +128,20 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
             {**row, "data": pictures.get(row.get("picture"), "")}
             for row in _rows(evaluation, "worst")
         ],
+    }
+
+
+def _classified(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict[str, Any]:
+    """Return what is shown of the classes of a model, or of one of its outputs."""
+    calibration = views.calibration(evaluation)
+    return {
+        "of": f" of {output}" if output else "",
+        "labels": evaluation.get("labels") or [],
+        "matrix": views.matrix(evaluation),
+        "classes": views.weak_classes(evaluation),
+        "confusions": views.confusions(evaluation),
+        "curves": views.curves(evaluation, curves),
+        "calibration": [calibration] if calibration else [],
     }
 
 

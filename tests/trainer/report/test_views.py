@@ -164,6 +164,20 @@ def test_many_classes_are_described_by_their_confusions() -> None:
     assert "Most frequent confusions" in page.words
 
 
+def test_classes_of_each_output_are_shown_under_its_name(facts: dict[str, Any]) -> None:
+    of_classes = {
+        name: facts["evaluation"][name]
+        for name in ("confusion_matrix", "labels", "per_class", "calibration")
+    }
+    outputs = {"digit": {**of_classes, "curves": facts["curves"]}, "ink": {}}
+    page = Page(report.render({"evaluation": {"outputs": outputs}}))
+    for head in ("Confusion matrix of digit", "By class of digit", "Curves of digit"):
+        assert head in page.words
+    assert "of ink" not in page.text
+    alone = Page(report.render({"evaluation": of_classes, "curves": facts["curves"]}))
+    assert page.tags.count("svg") == alone.tags.count("svg")
+
+
 def test_the_time_line_in_percent_of_the_run() -> None:
     incidents = [{"event": "restart", "time": 125.0}, {"event": "attempt_begin"}]
     prepared, trained = views.time_line(STEPS, incidents)
