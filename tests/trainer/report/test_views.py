@@ -164,7 +164,7 @@ def test_many_classes_are_described_by_their_confusions() -> None:
     assert "Most frequent confusions" in page.words
 
 
-def test_classes_of_each_output_are_shown_under_its_name(facts: dict[str, Any]) -> None:
+def test_classes_of_each_output_come_under_its_name(facts: dict[str, Any]) -> None:
     of_classes = {
         name: facts["evaluation"][name]
         for name in ("confusion_matrix", "labels", "per_class", "calibration")
