@@ -44,8 +44,7 @@ def run_step(
     def work(record: StepOutput) -> str:
         descriptor.check(evaluation_descriptor, evaluation)
         policy = Config.model_validate_json(config)
-        output = output_of(root, run_id, "decision", evaluation, policy.gate.digest())
-        decision = gate.check(policy, evaluation, output)
+        decision = decided(policy, root, run_id, evaluation)
         word = "blessed" if decision.blessed else "refused"
         judged = {"decision": word, "reasons": list(decision.reasons)}
         record.done(decision.uri, judged)
@@ -54,3 +53,9 @@ def run_step(
         return word
 
     return tried("check_gate", run_at(root, run_id), work)
+
+
+def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:
+    """Return the gate's decision about an evaluation of a run."""
+    output = output_of(root, run_id, "decision", evaluation, config.gate.digest())
+    return gate.check(config, evaluation, output)

@@ -1,6 +1,8 @@
 """Measure a checkpoint, and the champion, on the test split."""
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from kfp import dsl
@@ -62,15 +64,11 @@ def run_step(
         with scratch_folder() as scratch:
             descriptor.check(dataset_descriptor, dataset)
             descriptor.check(checkpoint_descriptor, checkpoint)
-            from trainer.evaluation import evaluate
-
             settings = Config.model_validate_json(config)
             found = opponent(root, settings.name, checkpoint)
             champion = found.uri if found else ""
-            created = storage.read_manifest(checkpoint).created
-            origin = (dataset, created, champion, *settings.evaluation.slices)
-            output = output_of(root, run_id, "evaluation", checkpoint, *origin)
-            result = evaluate.evaluate(settings, dataset, checkpoint, output, scratch, champion)
+            inputs = Inputs(dataset=dataset, checkpoint=checkpoint, champion=champion)
+            result = evaluated(settings, root, run_id, inputs, scratch)
             record.done(result.uri, result.metrics)
             descriptor.describe(metrics, result.uri, ui.scalars(result.metrics))
             measured = json.loads(storage.read_file(result.uri, "metrics.json"))
@@ -80,3 +78,24 @@ def run_step(
             return result.uri
 
     return tried("evaluate_model", run_at(root, run_id), work, inputs={"dataset": dataset})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """URIs of a dataset, of the checkpoint to measure and of the champion, empty without one."""
+
+    dataset: str
+    checkpoint: str
+    champion: str
+
+
+def evaluated(config: Config, root: str, run_id: str, inputs: Inputs, scratch: Path) -> Any:
+    """Measure a checkpoint of a run next to a champion; return the `Evaluation`."""
+    from trainer.evaluation import evaluate
+
+    checkpoint, champion = inputs.checkpoint, inputs.champion
+    created = storage.read_manifest(checkpoint).created
+    compared_by = config.gate.champion.compared_by() if champion else ""
+    origin = (inputs.dataset, created, champion, compared_by, *config.evaluation.slices)
+    output = output_of(root, run_id, "evaluation", checkpoint, *origin)
+    return evaluate.evaluate(config, inputs.dataset, checkpoint, output, scratch, champion)

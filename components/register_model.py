@@ -1,16 +1,19 @@
 """Judge the exported model, register it, and make it the champion."""
 
+import tempfile
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from kfp import dsl
 
-from components import descriptor
+from components import check_gate, descriptor, evaluate_model
 from components.image import component
 from components.locations import is_local_run, output_of, run_at, scratch_folder
 from components.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.promotion import lineage, registration
+from trainer.promotion import gate, lineage, registration, registry
 
 
 @component
@@ -51,6 +54,7 @@ def run_step(
                 output=output_of(root, run_id, "registration", model, settings.registry.digest()),
                 lineage=_lineage(settings, run_id, model, image),
                 by=f"run {run_id}",
+                compare=partial(_compared, settings, root, run_id, model, scratch),
             )
             made = registration.register(request, scratch)
             word = registration.PROMOTED if made.promoted else registration.REFUSED
@@ -60,6 +64,19 @@ def run_step(
             return word
 
     return tried("register_model", run_at(root, run_id), work)
+
+
+def _compared(
+    config: Config, root: str, run_id: str, model: str, scratch: Path, champion: registry.Version
+) -> gate.Decision:
+    """Return what the gate says of the model next to a champion that it has not seen."""
+    made_from = storage.read_manifest(model).fields["made_from"]
+    inputs = evaluate_model.Inputs(
+        dataset=made_from["dataset"], checkpoint=made_from["checkpoint"], champion=champion.uri
+    )
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="comparison-") as folder:
+        measured = evaluate_model.evaluated(config, root, run_id, inputs, Path(folder))
+    return check_gate.decided(config, root, run_id, measured.uri)
 
 
 def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def pipeline(run, tmp_path, monkeypatch):
     root = storage.uri_of(tmp_path / "root")
 
     def go(run_id, checkpoint=run.checkpoint, **sections):
-        tree = {**run.config.model_dump(mode="json"), "gate": {"min": {}}, **sections}
+        gate = {"champion": {"margin": 0.05}}
+        tree = {**run.config.model_dump(mode="json"), "gate": gate, **sections}
         tree["export"] = {"formats": ["saved_model"]}
         given = (json.dumps(tree), root, run_id)
         measured = evaluate_model.run_step(
@@ -83,14 +84,14 @@ def test_an_unchanged_second_run_is_blessed_and_a_better_one_is_asked_for_on_dem
     decided = json.loads(storage.read_file(second.decision, "decision.json"))
     assert decided["champion"] == champion.uri
 
-    third = pipeline.go("third", gate={"min": {}, "champion": "better"})
+    third = pipeline.go("third", gate={"champion": {"margin": -0.1}})
     assert third.word == "refused"
     assert registry.champion(pipeline.root, "digits").number == 2
 
 
 @pytest.mark.slow
 def test_a_run_that_is_resumed_after_its_promotion_ends_as_it_did(pipeline):
-    better = {"gate": {"min": {}, "champion": "better"}}
+    better = {"gate": {"champion": {"margin": -0.1}}}
     first, again = (pipeline.go("first", **better) for _ in range(2))
     assert (again.word, again.model, again.metrics) == ("promoted", first.model, first.metrics)
     assert registry.newest(pipeline.root, "digits") == 1

@@ -79,7 +79,7 @@ def test_what_takes_one_of_a_list_is_a_drop_down_of_the_form(spec):
     given = spec["root"]["inputDefinitions"]["parameters"]
     drawn = {name: each["literals"] for name, each in given.items() if "literals" in each}
     assert drawn["training_schedule_name"] == ["constant", "cosine", "exponential", "piecewise"]
-    assert drawn["gate_champion"] == ["not_worse", "better"]
+    assert drawn["gate_champion_better"] == ["", "higher", "lower"]
     # The server refuses every other value, the default included.
     assert all(given[name]["defaultValue"] in literals for name, literals in drawn.items())
     # What also takes a module of the user, and a list, stays free.

@@ -16,17 +16,11 @@ from trainer.config.base import MOST, Free, Section, key
 from trainer.config.cluster import ClusterConfig, server_number
 from trainer.config.initial_weights import WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
+from trainer.config.thresholds import GateConfig
 from trainer.errors import UserError, nearest
 from trainer.storage.uri import FORMS, check_path, is_uri
 from trainer.topology import TOPOLOGIES, topology_of
 
-# `tests/trainer/evaluation/test_evaluate.py` compares them with the metrics of an evaluation.
-METRICS_OF_SLICES = (
-    "loss", "accuracy", "top_3_accuracy", "macro_precision", "macro_recall", "macro_f1",
-    "weighted_precision", "weighted_recall", "weighted_f1",
-)  # fmt: skip
-METRICS = (*METRICS_OF_SLICES, "roc_auc", "pr_auc", "calibration_error")
-SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
 #: The function of every model that has a name.
 MODELS = {
     "softmax": "trainer.models.classifiers:softmax",
@@ -230,37 +224,6 @@ class EvaluationConfig(Section):
 
     batch_size: int = key(1000, "examples of one evaluation batch", ge=1, lt=2**31)
     slices: tuple[str, ...] = key((), "features to slice the metrics by, besides the label")
-
-
-class GateConfig(Section):
-    """The thresholds that a model has to reach before it is exported.
-
-    A bound is for a metric of all examples (`accuracy`), of each part of a slice
-    (`accuracy@label`), or of one part (`accuracy@label=7`).
-    """
-
-    min: dict[str, float] = key({"accuracy": 0.95}, f"lowest value by metric: {', '.join(METRICS)}")
-    max: dict[str, float] = key({}, "highest value by metric, as in min")
-    champion: Literal["not_worse", "better"] = key(
-        "not_worse", "required result of the comparison with the champion"
-    )
-    min_gain: float = key(0.0, "least gain in accuracy, with champion: better", ge=0, le=1)
-    significance: float = key(0.05, "level of the test against the champion", gt=0, lt=1)
-
-    @field_validator("min", "max")
-    @classmethod
-    def _known_metrics(cls, rules: dict[str, float]) -> dict[str, float]:
-        for rule, value in rules.items():
-            metric, sliced, part = rule.partition("@")
-            allowed = METRICS_OF_SLICES if sliced else METRICS
-            if metric not in allowed:
-                hint = nearest(metric, allowed) or f" (one of {', '.join(allowed)})"
-                raise ValueError(f"no metric {metric!r}{' of a slice' if sliced else ''}{hint}")
-            if sliced and not part.partition("=")[0]:
-                raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
-            if metric.endswith(SHARES) and not 0 <= value <= 1:
-                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
-        return rules
 
 
 class ExportConfig(Section):

@@ -13,15 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from scipy.stats import binomtest
 
 from trainer import storage, user_code
+from trainer.config.thresholds import ChampionRule
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
+from trainer.evaluation.comparison import Opponents, compare
 from trainer.evaluation.measure import measured
 from trainer.evaluation.predictions import Answer, Predictions
 from trainer.evaluation.signature import LABELS, SERVING, described
-from trainer.tasks.base import Examples, Task
+from trainer.tasks.base import Task
 from trainer.tasks.objective import Objective
 
 KIND = "model"
@@ -78,48 +79,22 @@ def _with_remedy(uri: str) -> Iterator[None]:
         ) from error
 
 
-def compared(champion: Champion, objective: Objective, found: Predictions) -> dict[str, Any]:
-    """Return what the evaluation says of the champion: metrics, and the paired test."""
+def compared(
+    champion: Champion, objective: Objective, found: Predictions, rule: ChampionRule
+) -> dict[str, Any]:
+    """Return what the evaluation says of the champion: metrics, and the paired comparison."""
     if found.champion is None:
         return {"uri": champion.uri, "incomparable": champion.incomparable}
     if bad := found.unsound[1]:
         why = f"it gives no finite numbers for {bad} of {found.own.count} examples"
         return {"uri": champion.uri, "incomparable": why}
+    opponents = Opponents(objective=objective, own=found.own, other=found.champion)
     return {
         "uri": champion.uri,
         "incomparable": "",
         "metrics": measured(objective, found.champion)["metrics"],
-        "paired": paired(found.own, found.champion),
+        "paired": compare(opponents, rule),
     }
-
-
-def paired(own: Examples, champion: Examples) -> dict[str, Any]:
-    """Return McNemar's exact test of who is right more often on the same examples.
-
-    `p_worse` is the probability of so many examples that only the champion has right, or more, if
-    both were equally good; `p_better` likewise for the challenger (McNemar 1947, one-sided).
-    """
-    both, only_challenger, only_champion, neither = 0, 0, 0, 0
-    for mine, theirs in zip(own.parts(), champion.parts(), strict=True):
-        right, other = (part.outputs.argmax(axis=1) == part.labels for part in (mine, theirs))
-        both += int((right & other).sum())
-        only_challenger += int((right & ~other).sum())
-        only_champion += int((other & ~right).sum())
-        neither += int((~right & ~other).sum())
-    return {
-        "both_right": both,
-        "only_challenger_right": only_challenger,
-        "only_champion_right": only_champion,
-        "both_wrong": neither,
-        "p_worse": _at_least(only_champion, only_challenger),
-        "p_better": _at_least(only_challenger, only_champion),
-    }
-
-
-def _at_least(wins: int, losses: int) -> float:
-    if not wins + losses:
-        return 1.0
-    return float(binomtest(wins, wins + losses, alternative="greater").pvalue)
 
 
 def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetSpec) -> str:

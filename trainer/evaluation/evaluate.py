@@ -68,8 +68,7 @@ def evaluate(  # noqa: PLR0913, PLR0917
             cannot be read.
     """
     spec, inputs_from = read_inputs(dataset, checkpoint)
-    slices = ",".join(config.evaluation.slices)
-    made_from = {**inputs_from, "slices": slices, "champion": champion}
+    made_from = {**inputs_from, **_asked(config, champion)}
     if made_before(output, KIND, made_from):
         written = json.loads(storage.read_file(output, "metrics.json"))
         return Evaluation(uri=output, metrics=_defined(written["metrics"]))
@@ -91,11 +90,18 @@ def evaluate(  # noqa: PLR0913, PLR0917
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarized(spec, objective, found, features), "global_step": step}
         if opponent:
-            summary["champion"] = compared(opponent, objective, found)
+            summary["champion"] = compared(opponent, objective, found, config.gate.champion)
         _write(folder, summary, found)
         fields = {"made_from": made_from, "metrics": summary["metrics"], "global_step": step}
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Evaluation(uri=output, metrics=_defined(summary["metrics"]))
+
+
+def _asked(config: Config, champion: str) -> dict[str, str]:
+    """Return what an evaluation depends on besides the examples and the model."""
+    compared_by = config.gate.champion.compared_by() if champion else ""
+    slices = ",".join(config.evaluation.slices)
+    return {"slices": slices, "champion": champion, "compared_by": compared_by}
 
 
 def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:

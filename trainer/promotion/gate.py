@@ -17,12 +17,13 @@ import math
 import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 from trainer import storage
-from trainer.config.schema import Config, GateConfig
+from trainer.config.schema import Config
+from trainer.config.thresholds import GateConfig
 from trainer.errors import UserError, nearest
 
 KIND = "decision"
@@ -158,17 +159,43 @@ def _against_champion(
             metric="comparable", bound="min", threshold=1, value=0, key="the champion", note=note
         )
         return
-    own, other = measured["metrics"]["accuracy"], champion["metrics"]["accuracy"]
-    paired = champion["paired"]
-    note = f"accuracy {own:.6g}, the champion's {other:.6g}, on the same examples"
-    rule = partial(Rule, note=note)
-    tested = partial(rule, threshold=config.significance, key="gate.significance")
-    if config.champion == "not_worse":
-        yield tested(metric="p_worse", bound="min", value=paired["p_worse"])
-        return
-    least = config.min_gain
-    yield rule(metric="gain", bound="min", threshold=least, value=own - other, key="gate.min_gain")
-    yield tested(metric="p_better", bound="max", value=paired["p_better"])
+    paired, rule = champion["paired"], config.champion
+    metric, value = paired["metric"], champion["metrics"].get(paired["metric"])
+    margin = rule.margin_of(float(value)) if value is not None else 0.0
+    higher, bound = paired["better"] == "higher", None if value is None else paired["bound"]
+    yield Rule(
+        metric=f"{metric}_difference",
+        bound="min" if higher else "max",
+        threshold=-margin if higher else margin,
+        value=math.nan if bound is None else bound,
+        key="gate.champion.margin",
+        note=_compared(paired, measured["metrics"].get(metric), value, margin),
+    )
+
+
+def _compared(paired: Mapping[str, Any], own: Any, other: Any, margin: float) -> str:
+    """Describe a comparison, and how many examples it takes where there are too few."""
+    found, bound, count = paired["difference"], paired["bound"], paired["examples"]
+    note = (
+        f"{paired['metric']} {_short(own)}, the champion's {_short(other)}, on the same {count} "
+        f"examples; not worse than this at a confidence of {paired['confidence']:g}"
+    )
+    if found is None or bound is None or not margin > 0:
+        return note
+    lost, at_most = (-found, -bound) if paired["better"] == "higher" else (found, bound)
+    if lost <= margin < at_most:
+        # Nine of ten equal models pass then, if examples differ as much as these.
+        sure, power = (NormalDist().inv_cdf(each) for each in (paired["confidence"], 0.9))
+        error = (at_most - lost) / sure if sure else math.inf
+        needed = count * ((sure + power) * error / margin) ** 2
+        if needed > count and math.isfinite(needed):
+            about = round(needed, 1 - math.floor(math.log10(needed)))
+            note += f"; {count} examples are too few for this margin, it takes about {about:.0f}"
+    return note
+
+
+def _short(value: Any) -> str:
+    return "not known" if value is None else f"{value:.6g}"
 
 
 def _value(metric: str, key: str, metrics: Mapping[str, Any]) -> float:

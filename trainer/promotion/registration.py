@@ -11,7 +11,8 @@ Nothing is registered unless every rule passes.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
-from trainer.promotion.gate import Rule, publish_json, row
+from trainer.promotion.gate import Decision, Rule, publish_json, row
 
 KIND = "registration"
 PROMOTED = "promoted"
 REFUSED = "refused"
 _MEGABYTE = 1 << 20
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,6 +46,8 @@ class Request:
     """A model to register: URIs of the registry's root, the exported model and the registration.
 
     `lineage` is the origin of the version; `by` is the run or the person that asks for it.
+    `compare` compares the model with another champion than the gate did, by the same rules on the
+    same examples, and returns that decision of the gate.
     """
 
     config: Config
@@ -52,37 +56,63 @@ class Request:
     output: str
     lineage: Mapping[str, Any]
     by: str
+    compare: Callable[[registry.Version], Decision]
 
 
 def register(request: Request, scratch: Path) -> Registration:
     """Check, register and promote; the same model again returns the decision made before.
+
+    Where another model was promoted since the gate, or at the very moment, this one is compared
+    with that one, and judged by it.
 
     Raises:
         UserError: the model, or what it was made from, is missing or damaged.
     """
     if storage.is_published(request.output):
         return _read(request.output)
+    while True:
+        try:
+            return _registered(request, scratch)
+        except registry.PromotionLostError as lost:
+            # Another run was promoted, so that this ends with the last of them.
+            _log.info("%s: comparing with the new champion", lost)
+
+
+def _registered(request: Request, scratch: Path) -> Registration:
     root, name = request.root, request.config.name
     after, champion = registry.newest(root, name), registry.champion(root, name)
     ours = champion is not None and champion.manifest.fields["source"]["uri"] == request.model
-    rules = () if ours else tuple(_rules(request, champion))
-    failed = [str(rule) for rule in rules if not rule.passed]
+    rules: tuple[Rule, ...] = ()
+    decided = None
+    if not ours:
+        decided = _compared_again(request, champion)
+        rules = (*_rules(request, champion), *(decided.rules if decided else ()))
+    lineage = {**request.lineage, **({"decision": decided.uri} if decided else {})}
+    found = _Found(champion=champion, rules=rules, lineage=lineage)
+    failed = [str(each) for each in rules if not each.passed]
     if failed:
-        return _publish(request, rules, reasons=failed, champion=champion)
-    made = registry.register(root, name, request.model, lineage=request.lineage, scratch=scratch)
+        return _publish(request, found, reasons=failed)
+    made = registry.register(root, name, request.model, lineage=lineage, scratch=scratch)
     try:
         if not ours:
             # An earlier try may have promoted it already.
             after = registry.promote(root, name, made.number, after=after, by=request.by).number
-    except registry.PromotionLostError as lost:
+    except registry.PromotionLostError:
         # An earlier try may have won the promotion and died before it was published.
         last = registry.promotions(root, name)[-1]
         if (last.version, last.by) != (made.number, request.by):
-            return _publish(request, rules, reasons=[str(lost)], champion=champion)
+            raise
         after = last.number
-    return _publish(
-        request, rules, reasons=[], champion=champion, version=made.number, promotion=after
-    )
+    return _publish(request, found, reasons=[], version=made.number, promotion=after)
+
+
+def _compared_again(request: Request, champion: registry.Version | None) -> Decision | None:
+    """Return the decision against this champion, where the gate has seen another one, or none."""
+    decision = storage.read_manifest(request.model).fields["decision"]
+    seen = storage.read_manifest(decision).fields.get("champion", "")
+    if champion is None or champion.uri == seen:
+        return None
+    return request.compare(champion)
 
 
 def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:
@@ -105,10 +135,6 @@ def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule
     if limits.max_milliseconds:
         taken = parity["smoke"]["milliseconds"]
         yield _at_most("milliseconds", taken, limits.max_milliseconds, "registry.max_milliseconds")
-    compared_with = storage.read_manifest(manifest.fields["decision"]).fields.get("champion", "")
-    now = champion.uri if champion else ""
-    note = "" if compared_with == now else f"the champion is {now}, the gate saw {compared_with}"
-    yield _yes("same_champion", compared_with == now, "the gate's", note and f"{note}; run again")
     if champion:
         changed = _changes(champion, request.model, manifest.fields)
         note = f"{changed} changed since {champion.uri}; give this model another name"
@@ -140,24 +166,27 @@ def _yes(metric: str, holds: bool, key: str, note: str) -> Rule:
     return Rule(metric=metric, bound="min", threshold=1, value=int(holds), key=key, note=note)
 
 
-def _publish(  # noqa: PLR0913
-    request: Request,
-    rules: tuple[Rule, ...],
-    *,
-    reasons: list[str],
-    champion: registry.Version | None,
-    version: int = 0,
-    promotion: int = 0,
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    """The champion that a model was judged against, and by which rules."""
+
+    champion: registry.Version | None
+    rules: tuple[Rule, ...]
+    lineage: Mapping[str, Any]
+
+
+def _publish(
+    request: Request, found: _Found, *, reasons: list[str], version: int = 0, promotion: int = 0
 ) -> Registration:
     tree = {
         "decision": PROMOTED if promotion else REFUSED,
         "reasons": reasons,
-        "rules": [row(rule) for rule in rules],
+        "rules": [row(rule) for rule in found.rules],
         "version": version,
         "promotion": promotion,
         "model": request.model,
-        "predecessor": champion.uri if champion else "",
-        "lineage": dict(request.lineage),
+        "predecessor": found.champion.uri if found.champion else "",
+        "lineage": dict(found.lineage),
     }
     fields = {"decision": tree["decision"], "model": request.model}
     publish_json(tree, request.output, kind=KIND, fields=fields)

@@ -2,24 +2,31 @@
 
 `model.compile(...)` is taken as far as it is not the run's to say: how many steps a call runs, and
 whether XLA compiles them. What Keras makes of loss and metrics waits for the first labels and
-outputs, and has variables; here it has none.
+outputs, and has variables; here it has none. What a metric has measured is a `State`: numbers in a
+vector of sums over examples.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
+import numpy.typing as npt
+import tensorflow as tf
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
 from trainer import user_code
 from trainer.errors import ConfigError
 from trainer.tasks import named
-from trainer.tasks.base import Task
+from trainer.tasks.base import Array, Task
+
+Sums = npt.NDArray[np.float64]
 
 _UNKNOWN = re.compile(r"Could not interpret (loss|metric) identifier: (\w+)$")
 
@@ -53,6 +60,54 @@ class Measured(NamedTuple):
     def name(self) -> str:
         """The name that it is reported by."""
         return f"{self.prefix}{self.metric.name}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """Numbers `begin` to `end` of a vector of sums, which make a metric, or the loss.
+
+    `measured` is None for the loss, whose state is the examples and the sum of their losses.
+    """
+
+    name: str
+    begin: int
+    end: int
+    shapes: tuple[tuple[int, ...], ...]
+    measured: Measured | None
+
+    @property
+    def is_mean(self) -> bool:
+        """Whether the state is a sum of weighted values and the sum of the weights."""
+        metric = self.measured.metric if self.measured else None
+        return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
+
+    def values(self, sums: Sums) -> dict[str, float]:
+        """Return what a vector of sums says: of some metrics it is several values."""
+        state = sums[self.begin : self.end]
+        if self.measured is None:
+            return {self.name: float(state[1] / state[0])}
+        return _by_name(self.measured, _result(self.measured.metric, self._variables(state)))
+
+    def function(self, name: str) -> Callable[[Sums], float]:
+        """Return a function that makes the metric of a state, fast enough for thousands."""
+        measured = self.measured
+        if measured is None:
+            return lambda state: float(state[1] / state[0])
+
+        @tf.function
+        def result(state: list[tf.Tensor]) -> Any:
+            return _made_of(measured.metric, state)
+
+        def value(state: Sums) -> float:
+            variables = [tf.constant(each, tf.float32) for each in self._variables(state)]
+            return _by_name(measured, result(variables)).get(name, math.nan)
+
+        return value
+
+    def _variables(self, state: Sums) -> list[Array]:
+        ends = np.cumsum([int(np.prod(shape)) for shape in self.shapes])[:-1]
+        pieces = zip(np.split(state, ends), self.shapes, strict=True)
+        return [np.reshape(piece, shape) for piece, shape in pieces]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,3 +211,32 @@ def takes_logits(loss: keras.losses.Loss) -> bool | None:
         defaults = dict(zip(reversed(names), reversed(function.__defaults__ or ()), strict=False))
         given = defaults.get("from_logits")
     return given if isinstance(given, bool) else None
+
+
+def _is_plain_mean(metric: keras.Metric) -> bool:
+    return type(metric).result is keras.metrics.Mean.result
+
+
+def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
+    """Return the result of a state; a plain mean in double precision, as thresholds are."""
+    if _is_plain_mean(metric):
+        total, count = state
+        return float(total / count) if count else 0.0
+    return _made_of(metric, [tf.constant(each, tf.float32) for each in state])
+
+
+def _made_of(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
+    with keras.StatelessScope(zip(metric.variables, values, strict=True)):
+        # A metric that returns a variable has to be read here, where it has this value.
+        return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
+
+
+def _by_name(measured: Measured, result: Any) -> dict[str, float]:
+    """Return what a metric measured by name; one that gives a mapping gives several.
+
+    What is not a number is left out: a metric that these examples do not define, as an area under
+    the ROC where all of them are of one class.
+    """
+    values = result if isinstance(result, Mapping) else {measured.metric.name: result}
+    found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
+    return {name: value for name, value in found.items() if not np.isnan(value)}

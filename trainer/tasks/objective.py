@@ -18,7 +18,6 @@ from typing import Any, Protocol
 
 import keras
 import numpy as np
-import numpy.typing as npt
 import tensorflow as tf
 from keras.src.backend import compute_output_spec
 
@@ -34,7 +33,7 @@ from trainer.tasks.base import (
     activation_of,
     last_layers,
 )
-from trainer.tasks.compiled import Compiled, Measured, Term, compiled_of, takes_logits
+from trainer.tasks.compiled import Compiled, Measured, State, Sums, Term, compiled_of, takes_logits
 from trainer.tasks.task_loss import (
     TaskLoss,
     at_path,
@@ -46,7 +45,6 @@ from trainer.tasks.task_loss import (
 LOSS = "loss"
 # Labels and outputs of any shape, for metrics that are looked up by name.
 _ONE = keras.KerasTensor((None,)), keras.KerasTensor((None, 1))
-Sums = npt.NDArray[np.float64]
 
 
 class Named(Protocol):
@@ -257,17 +255,37 @@ class Objective:
         Raises:
             UserError: there are no examples.
         """
-        count, loss, *rest = sums.tolist()
-        if not count:
+        if not sums[0]:
             raise UserError("there are no examples to measure the model on")
-        found = {LOSS: loss / count}
+        found: dict[str, float] = {}
+        for each in self.states():
+            found |= each.values(sums)
+        return found
+
+    def states(self) -> Iterator[State]:
+        """Yield where the state of the loss and of each metric is in a vector of `totals`."""
+        yield State(name=LOSS, begin=0, end=2, shapes=(), measured=None)
+        begin = 2
         for each, shapes in zip(self._metrics, self._shapes, strict=True):
-            state = []
-            for shape in shapes:
-                size = int(np.prod(shape))
-                state.append(np.reshape(rest[:size], shape))
-                del rest[:size]
-            found |= _by_name(each, _result(each.metric, state))
+            end = begin + sum(int(np.prod(shape)) for shape in shapes)
+            yield State(name=each.name, begin=begin, end=end, shapes=tuple(shapes), measured=each)
+            begin = end
+
+    def of_each(self, state: State, part: Part) -> Sums:
+        """Return the state [n, size] of a metric that each example would have alone."""
+        measured = state.measured
+        assert measured is not None
+        given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
+
+        def alone(one: Any) -> tf.Tensor:
+            labels, outputs, *weights = tf.nest.map_structure(lambda each: each[tf.newaxis], one)
+            before = [tf.zeros(v.shape, v.dtype) for v in measured.metric.variables]
+            taken = self._taken(measured, labels, outputs, weights[0] if weights else None)
+            after = measured.metric.stateless_update_state(before, *taken)
+            return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in after], 0)
+
+        arrays = tf.nest.map_structure(tf.convert_to_tensor, given)
+        found: Sums = tf.vectorized_map(alone, arrays).numpy()
         return found
 
     def tally(self) -> SliceTally:
@@ -359,17 +377,6 @@ def _label(target: Target) -> keras.KerasTensor:
     return keras.KerasTensor((None, *target.shape), target.dtype)
 
 
-def _result(metric: keras.Metric, state: Sequence[Array]) -> Any:
-    """Return the result of a state; a plain mean in double precision, as thresholds are."""
-    if type(metric).result is keras.metrics.Mean.result:
-        total, count = state
-        return float(total / count) if count else 0.0
-    values = [tf.constant(each, tf.float32) for each in state]
-    with keras.StatelessScope(zip(metric.variables, values, strict=True)):
-        # A metric that returns a variable has to be read here, where it has this value.
-        return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
-
-
 class SliceTally:
     """The metrics of one slice of the examples."""
 
@@ -409,17 +416,6 @@ def _one_example(model: keras.Model, spec: Any) -> tuple[Any, Any, Any]:
 
 def _zeros(spec: Any, rows: int = 1) -> tf.Tensor:
     return tf.zeros([rows, *(size or 1 for size in spec.shape[1:])], spec.dtype)
-
-
-def _by_name(measured: Measured, result: Any) -> dict[str, float]:
-    """Return what a metric measured by name; one that gives a mapping gives several.
-
-    What is not a number is left out: a metric that these examples do not define, as an area under
-    the ROC where all of them are of one class.
-    """
-    values = result if isinstance(result, Mapping) else {measured.metric.name: result}
-    found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if not np.isnan(value)}
 
 
 def at(tree: Any, rows: Any) -> Any:

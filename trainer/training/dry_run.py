@@ -23,7 +23,7 @@ from keras.src.backend import Variable
 from trainer import storage, user_code
 from trainer.checkpoints import warm_start
 from trainer.config.optimizer import OF_MODEL
-from trainer.config.schema import Config, GateConfig
+from trainer.config.schema import Config
 from trainer.data import prepare
 from trainer.data.spec import DatasetSpec, FeatureSpec, require_slices
 from trainer.errors import ConfigError, nearest
@@ -124,13 +124,9 @@ def _require_compiler(config: Config, objective: Objective) -> None:
 def require_metrics(config: Config, objective: Objective) -> None:
     """Raise `ConfigError` where the gate asks for a metric that is not measured."""
     known = objective.directions
-    bounds = [("min", config.gate.min), ("max", config.gate.max)]
-    if config.gate == GateConfig():
-        # Nobody has asked for what it says by default.
-        bounds = []
-    rules = [(f"gate.{bound}.{rule}", rule) for bound, found in bounds for rule in found]
-    compared = getattr(config.gate.champion, "metric", "")
-    if compared:
+    bounds = {"min": config.gate.min, "max": config.gate.max}
+    rules = [(f"gate.{bound}.{rule}", rule) for bound, found in bounds.items() for rule in found]
+    if compared := config.gate.champion.metric:
         rules.append(("gate.champion.metric", compared))
     for key, rule in rules:
         metric = rule.partition("@")[0]

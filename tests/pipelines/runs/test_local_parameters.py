@@ -100,9 +100,12 @@ TREE = {
     "gate": {
         "min": {"macro_f1": 0.1, f"accuracy@{AWKWARD}={AWKWARD}": 0.5},
         "max": {"loss": 2.5, "accuracy": 1.0},
-        "champion": "better",
-        "min_gain": 0.125,
-        "significance": 0.01,
+        "champion": {
+            "metric": "macro_f1",
+            "margin": "3%",
+            "confidence": 0.875,
+            "better": "higher",
+        },
     },
     "export": {"formats": ["saved_model", "tflite_int8"]},
     "registry": {"max_megabytes": 12.5, "max_milliseconds": 3.0},

@@ -18,6 +18,8 @@ from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.promotion import gate
 
+GATE = parse_config({"gate": {"champion": {"margin": 0.05}}}).gate
+
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 
 
@@ -38,9 +40,13 @@ def measured(run, champion, folder):
     (folder / "scratch").mkdir(parents=True, exist_ok=True)
     output = storage.uri_of(folder / "evaluation")
     evaluate(run.config, run.dataset, run.checkpoint, output, folder / "scratch", champion)
-    config = run.config.model_copy(update={"gate": parse_config({"gate": {"min": {}}}).gate})
+    config = run.config.model_copy(update={"gate": GATE})
     decision = gate.check(config, output, storage.uri_of(folder / "decision"))
     return output, json.loads(storage.read_file(output, "metrics.json")), decision
+
+
+def predictions(output, name):
+    return storage.local_path(output) / "predictions" / f"{name}.npy"
 
 
 def test_an_unchanged_model_is_blessed(run, champion, tmp_path):
@@ -48,9 +54,9 @@ def test_an_unchanged_model_is_blessed(run, champion, tmp_path):
     assert decision.blessed
     assert text["champion"]["uri"] == champion
     assert text["champion"]["metrics"]["accuracy"] == text["metrics"]["accuracy"]
-    assert text["champion"]["paired"]["only_champion_right"] == 0
-    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
-        np.testing.assert_allclose(arrays["champion_logits"], arrays["logits"], atol=1e-4)
+    assert text["champion"]["paired"]["pairs"]["only_champion_right"] == 0
+    there, here = (np.load(predictions(output, name)) for name in ("champion_output", "output"))
+    np.testing.assert_allclose(there, here, atol=1e-4)
 
 
 def test_a_model_that_was_made_worse_is_refused(run, champion, tmp_path):
@@ -61,7 +67,7 @@ def test_a_model_that_was_made_worse_is_refused(run, champion, tmp_path):
     worse = dataclasses.replace(run, checkpoint=checkpoint)
     _, text, decision = measured(worse, champion, tmp_path)
     assert not decision.blessed
-    assert decision.reasons[0].startswith("p_worse ")
+    assert decision.reasons[0].startswith("accuracy_difference -0.9")
     assert text["champion"]["metrics"]["accuracy"] > text["metrics"]["accuracy"]
 
 
@@ -74,15 +80,14 @@ def test_another_champion_makes_another_evaluation(run, champion, tmp_path):
 def test_a_champion_of_other_classes_refuses_and_is_not_asked(run, champion, tmp_path):
     images, labels = small_run.digits()
     dataset = small_run.publish_dataset(tmp_path / "dataset", (images, labels), classes=11)
-    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", num_classes=11)
+    spec = InputSpec(shape=(8, 8, 1), dtype="uint8", output_shape=(11,))
     model = registry.build(run.config.model, spec, 0)
     checkpoint = small_run.publish_checkpoint(tmp_path / "checkpoints", model)
     other = dataclasses.replace(run, dataset=dataset, checkpoint=checkpoint)
     output, text, decision = measured(other, champion, tmp_path)
     assert text["champion"]["incomparable"] == "it knows 10 classes, and this model 11"
     assert not decision.blessed
-    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
-        assert "champion_logits" not in arrays
+    assert not predictions(output, "champion_output").exists()
 
 
 def test_what_is_no_model_can_be_no_champion(run, tmp_path):
@@ -114,8 +119,7 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
     output, text, decision = measured(run, copy, tmp_path)
     assert text["champion"]["incomparable"] == "its class 0 is '1', and that of this model '0'"
     assert not decision.blessed
-    with np.load(storage.local_path(output) / "predictions.npz") as arrays:
-        assert "champion_logits" not in arrays
+    assert not predictions(output, "champion_output").exists()
 
 
 @pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])

@@ -13,9 +13,10 @@ from sklearn.metrics import roc_auc_score
 from tests.trainer import small_run
 from trainer import storage
 from trainer.config.load import parse_config
-from trainer.config.schema import METRICS
+from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation import evaluate as evaluation
+from trainer.tasks import registry
 
 
 @pytest.fixture(scope="module")
@@ -221,7 +222,10 @@ def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone(run,
 
 def test_a_gate_may_ask_for_what_is_measured_and_for_nothing_else(run, tmp_path):
     result = _evaluate(run, storage.uri_of(tmp_path / "evaluation"), tmp_path / "scratch")
-    assert tuple(result.metrics) == METRICS
+    objective = registry.objective_of(
+        run.config, DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
+    )
+    assert set(result.metrics) == set(objective.directions)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -31,8 +31,12 @@ STEPS = [
 CHAMPION = {
     "uri": "file:///c", "incomparable": "", "metrics": {"accuracy": 0.5},
     "paired": {
-        "both_right": 90, "only_challenger_right": 20, "only_champion_right": 10,
-        "both_wrong": 80, "p_worse": 0.99, "p_better": 0.049,
+        "metric": "accuracy", "better": "higher", "confidence": 0.95, "examples": 200,
+        "difference": 0.05, "bound": 0.003, "method": "Tango's score interval",
+        "pairs": {
+            "both_right": 90, "only_challenger_right": 20, "only_champion_right": 10,
+            "both_wrong": 80,
+        },
     },
 }  # fmt: skip
 

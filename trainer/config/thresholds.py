@@ -1,0 +1,97 @@
+"""The `gate` section: bounds of metrics, and how much worse than the champion a model may be.
+
+Which metrics there are the task and the model know; here only the form of a rule is checked.
+"""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from typing import Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trainer.config.base import Section, key
+
+#: Metrics whose names end like this are between 0 and 1.
+SHARES = ("accuracy", "precision", "recall", "f1", "auc", "calibration_error")
+
+
+class ChampionRule(Section):
+    """How much worse than the champion a model may be, on the same examples."""
+
+    metric: str = key("", "metric that is compared; empty: the main one of the task")
+    margin: float | str = key(
+        "2%",
+        "largest loss that is no loss: a number in units of the metric, or a share of the "
+        "champion's value, such as 2%; below 0 a required gain",
+    )
+    confidence: float = key(
+        0.95, "how sure it has to be that no more than the margin is lost", ge=0.5, lt=1
+    )
+    better: Literal["", "higher", "lower"] = key(
+        "", "which value of a metric of the user's is better, where that is not known"
+    )
+
+    @field_validator("margin", mode="before")
+    @classmethod
+    def _number_or_share(cls, margin: Any) -> Any:
+        if isinstance(margin, str):
+            digits, sign, rest = margin.strip().partition("%")
+            with suppress(ValueError):
+                number = float(digits)
+                if math.isfinite(number) and not rest:
+                    return margin.strip() if sign else number
+        elif type(margin) in {int, float} and math.isfinite(margin):
+            return margin
+        raise ValueError("write a number such as 0.02, or a share of the champion's value as 2%")
+
+    def compared_by(self) -> str:
+        """Return all that an evaluation depends on: the margin is the gate's."""
+        return f"{self.metric} {self.better} {self.confidence!r}"
+
+    def margin_of(self, champion: float) -> float:
+        """Return the margin in units of the metric, of which the champion has this value."""
+        if isinstance(self.margin, str):
+            return float(self.margin.removesuffix("%")) / 100 * abs(champion)
+        return self.margin
+
+
+_OLD_KEYS = "write champion: {margin: 0.02, confidence: 0.95}; a margin below 0 is a required gain"
+
+
+class GateConfig(Section):
+    """The thresholds that a model has to reach before it is exported.
+
+    A bound is for a metric of all examples (`accuracy`), of each part of a slice
+    (`accuracy@label`), or of one part (`accuracy@label=7`).
+    """
+
+    min: dict[str, float] = key({}, "lowest value by metric of the task or the model")
+    max: dict[str, float] = key({}, "highest value by metric, as in min")
+    champion: ChampionRule = Field(ChampionRule())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_earlier_version(cls, tree: Any) -> Any:
+        if isinstance(tree, dict):
+            old = [name for name in ("min_gain", "significance") if name in tree]
+            if old or isinstance(tree.get("champion"), str):
+                name = old[0] if old else "champion"
+                raise ValueError(f"{name}: the gate compares by a margin now; {_OLD_KEYS}")
+        return tree
+
+    @field_validator("min", "max")
+    @classmethod
+    def _well_formed(cls, rules: dict[str, float]) -> dict[str, float]:
+        for rule, value in rules.items():
+            metric, sliced, part = rule.partition("@")
+            if not metric.isidentifier():
+                raise ValueError(
+                    f"{rule!r} names no metric: write it as accuracy, or accuracy@label"
+                )
+            if sliced and not part.partition("=")[0]:
+                raise ValueError(f"{rule!r} names no slice: write {metric}@feature=value")
+            if metric.endswith(SHARES) and not 0 <= value <= 1:
+                raise ValueError(f"{metric} is a share: {value:g} is not between 0 and 1")
+        return rules
