@@ -147,6 +147,17 @@ def test_a_champion_that_cannot_be_asked(facts: dict[str, Any]) -> None:
     assert "The champion cannot be compared: it knows 9 classes." in page.words
 
 
+def test_a_champion_by_a_metric_that_no_example_is_right_by(facts: dict[str, Any]) -> None:
+    paired = {name: each for name, each in CHAMPION["paired"].items() if name != "pairs"}
+    metrics = {"metric": "pinball", "difference": None, "method": "paired bootstrap-t"}
+    champion = {**CHAMPION, "metrics": {}, "paired": {**paired, **metrics}}
+    page = Page(
+        report.render({**facts, "evaluation": {**facts["evaluation"], "champion": champion}})
+    )
+    assert "By paired bootstrap-t; higher is better." in page.words
+    assert "Who is right" not in page.words
+
+
 def test_the_matrix_is_shaded_by_the_share_of_its_row() -> None:
     found = views.matrix({"confusion_matrix": [[75, 25], [0, 0]]})
     assert [[cell.count for cell in row] for row in found] == [[75, 25], [0, 0]]
