@@ -220,12 +220,19 @@ def _explain(error: Any) -> str:
 
 def _nearest_key(path: tuple[str | int, ...]) -> str:
     model: Any = Config
+    of_entry = False
     for part in path[:-1]:
-        kind = model.model_fields[str(part)].annotation if isinstance(part, str) else model
-        # The key belongs to an entry of a list of sections.
-        model = next(iter(get_args(kind)), kind)
+        if of_entry:
+            # Its name or its number; the key belongs to what it holds.
+            of_entry = False
+            continue
+        kind = model.model_fields[str(part)].annotation
+        of_entry = not _is_section(kind)
+        model = next(filter(_is_section, get_args(kind)), kind)
     keys = list(model.model_fields)
     hint = nearest(str(path[-1]), keys)
-    if hint or not issubclass(model, BaseModel):
-        return hint
-    return f" (one of {', '.join(keys)})"
+    return hint or f" (one of {', '.join(keys)})"
+
+
+def _is_section(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, BaseModel)

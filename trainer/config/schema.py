@@ -7,6 +7,7 @@ are validators of `Config`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from typing import Annotated, Any, Literal
 
@@ -62,6 +63,8 @@ def _by_class(value: object) -> object:
         return value
     if not isinstance(value, dict) or not all(type(w) in (int, float) for w in value.values()):
         raise ValueError(f"it has to be {BALANCED}, or a number for each class by its name")
+    if unbounded := [name for name, weight in value.items() if not math.isfinite(weight)]:
+        raise ValueError(f"the weight of {unbounded[0]!r} is {value[unbounded[0]]}")
     if wrong := [name for name in value if isinstance(name, bool)]:
         raise ValueError(f"{wrong[0]} is no name of a class: write it in quotes")
     return {str(name): weight for name, weight in value.items()}
