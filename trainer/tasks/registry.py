@@ -165,7 +165,10 @@ def automatic(dataset: Dataset, label: str) -> Choice:
         return Choice("binary_classification", f"the label {target} is true or false")
     if kind in {"i", "u"} and not target.shape:
         return Choice("classification", f"the label {target} names a class")
-    if kind in {"i", "u"} and (target.num_classes or _is_by_place(dataset, target)):
+    # Not those of the target, which are counted where none are named: the choice is the same before
+    # the dataset is prepared.
+    named = dataset.features[label].num_classes
+    if kind in {"i", "u"} and (named or _is_by_place(dataset, target)):
         return Choice("sequence_labelling", f"the label {target} names a class for each place")
     if kind in {"b", "i", "u"} and len(target.shape) == 1:
         why = f"the label {target} says yes or no to each of {target.shape[0]} classes"

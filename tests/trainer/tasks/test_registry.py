@@ -45,6 +45,15 @@ def test_the_task_is_chosen_by_what_the_label_is(name, caplog):
     assert f"task: {name}, since" in caplog.text
 
 
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_task_is_the_same_once_the_dataset_is_prepared(name):
+    found = dataset(**CHOICES[name])
+    for label, target in CHOICES[name].items():
+        found.target_moments[label] = {"mean": 0.5, "std": 0.5, "min": 0.0, "max": 1.0}
+        found.target_counts[label] = {} if target.dtype == "float32" else {"train": [4, 6]}
+    assert registry.create(TaskConfig(), found).name == name
+
+
 def test_a_bool_for_each_named_class_is_a_set_of_classes():
     label = SimpleNamespace(shape=(3,), dtype="bool", num_classes=3, labels=("a", "b", "c"))
     task = registry.create(TaskConfig(), dataset(label=label))
