@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from ai_edge_litert.interpreter import Interpreter
+from tensorflow.lite.python.convert_phase import ConverterError
 from tensorflow.python.framework.convert_to_constants import convert_variables_to_constants_v2
 
 from trainer.data.records import encode, parse
@@ -64,19 +65,26 @@ def converted(
 
 
 def reader(path: Path) -> Callable[[Arrays], dict[str, Any]]:
-    """Return a function from arrays by name to the answers of the TFLite file at `path`."""
+    """Return a function from arrays by name to the answers of the TFLite file at `path`.
+
+    A file that takes one example at a time is asked for each.
+    """
     runner = Interpreter(model_path=str(path)).get_signature_runner(SERVING)
+    takes = runner.get_input_details().values()
 
     def ask(arrays: Arrays) -> dict[str, Any]:
-        return dict(runner(**arrays))
+        if not all(each["shape_signature"][0] == 1 for each in takes):
+            return dict(runner(**arrays))
+        found = [runner(**one) for one in _one_by_one(arrays)]
+        return {name: np.concatenate([each[name] for each in found]) for name in found[0]}
 
     return ask
 
 
-def _one_by_one(calibration: Arrays) -> Iterator[dict[str, Any]]:
-    count = len(next(iter(calibration.values())))
+def _one_by_one(arrays: Arrays) -> Iterator[dict[str, Any]]:
+    count = len(next(iter(arrays.values())))
     for index in range(count):
-        yield {name: values[index : index + 1] for name, values in calibration.items()}
+        yield {name: values[index : index + 1] for name, values in arrays.items()}
 
 
 Inputs = Mapping[str, Any]
@@ -202,7 +210,13 @@ def _write_lite(subject: Subject, path: Path, calibration: Inputs | None) -> Non
     named = None
     if calibration is not None:
         named = {serving_name(name): np.asarray(each) for name, each in calibration.items()}
-    path.write_bytes(converted(serve, takes, named))
+    try:
+        content = converted(serve, takes, named)
+    except ConverterError:
+        # A recurrent layer makes lists of tensors, and TFLite has to know the shapes of these.
+        one = [tf.TensorSpec((1, *each.shape[1:]), each.dtype, name=each.name) for each in takes]
+        content = converted(serve, one, named)
+    path.write_bytes(content)
 
 
 def _read_lite(_subject: Subject, path: Path) -> tuple[Predictor, ...]:

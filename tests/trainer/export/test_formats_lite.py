@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -108,6 +109,15 @@ def test_a_model_that_lite_cannot_hold_is_named(subject, tmp_path):
     assert message.startswith("the model cannot be written as tflite and read back: ")
     assert message.endswith("; leave tflite out of export.formats")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("layer", [keras.layers.LSTM, keras.layers.GRU])
+def test_a_recurrent_layer_takes_one_example_at_a_time(subject, tmp_path, layer):
+    given = keras.Input((8, 8, 1), dtype="uint8")
+    rows = keras.layers.Reshape((8, 8))(keras.layers.Rescaling(1 / 16)(given))
+    model = keras.Model(given, keras.layers.Dense(10)(layer(4)(rows)))
+    proof = prove(dataclasses.replace(subject, model=model), {"tflite": "m.tflite"}, tmp_path)
+    assert proof["formats"]["tflite"]["max_difference"] <= 1e-4
 
 
 class TestSmoke:
