@@ -6,7 +6,7 @@ configuration and the code have become since.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from trainer.errors import UserError
 from trainer.evaluation.comparison import Opponents, compare
 from trainer.evaluation.measure import measured
 from trainer.evaluation.predictions import Answer, Predictions
-from trainer.evaluation.signature import LABELS, SERVING, described
+from trainer.evaluation.signature import LABELS, SERVING, described, labels_of
 from trainer.tasks.base import Task
 from trainer.tasks.objective import Objective
 
@@ -105,12 +105,21 @@ def _difference(manifest: storage.Manifest, uri: str, task: Task, spec: DatasetS
     # A model of an earlier version is a classifier.
     if (there := fields.get("task", "classification")) != task.name:
         return f"it was trained for {there}, and this model for {task.name}"
-    theirs, mine = _labels(uri, manifest), list(task.labels)
+    mine = labels_of(task)
+    theirs = fields.get("labels", mine)
+    if theirs.keys() != mine.keys():
+        return f"it has the outputs {', '.join(theirs)}, and this model {', '.join(mine)}"
+    pairs = [("", _labels(uri, manifest), list(task.labels))]
+    pairs += [(f" of {name}", theirs[name], labels) for name, labels in mine.items()]
+    return next(filter(None, (_difference_of_classes(*pair) for pair in pairs)), "")
+
+
+def _difference_of_classes(of: str, theirs: Sequence[str], mine: Sequence[str]) -> str:
     if len(theirs) != len(mine):
-        return f"it knows {len(theirs)} classes, and this model {len(mine)}"
+        return f"it knows {len(theirs)} classes{of}, and this model {len(mine)}"
     for number, (their, own) in enumerate(zip(theirs, mine, strict=True)):
         if their != own:
-            return f"its class {number} is {their!r}, and that of this model {own!r}"
+            return f"its class {number}{of} is {their!r}, and that of this model {own!r}"
     return ""
 
 

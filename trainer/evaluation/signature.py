@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from trainer.data.spec import DatasetSpec
+from trainer.tasks.base import Task
 
 SERVING = "serving_default"
 SERIALIZED = "serialized_examples"
@@ -28,3 +29,8 @@ def described(spec: DatasetSpec, feature: str) -> dict[str, Any]:
         "shape": list(found.shape),
         "dtype": found.dtype,
     }
+
+
+def labels_of(task: Task) -> dict[str, list[str]]:
+    """Return the names of the classes of each of several outputs; nothing of a single one."""
+    return {name: list(part.labels) for name, part in task.parts.items() if name}

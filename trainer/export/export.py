@@ -27,7 +27,7 @@ from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
-from trainer.evaluation.signature import LABELS, described
+from trainer.evaluation.signature import LABELS, described, labels_of
 from trainer.export import model_card
 from trainer.export.formats import FORMATS, format_path
 from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
@@ -106,6 +106,7 @@ def _fields(
         "main_metric": subject.task.main_metric,
         "outputs": subject.columns(),
         "num_labels": len(subject.task.labels),
+        "labels": labels_of(subject.task),
         "saved_model": format_path("saved_model", config.name, facts.step),
         "decision": facts.decision,
         "evaluation": evaluation,

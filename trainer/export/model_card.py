@@ -75,9 +75,9 @@ def _use(name: str, fields: Mapping[str, Any], labels: Sequence[str]) -> str:
         ]
         for side in ("inputs", "outputs")
     )
-    names = ", ".join(map(_cell, labels[:_MOST_NAMES]))
-    names += ", ..." if len(labels) > _MOST_NAMES else ""
-    classes = f"Classes are in the order of `{LABELS}`: {names}.\n\n" if labels else ""
+    classes = f"Classes are in the order of `{LABELS}`: {_names(labels)}.\n\n" if labels else ""
+    for output, names in fields["labels"].items():
+        classes += f"Classes of {_cell(output)}: {_names(names)}.\n\n" if names else ""
     return (
         "## How to ask it\n\n"
         f"Signature `{SERVING}` takes\n\n{_table(['input', 'type', 'shape'], takes)}\n\n"
@@ -88,6 +88,11 @@ def _use(name: str, fields: Mapping[str, Any], labels: Sequence[str]) -> str:
         f"--model_name={name} --model_base_path=$PWD/serving/{name}\n"
         f"    curl -d @request.json localhost:8501/v1/models/{name}:predict"
     )
+
+
+def _names(labels: Sequence[str]) -> str:
+    names = ", ".join(map(_cell, labels[:_MOST_NAMES]))
+    return names + (", ..." if len(labels) > _MOST_NAMES else "")
 
 
 def _data(facts: Facts) -> str:

@@ -150,8 +150,8 @@ def _labels(model: str) -> list[str]:
 
 def _changes(champion: registry.Version, model: str, now: Mapping[str, Any]) -> str:
     before = champion.manifest.fields
-    # A model of an earlier version says neither of the last two: its labels are compared below.
-    known = [key for key in ("inputs", "task", "num_labels") if key in before]
+    # A model of an earlier version says none of the last three: its labels are compared below.
+    known = [key for key in ("inputs", "task", "num_labels", "labels") if key in before]
     changed = [key for key in known if before[key] != now[key]]
     if not changed and _labels(champion.uri) != _labels(model):
         changed = ["labels"]

@@ -10,10 +10,14 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer import small_run
+from tests.trainer.tasks.test_multi_output import created
 from trainer import storage
 from trainer.config.load import parse_config
+from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
+from trainer.evaluation.champion import champion_of
 from trainer.evaluation.evaluate import evaluate
+from trainer.evaluation.signature import described, labels_of
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.promotion import gate
@@ -120,6 +124,29 @@ def test_a_champion_of_other_labels_refuses_and_is_not_asked(run, champion, tmp_
     assert text["champion"]["incomparable"] == "its class 0 is '1', and that of this model '0'"
     assert not decision.blessed
     assert not predictions(output, "champion_output").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"owns": None}, "it has the outputs income, city, and this model income, city, owns"),
+        ({"city": ["0", "1"]}, "it knows 2 classes of city, and this model 3"),
+        ({"city": ["a", "1", "2"]}, "its class 0 of city is 'a', and that of this model '0'"),
+    ],
+)
+def test_a_champion_of_other_outputs_is_not_asked(run, tmp_path, change, words):
+    task = created()
+    spec = DatasetSpec.from_manifest(storage.read_manifest(run.dataset))
+    labels = {**labels_of(task), **change}
+    fields = {
+        "inputs": [described(spec, feature) for feature in spec.inputs],
+        "task": task.name,
+        "labels": {name: each for name, each in labels.items() if each is not None},
+    }
+    (tmp_path / "model").mkdir()
+    uri = storage.uri_of(tmp_path / "published")
+    storage.publish(tmp_path / "model", uri, kind="model", fields=fields)
+    assert champion_of(uri, task, spec, tmp_path).incomparable == words
 
 
 @pytest.mark.parametrize("wrong", [{"name": "other"}, {"key": "scores"}])
