@@ -22,7 +22,7 @@ class ChampionRule(Section):
 
     metric: str = key("", "metric that is compared; empty: the main one of the task")
     margin: float | str = key(
-        "2%",
+        "3%",
         "largest loss that is no loss: a number in units of the metric, or a share of the "
         "champion's value, such as 2%; below 0 a required gain",
     )
