@@ -312,10 +312,11 @@ def _require_finite(variables: Mapping[str, tf.Variable], step: int, last: str) 
             raise UserError(diverged(f"{path} is not finite", step, last))
 
 
-def diverged(what: str, step: int, last: str) -> str:
-    """Return the error message of training that has diverged."""
+def diverged(what: str, step: int, last: str, *, at_once: bool = False) -> str:
+    """Return the error message of training that has diverged, `at_once` from its first steps on."""
+    zero = "look for a logarithm, a root or a division of zero, or " if at_once else ""
     last_one = f"the last finite checkpoint is {last}" if last else "no checkpoint was written"
     return (
-        f"training diverged: {what} at global step {step}; lower training.optimizer.learning_rate "
-        f"or clip the gradient ({last_one})"
+        f"training diverged: {what} at global step {step}; {zero}lower "
+        f"training.optimizer.learning_rate or clip the gradient ({last_one})"
     )

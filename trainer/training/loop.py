@@ -280,7 +280,8 @@ class _OuterLoop:
             self._stop_early = self._early_stopping.update(row["validation_loss"])
 
     def _raise_diverged(self, what: str, step: int) -> NoReturn:
-        raise UserError(checkpointing.diverged(what, step, self._journal.last_checkpoint))
+        last, at_once = self._journal.last_checkpoint, not self._journal.rows
+        raise UserError(checkpointing.diverged(what, step, last, at_once=at_once))
 
 
 def _origin(found: RestoredCheckpoint | None) -> dict[str, str]:

@@ -57,6 +57,11 @@ def test_a_loss_that_is_none(run, loss, said):
     assert run.rows() == [5, 10, 15, 20]
 
 
+def test_a_loss_that_never_was_finite_is_one_of_the_model(run):
+    message = refused(run, Counting(lambda _: math.nan))
+    assert "; look for a logarithm, a root or a division of zero, or lower training." in message
+
+
 @pytest.mark.parametrize("loss", [-1.0, 0.0, MOST * 0.99])
 def test_a_loss_that_is_merely_bad_or_odd(run, loss):
     assert run.train(Counting(loss), steps=20) == 20
