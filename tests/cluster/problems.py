@@ -94,15 +94,12 @@ def dealt(
     batch_size: int = 8, workers: int = 2, batches_each: int = 12, **named: object
 ) -> Problem:
     """Worker i of n gets the i-th of each n batches: together, one batch n times as large."""
+    data = examples(batches_each * batch_size * workers)
+    return problem(lambda: in_turn(data, batch_size, workers), **named)
 
-    def batches() -> tf.data.Dataset:
-        data = tf.data.Dataset.from_tensor_slices(examples(batches_each * batch_size * workers))
-        data = data.batch(batch_size, drop_remainder=True)
-        return (
-            data.enumerate()
-            .filter(lambda i, _: i % workers == number())
-            .map(lambda _, batch: batch)
-            .repeat()
-        )
 
-    return problem(batches, **named)
+def in_turn(data: object, batch_size: int, workers: int) -> tf.data.Dataset:
+    """Return every `workers`-th batch of some examples, from that of this worker on."""
+    batches = tf.data.Dataset.from_tensor_slices(data).batch(batch_size, drop_remainder=True)
+    mine = batches.enumerate().filter(lambda i, _: i % workers == number())
+    return mine.map(lambda _, batch: batch).repeat()

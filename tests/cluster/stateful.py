@@ -6,6 +6,7 @@ problems for `tests.cluster.servers.Trial`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import keras
@@ -14,10 +15,15 @@ import tensorflow as tf
 from keras.src.losses.loss import unscale_loss_for_distribution
 from keras.src.utils.naming import reset_uids
 
-from tests.cluster.problems import CLASSES, FEATURES, dealt, number, problem
+from tests.cluster.problems import CLASSES, FEATURES, dealt, examples, in_turn, number, problem
 from tests.trainer.objectives import of_classes
 from trainer.models.spec import InputSpec
 from trainer.strategies.strategy import Problem
+from trainer.tasks.base import Target, Task
+from trainer.tasks.classification import Classification
+from trainer.tasks.multi_output import MultiOutput
+from trainer.tasks.objective import Objective
+from trainer.tasks.regression import Regression
 
 ROWS = 12
 
@@ -102,12 +108,62 @@ def embedded(batch_size: int = 8, workers: int = 2) -> Problem:
         random = np.random.default_rng(0)
         count = 6 * batch_size * workers
         rows = random.integers(0, ROWS, size=(count, 4))
-        data = tf.data.Dataset.from_tensor_slices((rows, random.integers(0, CLASSES, size=count)))
-        data = data.batch(batch_size, drop_remainder=True).enumerate()
-        mine = data.filter(lambda i, _: i % workers == number())
-        return mine.map(lambda _, batch: batch).repeat()
+        return in_turn((rows, random.integers(0, CLASSES, size=count)), batch_size, workers)
 
     return problem(batches, model=model)
+
+
+def regressed(batch_size: int = 8, workers: int = 2) -> Problem:
+    """Two numbers an example, in units of their deviation, with weights of the examples."""
+    count = 12 * batch_size * workers
+    random = np.random.default_rng(1)
+    numbers = (50 + 10 * random.normal(size=(count, 2))).astype("float32")
+    moments = {"mean": 50.0, "std": 10.0, "min": 0.0, "max": 100.0}
+    target = Target(name="numbers", shape=(2,), dtype="float32", moments=moments)
+    weights = random.uniform(0.5, 1.5, size=count).astype("float32")
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        hidden = keras.layers.Dense(5, activation="tanh")
+        return keras.Sequential([keras.layers.Input((FEATURES,)), hidden, keras.layers.Dense(2)])
+
+    data = (examples(count)[0], numbers, weights)
+    task = Regression(target, standardize=True)
+    return _of_task(task, model, lambda: in_turn(data, batch_size, workers))
+
+
+def two_outputs(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A class and a number, whose losses weigh 0.25 and 2."""
+    inputs, classes = examples(12 * batch_size * workers)
+    labels = {"kind": classes, "size": inputs.sum(axis=1)}
+    parts = {
+        "kind": Classification(Target(name="kind", shape=(), dtype="int64", num_classes=CLASSES)),
+        "size": Regression(Target(name="size", shape=(), dtype="float32")),
+    }
+
+    def model() -> keras.Model:
+        reset_uids()
+        keras.utils.set_random_seed(7)
+        given = keras.Input((FEATURES,))
+        hidden = keras.layers.Dense(5, activation="tanh")(given)
+        heads = {"kind": keras.layers.Dense(CLASSES), "size": keras.layers.Dense(1)}
+        return keras.Model(given, {name: head(hidden) for name, head in heads.items()})
+
+    task = MultiOutput(parts, {"kind": 0.25, "size": 2.0})
+    return _of_task(task, model, lambda: in_turn((inputs, labels), batch_size, workers))
+
+
+def _of_task(
+    task: Task, model: Callable[[], keras.Model], batches: Callable[[], tf.data.Dataset]
+) -> Problem:
+    objective = Objective(task)
+    return replace(
+        problem(batches),
+        build_model=lambda: objective.attach(model()),
+        loss=objective.loss,
+        chance_loss=task.chance_loss(),
+    )
 
 
 class OwnLoss(keras.Sequential):

@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 BATCH = 8
 RUNS = [7, 13]
 NEAR = 1e-5
+# Standardized labels with weights of examples, and two outputs with weights of losses.
+TASKS = ["regressed", "two_outputs"]
 
 
 def slow(*values: object) -> object:
@@ -77,7 +79,9 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
         np.testing.assert_allclose(outcome.variables[path], value, rtol=0, atol=NEAR, err_msg=path)
 
 
-@pytest.mark.parametrize("problem", ["stepped", "clipped", long("embedded"), long("computed")])
+@pytest.mark.parametrize(
+    "problem", ["stepped", "clipped", *TASKS, long("embedded"), long("computed")]
+)
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:
         wanted = trial("multi_worker_mirrored", problem, batch_size=BATCH, workers=2)
@@ -86,9 +90,17 @@ def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_
         assert_same(outcome, alone(problem))
 
 
-@pytest.mark.parametrize("problem", ["clipped", long("embedded"), long("computed")])
+@pytest.mark.parametrize("problem", ["clipped", *TASKS, long("embedded"), long("computed")])
 def test_two_workers_in_a_graph_equal_one_process_with_twice_the_batch(alone, two_workers, problem):
     outcome = two_workers.lead(trial("in_graph", problem, batch_size=BATCH, workers=2))
+    assert_same(outcome, alone(problem))
+
+
+@pytest.mark.parametrize("problem", TASKS)
+def test_a_synchronous_update_of_two_workers_equals_one_process_with_twice_the_batch(
+    alone, two_workers, problem
+):
+    outcome = two_workers.lead(trial("sync_parameter_server", problem, batch_size=BATCH, workers=2))
     assert_same(outcome, alone(problem))
 
 

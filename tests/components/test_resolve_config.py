@@ -10,7 +10,7 @@ from trainer import storage
 from trainer.cluster import fitting
 from trainer.config.run_parameters import run_parameters, to_parameters
 from trainer.config.schema import Config, DataConfig
-from trainer.data.digits import Digits
+from trainer.data.embedded.digits import Digits
 from trainer.data.key import dataset_key
 from trainer.errors import ConfigError
 

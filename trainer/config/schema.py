@@ -28,6 +28,7 @@ MODELS = {
     "mlp": "trainer.models.classifiers:mlp",
     "cnn": "trainer.models.classifiers:cnn",
     "two_tower": "trainer.models.two_tower:two_tower",
+    "gru": "trainer.models.recurrent:gru",
 }
 #: The class of every learning task that has a name.
 TASKS = {

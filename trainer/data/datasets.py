@@ -14,7 +14,17 @@ from trainer.config.schema import DataConfig
 from trainer.errors import ConfigError, nearest
 
 # By name, so that a builder's packages are loaded only when it is used.
-EMBEDDED = {"clicks": "trainer.data.clicks:Clicks", "digits": "trainer.data.digits:Digits"}
+_HERE = "trainer.data.embedded"
+EMBEDDED = {
+    "brackets": f"{_HERE}.brackets:Brackets",
+    "breast_cancer": f"{_HERE}.tables:BreastCancer",
+    "clicks": f"{_HERE}.clicks:Clicks",
+    "diabetes": f"{_HERE}.tables:Diabetes",
+    "digit_properties": f"{_HERE}.tables:DigitProperties",
+    "digits": f"{_HERE}.digits:Digits",
+    "linnerud": f"{_HERE}.tables:Linnerud",
+    "wine": f"{_HERE}.tables:Wine",
+}
 
 
 def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:

@@ -8,8 +8,8 @@ import pytest
 from tests.trainer.data import builders
 from trainer.config.schema import DataConfig
 from trainer.data import datasets
-from trainer.data.clicks import Clicks
-from trainer.data.digits import Digits
+from trainer.data.embedded.clicks import Clicks
+from trainer.data.embedded.digits import Digits
 from trainer.errors import ConfigError
 
 OWN = "tests.trainer.data.builders"

@@ -7,7 +7,8 @@ import hashlib
 import numpy as np
 
 from trainer.config.schema import DataConfig
-from trainer.data import clicks, datasets
+from trainer.data import datasets
+from trainer.data.embedded import clicks
 from trainer.data.features import select
 
 

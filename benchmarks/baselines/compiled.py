@@ -1,0 +1,58 @@
+"""`compile` and `fit` of Keras for the model of a configuration, with Keras's own losses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.data.read import stage_shards, training_batches
+from trainer.data.spec import DatasetSpec
+from trainer.evaluation import evaluate
+from trainer.tasks import registry as tasks
+from trainer.tasks.base import Task
+from trainer.training.optimizers import build_optimizer
+
+_BINARY = keras.losses.BinaryCrossentropy(from_logits=True)
+LOSSES = {
+    "regression": keras.losses.MeanSquaredError(),
+    "classification": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    "sequence_to_label": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    "sequence_labelling": keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, ignore_class=-1
+    ),
+    "binary_classification": _BINARY,
+    "multilabel_classification": _BINARY,
+    "ranking": _BINARY,
+}
+
+
+def fitted(config: Config, dataset: str, work: Path) -> keras.Model:
+    """Return the model of a configuration, trained by `fit` on a published dataset."""
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    objective = tasks.objective_of(config, spec)
+    model = evaluate.build_model(config, spec, objective)
+    parts, weights = objective.task.parts, dict(objective.task.loss_weights)
+    losses = {name: LOSSES[part.name] for name, part in parts.items()}
+    model.compile(
+        optimizer=build_optimizer(config.training),
+        loss=losses if weights else losses[""],
+        loss_weights=weights or None,
+    )
+    files = [str(path) for path in stage_shards(dataset, work / "train", "train")]
+    size, seed = config.training.batch_size, config.training.seed
+    batches = training_batches(spec, files, batch_size=size, seed=seed).map(
+        lambda inputs, labels: (inputs, _in_units_of_outputs(parts, labels))
+    )
+    model.fit(batches, epochs=1, steps_per_epoch=config.training.steps, verbose=0)
+    return model
+
+
+def _in_units_of_outputs(parts: Mapping[str, Task], labels: Any) -> Any:
+    if isinstance(labels, Mapping):
+        return {name: part.loss_labels(labels[name]) for name, part in parts.items()}
+    return parts[""].loss_labels(labels)

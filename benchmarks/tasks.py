@@ -1,0 +1,171 @@
+"""Every learning task under every strategy, beside `fit` of Keras: `docs/tasks.md`, three seeds.
+
+`fit` has the same model, optimizer, batch and number of updates, and losses by Keras's own names.
+All are measured on the test split, with the last weights. What is measured is kept as it comes, in
+`build/tasks.json`: a run that was broken off goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import yaml
+
+from trainer import storage
+from trainer.checkpoints.index import index_of
+from trainer.cluster import local
+from trainer.cluster.launcher import Job
+from trainer.config.load import load_config
+from trainer.config.schema import Config
+
+ROOT = Path(__file__).parents[1]
+SEEDS = 3
+FIT = "fit"
+STRATEGIES = {
+    "single": {"workers": 1},
+    "async_parameter_server": {},
+    "sync_parameter_server": {},
+    "in_graph": {},
+    "multi_worker_mirrored": {},
+}
+# The metric of each configuration in the table.
+METRICS = {
+    "diabetes": "mean_absolute_error",
+    "linnerud": "waist_mean_absolute_error",
+    "wine": "accuracy",
+    "digits": "accuracy",
+    "breast_cancer": "auc",
+    "digit_properties": "macro_f1",
+    "clicks": "auc",
+    "brackets": "accuracy",
+    "bracket_depths": "accuracy",
+}
+PAGE = "docs/tasks.md"
+_MARKS = ("<!-- measured: begin -->\n", "<!-- measured: end -->\n")
+
+
+def configuration(name: str, strategy: str, seed: int) -> Config:
+    """Return a configuration of `configs/` for a strategy and a seed."""
+    settings = {
+        "training.strategy": "single" if strategy == FIT else strategy,
+        "training.seed": seed,
+        "training.hand_on": "last",
+        "gate.min": {},
+        "gate.max": {},
+        **{f"cluster.{key}": value for key, value in STRATEGIES.get(strategy, {}).items()},
+    }
+    path = ROOT / "configs" / f"{name}.yaml"
+    return load_config(path, [f"{key}={value}" for key, value in settings.items()])
+
+
+def measured(name: str, way: str, seed: int, home: Path) -> dict[str, float]:
+    """Train one configuration in one way, and return its metrics on the test split."""
+    # TensorFlow is for this process alone: the parent starts many.
+    from benchmarks.baselines import compiled  # noqa: PLC0415
+    from trainer.data.prepare import prepare  # noqa: PLC0415
+    from trainer.data.read import evaluation_batches, stage_shards  # noqa: PLC0415
+    from trainer.data.spec import DatasetSpec  # noqa: PLC0415
+    from trainer.evaluation.evaluate import restored  # noqa: PLC0415
+    from trainer.tasks.registry import objective_of  # noqa: PLC0415
+
+    config = configuration(name, way, seed)
+    dataset = prepare(config.data, storage.uri_of(home / "data"), home / "scratch").uri
+    spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+    work = Path(tempfile.mkdtemp(dir=home))
+    objective = objective_of(config, spec)
+    if way == FIT:
+        model = compiled.fitted(config, dataset, work)
+        objective.accept(model, model.output)
+    else:
+        last = _launched(config, dataset, work)
+        model, _ = restored(config, spec, objective, last, work)
+    files = [str(path) for path in stage_shards(dataset, work / "test", "test")]
+    sums = objective.totals(model, evaluation_batches(spec, files, batch_size=1000))
+    return objective.means(np.asarray(sums))
+
+
+def _launched(config: Config, dataset: str, work: Path) -> str:
+    """Train on a cluster of this machine; return the URI of the last checkpoint."""
+    checkpoints = storage.uri_of(work / "checkpoints")
+    local.launch(
+        Job(config=config, dataset=dataset, checkpoints=checkpoints, workdir=work / "tasks")
+    )
+    return index_of(checkpoints)[-1].uri
+
+
+def run(kept: Path) -> dict[str, dict[str, list[float]]]:
+    """Measure what is not kept yet; return the values of all seeds by configuration and way."""
+    found: dict[str, dict[str, list[float]]] = (
+        json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
+    )
+    with tempfile.TemporaryDirectory(prefix="flotilla-tasks-") as home:
+        for seed in range(SEEDS):
+            for name, metric in METRICS.items():
+                for way in (FIT, *STRATEGIES):
+                    values = found.setdefault(name, {}).setdefault(way, [])
+                    if len(values) > seed:
+                        continue
+                    command = [sys.executable, "-m", "benchmarks.tasks", name, way, str(seed), home]
+                    quiet = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2"}
+                    done = subprocess.run(
+                        command, stdout=subprocess.PIPE, text=True, check=True, env=quiet
+                    )
+                    values.append(json.loads(done.stdout.splitlines()[-1])[metric])
+                    kept.parent.mkdir(exist_ok=True)
+                    kept.write_text(json.dumps(found, indent=1), encoding="utf-8")
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
+    """Return the values as a table: mean, and the least and the largest of the seeds."""
+    lines = [
+        f"| configuration | task | metric | `{FIT}` | "
+        + " | ".join(f"`{name}`" for name in STRATEGIES)
+        + " |",
+        "|" + "---|" * (4 + len(STRATEGIES)),
+    ]
+    for name, metric in METRICS.items():
+        path = f"../configs/{name}.yaml"
+        task = task_of(name)
+        ways = found.get(name, {})
+        cells = [_cell(ways.get(way, [])) for way in (FIT, *STRATEGIES)]
+        lines.append(f"| [`{name}`]({path}) | `{task}` | `{metric}` | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def task_of(name: str) -> str:
+    """Return the task that a configuration names."""
+    text = (ROOT / "configs" / f"{name}.yaml").read_text(encoding="utf-8")
+    said = yaml.safe_load(text).get("task", {}).get("name", "auto")
+    return "classification" if said == "auto" else str(said)
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return "not measured"
+    return f"{np.mean(values):.3g} ({min(values):.3g} to {max(values):.3g})"
+
+
+def main() -> None:
+    """Measure one, or all of them and write the page."""
+    if arguments := sys.argv[1:]:
+        name, way, seed, home = arguments
+        sys.stdout.write(f"{json.dumps(measured(name, way, int(seed), Path(home)))}\n")
+        return
+    found = run(ROOT / "build" / "tasks.json")
+    page = ROOT / PAGE
+    before, rest = page.read_text(encoding="utf-8").split(_MARKS[0])
+    _, after = rest.split(_MARKS[1])
+    text = before + _MARKS[0] + "\n" + table(found) + "\n" + _MARKS[1] + after
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The datasets that are always there: generated, or shipped with scikit-learn."""

@@ -1,0 +1,155 @@
+"""Small tables and images of scikit-learn: every learning task has a dataset that is always there.
+
+Inputs are standardized by the training examples, which are the same in every run.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow_datasets as tfds
+from sklearn import datasets as source
+
+# Not the seed of the configuration: train and test have to be the same in every run.
+SEED = 20
+TEST_SHARE = 0.2
+
+
+class _Table(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
+    """Rows of numbers, `features`, and what is to be predicted of them."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    LABELS: ClassVar[Mapping[str, Any]]
+
+    @abstractmethod
+    def load(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return the inputs [n, columns], and the labels [n] by name."""
+
+    def _info(self) -> Any:
+        columns = self.load()[0].shape[1]
+        labels = tuple(self.LABELS)
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict(
+                {"features": tfds.features.Tensor(shape=(columns,), dtype=np.float32)}
+                | dict(self.LABELS)
+            ),
+            supervised_keys=("features", labels if len(labels) > 1 else labels[0]),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        inputs, labels = self.load()
+        order = np.random.RandomState(SEED).permutation(len(inputs))
+        test, train = np.split(order, [round(TEST_SHARE * len(inputs))])
+        mean, std = inputs[train].mean(axis=0), inputs[train].std(axis=0)
+        scaled = ((inputs - mean) / std).astype(np.float32)
+        return {
+            "train": self._generate_examples(scaled, labels, train),
+            "test": self._generate_examples(scaled, labels, test),
+        }
+
+    def _generate_examples(
+        self, inputs: Any, labels: Mapping[str, Any], chosen: Any
+    ) -> Iterator[tuple[int, dict[str, Any]]]:
+        for index in chosen:
+            values = {name: each[index].item() for name, each in labels.items()}
+            yield int(index), {"features": inputs[index], **values}
+
+
+class Diabetes(_Table):
+    """How far diabetes has got a year later, of 442 patients (Efron et al. 2004)."""
+
+    LABELS: ClassVar[Mapping[str, Any]] = {"progression": tfds.features.Scalar(np.float32)}
+
+    def load(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return ten measurements of each patient, and the progression."""
+        found = source.load_diabetes(scaled=False)
+        return found.data, {"progression": found.target.astype(np.float32)}
+
+
+class Linnerud(_Table):
+    """Weight, waist and pulse of 20 men, by three exercises (Tenenhaus 1998)."""
+
+    LABELS: ClassVar[Mapping[str, Any]] = {
+        name: tfds.features.Scalar(np.float32) for name in ("weight", "waist", "pulse")
+    }
+
+    def load(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return chins, sit-ups and jumps of each man, and what was measured of him."""
+        found = source.load_linnerud()
+        columns = found.target.astype(np.float32).T
+        return found.data, dict(zip(self.LABELS, columns, strict=True))
+
+
+class Wine(_Table):
+    """By which of three growers each of 178 wines was made (Aeberhard and Forina, UCI, 1991)."""
+
+    LABELS: ClassVar[Mapping[str, Any]] = {
+        "grower": tfds.features.ClassLabel(names=["first", "second", "third"])
+    }
+
+    def load(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return thirteen measurements of each wine, and its grower."""
+        found = source.load_wine()
+        return found.data, {"grower": found.target}
+
+
+class BreastCancer(_Table):
+    """Whether each of 569 tumours was malignant or benign (Wolberg et al., UCI, 1995)."""
+
+    LABELS: ClassVar[Mapping[str, Any]] = {
+        "diagnosis": tfds.features.ClassLabel(names=["malignant", "benign"])
+    }
+
+    def load(self) -> tuple[Any, Mapping[str, Any]]:
+        """Return thirty measurements of each tumour, and the diagnosis."""
+        found = source.load_breast_cancer()
+        return found.data, {"diagnosis": found.target}
+
+
+PROPERTIES = {
+    "even": (0, 2, 4, 6, 8),
+    "prime": (2, 3, 5, 7),
+    "looped": (0, 6, 8, 9),
+    "above_four": (5, 6, 7, 8, 9),
+}
+
+
+class DigitProperties(tfds.core.GeneratorBasedBuilder):
+    """What is true of a handwritten digit: a set of properties, of 1,797 images of `digits`."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self) -> Any:
+        names = tfds.features.ClassLabel(names=list(PROPERTIES))
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict(
+                {
+                    "image": tfds.features.Image(shape=(8, 8, 1)),
+                    "properties": tfds.features.Sequence(names),
+                }
+            ),
+            supervised_keys=("image", "properties"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        order = np.random.RandomState(SEED).permutation(len(source.load_digits().target))
+        test, train = np.split(order, [round(TEST_SHARE * len(order))])
+        return {"train": self._generate_examples(train), "test": self._generate_examples(test)}
+
+    def _generate_examples(self, chosen: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+        found = source.load_digits()
+        # The source counts 0 to 16.
+        images = np.round(found.images * 255 / 16).astype(np.uint8)[..., np.newaxis]
+        for index in chosen:
+            digit = int(found.target[index])
+            true = [name for name, digits in PROPERTIES.items() if digit in digits]
+            yield int(index), {"image": images[index], "properties": true}
