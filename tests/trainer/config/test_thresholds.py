@@ -1,0 +1,64 @@
+"""The form of the gate's rules: bounds, and the margin by which a model may lose."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.config.load import parse_config
+from trainer.config.thresholds import ChampionRule
+from trainer.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("margin", "champion", "units"),
+    [
+        (0.02, 0.9, 0.02),
+        (-0.01, 0.9, -0.01),
+        ("0.02", 0.9, 0.02),
+        ("2%", 0.9, 0.018),
+        (" 2% ", 0.9, 0.018),
+        ("2%", -50.0, 1.0),
+        ("-1%", 0.5, -0.005),
+        (0, 0.9, 0.0),
+    ],
+)
+def test_a_margin_is_in_units_of_the_metric_or_a_share_of_the_champions(margin, champion, units):
+    assert ChampionRule(margin=margin).margin_of(champion) == pytest.approx(units)
+
+
+def test_the_margin_is_the_gates_and_no_evaluation_depends_on_it():
+    rule = ChampionRule(metric="auc", margin=0.1)
+    assert rule.compared_by() == ChampionRule(metric="auc", margin="3%").compared_by()
+    others = ({"metric": "loss"}, {"confidence": 0.9}, {"better": "lower"})
+    assert rule.compared_by() not in {ChampionRule(**each).compared_by() for each in others}
+
+
+@pytest.mark.parametrize(
+    ("gate", "words"),
+    [
+        ({"champion": {"margin": "two"}}, "gate.champion.margin: 'two' is not allowed: write a "),
+        ({"champion": {"margin": "2%%"}}, "write a number such as 0.02, or a share of the champ"),
+        ({"champion": {"margin": True}}, "gate.champion.margin: True is not allowed"),
+        ({"champion": {"margin": float("inf")}}, "gate.champion.margin: inf is not allowed"),
+        ({"champion": {"confidence": 0.4}}, "gate.champion.confidence: 0.4 is not allowed"),
+        ({"champion": {"confidence": 1}}, "gate.champion.confidence: 1 is not allowed"),
+        ({"champion": {"better": "more"}}, "gate.champion.better: 'more' is not allowed"),
+        ({"champion": "not_worse"}, "champion: the gate compares by a margin now; write champion"),
+        ({"min_gain": 0.1}, "min_gain: the gate compares by a margin now; write champion: {mar"),
+        ({"min": {"top-3": 0.5}}, "'top-3' names no metric: write it as accuracy, or accuracy@"),
+        ({"max": {"loss@": 0.5}}, "'loss@' names no slice: write loss@feature=value"),
+        ({"min": {"binary_accuracy": 95}}, "binary_accuracy is a share: 95 is not between 0 and"),
+        ({"max": {"price_auc@shop=a": 2}}, "price_auc is a share: 2 is not between 0 and 1"),
+    ],
+)
+def test_what_is_wrong_is_refused_by_name(gate, words):
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"gate": gate})
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_metrics_of_any_task_have_bounds():
+    gate = {"min": {"r2_score": -1.5}, "max": {"days_mean_absolute_error@shop": 20}}
+    found = parse_config({"gate": gate}).gate
+    assert (found.min, found.max) == (gate["min"], gate["max"])

@@ -1,0 +1,142 @@
+"""The metric decides which test compares two models, and which side of its bound is the bad one."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+
+from tests.trainer.tasks.measuring import InParts, target
+from trainer.config.thresholds import ChampionRule
+from trainer.errors import ConfigError
+from trainer.evaluation.comparison import Opponents, compare
+from trainer.tasks.classification import Classification
+from trainer.tasks.objective import Objective
+from trainer.tasks.regression import Regression
+
+COUNT, CLASSES = 120, 3
+RANDOM = np.random.default_rng(11)
+CLASS = RANDOM.integers(CLASSES, size=COUNT)
+SURE = np.eye(CLASSES, dtype="float32")[CLASS]
+NUMBERS = RANDOM.normal(size=COUNT).astype("float32")
+WEIGHTS = RANDOM.uniform(0.5, 2, COUNT).astype("float32")
+
+
+def noisy(values, much):
+    noise = np.random.default_rng(int(100 * much)).normal(size=values.shape)
+    return (values + much * noise).astype("float32")
+
+
+def classifiers(weights=None):
+    objective = Objective(Classification(target(CLASS, num_classes=CLASSES)))
+    own, other = (InParts(CLASS, noisy(SURE, much), weights) for much in (0.5, 1.0))
+    return Opponents(objective=objective, own=own, other=other)
+
+
+def regressions(weights=None, **said):
+    objective = Objective(Regression(target(NUMBERS)), **said)
+    outputs = NUMBERS[:, np.newaxis]
+    own, other = (InParts(NUMBERS, noisy(outputs, much), weights) for much in (0.5, 1.0))
+    return Opponents(objective=objective, own=own, other=other)
+
+
+def measured(opponents, metric):
+    """Return the difference of the metrics of both models."""
+    own, other = (
+        opponents.objective.means(sum(map(opponents.objective.sums, each.parts())))[metric]
+        for each in (opponents.own, opponents.other)
+    )
+    return own - other
+
+
+CASES = {
+    "accuracy": (classifiers, "Tango's score interval"),
+    "loss": (regressions, "paired bootstrap-t"),
+    "mean_absolute_error": (regressions, "paired bootstrap-t"),
+    "root_mean_squared_error": (regressions, ""),
+    "r2_score": (regressions, ""),
+}
+
+
+@pytest.mark.parametrize("metric", CASES)
+def test_the_difference_is_that_of_the_metrics_and_the_bound_is_worse(metric):
+    make, method = CASES[metric]
+    opponents = make()
+    found = compare(opponents, ChampionRule(metric=metric))
+    assert (found["metric"], found["examples"]) == (metric, COUNT)
+    assert found["difference"] == pytest.approx(measured(opponents, metric), rel=1e-3)
+    assert found["method"] == method or not method
+    higher = found["better"] == "higher"
+    assert higher == (metric in {"accuracy", "r2_score"})
+    # The challenger is better here, whatever better means, and its bound is nearer to the worse.
+    assert (found["difference"] > 0) == higher
+    assert (found["bound"] < found["difference"]) == higher
+
+
+def test_the_main_metric_is_compared_where_none_is_named():
+    found = compare(classifiers(), ChampionRule())
+    assert found["metric"] == "accuracy"
+    right = [np.argmax(noisy(SURE, much), axis=1) == CLASS for much in (0.5, 1.0)]
+    assert found["pairs"] == {
+        "both_right": int((right[0] & right[1]).sum()),
+        "only_challenger_right": int((right[0] & ~right[1]).sum()),
+        "only_champion_right": int((right[1] & ~right[0]).sum()),
+        "both_wrong": int((~right[0] & ~right[1]).sum()),
+    }
+
+
+def test_weighted_examples_are_no_pairs():
+    opponents = classifiers(WEIGHTS)
+    found = compare(opponents, ChampionRule())
+    assert "pairs" not in found
+    assert found["difference"] == pytest.approx(measured(opponents, "accuracy"), rel=1e-3)
+
+
+def test_a_metric_without_a_state_is_made_anew_without_each_group():
+    found = compare(classifiers(), ChampionRule(metric="macro_f1"))
+    assert found["method"] == "paired jackknife of groups"
+    assert 0 < found["bound"] < found["difference"] < 1
+
+
+def _span(true, given):
+    del true
+    return keras.ops.abs(given[:, 0])
+
+
+class Span(keras.metrics.MeanMetricWrapper):
+    """A metric of the user's: nobody knows which value is better."""
+
+    def __init__(self):
+        super().__init__(_span, name="span")
+
+
+@pytest.mark.parametrize(
+    ("rule", "words"),
+    [
+        ({"metric": "spam"}, "gate.champion.metric: 'spam' is not measured"),
+        ({"metric": "span"}, "gate.champion.better: it is not known which value of 'span' is"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_by_name(rule, words):
+    opponents = regressions(metrics=[f"{__name__}:Span"])
+    next(map(opponents.objective.sums, opponents.own.parts()))
+    with pytest.raises(ConfigError) as caught:
+        compare(opponents, ChampionRule(**rule))
+    assert words in str(caught.value)
+
+
+def test_the_configuration_says_what_is_better_of_a_metric_of_the_users():
+    opponents = regressions(metrics=[f"{__name__}:Span"])
+    next(map(opponents.objective.sums, opponents.own.parts()))
+    found = compare(opponents, ChampionRule(metric="span", better="lower"))
+    assert found["better"] == "lower"
+    assert found["bound"] > found["difference"]
+
+
+def test_models_without_any_difference_lose_nothing():
+    constant = np.zeros(COUNT, "float32")
+    task = Regression(target(NUMBERS))
+    same = InParts(constant, constant[:, np.newaxis])
+    opponents = Opponents(objective=Objective(task), own=same, other=same)
+    found = compare(opponents, ChampionRule(metric="mean_absolute_error"))
+    assert (found["difference"], found["bound"]) == (0, 0)
