@@ -66,6 +66,9 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     """
     name = config.model.name
     registry.require_trainable(name, model)
+    if has_own_step(model):
+        # First, since another strategy or another model is what it asks for.
+        _require_own_step(config, model)
     paths = [variable.path for variable in model.variables]
     warm_start.check(config.training.warm_start, paths)
     require_updates(config, model)
@@ -75,8 +78,6 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
         registry.require_readable(name, model)
     if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
-    if has_own_step(model):
-        _require_own_step(config, model)
     _require_compiler(config, objective)
     require_metrics(config, objective)
 
