@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from trainer.evaluation.slices import sliced
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.tasks import registry as tasks
+from trainer.tasks.base import SplitError
 from trainer.tasks.objective import Objective
 
 KIND = "evaluation"
@@ -86,7 +88,8 @@ def evaluate(  # noqa: PLR0913, PLR0917
     with tempfile.TemporaryDirectory(dir=scratch, prefix="evaluation-") as name:
         folder, columns = Path(name, "evaluation"), Path(name, "columns")
         writer = Writer(folder / "predictions", columns, spec.examples(SPLIT))
-        found = predict(objective, model, spec, batches, writer, answer)
+        with closing(writer), _naming(dataset):
+            found = predict(objective, model, spec, batches, writer, answer)
         _require_sound(spec, found, dataset, checkpoint)
         summary = {**summarized(spec, objective, found, features), "global_step": step}
         if opponent:
@@ -102,6 +105,14 @@ def _asked(config: Config, champion: str) -> dict[str, str]:
     compared_by = config.gate.champion.compared_by() if champion else ""
     slices = ",".join(config.evaluation.slices)
     return {"slices": slices, "champion": champion, "compared_by": compared_by}
+
+
+@contextmanager
+def _naming(dataset: str) -> Iterator[None]:
+    try:
+        yield
+    except SplitError as error:
+        raise UserError(f"the {SPLIT} split of {dataset} has {error}") from None
 
 
 def _write(folder: Path, summary: dict[str, Any], found: Predictions) -> None:

@@ -14,7 +14,7 @@ def measured(objective: Objective, examples: Examples) -> dict[str, Any]:
     """Return what `metrics.json` says: `metrics`, `intervals`, and the details of the task."""
     sums = sum(objective.sums(part) for part in examples.parts())
     details = objective.task.details(examples)
-    means = objective.means(np.asarray(sums))
+    means = objective.measured(np.asarray(sums))
     return {
         **details,
         "metrics": {**means, **details.get("metrics", {})},

@@ -20,7 +20,7 @@ from trainer.errors import UserError
 from trainer.evaluation.columns import Column
 from trainer.evaluation.slices import text
 from trainer.models.registry import refused_input
-from trainer.tasks.base import Part, Task
+from trainer.tasks.base import Part, SplitError, Task
 from trainer.tasks.objective import Objective, in_single_precision
 
 MOST_WORST = 25
@@ -199,13 +199,17 @@ class Writer:
         self.add("column", part.columns, self._scratch)
         self.count += len(tf.nest.flatten(part.labels)[0])
 
+    def close(self) -> None:
+        """Close the files; may be called again."""
+        for column in tf.nest.flatten(self._columns):
+            if column is not None:
+                column.end()
+
     def stored(self, outputs: str) -> Stored | None:
         """Return the examples with the outputs of that name; None where there are none."""
         if outputs not in self._columns:
             return None
-        for column in tf.nest.flatten(self._columns):
-            if column is not None:
-                column.end()
+        self.close()
         chosen = (self._columns[name] for name in (_LABEL, outputs, _WEIGHT, "column"))
         return Stored(self.count, Part(*chosen))
 
@@ -236,6 +240,7 @@ def predict(  # noqa: PLR0913, PLR0917
     """Predict all examples of finite `labelled_columns`, batch by batch, and write what is given.
 
     Raises:
+        SplitError: a label is none of the task's, or no example weighs anything.
         UserError: there are no examples, or a model refuses them.
     """
 
@@ -245,22 +250,30 @@ def predict(  # noqa: PLR0913, PLR0917
 
     worst = Worst(spec, objective.task)
     own_bad = other_bad = 0
+    weight = 0.0
     for batch, columns in batches:
         inputs, labels, weights = _arrays(keras.utils.unpack_x_y_sample_weight(batch))
         named = inputs if isinstance(inputs, Mapping) else {spec.inputs[0]: inputs}
+        objective.task.check_labels(labels)
         with refused_input():
             outputs = _arrays(forward(batch[0]))
         part = Part(labels, outputs, weights, _arrays(columns))
-        own_bad += unsound(outputs)
+        bad = unsound(outputs)
+        own_bad += bad
+        weight += 1.0 if weights is None else float(weights.sum())
         if champion:
             answers = champion(named)
             other_bad += unsound(answers)
             writer.add(_CHAMPION, answers)
         writer.add_batch(part)
-        worst.look(named, part)
+        # What is not finite has no loss, and is refused when all is counted.
+        if not bad:
+            worst.look(named, part)
     own = writer.stored(_OUTPUT)
     if own is None:
         raise UserError("there are no examples to predict")
+    if not weight:
+        raise SplitError(f"no example that weighs anything: {spec.weight!r} of each is 0")
     return Predictions(
         own=own, champion=writer.stored(_CHAMPION), unsound=(own_bad, other_bad), worst=worst
     )

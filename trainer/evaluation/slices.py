@@ -49,6 +49,9 @@ def sliced(
     for part in examples.parts():
         for column, cut in cuts.items():
             places = cut.places(part.columns[column])
+            if part.weights is not None:
+                # What weighs nothing defines no metric.
+                places = np.where(part.weights.ravel() > 0, places, -1)
             for place in np.unique(places[places >= 0]):
                 tallies[column][place].add(at(part, places == place))
     return {

@@ -27,7 +27,7 @@ from trainer.errors import UserError
 from trainer.evaluation.signature import SERVING, serving_name
 from trainer.export.formats import FORMATS, Answers, Format, Inputs, Predictor, Subject, called
 from trainer.tasks.base import Part
-from trainer.tasks.objective import Objective
+from trainer.tasks.objective import LOSS, Objective
 from trainer.user_code import line_of
 
 # Batches of which a form that is rounded shows its accuracy.
@@ -100,7 +100,10 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 
 
 def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
-    """Return the main metric of a rounded form and of the original; refuse one that has lost."""
+    """Return the main metric of a rounded form and of the original; refuse one that has lost.
+
+    The loss stands in for a main metric that these examples do not define.
+    """
     objective, metric = subject.objective, subject.task.main_metric
     own, original, count = [], [], 0
     for inputs, (_, labels, weights) in islice(subject.batches(), MOST_BATCHES):
@@ -109,8 +112,11 @@ def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[st
         own.append(objective.sums(Part(labels, outputs, weights, {})))
         exact = called(subject.model, subject.task, inputs)
         original.append(objective.sums(Part(labels, exact, weights, {})))
-    value, expected = (objective.means(np.sum(each, axis=0))[metric] for each in (own, original))
-    lower = subject.task.directions[metric] == "lower"
+    rounded, whole = (objective.means(np.sum(each, axis=0)) for each in (own, original))
+    if metric not in rounded or metric not in whole:
+        metric = LOSS
+    value, expected = rounded[metric], whole[metric]
+    lower = objective.directions[metric] == "lower"
     lost = (value - expected) / max(abs(expected), 1e-9) if lower else expected - value
     # Of few examples one alone is more than the tolerance.
     if not lost <= max(form.tolerance, 1 / count):

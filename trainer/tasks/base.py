@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import tensorflow as tf
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, UserError
 
 Direction = Literal["higher", "lower"]
 Shape = tuple[int, ...]
@@ -117,6 +117,17 @@ def drawn(examples: Examples, most: int = 100_000) -> Part:
 
 def _at(values: Any, rows: slice) -> Any:
     return None if values is None else values[rows]
+
+
+class SplitError(UserError):
+    """The examples of a split cannot be measured; says what the split has."""
+
+
+def refuse_labels(labels: Any, wrong: Any, why: str) -> None:
+    """Raise `SplitError` with the first label that is wrong, if one is."""
+    found = np.asarray(labels)[wrong]
+    if len(found):
+        raise SplitError(f"the label {found[0]}, {why}; correct its builder")
 
 
 class Task(ABC):
@@ -241,6 +252,9 @@ class Task(ABC):
 
         Called before a cluster starts, when `target.counts` and `target.moments` are known.
         """
+
+    def check_labels(self, labels: Any) -> None:  # noqa: B027
+        """Refuse labels of examples that cannot be measured; raises `SplitError`."""
 
     def check_output(self, output: Any, last: Any) -> None:
         """Refuse a model's symbolic output that does not fit, or the layer that gives it.

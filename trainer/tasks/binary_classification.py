@@ -21,7 +21,17 @@ import tensorflow as tf
 from trainer.errors import ConfigError
 from trainer.tasks import classification_metrics as measured
 from trainer.tasks import row_metrics
-from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task, drawn
+from trainer.tasks.base import (
+    Array,
+    Direction,
+    Examples,
+    Floats,
+    Shape,
+    Target,
+    Task,
+    drawn,
+    refuse_labels,
+)
 
 _TWO = 2
 
@@ -128,6 +138,10 @@ class BinaryClassification(Task):
             "calibration": measured.calibration(labels, logits)["bins"],
             "curves": measured.curves(labels, logits, names)[1:],
         }
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse other values than 0 and 1."""
+        refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
 
     def check(self) -> None:
         """Refuse a split in which only one of both occurs: it cannot be told how well they part."""

@@ -23,6 +23,7 @@ from trainer.tasks.base import (
     Target,
     Task,
     drawn,
+    refuse_labels,
 )
 
 # Of a label without names the number of classes is known once the dataset is prepared.
@@ -77,6 +78,11 @@ class Classification(Task):
                 f"the split {split!r} has examples whose {self.target.name!r} is {unknown[0]!r}, "
                 "and the training split has none"
             )
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse a label that names no class."""
+        wrong = (labels < 0) | (labels >= self.num_classes)
+        refuse_labels(labels, wrong, f"outside of 0 to {self.num_classes - 1}")
 
     @property
     def output_shape(self) -> Shape:

@@ -81,8 +81,8 @@ class State:
         metric = self.measured.metric if self.measured else None
         return isinstance(metric, keras.metrics.Mean) and _is_plain_mean(metric)
 
-    def values(self, sums: Sums) -> dict[str, float]:
-        """Return what a vector of sums says: of some metrics it is several values."""
+    def values(self, sums: Sums) -> dict[str, float | None]:
+        """Return what a vector of sums says, None where it defines nothing; several of some."""
         state = sums[self.begin : self.end]
         if self.measured is None:
             return {self.name: float(state[1] / state[0])}
@@ -100,7 +100,8 @@ class State:
 
         def value(state: Sums) -> float:
             variables = [tf.constant(each, tf.float32) for each in self._variables(state)]
-            return _by_name(measured, result(variables)).get(name, math.nan)
+            found = _by_name(measured, result(variables)).get(name)
+            return math.nan if found is None else found
 
         return value
 
@@ -231,12 +232,8 @@ def _made_of(metric: keras.Metric, values: Sequence[tf.Tensor]) -> Any:
         return keras.tree.map_structure(tf.convert_to_tensor, metric.result())
 
 
-def _by_name(measured: Measured, result: Any) -> dict[str, float]:
-    """Return what a metric measured by name; one that gives a mapping gives several.
-
-    What is not a number is left out: a metric that these examples do not define, as an area under
-    the ROC where all of them are of one class.
-    """
+def _by_name(measured: Measured, result: Any) -> dict[str, float | None]:
+    """Return what a metric measured by name, None for no number; a mapping gives several."""
     values = result if isinstance(result, Mapping) else {measured.metric.name: result}
     found = {f"{measured.prefix}{name}": float(value) for name, value in values.items()}
-    return {name: value for name, value in found.items() if not np.isnan(value)}
+    return {name: None if np.isnan(value) else value for name, value in found.items()}

@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from trainer.errors import ConfigError
-from trainer.tasks.base import Examples, Floats, Part, Tally, Target, Task
+from trainer.tasks.base import Examples, Floats, Part, SplitError, Tally, Target, Task
 
 
 class MultiOutput(Task):
@@ -152,6 +152,14 @@ class MultiOutput(Task):
     def tally(self) -> Tally:
         """Return what gathers those of each task."""
         return _OfSlice({name: part.tally() for name, part in self._parts.items()})
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse those that the task of an output refuses."""
+        for name, part in self._parts.items():
+            try:
+                part.check_labels(labels[name])
+            except SplitError as error:
+                raise SplitError(f"for the output {name!r} {error}") from None
 
     def check_output(self, output: Any, last: Any) -> None:
         """Refuse other outputs than a mapping by the targets' names, each as its task wants it."""

@@ -22,7 +22,17 @@ import tensorflow as tf
 from trainer.errors import ConfigError
 from trainer.tasks import classification_metrics as measured
 from trainer.tasks import row_metrics
-from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task, drawn
+from trainer.tasks.base import (
+    Array,
+    Direction,
+    Examples,
+    Floats,
+    Shape,
+    Target,
+    Task,
+    drawn,
+    refuse_labels,
+)
 
 
 class MultilabelClassification(Task):
@@ -132,6 +142,10 @@ class MultilabelClassification(Task):
             ]
         rows = measured.per_class((hits, support, predicted), areas, self._labels)
         return {"per_class": rows, "labels": list(self._labels), "curves": curves}
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse other values than 0 and 1."""
+        refuse_labels(labels, (labels != 0) & (labels != 1), "which is neither 0 nor 1")
 
     def check(self) -> None:
         """Refuse other values than 0 and 1."""

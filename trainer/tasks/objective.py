@@ -250,14 +250,20 @@ class Objective:
         return found
 
     def means(self, sums: Sums) -> dict[str, float]:
+        """Return what `measured` does, without what these examples do not define."""
+        return {name: value for name, value in self.measured(sums).items() if value is not None}
+
+    def measured(self, sums: Sums) -> dict[str, float | None]:
         """Return the mean loss and the metrics from `totals`, or from totals that were added up.
+
+        None is a metric that these examples do not define, as an area under the ROC of one class.
 
         Raises:
             UserError: there are no examples.
         """
         if not sums[0]:
             raise UserError("there are no examples to measure the model on")
-        found: dict[str, float] = {}
+        found: dict[str, float | None] = {}
         for each in self.states():
             found |= each.values(sums)
         return found
@@ -396,7 +402,7 @@ class SliceTally:
     def result(self) -> dict[str, Any]:
         """Return `metrics` and `intervals`."""
         found = self._further.result()
-        metrics = {**self._objective.means(self._sums), **found.get("metrics", {})}
+        metrics = {**self._objective.measured(self._sums), **found.get("metrics", {})}
         return {"metrics": metrics, "intervals": found.get("intervals", {})}
 
 

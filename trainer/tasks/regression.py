@@ -23,7 +23,17 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks import row_metrics
-from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task, drawn
+from trainer.tasks.base import (
+    Array,
+    Direction,
+    Examples,
+    Floats,
+    Shape,
+    Target,
+    Task,
+    drawn,
+    refuse_labels,
+)
 from trainer.tasks.row_metrics import rows
 
 _QUANTILES = (0.5, 0.75, 0.9, 0.95, 0.99, 1.0)
@@ -166,6 +176,10 @@ class Regression(Task):
                 },
             ],
         }
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse what is no finite number."""
+        refuse_labels(labels, ~np.isfinite(labels), "which is no finite number")
 
     def check(self) -> None:
         """Refuse labels that are not finite, and one label for all."""

@@ -26,7 +26,16 @@ import tensorflow as tf
 
 from trainer.errors import ConfigError
 from trainer.tasks import classification_metrics as measured
-from trainer.tasks.base import Array, Direction, Examples, Floats, Shape, Target, Task
+from trainer.tasks.base import (
+    Array,
+    Direction,
+    Examples,
+    Floats,
+    Shape,
+    Target,
+    Task,
+    refuse_labels,
+)
 from trainer.tasks.classification import Classification
 
 _SOME_CLASSES = 2
@@ -218,6 +227,11 @@ class SequenceLabelling(Task):
             "labels": list(self.labels),
             "per_class": measured.per_class(counts, [no_area] * classes, self.labels),
         }
+
+    def check_labels(self, labels: Any) -> None:
+        """Refuse a label that is neither a class nor padding."""
+        last = self.num_classes - 1
+        refuse_labels(labels, labels > last, f"outside of 0 to {last}")
 
     def check(self) -> None:
         """Refuse a split without a single label."""

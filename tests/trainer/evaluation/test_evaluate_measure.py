@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer import small_run
+from tests.trainer.objectives import of_classes
 from trainer import storage
 from trainer.errors import UserError
 from trainer.evaluation import evaluate as evaluation
@@ -23,7 +24,14 @@ def _batches(run, size=10):
 
 
 def measure(model, batches):
-    return evaluation.measurer(model)(batches)
+    return measurer(model)(batches)
+
+
+def measurer(model):
+    """Return a function from batches to the loss and the metrics of a model as it is then."""
+    objective = of_classes(small_run.CLASSES)
+    objective.attach(model)
+    return lambda batches: objective.means(objective.totals(model, batches).numpy())
 
 
 def test_measure_agrees_with_the_evaluation(run, tmp_path):
@@ -42,7 +50,7 @@ def test_measure_weighs_the_last_batch_by_its_examples(run):
 
 def test_a_measurer_reads_the_weights_as_they_are(run):
     model = small_run.template_model(run.config, *small_run.digits())
-    measured = evaluation.measurer(model)
+    measured = measurer(model)
     before = measured(_batches(run))
     model.variables[0].assign(np.zeros((64, 10), np.float32))
     model.variables[1].assign(np.zeros(10, np.float32))

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.objectives import NO_ROLES
 from tests.trainer.small_run import CLASSES, publish_checkpoint
 from trainer import storage
 from trainer.config.load import parse_config
@@ -22,7 +23,7 @@ SHAPE = (64, 64, 1)
 FEW, MANY = 10_000, 60_000
 FEATURES = {
     "image": FeatureSpec(shape=SHAPE, dtype="uint8", stored="raw"),
-    "label": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "label": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=CLASSES),
 }
 # Of resident memory: it settles within the first thousands of examples.
 SLACK = 60 << 20
@@ -55,8 +56,8 @@ def published(folder, examples):
     writer.flush()
     uri = storage.uri_of(folder / f"dataset-{examples}")
     fields = {
-        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "label": "label",
-        "labels": [], "num_classes": CLASSES,
+        "dataset_schema": SCHEMA, "fingerprint": "0", "inputs": ["image"], "targets": ["label"],
+        **NO_ROLES,
         "features": {name: feature.to_json() for name, feature in FEATURES.items()},
         "splits": {"test": {"examples": examples, "shards": writer.examples}},
     }  # fmt: skip
@@ -68,7 +69,7 @@ def published(folder, examples):
 @pytest.mark.timeout(700)
 def test_memory_for_many_examples_is_that_for_few_and_the_predictions(tmp_path):
     config = parse_config({"model": {"name": "softmax"}})
-    spec = InputSpec(shape=SHAPE, dtype="uint8", num_classes=CLASSES)
+    spec = InputSpec(shape=SHAPE, dtype="uint8", output_shape=(CLASSES,))
     checkpoint = publish_checkpoint(tmp_path / "ckpt", registry.build(config.model, spec, 0))
     peaks = []
     for examples in (FEW, MANY):

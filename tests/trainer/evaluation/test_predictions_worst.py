@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import tensorflow as tf
-from trainer.evaluation.metrics import losses
 
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.evaluation.predictions import MOST_WORST, Worst
+from trainer.tasks.base import Part, Target
+from trainer.tasks.classification import Classification
+from trainer.tasks.classification_metrics import losses
 
 
 def spec_of(**features):
@@ -16,17 +18,17 @@ def spec_of(**features):
         name: FeatureSpec(shape=shape, dtype=dtype, stored="raw")
         for name, (shape, dtype) in features.items()
     }
-    return DatasetSpec(
-        features=specs, inputs=tuple(specs), label="l", num_classes=3, labels=(), shards={}
-    )
+    return DatasetSpec(features=specs, inputs=tuple(specs), targets=("l",), shards={})
 
 
 def looked(tmp_path, spec, inputs, logits, size=7):
-    worst, labels = Worst(spec), np.zeros(len(logits), int)
+    target = Target(name="l", shape=(), dtype="int64", num_classes=3, labels=tuple("abc"))
+    worst, labels = Worst(spec, Classification(target)), np.zeros(len(logits), int)
     for start in range(0, len(logits), size):
         batch = slice(start, start + size)
-        worst.look({n: v[batch] for n, v in inputs.items()}, labels[batch], logits[batch])
-    return worst.write(tmp_path, list("abc"))
+        part = Part(labels[batch], logits[batch], None, {})
+        worst.look({n: v[batch] for n, v in inputs.items()}, part)
+    return worst.write(tmp_path)
 
 
 @pytest.fixture

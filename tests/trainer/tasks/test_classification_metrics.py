@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from scipy.stats import binomtest
 from sklearn import metrics as scores
-from trainer.evaluation.metrics import MEANS, averages, intervals, intervals_of_means
 
-from trainer.config.schema import METRICS
-from trainer.evaluation import metrics
+from tests.trainer.objectives import of_classes
+from tests.trainer.tasks.measuring import InParts
+from trainer.evaluation.measure import measured
+from trainer.tasks import base
+from trainer.tasks import classification_metrics as metrics
 
 NAMES = list("abcdef")
 
@@ -28,18 +31,24 @@ def normal(logits):
     return powers / powers.sum(axis=1, keepdims=True)
 
 
+def measure(labels, logits):
+    """Return what an evaluation says of the examples, which it reads in small parts."""
+    return measured(of_classes(logits.shape[1]), InParts(labels, logits.astype(np.float32)))
+
+
 @pytest.fixture(scope="module")
 def predicted():
     return predictions()
 
 
-def test_the_headline_is_scikit_learns(predicted):
+def test_metrics_are_scikit_learns(predicted):
     labels, logits = predicted
-    found = metrics.headline(labels, logits)
+    found = measure(labels, logits)["metrics"]
     assert found["loss"] == pytest.approx(scores.log_loss(labels, normal(logits)), rel=1e-5)
     guess = logits.argmax(axis=1)
-    assert found["accuracy"] == scores.accuracy_score(labels, guess)
-    assert found["top_3_accuracy"] == scores.top_k_accuracy_score(labels, logits, k=3)
+    assert found["accuracy"] == pytest.approx(scores.accuracy_score(labels, guess))
+    top = scores.top_k_accuracy_score(labels, logits, k=3)
+    assert found["top_3_accuracy"] == pytest.approx(top)
     for average in ("macro", "weighted"):
         for name, function in (
             ("precision", scores.precision_score),
@@ -52,7 +61,7 @@ def test_the_headline_is_scikit_learns(predicted):
 
 def test_areas_are_scikit_learns(predicted):
     labels, logits = predicted
-    rows = metrics.per_class(labels, logits, NAMES)
+    rows = measure(labels, logits)["per_class"]
     probabilities = metrics.softmax(logits)
     for index, row in enumerate(rows):
         own = labels == index
@@ -65,7 +74,7 @@ def test_areas_are_scikit_learns(predicted):
 
 def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
     labels, logits = np.zeros(5, int), np.eye(5, 3, dtype=np.float32)
-    rows = metrics.per_class(labels, logits, list("abc"))
+    rows = measure(labels, logits)["per_class"]
     assert [row["roc_auc"] for row in rows] == [None] * 3
     assert metrics.mean_area(rows, "pr_auc") is None
     assert metrics.curves(labels, logits, list("abc")) == []
@@ -73,7 +82,7 @@ def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
 
 def test_few_classes_are_all_in_the_top():
     labels, logits = predictions(classes=2, lift=0)
-    assert metrics.headline(labels, logits)["top_3_accuracy"] == 1.0
+    assert measure(labels, logits)["metrics"]["top_3_accuracy"] == 1.0
 
 
 def test_curves_keep_their_ends_and_their_area():
@@ -143,60 +152,96 @@ def test_a_model_that_is_always_sure_and_right_is_calibrated():
     assert metrics.calibration(np.ones(4, int), logits)["error"] == 0
 
 
-def test_averages_of_counts_are_those_of_its_examples(predicted):
-    for labels, logits in (predicted, (np.array([0, 0, 3]), np.eye(3, 6, dtype=np.float32))):
-        matrix = np.array(metrics.confusion(labels, logits))
-        found = averages(np.diag(matrix), matrix.sum(axis=1), matrix.sum(axis=0))
-        headline = metrics.headline(labels, logits)
-        assert found == pytest.approx({name: headline[name] for name in found})
-
-
 def test_an_interval_is_as_wide_as_theory_says(predicted):
+    found = measure(*predicted)
+    assert set(found["intervals"]) == {*metrics.MEANS, *metrics.AVERAGES}
+    for name, (low, high) in found["intervals"].items():
+        assert low < found["metrics"][name] < high
+    share = found["metrics"]["accuracy"]
+    width = 2 * 1.96 * np.sqrt(share * (1 - share) / len(predicted[0]))
+    low, high = found["intervals"]["accuracy"]
+    assert high - low == pytest.approx(width, rel=0.05)
+
+
+@pytest.mark.parametrize(("hits", "low", "high"), [(100, 0.963, 1.0), (0, 0.0, 0.037)])
+def test_an_interval_of_a_share_has_a_width_at_its_ends(hits, low, high):
+    # Newcombe 1998, table I, for other numbers; here scipy's.
+    expected = binomtest(hits, 100).proportion_ci(method="wilson")
+    assert metrics.wilson(hits / 100, 100) == pytest.approx([*expected])
+    assert metrics.wilson(hits / 100, 100) == pytest.approx([low, high], abs=1e-3)
+
+
+def test_intervals_are_the_same_again_and_in_other_parts(predicted):
+    assert measure(*predicted)["intervals"] == measure(*predicted)["intervals"]
     labels, logits = predicted
-    found, headline = intervals(labels, logits), metrics.headline(labels, logits)
-    assert set(found) == set(headline) < set(METRICS)
-    for name, (low, high) in found.items():
-        assert low <= headline[name] <= high
-        assert low < high
-    share = headline["accuracy"]
-    width = 2 * 1.96 * np.sqrt(share * (1 - share) / len(labels))
-    low, high = found["accuracy"]
-    assert high - low == pytest.approx(width, rel=0.15)
-
-
-def test_intervals_are_the_same_again_and_alike_in_parts(predicted):
-    found = intervals(*predicted)
-    assert found == intervals(*predicted)
-    assert intervals_of_means(*predicted) == {name: found[name] for name in MEANS}
+    turned = measure(labels[::-1], logits[::-1])["intervals"]
+    for name, ends in measure(*predicted)["intervals"].items():
+        assert turned[name] == pytest.approx(ends)
 
 
 def test_more_examples_make_an_interval_narrower():
     (low, high), (lower, higher) = (
-        intervals_of_means(*predictions(count=count))["loss"] for count in (100, 10_000)
+        metrics_of_means(*predictions(count=count))["loss"] for count in (100, 10_000)
     )
     assert (higher - lower) * 5 < high - low
 
 
-def test_many_resamples_of_many_examples_are_drawn_in_parts(predicted, monkeypatch):
-    whole = intervals_of_means(*predicted)
-    monkeypatch.setattr("trainer.evaluation.metrics._MOST_DRAWN", 10)
-    assert intervals_of_means(*predicted)["accuracy"] == pytest.approx(whole["accuracy"], abs=0.02)
+def metrics_of_means(labels, logits):
+    means = metrics.Means()
+    means.add(labels, logits, np.ones(len(labels)))
+    return means.intervals()
+
+
+def test_weights_count_as_the_examples_that_they_are_worth():
+    labels, logits = predictions(count=200)
+    weights = np.where(np.arange(200) < 100, 1.0, 0.0)
+    whole, half = metrics.Means(), metrics.Means()
+    whole.add(labels, logits, weights)
+    half.add(labels[:100], logits[:100], np.ones(100))
+    assert whole.examples == pytest.approx(100)
+    assert whole.intervals()["accuracy"] == pytest.approx(half.intervals()["accuracy"])
+
+
+@pytest.mark.parametrize("classes", [2, 6, 1000])
+def test_areas_from_steps_are_close_to_the_exact_ones(classes):
+    labels, logits = predictions(count=3000, classes=classes, lift=3)
+    areas, weights = metrics.Areas(classes), np.ones(len(labels))
+    for rows in np.array_split(np.arange(len(labels)), 7):
+        areas.add(labels[rows], logits[rows], weights[rows])
+    exact = metrics.exact_areas(labels, logits)
+    for index, (found, expected) in enumerate(zip(areas.result(), exact, strict=True)):
+        if expected["roc_auc"] is None:
+            assert found == expected
+        else:
+            own, others = areas._own[index], areas._others[index]
+            # Pairs at one step count half, which is what they may be off by.
+            tied = (own * others).sum() / (own.sum() * others.sum())
+            assert found["roc_auc"] == pytest.approx(expected["roc_auc"], abs=tied / 2 + 1e-9)
+            assert tied < 0.03
+
+
+def test_many_examples_have_their_areas_from_steps(predicted, monkeypatch):
+    exact = measure(*predicted)["metrics"]["roc_auc"]
+    monkeypatch.setattr(base.drawn, "__defaults__", (100,))
+    found = measure(*predicted)["metrics"]["roc_auc"]
+    assert found == pytest.approx(exact, abs=1e-3)
+    assert found != exact
 
 
 def test_a_thousand_classes_of_which_most_do_not_occur():
     labels, logits = np.array([7, 7, 999]), np.zeros((3, 1000), np.float32)
     logits[:, 7] = 1
-    found, headline = intervals(labels, logits), metrics.headline(labels, logits)
-    low, high = found["weighted_recall"]
-    assert (low, high) == (0, 1)
-    assert headline["weighted_recall"] == pytest.approx(2 / 3)
+    found = measure(labels, logits)
+    assert found["intervals"]["weighted_recall"] == [0, 1]
+    assert found["metrics"]["weighted_recall"] == pytest.approx(2 / 3)
 
 
 def test_one_class_alone_has_no_areas_and_no_warnings():
-    labels, logits = np.zeros(4, int), np.ones((4, 1), np.float32)
-    assert metrics.confusion(labels, logits) == [[4]]
-    assert metrics.headline(labels, logits)["accuracy"] == 1
-    [row] = metrics.per_class(labels, logits, ["only"])
-    assert (row["roc_auc"], row["f1"]) == (None, 1)
-    assert metrics.curves(labels, logits, ["only"]) == []
-    assert intervals(labels, logits)["accuracy"] == [1, 1]
+    found = measure(np.zeros(4, int), np.ones((4, 2), np.float32) * [2, 1])
+    assert found["confusion_matrix"] == [[4, 0], [0, 0]]
+    assert found["metrics"]["accuracy"] == 1
+    first, _ = found["per_class"]
+    assert (first["roc_auc"], first["f1"]) == (None, 1)
+    assert found["curves"] == []
+    low, high = found["intervals"]["accuracy"]
+    assert 0 < low < high == 1

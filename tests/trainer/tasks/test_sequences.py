@@ -74,7 +74,7 @@ def test_classes_of_places_may_weigh():
     table = np.array([2.0, 1.0, 0.5], "float32")
     given = keras.Input((PLACES,))
     model = keras.Model(given, keras.layers.Dense(CLASSES)(keras.layers.Embedding(9, 2)(given)))
-    objective = Objective(task, weights=table)
+    objective = Objective(task, weights={"": table})
     objective.accept(model, model.output)
     found = objective.loss(model, (np.zeros((COUNT, PLACES)), labels), tf.constant(outputs))
     each = keras.ops.sparse_categorical_crossentropy(np.maximum(labels, 0), outputs, True).numpy()
