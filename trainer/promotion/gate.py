@@ -29,6 +29,10 @@ from trainer.errors import UserError, nearest
 KIND = "decision"
 BLESSED = "blessed"
 REFUSED = "refused"
+#: The key of the rule that compares with a champion.
+MARGIN = "gate.champion.margin"
+#: The one of the rule that there can be a comparison.
+COMPARABLE = "the champion"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +55,14 @@ class Rule:
             return self.value >= self.threshold
         return self.value <= self.threshold
 
+    @property
+    def gained(self) -> bool:
+        """Whether it is a comparison that proves a gain of more than the margin."""
+        if self.key != MARGIN or not math.isfinite(self.value):
+            return False
+        gain = self.value if self.bound == "min" else -self.value
+        return gain >= abs(self.threshold)
+
     def __str__(self) -> str:
         """Compare the value with the threshold, in one line."""
         above = self.value > self.threshold
@@ -71,6 +83,11 @@ class Decision:
     uri: str
     blessed: bool
     rules: tuple[Rule, ...]
+
+    @property
+    def gained(self) -> bool:
+        """Whether the model is better than the champion by more than the margin, for sure."""
+        return any(rule.gained for rule in self.rules)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -156,7 +173,7 @@ def _against_champion(
     if champion["incomparable"]:
         note = f"{champion['uri']}: {champion['incomparable']}; give this model another name"
         yield Rule(
-            metric="comparable", bound="min", threshold=1, value=0, key="the champion", note=note
+            metric="comparable", bound="min", threshold=1, value=0, key=COMPARABLE, note=note
         )
         return
     paired, rule = champion["paired"], config.champion
@@ -168,7 +185,7 @@ def _against_champion(
         bound="min" if higher else "max",
         threshold=-margin if higher else margin,
         value=math.nan if bound is None else bound,
-        key="gate.champion.margin",
+        key=MARGIN,
         note=_compared(paired, measured["metrics"].get(metric), value, margin),
     )
 
@@ -219,7 +236,8 @@ def _publish(decision: Decision, origin: Mapping[str, Any]) -> None:
         "rules": [row(rule) for rule in decision.rules],
         **origin,
     }
-    publish_json(tree, decision.uri, kind=KIND, fields={"decision": outcome, **origin})
+    fields = {"decision": outcome, "gained": decision.gained, **origin}
+    publish_json(tree, decision.uri, kind=KIND, fields=fields)
 
 
 def publish_json(

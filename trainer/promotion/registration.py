@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
-from trainer.promotion.gate import Decision, Rule, publish_json, row
+from trainer.promotion.gate import COMPARABLE, MARGIN, Decision, Rule, publish_json, row
 
 KIND = "registration"
 PROMOTED = "promoted"
@@ -83,11 +83,12 @@ def _registered(request: Request, scratch: Path) -> Registration:
     after, champion = registry.newest(root, name), registry.champion(root, name)
     ours = champion is not None and champion.manifest.fields["source"]["uri"] == request.model
     rules: tuple[Rule, ...] = ()
-    decided = None
+    lineage = {**request.lineage}
     if not ours:
-        decided = _compared_again(request, champion)
-        rules = (*_rules(request, champion), *(decided.rules if decided else ()))
-    lineage = {**request.lineage, **({"decision": decided.uri} if decided else {})}
+        rules = tuple(_rules(request, champion))
+        if champion:
+            further, known = _compared(request, champion)
+            rules, lineage = (*rules, *further), {**lineage, **known}
     found = _Found(champion=champion, rules=rules, lineage=lineage)
     failed = [str(each) for each in rules if not each.passed]
     if failed:
@@ -106,13 +107,39 @@ def _registered(request: Request, scratch: Path) -> Registration:
     return _publish(request, found, reasons=[], version=made.number, promotion=after)
 
 
-def _compared_again(request: Request, champion: registry.Version | None) -> Decision | None:
-    """Return the decision against this champion, where the gate has seen another one, or none."""
+def _compared(
+    request: Request, champion: registry.Version
+) -> tuple[tuple[Rule, ...], dict[str, Any]]:
+    """Return the rules of comparisons that the gate has not made, and what the lineage says of all.
+
+    A small loss each night adds up: the model is compared with the version, too, since which no
+    gain was proved.
+    """
     decision = storage.read_manifest(request.model).fields["decision"]
-    seen = storage.read_manifest(decision).fields.get("champion", "")
-    if champion is None or champion.uri == seen:
-        return None
-    return request.compare(champion)
+    seen = storage.read_manifest(decision).fields
+    rules: tuple[Rule, ...] = ()
+    lineage: dict[str, Any] = {}
+    gained = seen.get("gained", False)
+    if champion.uri != seen.get("champion", ""):
+        decided = request.compare(champion)
+        rules, gained, lineage["decision"] = decided.rules, decided.gained, decided.uri
+    reference = registry.reference(request.root, request.config.name, champion)
+    if reference:
+        decided = request.compare(reference)
+        rules, gained = (*rules, *_of_reference(decided, reference)), decided.gained
+    if not gained:
+        lineage["reference"] = (reference or champion).number
+    return rules, lineage
+
+
+def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Rule]:
+    """Yield the rules of a comparison with the version that an earlier champion was."""
+    name = f"version {reference.number}"
+    for rule in decided.rules:
+        if rule.key in {MARGIN, COMPARABLE}:
+            note = rule.note.replace("the champion's", f"that of {name}")
+            metric = f"{rule.metric}_from_version_{reference.number}"
+            yield replace(rule, metric=metric, note=f"{note}; no gain was proved since {name}")
 
 
 def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:

@@ -327,6 +327,16 @@ def champion_checkpoint(root: str, name: str) -> str:
     return uri
 
 
+def reference(root: str, name: str, champion: Version) -> Version | None:
+    """Return the version that the champion and those before it lost no more than a margin against.
+
+    None where the champion is that itself, or where it is gone.
+    """
+    number = champion.manifest.fields.get("lineage", {}).get("reference", 0)
+    found = {each.number: each for each in versions(root, name)}
+    return found.get(number)
+
+
 def opponent(root: str, name: str, checkpoint: str) -> Version | None:
     """Return the champion that the model of a checkpoint is compared with.
 

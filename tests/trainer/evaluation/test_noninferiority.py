@@ -112,22 +112,6 @@ def test_a_model_worse_by_the_margin_is_promoted_no_more_often_than_the_confiden
     assert np.mean(passed) <= at_most(0.05, 4000)
 
 
-def test_a_thousand_nights_of_equal_models_do_not_drift_and_are_seldom_refused():
-    """Models of one recipe: each has a quality of its own, and differs on 3 in 100 examples."""
-    generator = np.random.default_rng(2)
-    quality, promoted, worst = 0.97, 0, 0.0
-    for own in 0.97 + generator.normal(0, 0.004, 1000):
-        gain = own - quality
-        won = max(0.0, (0.03 + gain) / 2)
-        lost = max(0.0, won - gain)
-        a, b, _ = generator.multinomial(EXAMPLES, [won, lost, 1 - won - lost]).tolist()
-        if bound(a, b, EXAMPLES) >= -MARGIN:
-            quality, promoted = own, promoted + 1
-        worst = max(worst, 0.97 - quality)
-    assert worst < MARGIN
-    assert promoted >= 800
-
-
 @pytest.mark.parametrize("count", [120, 1500])
 def test_a_mean_that_is_worse_by_the_margin_is_seldom_promoted(count):
     generator, passed, nights = np.random.default_rng(3), 0, 400

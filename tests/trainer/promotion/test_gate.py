@@ -71,7 +71,8 @@ def test_a_good_model_is_blessed(tmp_path: Path) -> None:
     manifest = storage.verify(output)
     assert manifest.kind == "decision"
     assert manifest.fields == {
-        "decision": "blessed", "champion": "", "evaluation": evaluation, "global_step": 1500,
+        "decision": "blessed", "gained": False, "champion": "", "evaluation": evaluation,
+        "global_step": 1500,
     }  # fmt: skip
 
 

@@ -175,6 +175,19 @@ def test_of_a_metric_of_which_less_is_better_the_bound_is_above(tmp_path: Path) 
     assert "is not a finite number" in decision.reasons[0]
 
 
+@pytest.mark.parametrize(
+    ("gained", "lost", "margin", "proved"),
+    [(40, 10, 0.01, True), (40, 10, 0.03, False), (40, 10, -0.015, True), (10, 10, 0.0, False)],
+)
+def test_a_gain_is_proved_beyond_the_margin(
+    tmp_path: Path, gained: int, lost: int, margin: float, proved: bool
+) -> None:
+    policy = {"champion": {"margin": margin}}
+    decision = check(tmp_path, policy, champion=champion(gained, lost))
+    assert decision.gained is proved
+    assert storage.read_manifest(decision.uri).fields["gained"] is proved
+
+
 @pytest.mark.parametrize("old", [{"champion": "better"}, {"min_gain": 0.1}, {"significance": 0.05}])
 def test_the_keys_of_an_earlier_version_say_what_to_write_instead(old: dict[str, Any]) -> None:
     with pytest.raises(ConfigError) as error:

@@ -42,7 +42,7 @@ class Run:
         self.folder = folder
         self.root = storage.uri_of(folder / "root")
         (folder / "scratch").mkdir()
-        self.worse = False
+        self.worse, self.gain = False, 0.0
         self.compared: list[str] = []
 
     def compare(self, champion: registry.Version) -> Decision:
@@ -50,7 +50,7 @@ class Run:
         self.compared.append(champion.uri)
         rule = Rule(
             metric="accuracy_difference", bound="min", threshold=-0.02, key="gate.champion.margin",
-            value=-0.5 if self.worse else 0.0,
+            value=-0.5 if self.worse else self.gain, note="accuracy 0.9, the champion's 0.9",
         )  # fmt: skip
         uri = f"file:///decision/{champion.number}"
         return Decision(uri=uri, blessed=rule.passed, rules=(rule,))
@@ -127,6 +127,61 @@ def test_the_next_one_names_the_one_before(run: Run) -> None:
     assert (made.version, made.promotion) == (2, 2)
     tree = json.loads(storage.read_file(made.uri, "registration.json"))
     assert tree["predecessor"] == before.uri
+
+
+def after(run: Run, number: int) -> registration.Registration:
+    """Register one whose gate has seen the champion."""
+    champion = run.champion()
+    assert champion
+    return run.register(run.exported(number, champion=champion.uri))
+
+
+def rules_of(made: registration.Registration) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(storage.read_file(made.uri, "registration.json"))[
+        "rules"
+    ]
+    return [rule for rule in found if "_difference" in rule["metric"]]
+
+
+def test_small_losses_do_not_add_up_over_many_promotions(run: Run) -> None:
+    run.register(run.exported(1))
+    first = run.champion()
+    assert first
+    assert not rules_of(after(run, 2)), "the gate has compared them"
+    made = after(run, 3)
+    assert run.compared == [first.uri], "of which the one before was not better for sure"
+    [rule] = rules_of(made)
+    assert rule["metric"] == "accuracy_difference_from_version_1"
+    assert rule["note"].endswith("that of version 1 0.9; no gain was proved since version 1")
+    run.worse = True
+    champion = run.champion()
+    assert champion
+    assert champion.number == 3
+    reason = refused(run.register(run.exported(4, champion=champion.uri)))
+    assert reason.startswith("accuracy_difference_from_version_1 -0.5 is below gate.champion.marg")
+
+
+def test_a_gain_beyond_the_margin_begins_anew(run: Run) -> None:
+    run.register(run.exported(1))
+    after(run, 2)
+    run.gain = 0.02
+    after(run, 3)
+    run.compared.clear()
+    assert not rules_of(after(run, 4))
+    assert not run.compared, "the third is the one to lose against, and it is the champion"
+    run.gain = 0.0
+    [rule] = rules_of(after(run, 5))
+    assert rule["metric"] == "accuracy_difference_from_version_3"
+
+
+def test_a_reference_that_is_gone_is_not_compared_with(run: Run) -> None:
+    run.register(run.exported(1))
+    first = run.champion()
+    assert first
+    after(run, 2)
+    storage.delete(first.uri)
+    assert after(run, 3).promoted
+    assert not run.compared
 
 
 def test_the_same_again_is_a_no_op(run: Run) -> None:

@@ -196,6 +196,12 @@ def test_an_optimizer_that_is_not_used_is_named(caplog):
 def test_a_metric_that_nothing_measures_is_refused():
     tree = {"gate": {"min": {"accuracy": 0.5, "accuracy@label": 0.1}}}
     require(configured(tree), net())
+    for gate, key in (
+        ({"max": {"acuracy": 1}}, "max"),
+        ({"champion": {"metric": "acuracy"}}, "cha"),
+    ):
+        with pytest.raises(ConfigError, match=rf"^gate\.{key}.*'acuracy'; did you mean 'accuracy'"):
+            dry_run.require(configured({"gate": gate}), net(), of_classes(3))
     objective = of_classes(3)
     objective.task.directions = {"loss": "lower", "r2_score": "higher"}
     with pytest.raises(ConfigError) as error:
