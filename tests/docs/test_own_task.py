@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 
 import numpy as np
 import pytest
-import yaml
 from sklearn.metrics import mean_pinball_loss
 
 from tests.conftest import ROOT
 from tests.docs.markdown import read
+from tests.pipelines.called import call
 from tests.trainer.tasks.measuring import InParts, measured, target
-from trainer import user_code
-from trainer.config.load import parse_config
+from trainer import storage, user_code
+from trainer.config.load import load_config
 from trainer.errors import ConfigError
 from trainer.training import dry_run, trial_task
 
@@ -94,13 +95,9 @@ def test_what_it_does_not_take_is_refused(module, dtype, quantiles, words):
     assert str(caught.value) == words
 
 
-def fitted(folder, **tree):
-    """Try the page's run on the numbers of `digits`, without preparing a dataset."""
-    found = yaml.safe_load((folder / "quantiles.yaml").read_text())
-    found["data"] = {"dataset": "digits"}
-    found["evaluation"] = {}
-    config = parse_config({**found, **tree})
-    return dry_run.fit(config, folder / "scratch")
+def fitted(folder):
+    """Try the page's run, without preparing its dataset."""
+    return dry_run.fit(load_config(folder / "quantiles.yaml"), folder / "scratch")
 
 
 def test_a_dry_run_takes_it(folder):
@@ -125,3 +122,38 @@ def test_a_mistake_in_it_is_one_line(folder, right, wrong, words):
     assert str(caught.value).startswith("task quantiles:Quantiles: ")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def evaluation(ended):
+    """Return what the evaluation of a run says."""
+    uri = ended.answer["artifacts"]["evaluation"]
+    return json.loads((storage.local_path(uri) / "metrics.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+@pytest.mark.timeout(400)
+def test_a_second_run_is_compared_with_the_first(folder):
+    first, second = (
+        call("run", folder / "runs", "quantiles.yaml", "--set", f"training.seed={seed}", cwd=folder)
+        for seed in (0, 1)
+    )
+    for ended in (first, second):
+        assert (ended.code, ended.answer["status"]) == (0, "blessed"), ended.err
+        found = evaluation(ended)
+        assert ended.answer["metrics"] == found["metrics"]
+        assert found["metrics"].keys() == {"loss", "pinball", "coverage", "interval_width"}
+        assert [row["examples"] for row in found["slices"]["progression"]] == [22, 22, 22, 22]
+        model = storage.local_path(ended.answer["artifacts"]["model"])
+        parity = json.loads((model / "parity.json").read_text(encoding="utf-8"))
+        assert parity["formats"].keys() == {"saved_model", "keras", "tflite"}
+        card = (model / "model_card.md").read_text(encoding="utf-8")
+        assert "| `q10` | float32 | (n) |" in card
+        assert "### Labels below each quantile" in card
+    champion = found["champion"]
+    assert champion["metrics"]["pinball"] == pytest.approx(
+        first.answer["metrics"]["pinball"], rel=1e-4
+    )
+    assert (champion["paired"]["metric"], champion["paired"]["better"]) == ("pinball", "lower")
+    (report,) = (storage.local_path(second.answer["artifacts"]["report"]),)
+    assert "paired bootstrap-t" in report.read_text(encoding="utf-8")
