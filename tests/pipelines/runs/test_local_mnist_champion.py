@@ -16,19 +16,21 @@ from tests.pipelines.called import call, calling, processes_of, setting
 from tests.trainer.small_run import publish_checkpoint
 from trainer import events, storage
 from trainer.config.load import load_config
+from trainer.config.thresholds import ChampionRule
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.evaluation.evaluate import restored
 from trainer.events import StepEnd
 from trainer.promotion import registry
 from trainer.storage.local import locked
+from trainer.tasks.registry import objective_of
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 SOFTMAX = setting(model__name="softmax", model__args="{}")
 FEW = setting(training__strategy="single", training__validate_every=0, gate__min="{}")
-BETTER = setting(gate__champion="better", training__steps=900)
+BETTER = setting(gate__champion__margin=-0.01, training__steps=900)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +76,7 @@ def test_one_that_was_made_worse_on_purpose_is_refused(first, workdir, words, ro
     few = setting(training__steps=3)
     run = call("run", workdir, *words, *SOFTMAX, *few, cwd=workdir.parent)
     assert run.code == 3, run.err
-    assert "p_worse " in run.answer["message"]
+    assert "accuracy_difference -0." in run.answer["message"]
     assert run.answer["metrics"]["accuracy"] < first.answer["metrics"]["accuracy"]
     assert "model" not in run.answer["artifacts"]
     assert champion(root) == 1
@@ -83,9 +85,8 @@ def test_one_that_was_made_worse_on_purpose_is_refused(first, workdir, words, ro
 def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, monkeypatch):
     monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path))
     config = load_config(first.folder / "config.json")
-    config = config.model_copy(
-        update={"gate": config.gate.model_copy(update={"champion": "better"})}
-    )
+    rule = ChampionRule(margin=0.0)
+    config = config.model_copy(update={"gate": config.gate.model_copy(update={"champion": rule})})
     dataset = first.answer["artifacts"]["dataset"]
     checkpoint = _noisy(config, dataset, first.answer["artifacts"]["checkpoint"], tmp_path)
     given = (config.model_dump_json(), root, "noise")
@@ -95,17 +96,16 @@ def test_one_that_is_better_by_noise_alone_is_refused(first, tmp_path, root, mon
     given = (*given, evaluation, str(tmp_path / "decision"))
     assert check_gate.run_step(*given, artifact_in(tmp_path)) == "refused"
     decision = (tmp_path / "decision").read_text()
-    rules = json.loads(storage.read_file(decision, "decision.json"))["rules"]
-    assert [(rule["metric"], rule["passed"]) for rule in rules] == [
-        ("gain", True), ("p_better", False),
-    ]  # fmt: skip
-    assert rules[0]["value"] > 0, "it has more examples right than the champion"
+    [rule] = json.loads(storage.read_file(decision, "decision.json"))["rules"]
+    assert (rule["metric"], rule["passed"]) == ("accuracy_difference", False)
+    paired = json.loads(storage.read_file(evaluation, "metrics.json"))["champion"]["paired"]
+    assert paired["difference"] > 0, "it has more examples right than the champion"
 
 
 def _noisy(config, dataset, checkpoint, folder):
     """Shake the champion until a few more examples than before happen to be right; publish that."""
     spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
-    model, step = restored(config, spec, checkpoint, folder)
+    model, step = restored(config, spec, objective_of(config, spec), checkpoint, folder)
     files = stage_shards(dataset, folder / "test", "test")
     [(images, labels)] = evaluation_batches(spec, files, batch_size=10_000)
     genuine, generator = model.get_weights(), np.random.default_rng(0)
@@ -145,8 +145,7 @@ def test_one_that_dies_between_export_and_promotion_leaves_the_champion_and_goes
     assert registry.newest(root, "mnist") == 2
     assert again.read("registration", "registration.json")["promotion"] == 2
     rules = {rule["metric"]: rule for rule in again.read("decision", "decision.json")["rules"]}
-    assert rules["gain"]["value"] > 0.01
-    assert rules["p_better"]["value"] < 1e-6
+    assert rules["accuracy_difference"]["value"] > 0.01
 
 
 def _until_it_is_registered(run, workdir, root):
