@@ -102,7 +102,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
 def _kept(name: str, form: Format, subject: Original, ask: Predictor) -> dict[str, Any]:
     """Return the main metric of a rounded form and of the original; refuse one that has lost.
 
-    The loss stands in for a main metric that these examples do not define.
+    The loss replaces a main metric that these examples do not define.
     """
     objective, metric = subject.objective, subject.task.main_metric
     own, original, count = [], [], 0

@@ -116,7 +116,8 @@ def drawn(examples: Examples, most: int = 100_000) -> Part:
 
 
 def _at(values: Any, rows: slice) -> Any:
-    return None if values is None else values[rows]
+    # A view would keep the whole part.
+    return None if values is None else values[rows].copy()
 
 
 class SplitError(UserError):

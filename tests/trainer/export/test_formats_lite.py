@@ -13,14 +13,17 @@ import yaml
 
 from tests.trainer import small_run
 from tests.trainer.objectives import of_classes
+from tests.trainer.tasks.measuring import target
 from trainer import storage
 from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec
+from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.errors import UserError
 from trainer.evaluation.signature import SERIALIZED
 from trainer.export.formats import FORMATS, called
 from trainer.export.parity import SMOKE_EXAMPLES, Original, answered, fresh_process, prove
 from trainer.promotion import kserve
+from trainer.tasks.binary_classification import BinaryClassification
+from trainer.tasks.objective import Objective
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 ALL = ("saved_model", "keras", "tflite", "tflite_int8")
@@ -192,3 +195,30 @@ def test_a_service_for_kserve(exported):
 )
 def test_a_name_that_kubernetes_takes(name, service):
     assert kserve.service_name(name) == service
+
+
+@pytest.mark.parametrize("defined", [True, False])
+def test_the_loss_replaces_a_main_metric_that_is_not_defined(defined, tmp_path):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 4)).astype(np.float32)
+    labels = (x[:, 0] > 0).astype(int) if defined else np.zeros(64, int)
+    given = keras.Input((4,), name="x")
+    model = keras.Model(given, keras.layers.Dense(1)(given))
+    objective = Objective(BinaryClassification(target([0, 1])))
+    inputs = {"x": tf.constant(x)}
+    original = Original(
+        model=model,
+        task=objective.task,
+        objective=objective,
+        spec=DatasetSpec(
+            features={"x": FeatureSpec(shape=(4,), dtype="float32", stored="raw")},
+            inputs=("x",),
+            targets=("label",),
+            shards={},
+        ),
+        batches=lambda: iter([(inputs, (x, labels, None))]),
+        calibration=inputs,
+    )
+    rounded = prove(original, {"tflite_int8": "m.tflite"}, tmp_path)["formats"]["tflite_int8"]
+    assert rounded["metric"] == ("auc" if defined else "loss")
+    assert rounded["value"] == pytest.approx(rounded["original"], rel=0.05)
