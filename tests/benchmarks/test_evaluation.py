@@ -26,7 +26,7 @@ def test_both_sides_measure_the_same(tmp_path, monkeypatch):
     assert ours["metrics"]["loss"] == pytest.approx(bare["loss"], rel=1e-4)
     assert ours["metrics"]["top_3_accuracy"] == pytest.approx(bare["top_3"])
     assert ours["confusion_matrix"] == bare["confusion"].tolist()
-    assert [row["roc_auc"] for row in ours["per_class"]] == pytest.approx(
+    assert [row["auc"] for row in ours["per_class"]] == pytest.approx(
         [roc for roc, _ in bare["areas"]]
     )
     assert ours["intervals"]["accuracy"] == pytest.approx(bare["interval"], abs=0.02)

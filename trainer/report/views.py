@@ -216,7 +216,7 @@ def curves(evaluation: Facts, found: Sequence[Facts]) -> list[Chart]:
     areas = {row["label"]: row for row in evaluation.get("per_class") or ()}
     charts: list[Chart | None] = []
     for title, curve, area in (
-        ("ROC: true over false positive rate", "roc", "roc_auc"),
+        ("ROC: true over false positive rate", "roc", "auc"),
         ("Precision over recall", "pr", "pr_auc"),
     ):
         known = [

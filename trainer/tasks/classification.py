@@ -42,7 +42,7 @@ class Classification(Task):
         "accuracy": "higher",
         "top_3_accuracy": "higher",
         **{f"{a}_{b}": "higher" for a in ("macro", "weighted") for b in _SHARES},
-        "roc_auc": "higher",
+        "auc": "higher",
         "pr_auc": "higher",
         "calibration_error": "lower",
     }
@@ -158,7 +158,7 @@ class Classification(Task):
             "metrics": {
                 **means.metrics(),
                 **measured.averages(*counts),
-                "roc_auc": measured.mean_area(of_classes, "roc_auc"),
+                "auc": measured.mean_area(of_classes, "auc"),
                 "pr_auc": measured.mean_area(of_classes, "pr_auc"),
                 "calibration_error": calibration.result()["error"],
             },

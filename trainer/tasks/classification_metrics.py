@@ -51,7 +51,7 @@ Area = dict[str, float | None]
 
 
 def exact_areas(labels: Labels, logits: Floats) -> list[Area]:
-    """Return `roc_auc` and `pr_auc` of each class against all others; None of an absent one."""
+    """Return `auc` and `pr_auc` of each class against all others; None of an absent one."""
     probabilities = softmax(logits)
     return [_areas(labels == each, probabilities[:, each]) for each in range(logits.shape[1])]
 
@@ -86,11 +86,11 @@ class Areas:
     @staticmethod
     def _of(own: Floats, others: Floats) -> Area:
         if not own.sum() or not others.sum():
-            return {"roc_auc": None, "pr_auc": None}
+            return {"auc": None, "pr_auc": None}
         hits, misses = own[::-1].cumsum()[::-1], others[::-1].cumsum()[::-1]
         above = (others * (hits - own / 2)).sum()
         precise = (own * hits / np.maximum(hits + misses, _TINY)).sum()
-        return {"roc_auc": float(above / (hits[0] * misses[0])), "pr_auc": float(precise / hits[0])}
+        return {"auc": float(above / (hits[0] * misses[0])), "pr_auc": float(precise / hits[0])}
 
 
 def per_class(
@@ -202,9 +202,9 @@ class Calibration:
 
 def _areas(own: npt.NDArray[np.bool_], score: Floats) -> dict[str, float | None]:
     if not 0 < own.sum() < len(own):
-        return {"roc_auc": None, "pr_auc": None}
+        return {"auc": None, "pr_auc": None}
     return {
-        "roc_auc": float(scores.roc_auc_score(own, score)),
+        "auc": float(scores.roc_auc_score(own, score)),
         "pr_auc": float(scores.average_precision_score(own, score)),
     }
 

@@ -221,7 +221,7 @@ class SequenceLabelling(Task):
             cells = (true * classes + found)[true >= 0]
             matrix += np.bincount(cells, minlength=classes**2).reshape(classes, classes)
         counts = matrix.diagonal(), matrix.sum(axis=1), matrix.sum(axis=0)
-        no_area: measured.Area = {"roc_auc": None, "pr_auc": None}
+        no_area: measured.Area = {"auc": None, "pr_auc": None}
         return {
             "confusion_matrix": matrix.tolist(),
             "labels": list(self.labels),

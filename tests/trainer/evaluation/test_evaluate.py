@@ -129,8 +129,8 @@ def test_curves_areas_and_intervals_are_those_of_the_predictions(evaluated):
     areas = [
         roc_auc_score(arrays["label"] == digit, probabilities[:, digit]) for digit in range(10)
     ]
-    assert [row["roc_auc"] for row in text["per_class"]] == areas
-    assert text["metrics"]["roc_auc"] == pytest.approx(np.mean(areas))
+    assert [row["auc"] for row in text["per_class"]] == areas
+    assert text["metrics"]["auc"] == pytest.approx(np.mean(areas))
     low, high = text["intervals"]["accuracy"]
     assert low < text["metrics"]["accuracy"] < high
     assert sum(row["examples"] for row in text["calibration"]) == len(arrays["label"])
@@ -209,7 +209,7 @@ def test_a_class_that_does_not_occur_has_zeros_and_leaves_the_average_alone(run,
     text = json.loads(storage.read_bytes(storage.join(output, "metrics.json")))
     absent = [row for row in text["per_class"] if not row["support"]]
     assert len(absent) == 8
-    assert [row["roc_auc"] for row in absent] == [None] * 8
+    assert [row["auc"] for row in absent] == [None] * 8
     assert all(np.isfinite(value) for value in result.metrics.values())
     assert {row["recall"] for row in absent} == {0.0}
     assert result.metrics["macro_recall"] > 0.3, "eight zeros would bring it below 0.2"

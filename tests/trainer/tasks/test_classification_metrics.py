@@ -65,9 +65,9 @@ def test_areas_are_scikit_learns(predicted):
     probabilities = metrics.softmax(logits)
     for index, row in enumerate(rows):
         own = labels == index
-        assert row["roc_auc"] == scores.roc_auc_score(own, probabilities[:, index])
+        assert row["auc"] == scores.roc_auc_score(own, probabilities[:, index])
         assert row["pr_auc"] == scores.average_precision_score(own, probabilities[:, index])
-    mean = metrics.mean_area(rows, "roc_auc")
+    mean = metrics.mean_area(rows, "auc")
     expected = scores.roc_auc_score(labels, normal(logits), multi_class="ovr")
     assert mean == pytest.approx(expected, abs=1e-4)
 
@@ -75,7 +75,7 @@ def test_areas_are_scikit_learns(predicted):
 def test_a_class_that_does_not_occur_has_no_area_and_no_curve():
     labels, logits = np.zeros(5, int), np.eye(5, 3, dtype=np.float32)
     rows = measure(labels, logits)["per_class"]
-    assert [row["roc_auc"] for row in rows] == [None] * 3
+    assert [row["auc"] for row in rows] == [None] * 3
     assert metrics.mean_area(rows, "pr_auc") is None
     assert metrics.curves(labels, logits, list("abc")) == []
 
@@ -210,20 +210,20 @@ def test_areas_from_steps_are_close_to_the_exact_ones(classes):
         areas.add(labels[rows], logits[rows], weights[rows])
     exact = metrics.exact_areas(labels, logits)
     for index, (found, expected) in enumerate(zip(areas.result(), exact, strict=True)):
-        if expected["roc_auc"] is None:
+        if expected["auc"] is None:
             assert found == expected
         else:
             own, others = areas._own[index], areas._others[index]
             # Pairs at one step count half, which is what they may be off by.
             tied = (own * others).sum() / (own.sum() * others.sum())
-            assert found["roc_auc"] == pytest.approx(expected["roc_auc"], abs=tied / 2 + 1e-9)
+            assert found["auc"] == pytest.approx(expected["auc"], abs=tied / 2 + 1e-9)
             assert tied < 0.03
 
 
 def test_many_examples_have_their_areas_from_steps(predicted, monkeypatch):
-    exact = measure(*predicted)["metrics"]["roc_auc"]
+    exact = measure(*predicted)["metrics"]["auc"]
     monkeypatch.setattr(base.drawn, "__defaults__", (100,))
-    found = measure(*predicted)["metrics"]["roc_auc"]
+    found = measure(*predicted)["metrics"]["auc"]
     assert found == pytest.approx(exact, abs=1e-3)
     assert found != exact
 
@@ -241,7 +241,7 @@ def test_one_class_alone_has_no_areas_and_no_warnings():
     assert found["confusion_matrix"] == [[4, 0], [0, 0]]
     assert found["metrics"]["accuracy"] == 1
     first, _ = found["per_class"]
-    assert (first["roc_auc"], first["f1"]) == (None, 1)
+    assert (first["auc"], first["f1"]) == (None, 1)
     assert found["curves"] == []
     low, high = found["intervals"]["accuracy"]
     assert 0 < low < high == 1

@@ -62,7 +62,7 @@ def test_a_class_without_examples_has_no_part_in_the_mean_area():
     area = scores.roc_auc_score(labels[:, able], outputs[:, able], average="macro")
     assert found["auc"] == pytest.approx(area, abs=0.01)
     rows = task.details(InParts(labels, outputs))["per_class"]
-    assert [row["label"] for row in rows if row["roc_auc"] is None] == ["b"]
+    assert [row["label"] for row in rows if row["auc"] is None] == ["b"]
 
 
 def test_areas_of_one_kind_of_labels_are_left_out():
