@@ -167,14 +167,12 @@ class Topology:
             and worker 0 publishes.
         servers: whether variables are on parameter servers.
         workers: whether there are workers; otherwise the chief trains alone.
-        gpus: how many GPUs a task that computes can use; None for all that it has.
     """
 
     implementation: str
     chief: bool = True
     servers: bool = True
     workers: bool = True
-    gpus: int | None = None
 
     def tasks(self, *, servers: int, workers: int) -> dict[str, int]:
         """Return how many tasks of each role to start, the chief last."""
@@ -196,12 +194,12 @@ TOPOLOGIES = {
         implementation="trainer.strategies.mirrored:Single", servers=False, workers=False
     ),
     "async_parameter_server": Topology(
-        implementation="trainer.strategies.async_parameter_server:AsyncParameterServer", gpus=1
+        implementation="trainer.strategies.async_parameter_server:AsyncParameterServer"
     ),
     "sync_parameter_server": Topology(
-        implementation="trainer.strategies.sync_parameter_server:SyncParameterServer", gpus=1
+        implementation="trainer.strategies.sync_parameter_server:SyncParameterServer"
     ),
-    "in_graph": Topology(implementation="trainer.strategies.in_graph:InGraph", gpus=1),
+    "in_graph": Topology(implementation="trainer.strategies.in_graph:InGraph"),
     "multi_worker_mirrored": Topology(
         implementation="trainer.strategies.mirrored:MultiWorkerMirrored", chief=False, servers=False
     ),

@@ -11,7 +11,6 @@ from components.tfjob.manifest import replicas
 from pipelines.doctor.examination import Finding
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.topology import topology_of
 
 
 def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> Finding:
@@ -34,13 +33,6 @@ def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> F
             "has to be in the image or a volume"
         )
         return Finding("warn", message, f"docker run --rm HOST/NAME:TAG ls {shlex.quote(folder)}")
-    usable, asked = topology_of(config.training.strategy).gpus, config.cluster.gpus_per_worker
-    if usable is not None and asked > usable:
-        message = (
-            f"cluster.gpus_per_worker: {asked}, of which {config.training.strategy} uses {usable} "
-            "in each worker: the others would be idle; more workers use more GPUs"
-        )
-        return Finding("warn", message, _setting(f"cluster.gpus_per_worker={usable}"))
     tasks = ", ".join(f"{count} {role}" for role, count in replicas(config).items())
     return Finding("ok", f"{config.name}: {config.training.strategy} with {tasks}")
 

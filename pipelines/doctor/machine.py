@@ -72,9 +72,6 @@ def loopback(closes: Callable[[], bool] = ports.can_close) -> Finding:
 def gpus(config: Config) -> Finding:
     """Check that this machine has the GPUs of which local workers are to be given some."""
     asked, has = config.cluster.gpus_per_worker, len(glob("/dev/nvidia[0-9]*"))
-    if not has:
-        message = f"cluster.gpus_per_worker is {asked} and there is no GPU: a run would use the CPU"
-        return Finding("warn", message, "nvidia-smi")
     if asked > has:
         message = f"cluster.gpus_per_worker is {asked} and there are {has} GPUs"
         return Finding("fail", message, f"flotilla doctor --set cluster.gpus_per_worker={has}")

@@ -1,4 +1,7 @@
-"""A worker or parameter server under test, by TF_CONFIG: `python -m tests.cluster.server`."""
+"""A worker or parameter server under test, by TF_CONFIG: `python -m tests.cluster.server`.
+
+`DEVICES` parts the processor of a worker, as if it had so many accelerators.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,12 @@ def main() -> None:
     """Serve until killed, or until the test's process ends."""
     signals.end_with_parent()
     cluster, task = from_tf_config(os.environ["TF_CONFIG"])
+    devices = int(os.environ.get("DEVICES", "1")) if task.role == "worker" else 1
     server = tf.distribute.Server(
-        tf.train.ClusterSpec(cluster.spec()), job_name=task.role, task_index=task.index
+        tf.train.ClusterSpec(cluster.spec()),
+        job_name=task.role,
+        task_index=task.index,
+        config=tf.compat.v1.ConfigProto(device_count={"CPU": devices}),
     )
     server.join()
 

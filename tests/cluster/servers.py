@@ -103,6 +103,7 @@ class Servers:
 
     cluster: Cluster
     folder: Path
+    devices: int = 1
     processes: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
 
     def start(self, task: Task) -> None:
@@ -143,6 +144,7 @@ class Servers:
             settings["TF_CONFIG"] = self.cluster.tf_config(task)
         if module[0] == "tests.cluster.server":
             settings["TF_USE_LEGACY_KERAS"] = "1"
+            settings["DEVICES"] = str(self.devices)
         with (folder / "log.txt").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", *module],
@@ -169,16 +171,17 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def serving(
-    folder: Path, *, ps: int = 0, workers: int = 0, chief: bool = True
+    folder: Path, *, ps: int = 0, workers: int = 0, chief: bool = True, devices: int = 1
 ) -> Iterator[Servers]:
     """Start parameter servers and workers, and end all of the tasks in the end.
 
-    Without a chief the workers lead themselves: `start_lead(trial, task)` starts each of them.
+    Each worker has as many `devices`, which are parts of the processor. Without a chief the workers
+    lead themselves: `start_lead(trial, task)` starts each of them.
     Without any server it is one process and no cluster.
     """
     roles = {"ps": ps, "worker": workers, "chief": int(chief and ps + workers > 0)}
     with held_cluster({role: count for role, count in roles.items() if count}) as cluster:
-        servers = Servers(cluster, folder)
+        servers = Servers(cluster, folder, devices)
         try:
             for role in ("ps", "worker") if chief else ("ps",):
                 for index in range(roles[role]):

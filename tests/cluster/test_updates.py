@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -74,6 +75,27 @@ def test_small_batches_equal_a_large_one_and_so_do_their_averages(whole, tmp_pat
         assert any(path.startswith("average/") for path in outcome.variables)
     workers = outcome.reports[-1]["metrics"]["workers"]
     assert sum(each["examples"] for each in workers.values()) == sum(RUNS) * BATCH
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    ["sync_parameter_server"]
+    + [
+        pytest.param(each, marks=pytest.mark.long)
+        for each in ("async_parameter_server", "in_graph")
+    ],
+)
+def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_path, strategy):
+    together = {"accumulate": 2, "ema": 0.9, "mixed_precision": "float16"}
+    with serving(tmp_path, ps=2, workers=1, devices=2) as servers:
+        outcome = servers.lead(trial(strategy, "dense", BATCH // 4, **together))
+    scale = {path for path in outcome.variables if path.startswith("loss_scale/")}
+    # As the gradients of one worker: those of its towers are computed at once.
+    assert outcome.variables["loss_scale/gradients"] == sum(RUNS) * 2
+    kept = {path: each for path, each in outcome.variables.items() if path not in scale}
+    assert_same(replace(outcome, variables=kept), whole)
+    workers = outcome.reports[-1]["metrics"]["workers"]
+    assert workers == {"worker-0": {"local_steps": sum(RUNS), "examples": sum(RUNS) * BATCH}}
 
 
 @pytest.mark.parametrize("strategy", ["single", *LED])

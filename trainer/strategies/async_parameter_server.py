@@ -14,7 +14,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from trainer.strategies.gradients import local_steps_of
-from trainer.strategies.parameter_server import Call, Served, Tally, worker_number
+from trainer.strategies.parameter_server import Call, Served, worker_number
 from trainer.strategies.strategy import Batch, Problem, Report
 
 # A portion whose worker dies is run again as a whole: as many steps may count twice.
@@ -74,7 +74,7 @@ class AsyncParameterServer(Served):
         """Connect, and build model and optimizer on the servers, input on the workers."""
         self.connect()
         self.build_model(problem)
-        self._tally = Tally(batch_size=self.config.training.step_examples)
+        self._tally = self.tally()
         self._iterator = self.worker_batches(problem)
         seldom = self.config.training.pull_every > 1
         update = self._local_steps(problem) if seldom else self._step(problem)
@@ -132,7 +132,7 @@ class AsyncParameterServer(Served):
 
         # The coordinator traces in the scope of its strategy, where Keras updates a variable in a
         # replica's context only.
-        return lambda iterator: self.connected.run(step, args=(next(iterator),))
+        return lambda iterator: self.connected.run(step, args=(self.towers.take(iterator),))
 
     def _local_steps(self, problem: Problem) -> Update:
         training = self.config.training
@@ -143,5 +143,6 @@ class AsyncParameterServer(Served):
             steps=training.pull_every,
             jit=training.jit_compile,
             scale=self.scale,
+            towers=self.towers,
         )
         return lambda iterator: self.connected.run(steps, args=(iterator,))

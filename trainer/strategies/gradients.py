@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from trainer.strategies.loss_scale import LossScale
 from trainer.strategies.strategy import Batch, Loss
+from trainer.strategies.towers import ONE, Towers
 
 Tensors = list[tf.Tensor]
 # A dense tensor, or `IndexedSlices` of looked up rows; zeros of an unused variable.
@@ -219,8 +220,9 @@ def pulled_gradient_of(  # noqa: PLR0913
     parts: int = 1,
     scale: LossScale | None = None,
     in_place: bool = False,
-) -> Callable[[Batch], tuple[tf.Tensor, list[Gradient]]]:
-    """Return the function from a batch to loss and gradient; like `strategy.gradient_of`.
+    towers: Towers = ONE,
+) -> Callable[[Any], tuple[tf.Tensor, list[Gradient]]]:
+    """Return the function from what the towers take to loss and gradient.
 
     Args:
         model: has its variables anywhere.
@@ -231,11 +233,12 @@ def pulled_gradient_of(  # noqa: PLR0913
         scale: that of the loss, where it is scaled.
         in_place: whether the variables are read where they are. Otherwise they are pulled before,
             and the gradient is on the servers already.
+        towers: the devices of a worker; each takes a batch, or a stack of them.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale, in_place=in_place)
-    compute = accumulated(pure, parts) if parts > 1 else pure
+    compute = towers.pure(accumulated(pure, parts) if parts > 1 else pure, pure.state)
 
-    def gradient(batch: Batch) -> tuple[tf.Tensor, list[Gradient]]:
+    def gradient(batch: Any) -> tuple[tf.Tensor, list[Gradient]]:
         values = pure.pulled()
         value, found, moved = compute(values.weights, values.state, batch)
         push_state(pure.state, values.state, pure.moved(values.state, moved))
@@ -301,6 +304,7 @@ def local_steps_of(  # noqa: PLR0913
     steps: int,
     jit: bool,
     scale: LossScale | None = None,
+    towers: Towers = ONE,
 ) -> Callable[[Any], tf.Tensor]:
     """Return the function that pulls once, takes `steps` local steps, and pushes once.
 
@@ -310,6 +314,7 @@ def local_steps_of(  # noqa: PLR0913
     returns the mean loss.
     """
     pure = PureGradient(model, loss, jit=jit, scale=scale)
+    compute = towers.pure(pure, pure.state)
 
     def update(iterator: Any) -> tf.Tensor:
         values = pure.pulled()
@@ -319,7 +324,7 @@ def local_steps_of(  # noqa: PLR0913
         total = [tf.zeros_like(each) for each in weights]
         losses = tf.constant(0.0)
         for _ in tf.range(steps):
-            value, found, state = pure(weights, state, next(iterator))
+            value, found, state = compute(weights, state, towers.take(iterator))
             weights = [w - tf.cast(rate, w.dtype) * g for w, g in zip(weights, found, strict=True)]
             total = [t + g for t, g in zip(total, found, strict=True)]
             losses += value

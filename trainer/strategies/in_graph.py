@@ -12,8 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from trainer.strategies.parameter_server import Served, Tally
+from trainer.strategies.parameter_server import Served
 from trainer.strategies.strategy import Problem, Report
+from trainer.strategies.towers import mean
 from trainer.topology import Task
 
 
@@ -25,7 +26,7 @@ class InGraph(Served):
         self.connect()
         self._workers = range(self.cluster.count("worker"))
         self.build_model(problem, gradients=len(self._workers))
-        self._tally = Tally(batch_size=self.config.training.step_examples)
+        self._tally = self.tally()
         self._iterators = [self._batches(worker, problem) for worker in self._workers]
         self._steps_of = self._steps(problem)
 
@@ -51,7 +52,7 @@ class InGraph(Served):
                 towers = []
                 for worker, iterator in zip(self._workers, iterators, strict=True):
                     with tf.device(_device(worker)):
-                        towers.append(gradient(next(iterator)))
+                        towers.append(gradient(self.towers.take(iterator)))
                 losses = [loss for loss, _ in towers]
                 found = zip(variables, *(g for _, g in towers), strict=True)
                 means = [_mean(each, of=variable.value) for variable, *each in found]
@@ -69,8 +70,4 @@ def _device(worker: int) -> str:
 def _mean(gradients: list[Any], of: tf.Variable) -> tf.Tensor:
     """Return the mean of one variable's gradients, on its server; looked up rows stay sparse."""
     with tf.device(of.device):
-        if isinstance(gradients[0], tf.IndexedSlices):
-            values = tf.concat([each.values for each in gradients], 0) / len(gradients)
-            indices = tf.concat([each.indices for each in gradients], 0)
-            return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
-        return tf.add_n(gradients) / len(gradients)
+        return mean(gradients)

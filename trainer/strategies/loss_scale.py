@@ -26,9 +26,11 @@ MOST_HALVINGS = 64
 
 
 class _Value(NamedTuple):
-    """A variable, as Keras's have it."""
+    """A variable, as Keras's have it; `join` makes one value of those of several towers."""
 
     value: tf.Variable
+    path: str
+    join: Callable[[Any], tf.Tensor]
 
 
 class LossScale:
@@ -53,7 +55,12 @@ class LossScale:
     @property
     def variables(self) -> list[_Value]:
         """The scale, the count, and where it was changed; the last ones of a state."""
-        return [_Value(self._scale), _Value(self._count), _Value(self._changed)]
+        # A scale that is too large for one tower is too large.
+        joins = tf.reduce_min, tf.reduce_max, tf.reduce_max
+        return [
+            _Value(variable, path, join)
+            for (path, variable), join in zip(self.named.items(), joins, strict=True)
+        ]
 
     @property
     def named(self) -> dict[str, tf.Variable]:

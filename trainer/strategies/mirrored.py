@@ -33,6 +33,7 @@ from trainer.strategies.fused_updates import fuse
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.parameter_server import Tally
 from trainer.strategies.strategy import (
+    SEED,
     Batch,
     KerasStrategy,
     Problem,
@@ -44,8 +45,6 @@ from trainer.strategies.strategy import (
     own_step_of,
 )
 from trainer.topology import Task
-
-_SEED = "seed_generator_state"
 
 
 class Replicated(KerasStrategy):
@@ -150,7 +149,7 @@ class Replicated(KerasStrategy):
         )
 
     def _separate_seeds(self) -> None:
-        seeds = [v.value for v in self.model.variables if v.path.endswith(_SEED)]
+        seeds = [v.value for v in self.model.variables if v.path.endswith(SEED)]
 
         @tf.function
         def shift() -> None:

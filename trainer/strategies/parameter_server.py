@@ -18,13 +18,13 @@ import tensorflow as tf
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
-    Batch,
     KerasStrategy,
     Problem,
     Sums,
     exact_counter,
     gradient_of,
 )
+from trainer.strategies.towers import towers_of
 
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
@@ -64,8 +64,22 @@ class Served(KerasStrategy):
         TensorFlow's strategy only gives the cluster to the coordinator. Its round-robin placement
         of variables is not used: they are placed by size.
         """
-        self.connected = tf.distribute.ParameterServerStrategy(self.resolver())
+        self.connected = self._connected()
+        self.towers = towers_of([each.name for each in tf.config.list_logical_devices()])
+        # TensorFlow would run a step once for each GPU, with a push of its own, and fails at the
+        # first update of a variable. To it a worker is one replica, on its first device.
+        self.connected.extended._num_gpus_per_worker = min(
+            1, self.connected.extended._num_gpus_per_worker
+        )
         self.coordinator = tf.distribute.coordinator.ClusterCoordinator(self.connected)
+
+    def _connected(self) -> tf.distribute.ParameterServerStrategy:
+        try:
+            return tf.distribute.ParameterServerStrategy(self.resolver())
+        except ValueError:
+            # Workers with different numbers of GPUs, of which TensorFlow names none.
+            towers_of([each.name for each in tf.config.list_logical_devices()])
+            raise
 
     def build_model(self, problem: Problem, *, gradients: int = 1) -> None:
         """Build model, optimizer and the exact counter of updates on the parameter servers.
@@ -80,15 +94,19 @@ class Served(KerasStrategy):
         build_slots(self.optimizer, self.model)
         self.applied = exact_counter(self.optimizer)
 
-    def gradient(self, problem: Problem) -> Callable[[Batch], tuple[tf.Tensor, list[Any]]]:
-        """Return the function from a batch to loss and gradient, compiled if so configured.
+    def tally(self) -> Tally:
+        """Return a tally of local steps, each with a batch for every device of a worker."""
+        return Tally(batch_size=self.config.training.step_examples * len(self.towers))
+
+    def gradient(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
+        """Return the function from what the towers take to loss and gradient.
 
         All variables are pulled before, those of each server in one message, unless a layer looks
         up rows: then only the rows of a batch are transferred.
         """
         training, whole = self.config.training, self.pulls_whole()
         if not whole and training.accumulate == 1 and not self.scale:
-            return gradient_of(self.model, problem.loss)
+            return self.towers.gradient(gradient_of(self.model, problem.loss))
         return pulled_gradient_of(
             self.model,
             problem.loss,
@@ -96,6 +114,7 @@ class Served(KerasStrategy):
             parts=training.accumulate,
             scale=self.scale,
             in_place=not whole,
+            towers=self.towers,
         )
 
     def pulls_whole(self) -> bool:

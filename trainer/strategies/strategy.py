@@ -39,6 +39,8 @@ Loss = Callable[[keras.Model, Batch, Any], tf.Tensor]
 # examples, in double precision.
 Totals = Callable[[keras.Model, tf.Tensor, int], tf.Tensor]
 Sums = npt.NDArray[np.float64]
+# How the path of a seed ends; the second of its two numbers counts the draws.
+SEED = "seed_generator_state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,9 +182,15 @@ class KerasStrategy(Strategy):
             keep_averages(optimizer, self.config.training.ema)
         return optimizer
 
-    def make_scale(self, **options: Any) -> LossScale | None:
-        """Make the scale of the loss on the device of the scope, where the precision needs one."""
-        return LossScale(**options) if self.config.training.mixed_precision == "float16" else None
+    def make_scale(self, *, gradients: int = 1, **options: Any) -> LossScale | None:
+        """Make the scale of the loss on the device of the scope, where the precision needs one.
+
+        Each of the `gradients` of an update is the mean of so many as are accumulated.
+        """
+        training = self.config.training
+        if training.mixed_precision != "float16":
+            return None
+        return LossScale(gradients=gradients * training.accumulate, **options)
 
     def resolver(self, **accelerators: int) -> tf.distribute.cluster_resolver.ClusterResolver:
         """Return what tells TensorFlow the cluster, this task, and its accelerators by kind."""

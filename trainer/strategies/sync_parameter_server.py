@@ -22,7 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.strategies.gradients import Gradient, over, plus
-from trainer.strategies.parameter_server import Served, Tally, worker_number
+from trainer.strategies.parameter_server import Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
 
@@ -44,7 +44,7 @@ class SyncParameterServer(Served):
         self._workers = self.cluster.count("worker")
         self._needed = self.config.training.replicas_to_aggregate or self._workers
         self.build_model(problem, gradients=self._needed)
-        self._tally = Tally(batch_size=self.config.training.step_examples)
+        self._tally = self.tally()
         self._dropped = 0
         # Servers outlive a chief, and functions of a dead one still wait there: names are unique.
         attempt = uuid.uuid4().hex
@@ -103,7 +103,8 @@ class SyncParameterServer(Served):
                     with tf.device(None):
                         # The coordinator traces in the scope of its strategy, where Keras updates
                         # state (moving averages, seeds) in a replica's context only.
-                        loss, found = self.connected.run(gradient, args=(next(iterator),))
+                        batch = self.towers.take(iterator)
+                        loss, found = self.connected.run(gradient, args=(batch,))
                     with tf.control_dependencies([self._announce(step, worker, loss, found)]):
                         step = self._later(tokens, step)
                 # A slow worker's loop may have taken it from the next loop on the same tokens.

@@ -72,7 +72,7 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     configure_gpus(job.config, task)
     stage_input(job, cluster, task)
     if job.config.cluster.in_process and task.role == "chief":
-        serve_in_process(cluster)
+        serve_in_process(job.config, cluster)
     strategy = create(job.config, cluster, task)
     watch = StallWatch(strategy, partial(probe_peers, cluster, task), job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)

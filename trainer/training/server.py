@@ -21,7 +21,9 @@ _SERVERS: list[tf.distribute.Server] = []
 
 
 def configure_gpus(config: Config, task: Task) -> None:
-    """Limit TensorFlow to the GPU memory of the configuration, before it uses a GPU.
+    """Limit this process to the GPU memory of the configuration, before it uses a GPU.
+
+    A server has settings of its own: see `server_settings`.
 
     Raises:
         UserError: the task sees fewer GPUs than the configuration gives it.
@@ -57,17 +59,17 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
         tf.train.ClusterSpec(cluster.spec()),
         job_name=task.role,
         task_index=task.index,
-        config=_settings(),
+        config=server_settings(job.config),
     )
     server.join()
 
 
-def serve_in_process(cluster: Cluster) -> None:
+def serve_in_process(config: Config, cluster: Cluster) -> None:
     """Start every parameter server and worker in this process, each on its own threads.
 
     They share the working folder of this process, and so the same shards.
     """
-    settings = _settings()
+    settings = server_settings(config)
     settings.inter_op_parallelism_threads = IN_PROCESS_THREADS
     for role in ("ps", "worker"):
         for index, address in enumerate(cluster.addresses[role]):
@@ -77,12 +79,17 @@ def serve_in_process(cluster: Cluster) -> None:
             _SERVERS.append(server)
 
 
-def _settings() -> tf.compat.v1.ConfigProto:
-    """Return the settings of a server whose threads sleep while they wait.
+def server_settings(config: Config) -> tf.compat.v1.ConfigProto:
+    """Return the settings of a server: its share of the GPUs, and threads that sleep.
 
-    By default they spin first: a server that waits for the network would take the processor from
-    other tasks of the machine.
+    By default threads spin before they wait: a server that waits for the network would take the
+    processor from other tasks of the machine. And a server takes all memory of its GPUs, whatever
+    `tf.config` says of them in its process.
     """
     settings = tf.compat.v1.ConfigProto()
     settings.experimental.disable_thread_spinning = True
+    limit = config.cluster.gpu_memory_mb
+    settings.gpu_options.allow_growth = not limit
+    for _ in tf.config.list_physical_devices("GPU") if limit else ():
+        settings.gpu_options.experimental.virtual_devices.add(memory_limit_mb=[limit])
     return settings

@@ -73,7 +73,10 @@ def require_step(
     (batch,) = batches
     with _refused("a step"):
         loss, gradients = _step(training, model, objective, batch)
-        _require_finite(loss, model, gradients)
+        largest = ""
+        if training.mixed_precision == "float16":
+            largest = f", or for a value beyond {np.finfo(np.float16).max:.0f}, the most of float16"
+        _require_finite(loss, model, gradients, largest)
     with _refused("a validation"):
         objective.means(objective.totals(model, batches).numpy())
 
@@ -106,18 +109,20 @@ def _step(
     return value, gradients
 
 
-def _require_finite(loss: tf.Tensor, model: keras.Model, gradients: list[Any]) -> None:
+def _require_finite(
+    loss: tf.Tensor, model: keras.Model, gradients: list[Any], further: str
+) -> None:
     if not np.isfinite(loss.numpy()):
         raise ConfigError(
             f"its loss on two examples is {float(loss)}: look for a logarithm, a root or a "
-            "division of zero"
+            f"division of zero{further}"
         )
     values = [tf.convert_to_tensor(each).numpy() for each in gradients]
     for variable, value in zip(model.trainable_variables, values, strict=False):
         if not np.isfinite(value).all():
             raise ConfigError(
                 f"the gradient of {variable.path} on two examples is not finite, though "
-                "the loss is: look for a root or a norm of zero"
+                f"the loss is: look for a root or a norm of zero{further}"
             )
     if values and not any(each.any() for each in values):
         raise ConfigError(

@@ -211,7 +211,7 @@ def test_a_machine_whose_ports_stay_open_to_others():
     assert (found.state, "any graph" in found.message) == ("warn", True)
 
 
-@pytest.mark.parametrize(("asked", "has", "state"), [(1, 0, "warn"), (4, 2, "fail"), (2, 2, "ok")])
+@pytest.mark.parametrize(("asked", "has", "state"), [(1, 0, "fail"), (4, 2, "fail"), (2, 2, "ok")])
 def test_gpus_of_this_machine(doctor, monkeypatch, asked, has, state):
     monkeypatch.setattr(machine, "glob", lambda _: [f"/dev/nvidia{n}" for n in range(has)])
     report = doctor(f"cluster.gpus_per_worker={asked}")

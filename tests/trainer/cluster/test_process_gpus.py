@@ -9,7 +9,7 @@ from trainer.cluster import process
 from trainer.config.load import parse_config
 from trainer.errors import UserError
 from trainer.topology import Task
-from trainer.training.server import configure_gpus
+from trainer.training.server import configure_gpus, server_settings
 
 NONE = {"CUDA_VISIBLE_DEVICES": "-1"}
 
@@ -134,3 +134,14 @@ def test_memory_is_a_fixed_share_where_one_is_set(seen):
     calls = seen(2)
     configure_gpus(config_of(1, gpu_memory_mb=512), task("worker"))
     assert calls == [("GPU:0", [512]), ("GPU:1", [512])]
+
+
+def test_a_server_has_the_memory_of_the_configuration(seen):
+    seen(2)
+    growing = server_settings(config_of(2)).gpu_options
+    assert growing.allow_growth
+    assert not growing.experimental.virtual_devices
+    fixed = server_settings(config_of(2, gpu_memory_mb=512)).gpu_options
+    assert not fixed.allow_growth
+    shares = [list(each.memory_limit_mb) for each in fixed.experimental.virtual_devices]
+    assert shares == [[512], [512]]

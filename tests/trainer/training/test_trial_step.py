@@ -42,6 +42,9 @@ def logs(spec):
 def roots(spec):
     return net(spec, lambda x: keras.ops.sqrt(0 * x))
 
+def huge(spec):
+    return net(spec, lambda x: keras.layers.Rescaling(1e8, dtype="float16")(x))
+
 def constant(spec):
     return net(spec, lambda x: 0 * x)
 
@@ -129,6 +132,12 @@ def test_a_step_that_fails_is_refused_in_one_line(name, message):
         tried(f"tried_models:{name}")
     assert str(error.value).startswith(f"model tried_models:{name}: {message}")
     assert "\n" not in str(error.value)
+
+
+def test_a_loss_beyond_float16_says_so():
+    training = {"strategy": "single", "mixed_precision": "float16"}
+    with pytest.raises(ConfigError, match=", or for a value beyond 65504, the most of float16"):
+        tried("tried_models:huge", training=training)
 
 
 @pytest.mark.slow

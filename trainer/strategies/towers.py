@@ -1,0 +1,133 @@
+"""Towers: a worker with several devices computes one gradient on all of them.
+
+Each device takes a batch of its own, so that `training.batch_size` is that of one device. All
+compute from the same weights, which the worker has pulled once; the mean of their gradients is one
+gradient of the worker, and one push. The first device holds what the worker pulls and averages.
+
+State that gradients do not change is as that of mirrored replicas: moving averages are averaged
+over the towers, seeds (Dropout) differ from tower to tower, and the first tower's are kept. Other
+state may say how it is joined: that of a loss scale does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from trainer.errors import UserError
+from trainer.strategies.strategy import SEED, Batch
+
+Tensors = list[tf.Tensor]
+# A dense tensor, or `IndexedSlices` of looked up rows.
+Gradient = Any
+# Weights, state and a batch to the loss, a gradient for each weight, and the state after the batch.
+Compute = Callable[[Tensors, Tensors, Batch], tuple[tf.Tensor, list[Gradient], Tensors]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Towers:
+    """The devices of every worker, such as `/device:GPU:0`; with one device nothing changes."""
+
+    devices: tuple[str, ...] = ("/device:CPU:0",)
+
+    def __len__(self) -> int:
+        """Return how many batches one step takes."""
+        return len(self.devices)
+
+    def take(self, iterator: Any) -> Any:
+        """Return what one step takes: a batch, or a list with a batch for each of the devices."""
+        return next(iterator) if len(self) == 1 else [next(iterator) for _ in self.devices]
+
+    def gradient(self, gradient: Callable[[Batch], Any]) -> Callable[[Any], Any]:
+        """Return the function from what `take` returns to the mean loss and the mean gradient.
+
+        `gradient` reads variables where they are, so that the towers change state in turn.
+        """
+        if len(self) == 1:
+            return gradient
+
+        def over_all(batches: Sequence[Batch]) -> tuple[tf.Tensor, list[Gradient]]:
+            found = []
+            for device, batch in zip(self.devices, batches, strict=True):
+                with tf.device(device):
+                    found.append(gradient(batch))
+            return _means(found)
+
+        return over_all
+
+    def pure(self, compute: Compute, state_of: Sequence[Any]) -> Compute:
+        """Return a function as `compute`, of what `take` returns; `state_of` are its variables."""
+        if len(self) == 1:
+            return compute
+        seeds = [variable.path.endswith(SEED) for variable in state_of]
+
+        def over_all(weights: Tensors, state: Tensors, batches: Any) -> Any:
+            ended = []
+            for number, (device, batch) in enumerate(zip(self.devices, batches, strict=True)):
+                own = list(state)
+                with tf.device(device):
+                    if number:
+                        own = [
+                            each + tf.cast([number, 0], each.dtype) if seed else each
+                            for each, seed in zip(state, seeds, strict=True)
+                        ]
+                    ended.append(compute(weights, own, batch))
+            after = [
+                each[0] if each[0] is old else _joined(variable, each)
+                for variable, old, *each in zip(
+                    state_of, state, *(moved for *_, moved in ended), strict=True
+                )
+            ]
+            return *_means([(value, found) for value, found, _ in ended]), after
+
+        return over_all
+
+
+ONE = Towers()
+
+
+def towers_of(devices: Sequence[str]) -> Towers:
+    """Return the towers of all workers from the full names of the cluster's devices.
+
+    A worker without GPUs has one device, its processor, unless whoever serves has parted that.
+
+    Raises:
+        UserError: a worker has fewer GPUs than another.
+    """
+    specs = [tf.DeviceSpec.from_string(name) for name in devices]
+    of_workers = [each for each in specs if each.job == "worker"]
+    kind = "GPU" if any(each.device_type == "GPU" for each in of_workers) else "CPU"
+    counts = dict.fromkeys(sorted(each.task for each in of_workers), 0)
+    for each in of_workers:
+        counts[each.task] += each.device_type == kind
+    if len(set(counts.values())) > 1:
+        found = ", ".join(f"worker-{worker} has {count}" for worker, count in counts.items())
+        raise UserError(
+            f"every worker needs the same number of {kind}s, and {found}: set "
+            "CUDA_VISIBLE_DEVICES where tasks are started by hand"
+        )
+    return Towers(devices=tuple(f"/device:{kind}:{i}" for i in range(max(counts.values()))))
+
+
+def mean(gradients: Sequence[Gradient]) -> Gradient:
+    """Return the mean of one variable's gradients; looked up rows stay sparse."""
+    if isinstance(gradients[0], tf.IndexedSlices):
+        values = tf.concat([each.values for each in gradients], 0) / len(gradients)
+        indices = tf.concat([each.indices for each in gradients], 0)
+        return tf.IndexedSlices(values, indices, gradients[0].dense_shape)
+    return tf.add_n(list(gradients)) / len(gradients)
+
+
+def _joined(variable: Any, values: Sequence[tf.Tensor]) -> tf.Tensor:
+    """Return one value of a variable of the state from those of all towers."""
+    first = values[0]
+    join = getattr(variable, "join", mean if first.dtype.is_floating else None)
+    return join(values) if join else first
+
+
+def _means(found: Sequence[tuple[tf.Tensor, list[Gradient]]]) -> tuple[tf.Tensor, list[Gradient]]:
+    gradients = zip(*(gradient for _, gradient in found), strict=True)
+    return mean([loss for loss, _ in found]), [mean(each) for each in gradients]
