@@ -36,7 +36,7 @@ def folder(tmp_path):
         (block,) = guide(name).of("python")
         assert f"`{module}.py`" in guide(name).prose
         (tmp_path / f"{module}.py").write_text(block.text)
-    (configuration,) = guide("own-dataset").of("yaml")
+    configuration, *_ = guide("own-dataset").of("yaml")
     (tmp_path / "flowers.yaml").write_text(configuration.text)
     (tmp_path / "data").mkdir()
     source = load_iris()
