@@ -58,7 +58,10 @@ BAD = [
     ("data.seed=-1", "data.seed: -1 is not allowed"),
     ("data.seed=2147483648", "data.seed: 2147483648 is not allowed: input should be less than"),
     ("model.name=mpl", "model.name: 'mpl' is not allowed: no model of this name; did you mean"),
-    ("model.name=transformer", "(one of softmax, mlp, cnn, two_tower, or package.module:name)"),
+    (
+        "model.name=transformer",
+        "(one of softmax, mlp, cnn, two_tower, gru, or package.module:name)",
+    ),
     ("model.name=':net'", "model.name: ':net' is not allowed"),
     ("model.name='my.models:'", "model.name: 'my.models:' is not allowed"),
     ("model.name='my models:net'", "model.name: 'my models:net' is not allowed"),
