@@ -70,7 +70,7 @@ def check(root: str, ends: list[Any]) -> None:
     """Of all ends one is the promotion that the registry holds, and the others say so."""
     [won] = [end for end in ends if isinstance(end, registry.Promotion)]
     made = registry.promotions(root, NAME)
-    # Each caller publishes the decided promotion, with its own time where a store has no conditions.
+    # Each caller publishes what was decided, at its own time where a store has no conditions.
     assert replace(made[-1], created=won.created) == won
     assert [each.number for each in made] == list(range(1, won.number + 1))
     found = registry.champion(root, NAME)
