@@ -17,6 +17,7 @@ from keras.src.utils.naming import reset_uids
 
 from tests.cluster.problems import CLASSES, FEATURES, dealt, examples, in_turn, number, problem
 from tests.trainer.objectives import of_classes
+from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.models.spec import InputSpec
 from trainer.strategies.strategy import Problem
 from trainer.tasks.base import Target, Task
@@ -89,7 +90,16 @@ def normed(batch_size: int = 8, workers: int = 2) -> Problem:
     return replace(dealt(batch_size, workers), build_model=model)
 
 
-def embedded(batch_size: int = 8, workers: int = 2) -> Problem:
+def sharded(batch_size: int = 8, workers: int = 2) -> Problem:
+    """A table in two parts: of each, a batch looks up any number of rows."""
+    return embedded(batch_size, workers, ShardedEmbedding)
+
+
+def embedded(
+    batch_size: int = 8,
+    workers: int = 2,
+    table: Callable[..., keras.layers.Layer] = keras.layers.Embedding,
+) -> Problem:
     """A table of which each batch looks up some rows, several times the same one."""
 
     def model() -> keras.Model:
@@ -98,7 +108,7 @@ def embedded(batch_size: int = 8, workers: int = 2) -> Problem:
         return keras.Sequential(
             [
                 keras.layers.Input((4,), dtype="int64"),
-                keras.layers.Embedding(ROWS, 3),
+                table(ROWS, 3),
                 keras.layers.Flatten(),
                 keras.layers.Dense(CLASSES),
             ]

@@ -80,7 +80,7 @@ def assert_same(outcome: Outcome, other: Outcome, steps: int = sum(RUNS)) -> Non
 
 
 @pytest.mark.parametrize(
-    "problem", ["stepped", "clipped", *TASKS, long("embedded"), long("computed")]
+    "problem", ["stepped", "clipped", "sharded", *TASKS, long("embedded"), long("computed")]
 )
 def test_two_mirrored_workers_equal_one_process_with_twice_the_batch(alone, tmp_path, problem):
     with serving(tmp_path, workers=2, chief=False) as servers:

@@ -161,12 +161,22 @@ class Replicated(KerasStrategy):
 
 
 def _mean(values: list[Any]) -> list[Any]:
-    """Return the mean of each value over all replicas; gradients of looked up rows stay sparse."""
+    """Return the mean of each value over all replicas; gradients of looked up rows stay sparse.
+
+    But not those of which each replica has another number, as of a table in parts: TensorFlow
+    gathers them as if all had the same, and fails.
+    """
     replica = tf.distribute.get_replica_context()
     if replica.num_replicas_in_sync == 1:
         return values
-    means: list[Any] = replica.all_reduce(tf.distribute.ReduceOp.MEAN, values)
+    whole = [tf.convert_to_tensor(each) if _varies(each) else each for each in values]
+    means: list[Any] = replica.all_reduce(tf.distribute.ReduceOp.MEAN, whole)
     return means
+
+
+def _varies(gradient: Any) -> bool:
+    """Say whether the number of its rows is known at a step only."""
+    return isinstance(gradient, tf.IndexedSlices) and gradient.values.shape[0] is None
 
 
 class Single(Replicated):
