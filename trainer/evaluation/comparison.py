@@ -158,19 +158,24 @@ def _blocks(objective: Objective, state: State, examples: Examples) -> Floats:
 
 
 def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence: float) -> Compared:
-    """Compare by the delete-a-group jackknife: the metric is made anew without each group."""
+    """Compare by the delete-a-group jackknife: the metric is made anew without each group.
+
+    The difference is that of all examples. Where these are many its variance is found of some of
+    them, and is as much smaller as they are fewer.
+    """
     parts = [drawn(each, _MOST_EXAMPLES) for each in (opponents.own, opponents.other)]
 
-    def difference(rows: Any) -> float:
-        own, other = (_measured(opponents.objective, at(each, rows), metric) for each in parts)
-        return own - other
+    def difference(own: Examples, other: Examples) -> float:
+        mine, theirs = (_measured(opponents.objective, each, metric) for each in (own, other))
+        return mine - theirs
 
     count = _count_of(parts[0])
     order = np.random.default_rng(0).permutation(count)
     groups = np.array_split(order, min(_GROUPS, count))
-    without = [difference(np.setdiff1d(order, group)) for group in groups]
+    kept = (np.setdiff1d(order, group) for group in groups)
+    without = [difference(*(_Drawn(at(each, rows)) for each in parts)) for rows in kept]
     spread = np.var(without) * (len(groups) - 1) * count / opponents.own.count
-    whole = difference(slice(None))
+    whole = difference(opponents.own, opponents.other)
     sign = 1 if better == "higher" else -1
     wide = stats.t.ppf(confidence, max(len(groups) - 1, 1)) * np.sqrt(spread)
     return Compared(
@@ -178,19 +183,20 @@ def _jackknife(opponents: Opponents, metric: str, better: Direction, confidence:
     )
 
 
-def _measured(objective: Objective, part: Part, metric: str) -> float:
-    for found in _cheapest_first(objective, part):
+def _measured(objective: Objective, examples: Examples, metric: str) -> float:
+    for found in _cheapest_first(objective, examples):
         if metric in found.get("metrics", {}):
             value = found["metrics"][metric]
             return np.nan if value is None else float(value)
     return np.nan
 
 
-def _cheapest_first(objective: Objective, part: Part) -> Iterator[dict[str, Any]]:
+def _cheapest_first(objective: Objective, examples: Examples) -> Iterator[dict[str, Any]]:
     tally = objective.task.tally()
-    tally.add(part)
+    for part in examples.parts():
+        tally.add(part)
     yield tally.result()
-    yield objective.task.details(_Drawn(part))
+    yield objective.task.details(examples)
 
 
 @dataclass(frozen=True)
