@@ -41,6 +41,19 @@ def predicted():
     return predictions()
 
 
+def test_only_the_ratios_of_weights_count(predicted):
+    labels, logits = predicted
+    weights = np.random.default_rng(4).uniform(0.5, 2, len(labels)).astype(np.float32)
+    large, small = (
+        measured(of_classes(logits.shape[1]), InParts(labels, logits, each))["metrics"]
+        for each in (weights, weights / 1024)
+    )
+    names = ("accuracy", *metrics.AVERAGES)
+    assert {name: small[name] for name in names} == pytest.approx(
+        {name: large[name] for name in names}, rel=1e-5
+    )
+
+
 def test_metrics_are_scikit_learns(predicted):
     labels, logits = predicted
     found = measure(labels, logits)["metrics"]
