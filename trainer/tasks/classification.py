@@ -149,8 +149,8 @@ class Classification(Task):
             calibration.add(labels, logits, weights)
             if areas:
                 areas.add(labels, logits, weights)
-        labels, logits, _ = _arrays(some)
-        found = areas.result() if areas else measured.exact_areas(labels, logits)
+        labels, logits, weights = _arrays(some)
+        found = areas.result() if areas else measured.exact_areas(labels, logits, weights)
         names = list(self.labels)
         counts = (np.diag(cells), cells.sum(axis=1), cells.sum(axis=0))
         of_classes = measured.per_class(counts, found, names)

@@ -50,10 +50,14 @@ def in_top(labels: Labels, logits: Floats) -> npt.NDArray[np.bool_]:
 Area = dict[str, float | None]
 
 
-def exact_areas(labels: Labels, logits: Floats) -> list[Area]:
-    """Return `auc` and `pr_auc` of each class against all others; None of an absent one."""
+def exact_areas(labels: Labels, logits: Floats, weights: Floats | None = None) -> list[Area]:
+    """Return `auc` and `pr_auc` of each class against all others; None of an absent one.
+
+    Examples have `weights` [n], or count the same.
+    """
     probabilities = softmax(logits)
-    return [_areas(labels == each, probabilities[:, each]) for each in range(logits.shape[1])]
+    count = range(logits.shape[1])
+    return [_areas(labels == each, probabilities[:, each], weights) for each in count]
 
 
 class Areas:
@@ -200,12 +204,13 @@ class Calibration:
         return {"error": float(np.abs(right - sure).sum() / weight.sum()), "bins": bins}
 
 
-def _areas(own: npt.NDArray[np.bool_], score: Floats) -> dict[str, float | None]:
-    if not 0 < own.sum() < len(own):
+def _areas(own: npt.NDArray[np.bool_], score: Floats, weights: Floats | None) -> Area:
+    each = np.ones(len(own)) if weights is None else weights
+    if not each[own].sum() or not each[~own].sum():
         return {"auc": None, "pr_auc": None}
     return {
-        "auc": float(scores.roc_auc_score(own, score)),
-        "pr_auc": float(scores.average_precision_score(own, score)),
+        "auc": float(scores.roc_auc_score(own, score, sample_weight=weights)),
+        "pr_auc": float(scores.average_precision_score(own, score, sample_weight=weights)),
     }
 
 

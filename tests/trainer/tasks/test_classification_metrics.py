@@ -215,6 +215,18 @@ def test_weights_count_as_the_examples_that_they_are_worth():
     assert whole.intervals()["accuracy"] == pytest.approx(half.intervals()["accuracy"])
 
 
+def test_an_area_counts_an_example_as_often_as_it_weighs():
+    labels, logits = predictions(count=60, classes=3)
+    often = np.random.default_rng(1).integers(0, 4, len(labels))
+    repeated = np.repeat(labels, often), np.repeat(logits, often, axis=0)
+    for found, expected in zip(
+        metrics.exact_areas(labels, logits, often.astype(float)),
+        metrics.exact_areas(*repeated),
+        strict=True,
+    ):
+        assert found == pytest.approx(expected)
+
+
 @pytest.mark.parametrize("classes", [2, 6, 1000])
 def test_areas_from_steps_are_close_to_the_exact_ones(classes):
     labels, logits = predictions(count=3000, classes=classes, lift=3)
