@@ -11,9 +11,7 @@ from trainer.config.load import load_config
 QUICK = {
     "diabetes": "sync_parameter_server",
     "linnerud": "multi_worker_mirrored",
-    "breast_cancer": "single",
     "digit_properties": "in_graph",
-    "bracket_depths": "async_parameter_server",
 }
 # What a pass over the batches does not sum: an evaluation has it.
 ONLY_EVALUATED = {"wine": {"macro_f1"}, "clicks": {"query_auc"}}

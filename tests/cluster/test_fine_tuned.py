@@ -18,8 +18,8 @@ from trainer.models.spec import InputSpec
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 
-# One that pushes gradients, and one that averages state; `make test-long` runs the others.
-UNLIKE = ("async_parameter_server", "multi_worker_mirrored")
+# `make test-long` runs the others.
+QUICK = ("async_parameter_server",)
 FROZEN = ["dense/*", "batch_normalization/*"]
 
 
@@ -38,7 +38,7 @@ def pretrained(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "strategy",
-    [each if each in UNLIKE else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
+    [each if each in QUICK else pytest.param(each, marks=pytest.mark.long) for each in STRATEGIES],
 )
 def test_what_is_frozen_stays_as_in_the_file_and_all_else_is_trained(
     pretrained, dataset, tmp_path, strategy

@@ -67,7 +67,7 @@ def assert_same(outcome: Outcome, other: Outcome) -> None:
     [
         long("async_parameter_server", "clipped"),
         long("async_parameter_server", "embedded"),
-        ("sync_parameter_server", "clipped"),
+        long("sync_parameter_server", "clipped"),
         long("sync_parameter_server", "embedded"),
         ("in_graph", "clipped"),
         long("in_graph", "embedded"),

@@ -18,6 +18,13 @@ BATCH = 16
 LED = ["async_parameter_server", "sync_parameter_server", "in_graph"]
 
 
+def some_of(strategies: list[str], *quick: str) -> list[object]:
+    """Return all strategies; those that are not `quick` run with the long tests."""
+    return [
+        each if each in quick else pytest.param(each, marks=pytest.mark.long) for each in strategies
+    ]
+
+
 def trial(strategy: str, name: str, size: int, workers: int = 1, **training: object) -> Trial:
     training = {"strategy": strategy, "batch_size": size, **training}
     config = {"training": training, "cluster": {"workers": workers}}
@@ -68,7 +75,10 @@ def assert_same(outcome: Outcome, other: Outcome) -> None:
         np.testing.assert_allclose(outcome.variables[path], value, atol=1e-5, err_msg=path)
 
 
-@pytest.mark.parametrize("strategy", [*LED, "multi_worker_mirrored"])
+@pytest.mark.parametrize(
+    "strategy",
+    some_of([*LED, "multi_worker_mirrored"], "async_parameter_server", "multi_worker_mirrored"),
+)
 def test_small_batches_equal_a_large_one_and_so_do_their_averages(whole, tmp_path, strategy):
     for outcome in lead(tmp_path, strategy, "dense", BATCH // 2, accumulate=2, ema=0.9):
         assert_same(outcome, whole)
@@ -98,7 +108,7 @@ def test_towers_of_a_worker_accumulate_scale_and_average_together(whole, tmp_pat
     assert workers == {"worker-0": {"local_steps": sum(RUNS), "examples": sum(RUNS) * BATCH}}
 
 
-@pytest.mark.parametrize("strategy", ["single", *LED])
+@pytest.mark.parametrize("strategy", some_of(["single", *LED], "single", "in_graph"))
 def test_gradients_of_rows_are_accumulated(alone, tmp_path, strategy):
     expected = alone("rows")
     if strategy == "single":
@@ -108,7 +118,10 @@ def test_gradients_of_rows_are_accumulated(alone, tmp_path, strategy):
     assert_same(outcome, expected)
 
 
-@pytest.mark.parametrize("strategy", [*LED, "multi_worker_mirrored"])
+@pytest.mark.parametrize(
+    "strategy",
+    some_of([*LED, "multi_worker_mirrored"], "async_parameter_server", "sync_parameter_server"),
+)
 def test_a_scale_that_is_too_large_costs_no_step(exact, tmp_path, strategy):
     for outcome in lead(tmp_path, strategy, "large", BATCH, mixed_precision="float16"):
         assert outcome.global_step == sum(RUNS)
