@@ -85,7 +85,7 @@ def prove(subject: Original, paths: Mapping[str, str], folder: Path) -> dict[str
         form = FORMATS[name]
         readers = _written(name, form, subject, folder / path)
         found = [_asked(name, ask, inputs) for ask in readers]
-        difference = max(_difference(expected, answers) for answers in found)
+        difference = float(np.max([_difference(expected, answers) for answers in found]))
         formats[name] = {"max_difference": difference, "tolerance": form.tolerance}
         if form.calibrated:
             formats[name] |= _kept(name, form, subject, readers[0])
@@ -158,9 +158,14 @@ def _not_alike(name: str, error: Exception) -> UserError:
 
 
 def _difference(expected: Answers, found: Answers) -> float:
-    return max(
-        float(np.max(np.abs(found[name] - values) / np.maximum(np.abs(values), 1.0)))
-        for name, values in expected.items()
+    # NumPy's maximum of anything and a NaN is NaN; Python's depends on their order.
+    return float(
+        np.max(
+            [
+                np.max(np.abs(found[name] - values) / np.maximum(np.abs(values), 1.0))
+                for name, values in expected.items()
+            ]
+        )
     )
 
 

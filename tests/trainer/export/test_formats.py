@@ -57,6 +57,26 @@ def test_a_form_that_answers_otherwise_does_not_leave(run, blessed, tmp_path, mo
     )
 
 
+@pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0)])
+def test_a_nan_is_found_wherever_it_is(run, blessed, tmp_path, monkeypatch, where):
+    reader, column = where
+
+    def read(subject, path):
+        readers = genuine.read(subject, path)
+
+        def undefined(inputs):
+            answers = dict(readers[0](inputs))
+            name = list(answers)[column]
+            return {**answers, name: answers[name] * np.nan}
+
+        return (readers[0],) * reader + (undefined,)
+
+    genuine = FORMATS["saved_model"]
+    monkeypatch.setitem(FORMATS, "saved_model", dataclasses.replace(genuine, read=read))
+    message = small_run.refused_export(run, blessed, tmp_path)
+    assert "97 test examples differ by up to nan" in message
+
+
 def test_a_form_that_cannot_be_written_is_named(run, blessed, tmp_path, monkeypatch):
     def no_space(subject, path, calibration):  # noqa: ARG001
         raise OSError(28, "No space left on device", str(path))
