@@ -124,7 +124,7 @@ def run(kept: Path) -> dict[str, dict[str, list[float]]]:
 
 
 def table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
-    """Return the values as a table: mean, and the least and the largest of the seeds."""
+    """Return the values as a table: mean, and the least and the largest where there are several."""
     lines = [
         f"| configuration | task | metric | `{FIT}` | "
         + " | ".join(f"`{name}`" for name in STRATEGIES)
@@ -150,6 +150,8 @@ def task_of(name: str) -> str:
 def _cell(values: list[float]) -> str:
     if not values:
         return "not measured"
+    if len(values) == 1:
+        return f"{values[0]:.3g}"
     return f"{np.mean(values):.3g} ({min(values):.3g} to {max(values):.3g})"
 
 

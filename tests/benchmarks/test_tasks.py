@@ -44,7 +44,7 @@ def test_the_table_has_the_mean_and_the_range_of_all_seeds():
     row = next(line for line in tasks.table(found).splitlines() if "`wine`" in line)
     assert row == (
         "| [`wine`](../configs/wine.yaml) | `classification` | `accuracy` | 0.95 (0.9 to 1) "
-        "| 1 (1 to 1) | not measured | not measured | not measured | not measured |"
+        "| 1 | not measured | not measured | not measured | not measured |"
     )
 
 
