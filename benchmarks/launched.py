@@ -73,7 +73,7 @@ def prepared(workdir: Path, settings: Mapping[str, Any] = NONE) -> str:
     """Publish MNIST below a folder, with other settings where there are some; return its URI."""
     program = (
         "import sys; from pathlib import Path; from trainer.data import prepare; "
-        "from trainer.config.schema import DataConfig; "
+        "from trainer.config.data import DataConfig; "
         "print(prepare.prepare(DataConfig.model_validate_json(sys.argv[1]), sys.argv[2], "
         "Path(sys.argv[3])).uri)"
     )

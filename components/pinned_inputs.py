@@ -15,8 +15,9 @@ from pathlib import Path
 
 from components.locations import RUN_FOLDER
 from trainer import events
+from trainer.config.data import DataConfig
 from trainer.config.initial_weights import CHAMPION, initial_weights
-from trainer.config.schema import Config, DataConfig
+from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion.registry import champion_checkpoint
 

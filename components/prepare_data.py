@@ -8,7 +8,7 @@ from components import descriptor, locations, pinned_inputs
 from components.image import component
 from components.record import StepOutput, tried
 from trainer import events
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 
 
 @component

@@ -10,8 +10,8 @@ from components.image import component
 from components.pod_parameters import check_parameters
 from components.record import StepOutput, tried
 from trainer.cluster import fitting
+from trainer.config.data import DataConfig
 from trainer.config.run_parameters import from_parameters
-from trainer.config.schema import DataConfig
 
 
 # One parameter for each leaf of the configuration, and those of the pods that fail the driver of a
@@ -20,9 +20,12 @@ from trainer.config.schema import DataConfig
 @contract.marked
 @component
 def resolve_config(
-    name: str, data_dataset: str, data_version: str, data_manual_dir: str,
-    data_inputs: str, data_label: str, data_weight: str, data_group: str, data_shapes: str,
-    data_shards: int, data_validation: float, data_partition: str, data_seed: int,
+    name: str, data_dataset: str, data_source: str, data_format: str, data_builder_args: str,
+    data_version: str, data_spans: str, data_manual_dir: str,
+    data_inputs: str, data_label: str, data_weight: str, data_group: str, data_drop: str,
+    data_types: str, data_map: str, data_shapes: str, data_buckets: str, data_image: str,
+    data_bad_rows: float, data_splits: str, data_shards: int, data_validation: float,
+    data_partition: str, data_disk: str, data_vocabulary: int, data_runner: str, data_seed: int,
     task_name: str, task_loss: str, task_metrics: str, task_outputs: str, task_args: str,
     model_name: str, model_args: str,
     training_strategy: str, training_steps: int, training_batch_size: int,
@@ -33,7 +36,7 @@ def resolve_config(
     training_validate_every: int, training_patience: int, training_stall_timeout: float,
     training_mixed_precision: str, training_jit_compile: bool, training_warm_start: str,
     training_ema: float, training_freeze: str, training_hand_on: str, training_class_weights: str,
-    training_seed: int,
+    training_when_unchanged: str, training_seed: int,
     cluster_launcher: str, cluster_parameter_servers: int, cluster_workers: int,
     cluster_evaluator: bool, cluster_gpus_per_worker: int,
     cluster_gpu_memory_mb: int, cluster_communication: str, cluster_placement: str,

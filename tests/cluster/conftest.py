@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.prepare import prepare
 
 

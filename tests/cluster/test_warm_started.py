@@ -9,7 +9,8 @@ import tensorflow as tf
 from tests.cluster.launched import launched
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
-from trainer.config.schema import STRATEGIES, DataConfig
+from trainer.config.data import DataConfig
+from trainer.config.schema import STRATEGIES
 from trainer.data.prepare import prepare
 from trainer.events import Progress, Restart, WarmStart
 

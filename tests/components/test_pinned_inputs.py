@@ -9,8 +9,8 @@ import pytest
 from components import locations, pinned_inputs
 from tests.trainer.promotion.test_registry import exported
 from trainer import events, storage
+from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
-from trainer.config.schema import DataConfig
 from trainer.errors import ConfigError, UserError
 from trainer.events import FromScratch
 from trainer.promotion import registry

@@ -9,7 +9,7 @@ from kfp import dsl
 from components import locations, prepare_data
 from tests.components.called_steps import artifact_in
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.embedded.digits import Digits
 from trainer.events import NewestVersion
 

@@ -8,8 +8,9 @@ from components import locations, resolve_config
 from tests.components.called_steps import RUN, artifact_in, refused
 from trainer import storage
 from trainer.cluster import fitting
+from trainer.config.data import DataConfig
 from trainer.config.run_parameters import run_parameters, to_parameters
-from trainer.config.schema import Config, DataConfig
+from trainer.config.schema import Config
 from trainer.data.embedded.digits import Digits
 from trainer.data.key import dataset_key
 from trainer.errors import ConfigError

@@ -23,8 +23,9 @@ from tests.trainer.page import Page
 from tests.trainer.report.test_summary import rows_of
 from tests.trainer.storage.places import BucketPlace, FilePlace
 from trainer import events, storage
+from trainer.config.data import DataConfig
 from trainer.config.run_parameters import run_parameters
-from trainer.config.schema import Config, DataConfig
+from trainer.config.schema import Config
 from trainer.data.prepare import prepare
 from trainer.errors import UserError
 

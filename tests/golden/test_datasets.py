@@ -9,8 +9,8 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.golden.datasets import DATASETS
+from trainer.config.data import DataConfig, TaskConfig
 from trainer.config.load import parse_config
-from trainer.config.schema import DataConfig, TaskConfig
 from trainer.data import datasets
 from trainer.data.features import select
 from trainer.data.spec import DatasetSpec

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from trainer.config.base import MOST, Free, Section, key
 from trainer.config.cluster import ClusterConfig, server_number
+from trainer.config.data import DataConfig
 from trainer.config.initial_weights import WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from trainer.config.thresholds import GateConfig
@@ -87,45 +88,6 @@ ClassWeights = Annotated[
     str | dict[str, float], BeforeValidator(_by_class), AfterValidator(_class_weights)
 ]
 _OF_CLASSES = 'weight of each class in the loss of training: balanced, or {"name": weight}'
-
-
-class DataConfig(Section):
-    """The dataset, its splits and its shards."""
-
-    dataset: str = key("digits", "TFDS name, or package.module:Builder", min_length=1)
-    version: str = key("", "dataset version; the newest when empty")
-    manual_dir: str = key("", "folder with the official files, if there is no network")
-    inputs: tuple[str, ...] = key(
-        (), "features that the model takes; those of the dataset if none", strict=False
-    )
-    label: tuple[str, ...] = key(
-        (), "features to be predicted; that of the dataset if none", strict=False
-    )
-    weight: str = key("", "feature that weighs an example in the loss and in the metrics")
-    group: str = key("", "feature whose values name a group of examples, as one query of ranking")
-    shapes: dict[str, tuple[Annotated[int, Field(ge=1)], ...]] = key(
-        {}, "one shape for a feature whose examples differ"
-    )
-    shards: int = key(8, "files of the training split", ge=1, le=100_000)
-    validation: float = key(
-        0.1, "taken from training: a share below 1, a count from 1, 0 for none", ge=0
-    )
-    partition: Literal["disjoint", "reshuffle"] = key(
-        "disjoint", "disjoint: own shards for each worker; reshuffle: all data on each"
-    )
-    seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
-
-    @field_validator("inputs", "label", mode="before")
-    @classmethod
-    def _one_is_enough(cls, value: Any) -> Any:
-        return list(filter(None, [value])) if isinstance(value, str) else value
-
-    @field_validator("validation")
-    @classmethod
-    def _share_or_count(cls, value: float) -> float:
-        if value >= 1 and value != int(value):
-            raise ValueError("a count of examples has to be a whole number")
-        return value
 
 
 class OutputConfig(Section):
@@ -206,6 +168,9 @@ class TrainingConfig(Section):
         "best", "the checkpoint that is evaluated and exported: best by validation, or the last"
     )
     class_weights: ClassWeights = key("", _OF_CLASSES)
+    when_unchanged: Literal["stop", "train"] = key(
+        "stop", "what a run does where its files and its configuration are those of a finished one"
+    )
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
 
     @property

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow_datasets as tfds
 
 from trainer import user_code
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.errors import ConfigError, nearest
 
 # By name, so that a builder's packages are loaded only when it is used.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.shapes import Fit, Leaf, fits, named
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError, nearest

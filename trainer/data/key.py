@@ -8,7 +8,7 @@ import logging
 import re
 
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.spec import KIND, SCHEMA
 
 # What says where the data is found, or how it is read, and not what it is.

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow_datasets as tfds
 
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data import datasets
 from trainer.data.download import download
 from trainer.data.features import Selection, save_record_features, select

@@ -9,9 +9,10 @@ import pytest
 
 from components.locations import RUN_ID
 from trainer import events
+from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
 from trainer.config.run_parameters import run_parameters, to_parameters
-from trainer.config.schema import Config, DataConfig
+from trainer.config.schema import Config
 
 ROOT = Path(__file__).parents[3]
 # What a shell, a template, YAML, JSON or KFP could take for its own. KFP keeps `{{` to itself.

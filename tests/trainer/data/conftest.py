@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.prepare import PreparedDataset, prepare
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec, FeatureSpec

@@ -6,7 +6,7 @@ import textwrap
 import pytest
 
 from tests.trainer.data import builders
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data import datasets
 from trainer.data.embedded.clicks import Clicks
 from trainer.data.embedded.digits import Digits

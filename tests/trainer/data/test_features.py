@@ -7,7 +7,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from tests.trainer.data import builders
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.features import select
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError

@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from trainer import storage
+from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
-from trainer.config.schema import DataConfig
 from trainer.data.key import dataset_key, seal
 from trainer.data.spec import KIND
 from trainer.errors import UserError

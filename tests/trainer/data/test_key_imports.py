@@ -36,7 +36,7 @@ def test_a_dataset_that_is_reused_needs_no_tensorflow(digits, tmp_path):
     root = storage.uri_of(storage.local_path(digits.uri).parents[1])
     loaded = loaded_by(
         "from pathlib import Path\n"
-        "from trainer.config.schema import DataConfig\n"
+        "from trainer.config.data import DataConfig\n"
         "from trainer.data.prepare import prepare\n"
         f"found = prepare(DataConfig(), {root!r}, Path({str(tmp_path / 'scratch')!r}))\n"
         f"assert found.reused and found.uri == {digits.uri!r}"

@@ -13,7 +13,7 @@ import pytest
 from sklearn.datasets import load_digits
 
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data import key as key_module
 from trainer.data import prepare as module
 from trainer.data.key import dataset_key

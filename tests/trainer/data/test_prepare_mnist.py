@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trainer import storage
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.prepare import prepare
 from trainer.data.read import evaluation_batches, stage_shards, training_batches
 from trainer.data.spec import DatasetSpec

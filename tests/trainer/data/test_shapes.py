@@ -8,7 +8,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from tests.trainer.data import builders
-from trainer.config.schema import DataConfig
+from trainer.config.data import DataConfig
 from trainer.data.features import select
 from trainer.data.shapes import Fit
 from trainer.data.write import fitted

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from trainer import storage
+from trainer.config.data import DataConfig
 from trainer.config.load import load_config
-from trainer.config.schema import DataConfig
 from trainer.data import datasets, prepare
 from trainer.data.embedded import brackets, tables
 from trainer.data.read import evaluation_batches

@@ -1,0 +1,225 @@
+"""The `data` section: where examples come from, what they consist of, and how they are split.
+
+A dataset is either one of TFDS (`dataset`) or files (`source`). The keys that follow hold for both,
+unless their description says otherwise.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from trainer.config.base import Free, Section, Whole, key
+
+DEFAULT_DATASET = "digits"
+#: Form of the files of a source, and the endings of names by which it is found.
+FORMATS = {
+    "csv": (".csv", ".tsv", ".txt"),
+    "parquet": (".parquet", ".pq"),
+    "jsonl": (".jsonl", ".ndjson", ".json"),
+    "tfrecord": (".tfrecord", ".tfrecords"),
+    "images": (".png", ".jpg", ".jpeg", ".gif", ".bmp"),
+}
+#: What a column of files can be said to hold.
+TYPES = ("int", "float", "bool", "text", "class", "time", "image")
+NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?")
+
+
+def bytes_of(text: str) -> int:
+    """Return the bytes of a size such as 300MB (of 10^6) or 2GiB (of 2^30); raises `ValueError`."""
+    found = _BYTES.fullmatch(text.strip())
+    if not found or (found[3] and not found[2]):
+        raise ValueError(f"{text!r} is no size: write it as 300MB or 2GiB")
+    unit = 1024 ** list(_UNITS).index(found[2]) if found[3] else _UNITS[found[2]]
+    return int(float(found[1]) * unit)
+
+
+class ImageConfig(Whole):
+    """How encoded images are decoded when they are read."""
+
+    size: tuple[Annotated[int, Field(ge=1, le=1 << 14)], ...] = key(
+        (), "[height, width] of each image", strict=False
+    )
+    channels: Literal[1, 3, 4] = key(3, "1: grey, 3: colours, 4: colours and opacity")
+
+    @field_validator("size")
+    @classmethod
+    def _two_sides(cls, size: tuple[int, ...]) -> tuple[int, ...]:
+        if len(size) not in (0, len(("height", "width"))):
+            raise ValueError("write it as [height, width]")
+        return size
+
+
+class SplitsConfig(Whole):
+    """Which examples of files are for training, validation and test.
+
+    `train`, `validation` and `test` name files of their own, below the source or by URI. `column`
+    has the split of each row. Otherwise shares are drawn: `data.validation`, and `test`.
+    """
+
+    train: str = key("", "files of the training split: a path below the source, or a URI")
+    validation: str = key("", "files of the validation split")
+    test: str | float = key(
+        0.0, "files of the test split, or its share below 1; 0: as large as data.validation"
+    )
+    column: str = key("", "column that says train, validation or test")
+    group: str = key("", "column whose equal values stay in one split; data.group when empty")
+    time: str = key("", "column by which the latest examples are the test, those before validation")
+
+    @field_validator("test")
+    @classmethod
+    def _share(cls, value: str | float) -> str | float:
+        if not isinstance(value, str) and not 0 <= value < 1:
+            raise ValueError(f"{value:g} is no share: write a number from 0 to below 1, or a path")
+        return value
+
+    @model_validator(mode="after")
+    def _one_way(self) -> SplitsConfig:
+        named = [name for name in ("train", "validation", "test") if self.is_named(name)]
+        drawn = [name for name in ("group", "time") if getattr(self, name)]
+        if self.column and (named or drawn):
+            raise ValueError(f"column: it says all; leave out {', '.join([*named, *drawn])}")
+        if named and not self.train:
+            raise ValueError(f"{named[0]}: name the files of train as well")
+        if len(drawn) > 1:
+            raise ValueError("group: it cannot be drawn by group and by time; leave out one of two")
+        return self
+
+    def is_named(self, split: str) -> bool:
+        """Say whether a split has files of its own."""
+        value = getattr(self, split)
+        return isinstance(value, str) and bool(value)
+
+
+class RunnerConfig(Whole):
+    """What prepares a dataset."""
+
+    name: Literal["processes", "beam"] = key(
+        "processes", "processes of this machine, or Apache Beam (the extra beam)"
+    )
+    processes: int = key(0, "how many; 0: one for each core", ge=0, le=1024)
+    options: tuple[str, ...] = key((), "options of a Beam pipeline, --runner=FlinkRunner")
+
+
+class DataConfig(Section):
+    """The dataset, its splits and its shards."""
+
+    dataset: str = key(
+        DEFAULT_DATASET, "TFDS name, or package.module:Builder; unused where data.source is set"
+    )
+    source: str = key("", "files instead: a URI or path of a file, folder or pattern")
+    format: Literal["", "csv", "parquet", "jsonl", "tfrecord", "images"] = key(
+        "", "form of the files; by their names when empty"
+    )
+    builder_args: Free = key({}, "arguments of the TFDS builder")
+    version: str = key("", "dataset version; the newest when empty")
+    spans: str = key(
+        NEWEST,
+        f"of a source with {{SPAN}} or {{DATE}}: {NEWEST}, a number of newest ones, {ALL}, or "
+        f"{SINCE_CHAMPION}",
+    )
+    manual_dir: str = key("", "folder with the official files, if there is no network")
+    inputs: tuple[str, ...] = key(
+        (), "features that the model takes; those of the dataset if none", strict=False
+    )
+    label: tuple[str, ...] = key(
+        (), "features to be predicted; that of the dataset if none", strict=False
+    )
+    weight: str = key("", "feature that weighs an example in the loss and in the metrics")
+    group: str = key("", "feature whose values name a group of examples, as one query of ranking")
+    drop: tuple[str, ...] = key((), "columns of a source that are left out", strict=False)
+    types: dict[str, Literal[*TYPES]] = key(  # type: ignore[valid-type]
+        {}, f"what columns of a source hold, where it is not as inferred: {', '.join(TYPES)}"
+    )
+    map: str = key("", "package.module:function from a row of a source to an example")
+    shapes: dict[str, tuple[Annotated[int, Field(ge=0)], ...]] = key(
+        {}, "one shape for a feature whose examples differ; 0: padded to the longest of a batch"
+    )
+    buckets: tuple[Annotated[int, Field(ge=1)], ...] = key(
+        (), "lengths by which examples are batched with others as long", strict=False
+    )
+    image: ImageConfig = key(ImageConfig(), "encoded images: {size: [height, width], channels}")
+    bad_rows: float = key(
+        0.0, "fail (0), or the share of rows of a source that may be broken and skipped", ge=0, lt=1
+    )
+    splits: SplitsConfig = key(
+        SplitsConfig(), "of a source: {train, validation, test, column, group, time}"
+    )
+    shards: int = key(8, "files of the training split", ge=1, le=100_000)
+    validation: float = key(
+        0.1, "taken from training: a share below 1, a count from 1, 0 for none", ge=0
+    )
+    partition: Literal["disjoint", "dynamic", "reshuffle"] = key(
+        "disjoint",
+        "disjoint: own shards for each worker; dynamic: handed to whichever is free; reshuffle: "
+        "all data on each",
+    )
+    disk: str = key("", "most bytes of shards on a worker at once; all if empty")
+    vocabulary: int = key(
+        10_000, "most values of a text feature that are kept in its statistics", ge=1, le=10**7
+    )
+    runner: RunnerConfig = key(RunnerConfig(), "what prepares: {name, processes, options}")
+    seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
+
+    @model_validator(mode="after")
+    def _either(self) -> DataConfig:
+        """Let a source win over the default dataset, so that a run parameter can set it alone."""
+        if self.source and self.dataset not in ("", DEFAULT_DATASET):
+            raise ValueError(
+                f"source and dataset ({self.dataset!r}) are both set; leave one of them empty"
+            )
+        if not self.dataset and not self.source:
+            raise ValueError("neither dataset nor source is set; name a dataset of TFDS, or files")
+        return self
+
+    @property
+    def name(self) -> str:
+        """The dataset or the source, as messages name it."""
+        return self.source or self.dataset
+
+    @field_validator("inputs", "label", "drop", mode="before")
+    @classmethod
+    def _one_is_enough(cls, value: Any) -> Any:
+        return list(filter(None, [value])) if isinstance(value, str) else value
+
+    @field_validator("bad_rows", mode="before")
+    @classmethod
+    def _fail(cls, value: Any) -> Any:
+        return 0.0 if value == "fail" else value
+
+    @field_validator("validation")
+    @classmethod
+    def _share_or_count(cls, value: float) -> float:
+        if value >= 1 and value != int(value):
+            raise ValueError("a count of examples has to be a whole number")
+        return value
+
+    @field_validator("spans", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return str(value) if type(value) is int else value
+
+    @field_validator("spans")
+    @classmethod
+    def _known_spans(cls, value: str) -> str:
+        if value in (NEWEST, ALL, SINCE_CHAMPION) or re.fullmatch("[1-9][0-9]{0,5}", value):
+            return value
+        raise ValueError(f"{value!r} is none of {NEWEST}, {ALL}, {SINCE_CHAMPION}, or a number")
+
+    @field_validator("disk")
+    @classmethod
+    def _size(cls, value: str) -> str:
+        if value and bytes_of(value) < 1:
+            raise ValueError(f"{value!r} holds nothing")
+        return value
+
+    @field_validator("buckets")
+    @classmethod
+    def _ascending(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if list(value) != sorted(set(value)):
+            raise ValueError("write the lengths in ascending order")
+        return value
