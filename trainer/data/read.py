@@ -21,6 +21,8 @@ from trainer.errors import UserError
 SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024
 _AT_ONCE = 8
+# Images that one thread decodes at a time.
+_DECODED = 64
 
 Files = str | Sequence[str | Path]
 
@@ -71,7 +73,7 @@ def training_batches(
     else:
         batches = _streamed(_paths(files), seed, held)
         batches = batches.batch(batch_size, drop_remainder=True).map(
-            lambda records: _example(spec, records)
+            lambda records: _example(spec, records), num_parallel_calls=_parallel(spec)
         )
     return batches.prefetch(2)
 
@@ -85,7 +87,9 @@ def evaluation_batches(
     """
     records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
     mine = records.shard(of, tf.cast(part, tf.int64))
-    return mine.map(lambda batch: _example(spec, batch)).prefetch(2)
+    return mine.map(
+        lambda batch: _example(spec, batch), num_parallel_calls=_parallel(spec)
+    ).prefetch(2)
 
 
 def labelled_columns(
@@ -100,7 +104,8 @@ def labelled_columns(
         return _example(spec, records), parse({n: spec.features[n] for n in columns}, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
-    return records.batch(batch_size).map(with_columns).prefetch(2)
+    batches = records.batch(batch_size).map(with_columns, num_parallel_calls=_parallel(spec))
+    return batches.prefetch(2)
 
 
 def _paths(files: Files) -> tf.data.Dataset:
@@ -119,6 +124,15 @@ def _fitting(spec: DatasetSpec) -> int:
     return max(1, SHUFFLE_BYTES // sum(size(name) for name in spec.roles))
 
 
+def _has_images(spec: DatasetSpec) -> bool:
+    return any(spec.features[name].stored == "image" for name in spec.roles)
+
+
+def _parallel(spec: DatasetSpec) -> int | None:
+    """Return how many batches are parsed at once: images take a hundred times as long."""
+    return tf.data.AUTOTUNE if _has_images(spec) else None
+
+
 def _from_memory(
     spec: DatasetSpec, paths: tf.data.Dataset, seed: int | tf.Tensor, examples: int
 ) -> tf.data.Dataset:
@@ -127,8 +141,10 @@ def _from_memory(
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
-    whole = paths.flat_map(tf.data.TFRecordDataset).batch(examples)
-    parsed = whole.map(lambda records: _example(spec, records)).cache().repeat()
+    records = paths.flat_map(tf.data.TFRecordDataset)
+    batches = records.batch(_DECODED if _has_images(spec) else examples)
+    parsed = batches.map(lambda each: _example(spec, each), num_parallel_calls=_parallel(spec))
+    parsed = parsed.rebatch(examples).cache().repeat()
     return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from trainer.data.examples import images
 from trainer.data.spec import FeatureSpec
 
 # `decode_raw` does not know these; it reads the signed type of the same size.
@@ -19,7 +20,10 @@ _SIGNED = {"uint32": tf.int32, "uint64": tf.int64}
 
 
 def encode(features: Mapping[str, FeatureSpec], batch: Mapping[str, Any]) -> Iterator[bytes]:
-    """Yield a record for each example of a batch of arrays by feature name."""
+    """Yield a record for each example of a batch of arrays by feature name.
+
+    An image that is stored encoded is bytes that `images.stored_image` has returned, or pixels.
+    """
     columns = [_column(feature, batch[name]) for name, feature in features.items()]
     for values in zip(*columns, strict=True):
         example = tf.train.Example(
@@ -40,6 +44,8 @@ def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, 
 
 def _column(feature: FeatureSpec, values: Any) -> Iterator[Any]:
     make = _MAKERS[feature.stored]
+    if feature.stored == "image":
+        return map(make, values)
     dtype = object if feature.dtype == "string" else tf.as_dtype(feature.dtype).as_numpy_dtype
     return map(make, np.asarray(values, dtype))
 
@@ -48,8 +54,14 @@ def _bytes_feature(values: list[bytes]) -> Any:
     return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
 
 
+def _image_feature(image: Any) -> Any:
+    # Pixels come back the same: a PNG loses nothing.
+    return _bytes_feature([image if isinstance(image, bytes) else images.encode(image)])
+
+
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "raw": lambda value: _bytes_feature([value.tobytes()]),
+    "image": _image_feature,
     "bytes": lambda value: _bytes_feature(np.ravel(value).tolist()),
     "int": lambda value: tf.train.Feature(int64_list=tf.train.Int64List(value=[int(value)])),
     "float": lambda value: tf.train.Feature(float_list=tf.train.FloatList(value=[float(value)])),
@@ -65,6 +77,8 @@ def _wire(feature: FeatureSpec) -> tf.io.FixedLenFeature:
 def _restore(feature: FeatureSpec, column: tf.Tensor) -> tf.Tensor:
     if feature.stored == "bytes":
         return column
+    if feature.stored == "image":
+        return images.decode(feature, column)
     dtype = tf.as_dtype(feature.dtype)
     if feature.stored != "raw":
         return tf.cast(column, dtype)

@@ -2,7 +2,8 @@
 
 A split is a list of TFRecord shards of `tf.train.Example`. The form of a feature in a record is its
 `stored`: "raw" (the bytes of the tensor, little-endian, row by row), "int" (an int64), "float" (a
-float32) or "bytes" (texts).
+float32), "bytes" (texts) or "image" (an encoded PNG or JPEG of any size, whose `shape` is the size
+in which it is read).
 """
 
 from __future__ import annotations

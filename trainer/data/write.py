@@ -20,6 +20,7 @@ import google_crc32c
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from trainer.data.examples.images import resized
 from trainer.data.features import Selection
 from trainer.data.records import encode
 from trainer.data.shapes import Fit
@@ -164,11 +165,7 @@ def _resized(fit: Fit, images: tf.Tensor) -> tf.Tensor:
     *_, height, width, _ = fit.shape
     if fit.method == "nearest":
         return tf.image.resize(images, (height, width), method="nearest")
-    # With `antialias` every pixel counts where the image becomes smaller.
-    blended = tf.image.resize(images, (height, width), antialias=True)
-    if images.dtype.is_integer:
-        blended = tf.clip_by_value(tf.round(blended), images.dtype.min, images.dtype.max)
-    return tf.cast(blended, images.dtype)
+    return resized(images, height, width)
 
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
