@@ -53,6 +53,12 @@ class ImageConfig(Whole):
             raise ValueError("write it as [height, width]")
         return size
 
+    @model_validator(mode="after")
+    def _with_size(self) -> ImageConfig:
+        if self.channels != len("RGB") and not self.size:
+            raise ValueError("size: say [height, width], to which all images are brought")
+        return self
+
 
 class SplitsConfig(Whole):
     """Which examples of files are for training, validation and test.

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow_datasets as tfds
 
-from trainer.config.data import DataConfig
+from trainer.config.data import DataConfig, ImageConfig
 from trainer.data.shapes import Fit, Leaf, fits, named
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError, nearest
@@ -62,9 +62,13 @@ def select(config: DataConfig, info: Any) -> Selection:
     leaves = dict(_leaves(info.features, info.features, info.features.get_tensor_info()))
     roles = _roles(config, info.supervised_keys, leaves)
     _check(name, roles, leaves)
-    needed = dict.fromkeys([*roles.inputs, *roles.targets])
+    encoded = _encoded(config, roles, leaves)
+    needed = [
+        each for each in dict.fromkeys([*roles.inputs, *roles.targets]) if each not in encoded
+    ]
     made = fits(name, leaves, config.shapes, needed=needed, targets=roles.targets)
-    kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in made}
+    able = made.keys() | encoded.keys()
+    kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in able}
     if left_out := sorted(leaves.keys() - kept.keys()):
         _log.info("%s: %s left out, the shape is not fixed", name, ", ".join(left_out))
     for feature, fit in made.items():
@@ -74,7 +78,7 @@ def select(config: DataConfig, info: Any) -> Selection:
         targets=roles.targets,
         weight=roles.weight,
         group=roles.group,
-        specs={each: _spec(leaf, made.get(each)) for each, leaf in kept.items()},
+        specs={each: _spec(leaf, made.get(each)) for each, leaf in kept.items()} | encoded,
         connectors={each: leaf.connector for each, leaf in kept.items()},
         fits=made,
     )
@@ -235,6 +239,33 @@ def _below(key: str, leaves: list[str]) -> list[str]:
     return [leaf for leaf in leaves if leaf == key or leaf.startswith(f"{key}/")]
 
 
+def image_spec(image: ImageConfig) -> FeatureSpec:
+    """Return the spec of an image that is stored as it came; `image` has a size."""
+    return FeatureSpec(shape=(*image.size, image.channels), dtype="uint8", stored="image")
+
+
+def _encoded(
+    config: DataConfig, roles: Roles, leaves: Mapping[str, Leaf]
+) -> dict[str, FeatureSpec]:
+    """Return the images that are stored as they came, where `data.image` has a size.
+
+    Not those of labels, which no resizing may blend, and not those that `data.shapes` names.
+    """
+    if not config.image.size:
+        return {}
+    found = {
+        name: image_spec(config.image)
+        for name, leaf in leaves.items()
+        if leaf.is_encoded and name not in config.shapes and name not in roles.targets
+    }
+    if not found:
+        raise ConfigError(
+            f"data.image: {config.dataset} has no image of bytes but in data.shapes and data.label "
+            f"({named(leaves)}); leave data.image out"
+        )
+    return found
+
+
 def _spec(leaf: Leaf, fit: Fit | None) -> FeatureSpec:
     shape = fit.shape if fit else tuple(int(size or 0) for size in leaf.shape)
     dtype = fit.dtype if fit else leaf.dtype
@@ -249,6 +280,8 @@ def _spec(leaf: Leaf, fit: Fit | None) -> FeatureSpec:
 
 
 def _as_recorded(spec: FeatureSpec, connector: Any) -> Any:
+    if spec.stored == "image":
+        return tfds.features.Image(shape=(None, None, spec.shape[-1]))
     if isinstance(connector, tfds.features.ClassLabel) and spec.stored == "int":
         return connector
     encoding = "bytes" if spec.stored == "raw" else "none"

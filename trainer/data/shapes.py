@@ -63,6 +63,11 @@ class Leaf:
         return isinstance(self.element, tfds.features.Image) and len(self.shape) >= _IMAGE_RANK
 
     @property
+    def is_encoded(self) -> bool:
+        """Whether TFDS keeps it as one encoded image of 8 bits a channel."""
+        return type(self.connector) is tfds.features.Image and self.dtype == "uint8"
+
+    @property
     def classes(self) -> tuple[int, tuple[str, ...]]:
         """How many classes its values name, and the names that these have."""
         named = (tfds.features.ClassLabel, tfds.features.LabeledImage)
