@@ -8,7 +8,7 @@ from kfp import dsl
 from components import descriptor
 from components.image import component
 from components.locations import output_of, run_at
-from components.record import StepOutput, tried
+from components.records.record import StepOutput, tried
 from trainer.config.schema import Config
 from trainer.promotion import gate
 

@@ -7,7 +7,7 @@ from kfp import dsl
 from components import descriptor
 from components.image import component
 from components.locations import output_of, run_at, scratch_folder
-from components.record import StepOutput, tried
+from components.records.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
 

@@ -7,10 +7,11 @@ from typing import Any
 
 from kfp import dsl
 
-from components import gather_report, launchers
+from components import launchers
 from components.image import component
 from components.locations import folder_of_run, root_of, run_at_first, run_id_of
-from components.record import StepOutput, tried
+from components.records import gather_report
+from components.records.record import StepOutput, tried
 from trainer import storage
 from trainer.errors import UserError
 

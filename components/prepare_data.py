@@ -6,7 +6,7 @@ from kfp import dsl
 
 from components import descriptor, locations, pinned_inputs
 from components.image import component
-from components.record import StepOutput, tried
+from components.records.record import StepOutput, tried
 from trainer import events
 from trainer.config.data import DataConfig
 

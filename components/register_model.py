@@ -10,7 +10,7 @@ from kfp import dsl
 from components import check_gate, descriptor, evaluate_model
 from components.image import component
 from components.locations import is_local_run, output_of, run_at, scratch_folder
-from components.record import StepOutput, tried
+from components.records.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.promotion import gate, lineage, registration, registry

@@ -5,10 +5,11 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import contract, descriptor, locations, pinned_inputs, step_record
+from components import contract, descriptor, locations, pinned_inputs
 from components.image import component
 from components.pod_parameters import check_parameters
-from components.record import StepOutput, tried
+from components.records import step_record
+from components.records.record import StepOutput, tried
 from trainer.cluster import fitting
 from trainer.config.data import DataConfig
 from trainer.config.run_parameters import from_parameters

@@ -4,10 +4,11 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor, gather_report, launchers, ui
+from components import descriptor, launchers, ui
 from components.image import PodDefaults, component
 from components.locations import folder_of_run, run_at
-from components.record import StepOutput, tried
+from components.records import gather_report
+from components.records.record import StepOutput, tried
 from trainer import storage
 from trainer.checkpoints.index import HandedOn, handed_on, require_first_weights
 from trainer.cluster import fitting

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from components import gather_report
+from components.records import gather_report
 from pipelines.runs.local import check_run_id
 from trainer import storage
 from trainer.errors import ConfigError

@@ -21,7 +21,7 @@ from trainer.cluster.event_lines import LogLines, line_of, metrics_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed
 
 if TYPE_CHECKING:
-    from components.step_record import StepRecord
+    from components.records.step_record import StepRecord
     from pipelines.runs.kfp_nodes import Step
     from pipelines.runs.kfp_run import RemoteRun
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from components.step_record import StepRecord, published_records, record_in
+from components.records.step_record import StepRecord, published_records, record_in
 from components.table import EXIT_STEP, STEPS, maker_of, published_by
 from pipelines.runs.kfp_causes import explained, failed_pods, waiting_pods
 from pipelines.runs.kfp_client import Client, InstanceError

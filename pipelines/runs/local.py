@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from components.locations import RUN_FOLDER, RUN_ID
-from components.record import STOPPING
+from components.records.record import STOPPING
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events, storage, user_code
 from trainer.cluster import signals

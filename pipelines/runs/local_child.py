@@ -15,7 +15,7 @@ from types import FrameType
 
 from kfp import local
 
-from components.record import STOPPING
+from components.records.record import STOPPING
 from pipelines.training import PIPELINES
 from trainer import events
 from trainer.cluster import signals

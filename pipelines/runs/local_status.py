@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from components.step_record import OF_STEPS, last_start, step_records
+from components.records.step_record import OF_STEPS, last_start, step_records
 from pipelines.runs import local
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events

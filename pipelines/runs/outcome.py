@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from components.step_record import StepRecord, last_start, step_records
+from components.records.step_record import StepRecord, last_start, step_records
 from components.table import STEPS, Output, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.events import Event, Interrupted

@@ -20,7 +20,7 @@ STEP = """
 import json, sys
 from pathlib import Path
 from components import launchers
-from components.record import recorded
+from components.records.record import recorded
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
 

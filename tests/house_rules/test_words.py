@@ -27,8 +27,8 @@ SEEN = {
 # Programs, and what has to be written when nobody is left to return it to.
 WRITERS = {
     "components/launchers.py": "the log of a step's own tasks, as the log of the step",
-    "components/record.py": "the line of a step that failed, in the log of its pod",
-    "components/step_record.py": "a record that cannot be published fails no step",
+    "components/records/record.py": "the line of a step that failed, in the log of its pod",
+    "components/records/step_record.py": "a record that cannot be published fails no step",
     "components/tfjob/guard.py": "a program: it reports that it was called wrongly",
     "components/tfjob/launcher.py": "the log of a job's pods, as the log of the step",
     "trainer/__main__.py": "the entry of a task: parses, calls, reports",

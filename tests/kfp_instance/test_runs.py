@@ -8,7 +8,7 @@ from urllib.error import HTTPError
 
 import pytest
 
-from components.step_record import published_records
+from components.records.step_record import published_records
 from pipelines.runs.kfp_access import Access
 from pipelines.runs.kfp_client import Client, InstanceError
 from tests.kfp_instance.shapes import check

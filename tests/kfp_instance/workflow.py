@@ -18,7 +18,7 @@ import logging
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from components.step_record import PublishedRecord
+from components.records.step_record import PublishedRecord
 from trainer import events, storage
 from trainer.events import Event, StepBegin, StepEnd
 

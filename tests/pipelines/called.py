@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from components.step_record import step_records
+from components.records.step_record import step_records
 from trainer import events, storage
 from trainer.events import Event
 

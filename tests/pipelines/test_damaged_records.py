@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from components.step_record import published_records
+from components.records.step_record import published_records
 from pipelines import models
 from pipelines.cli.display import closing_table
 from pipelines.compare import compare

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from components.record import recorded
-from components.step_record import publish_config, read
+from components.records.record import recorded
+from components.records.step_record import publish_config, read
 from pipelines.cli.__main__ import main
 from tests.stores.fixtures import bucket_name
 from trainer import storage

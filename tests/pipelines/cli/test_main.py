@@ -16,7 +16,7 @@ from pipelines.cli.answer import failure
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 # Modules in the order in which `flotilla prepare` loads them, the first of them after the handlers.
-FIRST, COMMANDS, LAST = "pipelines.cli.app", "pipelines.cli.kfp", "components.record"
+FIRST, COMMANDS, LAST = "pipelines.cli.app", "pipelines.cli.kfp", "components.records.record"
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from components.record import STOPPING
+from components.records.record import STOPPING
 from pipelines.runs import local, local_status
 from trainer import events, storage
 from trainer.config.load import load_config, parse_config

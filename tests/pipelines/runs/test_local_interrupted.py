@@ -5,7 +5,7 @@ import signal
 import psutil
 import pytest
 
-from components import gather_report
+from components.records import gather_report
 from pipelines.runs import local_status
 from tests.pipelines.called import Called, call, calling, processes_of, setting
 from tests.trainer.page import Page

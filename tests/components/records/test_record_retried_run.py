@@ -6,7 +6,7 @@ import pytest
 from kfp import dsl
 
 from components import check_gate, evaluate_model, export_model, finish, locations, register_model
-from components.record import recorded
+from components.records.record import recorded
 from tests.components.called_steps import RUN, artifact_in, ended, text_of
 from tests.trainer.page import Page
 from trainer import events, storage

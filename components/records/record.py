@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 import tenacity
 
 from components.locations import is_local_run
-from components.step_record import INCIDENTS, PublishedRecord
+from components.records.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, step_of
 from trainer import events, masking, variables
 from trainer.cluster import signals
@@ -54,7 +54,7 @@ _Result = TypeVar("_Result")
 class StepOutput:
     """What a step leaves for the closing table and the report.
 
-    For `held` and `displays` see `components.step_record.StepRecord`.
+    For `held` and `displays` see `components.records.step_record.StepRecord`.
     """
 
     uri: str = ""
@@ -223,7 +223,7 @@ class _Course:
         if not self.published.reported:
             return
         # The report takes a tenth of a second to load, which no other step needs.
-        from components.gather_report import AGAIN, write_again
+        from components.records.gather_report import AGAIN, write_again
 
         state = AGAIN
         if ended and ended.status != "done":

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from components import gather_report
+from components.records import gather_report
 from tests.pipelines.step_events import begun, done, ended, write
 from tests.trainer.page import Page
 from trainer import storage

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from components.gather_report import cost, held_by
-from components.step_record import StepRecord, Try
+from components.records.gather_report import cost, held_by
+from components.records.step_record import StepRecord, Try
 from trainer.config.load import parse_config
 
 TRAIN = StepRecord(step="train_model", status="failed", began=200.0, seconds=1800.0)

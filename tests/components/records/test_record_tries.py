@@ -9,21 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from components import locations, record
-from components.record import tried
-from components.step_record import read, step_records
+from components import locations
+from components.records import record
+from components.records.record import tried
+from components.records.step_record import read, step_records
 from components.table import step_of
 from trainer import events, storage
 from trainer.errors import ConfigError, RunInterruptedError, TransientError, UserError
 from trainer.events import StepBegin, StepEnd
 from trainer.storage.errors import Unavailable
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TRIES = 1 + step_of("train_model").retries
 OUT = "the store has not been available for 300 s"
 WAITS = """
 import sys, time
-from components import record
+from components.records import record
 from trainer.errors import TransientError
 
 sleep = time.sleep

@@ -4,7 +4,7 @@ Where the steps share a folder, records are made from their events. On a KFP ins
 a pod of its own, and its disk goes with it: a step publishes its record when it begins and again
 when it ends, at `<root>/<run id>/steps/NAME.json`. A record without an end is that of a step that
 was killed. A step that is tried again replaces the record of its earlier try, and lists that one
-among its earlier tries: by itself (`components.record`), by KFP, or by a person in the UI.
+among its earlier tries: by itself (`components.records.record`), by KFP, or by a person in the UI.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class StepRecord(StepResult):
         began: seconds since 1970.
         ended: the same, None until the step has ended.
         earlier: the tries before the last.
-        held: what it holds of the cluster, see `components.gather_report`.
+        held: what it holds of the cluster, see `components.records.gather_report`.
         displays: of the exit step, URIs of the artifacts by which the UI shows the report.
         inputs: URIs that KFP may have taken from its cache, see `StepBegin`.
         incidents: the newest events of `INCIDENTS`, such as restarts.

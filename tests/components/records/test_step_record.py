@@ -7,8 +7,8 @@ from contextlib import suppress
 import pytest
 
 from components import locations
-from components.record import recorded
-from components.step_record import PublishedRecord, publish_config, read
+from components.records.record import recorded
+from components.records.step_record import PublishedRecord, publish_config, read
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace, FilePlace
@@ -222,7 +222,7 @@ def test_a_bucket_that_refuses_writes_does_not_fail_a_step(s3, capsys):
 
 
 def test_a_bucket_that_does_not_answer_is_given_up(s3, capsys, monkeypatch):
-    monkeypatch.setattr("components.step_record._RETRY_SECONDS", 0.3)
+    monkeypatch.setattr("components.records.step_record._RETRY_SECONDS", 0.3)
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     place = BucketPlace(s3, f"s3://{bucket_name()}/k")
     s3.plan.add(Fault(503, path=RUN, times=10**6))

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from components.step_record import (
+from components.records.step_record import (
     CONFIG,
     INCIDENTS,
     OF_STEPS,

@@ -29,7 +29,7 @@ from trainer.config.schema import Config
 from trainer.data.prepare import prepare
 from trainer.errors import UserError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RUN = "0b7c0000-1111-2222-3333-444455556666"
 REASON = "worker-0 ended with exit code 137 | <killed>"
 # Trains in a pod of its own, which is killed or asked to end.

@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from components.record import STOPPING, recorded
-from components.step_record import read, step_records
+from components.records.record import STOPPING, recorded
+from components.records.step_record import read, step_records
 from trainer import events
 from trainer.errors import ClusterLostError, ConfigError, RunInterruptedError, UserError
 from trainer.events import StepBegin, StepEnd
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 BEGINS = """
 import sys
-from components.record import recorded
+from components.records.record import recorded
 
 with recorded(sys.argv[1]):
     print("at work", flush=True)
@@ -169,7 +169,8 @@ def test_a_sys_exit_that_is_not_the_users_is_an_end_too(emitted):
 def test_a_message_on_a_full_disk_hides_neither_the_record_nor_the_exit_code(tmp_path):
     at = (tmp_path / "root" / "0b7c").as_uri()
     body = (
-        "import sys\nfrom components.record import recorded\nfrom trainer.errors import UserError\n"
+        "import sys\nfrom components.records.record import recorded\n"
+        "from trainer.errors import UserError\n"
         "with recorded('train_model', sys.argv[1]): raise UserError('no space')\n"
     )
     with open("/dev/full", "wb") as full:
