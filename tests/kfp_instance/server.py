@@ -86,6 +86,8 @@ class Handler(BaseHTTPRequestHandler):
     """One connection."""
 
     protocol_version = "HTTP/1.1"
+    # Head and body are two writes: the second would wait 40 ms for the first to be acknowledged.
+    disable_nagle_algorithm = True
     server: Instance
 
     def log_message(self, format: str, *args: object) -> None:
