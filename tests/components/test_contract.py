@@ -65,7 +65,7 @@ def test_the_first_step_has_the_mark_in_the_pipeline_and_alone(tmp_path):
     compile_pipeline(tmp_path / "pipeline.yaml")
     compile_components(tmp_path)
     for name in ("pipeline.yaml", "resolve-config.yaml"):
-        spec = next(yaml.safe_load_all((tmp_path / name).read_text()))
+        spec = next(yaml.load_all((tmp_path / name).read_text(), yaml.CSafeLoader))
         container = spec["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
         assert container["args"][-2:] == [contract.OPTION, contract.mark()]
     # It would change the key of KFP's cache with each version.

@@ -75,7 +75,7 @@ def test_the_first_step_refuses_it(name, capsys):
 def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(path)
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    return list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
 
 
 @pytest.mark.parametrize("step", [step for step in STEPS if step.is_light], ids=lambda s: s.name)

@@ -75,7 +75,9 @@ def test_with_its_row_a_new_step_is_set_up_as_the_row_says(monkeypatch, tmp_path
     monkeypatch.setattr(table, "STEPS", (*table.STEPS, NEW))
     pipeline = local_pipeline(lambda _, *v: counting(step_settings.apply, *v), "counting")
     compiler.Compiler().compile(pipeline, str(tmp_path / "counting.yaml"))
-    spec, platform = yaml.safe_load_all((tmp_path / "counting.yaml").read_text(encoding="utf-8"))
+    spec, platform = yaml.load_all(
+        (tmp_path / "counting.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
+    )
     task = spec["root"]["dag"]["tasks"]["count-labels"]
     assert task["retryPolicy"]["maxRetryCount"] == 1
     assert not task["cachingOptions"]

@@ -47,7 +47,7 @@ def spoken_commands(inline):
 @NAMED
 def test_every_snippet_of_a_configuration_is_valid(document):
     for block in document.of("yaml"):
-        tree = yaml.safe_load(block.text)
+        tree = yaml.load(block.text, yaml.CSafeLoader)
         if "apiVersion" not in tree:
             # As far as what its TFJob would be.
             assert manifest(parse_config(tree))["kind"] == "TFJob"
@@ -70,7 +70,7 @@ def is_module(word):
 def run_parameters(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(path)
-    pipeline = next(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    pipeline = next(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
     return set(pipeline["root"]["inputDefinitions"]["parameters"])
 
 

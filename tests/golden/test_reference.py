@@ -40,7 +40,9 @@ def leaves(model, path=""):
 def declared(tmp_path):
     """The run parameters that the compiled pipeline declares."""
     compile_pipeline(tmp_path / "pipeline.yaml")
-    documents = yaml.safe_load_all((tmp_path / "pipeline.yaml").read_text(encoding="utf-8"))
+    documents = yaml.load_all(
+        (tmp_path / "pipeline.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader
+    )
     return next(documents)["root"]["inputDefinitions"]["parameters"]
 
 

@@ -70,13 +70,14 @@ def test_they_compile_into_another_pipeline(folder, tmp_path):
     given = to_parameters(config_of(tmp_path))
     path = tmp_path / "reused.yaml"
     compiler.Compiler().compile(pipeline_of(loaded(folder), given), str(path))
-    spec = yaml.safe_load(path.read_text(encoding="utf-8"))
+    spec = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     executors = spec["deploymentSpec"]["executors"]
     # A new step of ours is no step of theirs.
     assert {name.removeprefix("exec-") for name in executors} <= set(loaded(folder))
     assert {each["container"]["image"] for each in executors.values()} == {IMAGE}
 
 
+@pytest.mark.slow
 def test_the_first_one_runs_alone(folder, tmp_path):
     config = config_of(tmp_path, training={"steps": 7})
     ended = run("one", folder, tmp_path, config)
@@ -99,7 +100,7 @@ SOURCES = {
 @pytest.mark.parametrize("age", SOURCES)
 def test_a_file_of_another_version_is_refused_in_one_line(folder, tmp_path, age):
     change, mark = SOURCES[age]
-    tree = yaml.safe_load((folder / "resolve-config.yaml").read_text(encoding="utf-8"))
+    tree = yaml.load((folder / "resolve-config.yaml").read_text(encoding="utf-8"), yaml.CSafeLoader)
     container = tree["deploymentSpec"]["executors"]["exec-resolve-config"]["container"]
     *command, source = container["command"]
     assert source.count(change[0]) == 1

@@ -24,7 +24,7 @@ ROWS = {step.kfp_name: step for step in STEPS}
 def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(path, pods=step_pods(**GIVEN))
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    return list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
 
 
 @pytest.fixture(scope="module")

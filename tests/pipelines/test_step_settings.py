@@ -21,7 +21,7 @@ ROWS = {step.kfp_name: step for step in STEPS}
 def documents(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(path)
-    return list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
+    return list(yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader))
 
 
 @pytest.fixture(scope="module")

@@ -54,7 +54,7 @@ def variables_of(step, secret, tmp_path):
     """Return what Kubernetes gives a step: of a secret those keys that it has."""
     compile_pipeline(tmp_path / "pipeline.yaml")
     text = (tmp_path / "pipeline.yaml").read_text(encoding="utf-8")
-    _, platform = yaml.safe_load_all(text)
+    _, platform = yaml.load_all(text, yaml.CSafeLoader)
     pod = platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"][f"exec-{step}"]
     (secret_env,) = pod["secretAsEnv"]
     keys = {each["envVar"]: each["secretKey"] for each in secret_env["keyToEnv"]}
@@ -78,6 +78,7 @@ def run(module, name, folder, root, variables):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("secret", SECRETS)
 def test_the_first_step_reads_the_store(root, secret, tmp_path):
     given = variables_of("resolve-config", SECRETS[secret], tmp_path)

@@ -21,7 +21,7 @@ KFP_TYPES = {
 def spec(tmp_path_factory):
     path = tmp_path_factory.mktemp("compiled") / "pipeline.yaml"
     compile_pipeline(path)
-    pipeline, _ = yaml.safe_load_all(path.read_text(encoding="utf-8"))
+    pipeline, _ = yaml.load_all(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     return pipeline
 
 

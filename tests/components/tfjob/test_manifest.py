@@ -55,7 +55,7 @@ def variables(tree, role):
 def schema():
     if not CRD.is_file():
         pytest.skip(f"{CRD} is absent: the schema of the training operator is no part of Flotilla")
-    crd = yaml.safe_load(CRD.read_text(encoding="utf-8"))
+    crd = yaml.load(CRD.read_text(encoding="utf-8"), yaml.CSafeLoader)
     return crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
 
 
@@ -115,7 +115,7 @@ def test_the_operators_typed_models_lose_no_field(tree):
 
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
 def test_the_golden_manifests_fit_the_operators_own_models(path):
-    job = yaml.safe_load(path.read_text(encoding="utf-8"))
+    job = yaml.load(path.read_text(encoding="utf-8"), yaml.CSafeLoader)
     assert typed(job) == job
 
 

@@ -87,7 +87,7 @@ def test_a_file_runs_without_being_uploaded(instance, remote, tmp_path):
     file = tmp_path / "p.yaml"
     assert remote("compile", "-o", file).code == 0
     assert remote("submit", "--file", file).code == 0
-    spec, platform = yaml.safe_load_all(file.read_text(encoding="utf-8"))
+    spec, platform = yaml.load_all(file.read_text(encoding="utf-8"), yaml.CSafeLoader)
     sent = the_run(instance)["pipeline_spec"]
     assert sent["pipeline_spec"]["pipelineInfo"] == spec["pipelineInfo"]
     assert sent["platform_spec"] == platform
