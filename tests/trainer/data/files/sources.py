@@ -1,0 +1,64 @@
+"""Sources over files of a test, and what they read."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainer import storage
+from trainer.config.data import DataConfig
+from trainer.data.features import Selection
+from trainer.data.files.file_source import FileSource
+from trainer.data.spec import SPLITS
+
+
+@dataclass(frozen=True)
+class File:
+    path: str
+    uri: str
+    size: int
+    tag: str = ""
+    span: str = ""
+    split: str = ""
+
+
+@dataclass(frozen=True)
+class Listed:
+    root: str
+    files: tuple[File, ...]
+    digest: str = "digest"
+
+
+def listed(folder: Path) -> Listed:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = (File(str(p.relative_to(folder)), storage.uri_of(p), p.stat().st_size) for p in paths)
+    return Listed(storage.uri_of(folder), tuple(files))
+
+
+def source(folder: Path, **keys: Any) -> FileSource:
+    config = DataConfig.model_validate({"source": str(folder), **keys})
+    return FileSource(config, listed(folder), folder)
+
+
+def read(made: FileSource, selection: Selection) -> dict[str, Any]:
+    """Return all columns, and the name of the split of each example as `split`."""
+    batches = [each for part in made.parts() for each in made.read(part, selection)]
+    columns = {
+        name: np.concatenate([each.columns[name] for each in batches]) for name in selection.specs
+    }
+    splits = np.concatenate([each.splits for each in batches])
+    return {**columns, "split": [SPLITS[each] for each in splits]}
+
+
+def opened(folder: Path, **keys: Any) -> tuple[Selection, dict[str, Any]]:
+    made = source(folder, **keys)
+    selection = made.select()
+    return selection, read(made, selection)
+
+
+def sizes(found: dict[str, Any]) -> Counter[str]:
+    return Counter(found["split"])

@@ -1,0 +1,202 @@
+"""Sums over the values of one column: which kinds of values there are, over all rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from trainer.data.files import text_values
+
+#: More classes than any label has.
+MOST_CLASSES = 1_000_000
+_SEEN = 10_000
+_SHOWN = 3
+
+
+@dataclass(kw_only=True)
+class ColumnScan:
+    """Sums over the values of one column; those of two pieces are merged.
+
+    Attributes:
+        kinds: values of each kind: int, code, float, bool, time, text, tensor, image.
+        empty: values that are null or an empty text.
+        words: values that are a word for missing, as NA.
+        texts: the first values that are texts, with file and row number.
+        values: different values as texts; no longer gathered beyond `most`.
+        gathers: whether those of numbers with a fraction are gathered too, as for classes.
+        shapes: shapes of tensors.
+    """
+
+    most: int = _SEEN
+    gathers: bool = False
+    rows: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    empty: int = 0
+    words: int = 0
+    texts: list[tuple[Any, int, str]] = field(default_factory=list)
+    values: set[str] = field(default_factory=set)
+    many: bool = False
+    shapes: set[tuple[int, ...]] = field(default_factory=set)
+    tensor: str = ""
+
+    def add(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
+        """Add the values of some rows; texts are `parsed` where a format has nothing else."""
+        self.rows += len(array)
+        kind = array.type
+        if pa.types.is_dictionary(kind):
+            array = pc.cast(array, kind.value_type)
+            kind = array.type
+        if pa.types.is_string(kind) or pa.types.is_large_string(kind):
+            self._add_texts(array, piece, numbers, parsed=parsed)
+            return
+        missing = array.null_count
+        if pa.types.is_floating(kind):
+            missing += pc.sum(pc.is_nan(array)).as_py() or 0
+        self.empty += missing
+        self._count(kind_of(kind), len(array) - missing)
+        if kind_of(kind) == "tensor":
+            self._add_shapes(array)
+        elif kind_of(kind) in ("int", "bool") or (self.gathers and not is_list(kind)):
+            self._see(pc.cast(array, pa.string()))
+
+    def merge(self, other: ColumnScan) -> None:
+        """Add the sums of a later piece."""
+        self.rows += other.rows
+        self.empty += other.empty
+        self.words += other.words
+        for kind, count in other.kinds.items():
+            self._count(kind, count)
+        self.texts = (self.texts + other.texts)[:_SHOWN]
+        self.shapes |= other.shapes
+        self.tensor = self.tensor or other.tensor
+        self._gather(other.values, many=other.many)
+
+    def is_doubtful(self, kind: str, *, required: bool) -> bool:
+        """Say whether some rows may be broken where the values are read as a type."""
+        if required and self.empty + self.words:
+            return True
+        if kind == "tensor":
+            return len(self.shapes) > 1 or set(self.kinds) > {"tensor"}
+        return kind in _FITTING and not set(self.kinds) <= _FITTING[kind]
+
+    def _count(self, kind: str, count: int) -> None:
+        if count:
+            self.kinds[kind] = self.kinds.get(kind, 0) + count
+
+    def _see(self, array: pa.Array) -> None:
+        if not self.many:
+            found = pc.unique(array.drop_null())
+            self._gather(
+                found.to_pylist() if len(found) <= self.most else (), many=len(found) > self.most
+            )
+
+    def _gather(self, found: Any, *, many: bool) -> None:
+        self.values.update(found)
+        self.many = self.many or many or len(self.values) > self.most
+        if self.many:
+            self.values.clear()
+
+    def _add_texts(self, array: pa.Array, piece: Any, numbers: Any, *, parsed: bool) -> None:
+        short = text_values.trimmed(array)
+        self._see(short)
+        empty = pc.equal(short, "")
+        missing = text_values.is_missing(short)
+        self.empty += pc.sum(empty).as_py() or 0
+        if not parsed:
+            self._count("text", len(short) - (pc.sum(empty).as_py() or 0))
+            self._keep_texts(short, pc.invert(empty), piece, numbers)
+            return
+        self.words += (pc.sum(missing).as_py() or 0) - (pc.sum(empty).as_py() or 0)
+        known = pc.filter(short, pc.invert(missing))
+        if not len(known):
+            return
+        if text_values.are_numbers(known, pa.int64()):
+            self._count("int", len(known))
+            return
+        left = pa.array(np.ones(len(known), np.bool_))
+        for kind, pattern in _PATTERNS.items():
+            found = pc.and_(left, text_values.matches(known, pattern))
+            self._count(kind, pc.sum(found).as_py() or 0)
+            left = pc.and_not(left, found)
+        self._count("text", pc.sum(left).as_py() or 0)
+        if pc.any(left).as_py():
+            rows = pc.filter(pa.array(numbers), pc.invert(missing))
+            self._keep_texts(known, left, piece, rows)
+
+    def _keep_texts(self, array: pa.Array, chosen: pa.Array, piece: Any, numbers: Any) -> None:
+        if len(self.texts) < _SHOWN:
+            rows = np.flatnonzero(chosen.to_numpy(zero_copy_only=False))[: _SHOWN - len(self.texts)]
+            self.texts += [
+                (piece, int(np.asarray(numbers)[row]), array[row].as_py()) for row in rows
+            ]
+
+    def _add_shapes(self, array: pa.Array) -> None:
+        depth, kind, level = 0, array.type, array.drop_null()
+        shape: list[tuple[int, ...]] = [()]
+        while is_list(kind):
+            lengths = pc.unique(pc.list_value_length(level)).to_pylist()
+            shape = [(*each, length or 0) for each in shape for length in lengths]
+            level, kind, depth = pc.list_flatten(level), kind.value_type, depth + 1
+        self.shapes.update(shape)
+        self.tensor = (
+            "float"
+            if pa.types.is_floating(kind)
+            else "bool"
+            if pa.types.is_boolean(kind)
+            else "int"
+        )
+
+
+# Kinds of values that are of a type for certain.
+_FITTING = {
+    "int": {"int"},
+    "float": {"int", "float"},
+    "bool": {"bool"},
+    "time": {"time"},
+}
+_PATTERNS = {
+    "code": text_values.CODE,
+    "int": text_values.INT,
+    "float": text_values.NUMBER,
+    "bool": text_values.BOOL,
+    "time": text_values.TIME,
+}
+
+
+def is_list(kind: pa.DataType) -> bool:
+    """Say whether a value of a type is a list."""
+    return bool(
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    )
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """Return the kind of values of an Arrow type; empty for one that cannot be read."""
+    if pa.types.is_dictionary(kind):
+        return kind_of(kind.value_type)
+    for test, name in _ARROW:
+        if test(kind):
+            return name
+    if is_list(kind):
+        inner = kind.value_type
+        return "tensor" if kind_of(inner) in ("int", "float", "bool", "tensor") else ""
+    return ""
+
+
+_ARROW = (
+    (pa.types.is_boolean, "bool"),
+    (pa.types.is_integer, "int"),
+    (pa.types.is_floating, "float"),
+    (pa.types.is_decimal, "float"),
+    (pa.types.is_timestamp, "time"),
+    (pa.types.is_date, "time"),
+    (pa.types.is_string, "text"),
+    (pa.types.is_large_string, "text"),
+    (pa.types.is_binary, "image"),
+    (pa.types.is_large_binary, "image"),
+    (pa.types.is_null, "text"),
+)

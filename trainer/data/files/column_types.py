@@ -1,0 +1,172 @@
+"""What the columns of files hold, inferred over all rows and not over the first ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.data.files import text_values
+from trainer.data.files.column_scan import ColumnScan
+from trainer.errors import UserError
+
+#: Ints of a label with at most so many different values are classes.
+FEW_VALUES = 20
+# From this share of numbers on, texts among them are taken for mistakes.
+_NEARLY_ALL = 0.9
+_FEWEST_IDS = 2
+_NUMBERS = ("int", "float")
+_TENSORS = {"float": "float32", "int": "int64", "bool": "bool"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of files, as it is read.
+
+    Attributes:
+        type: one of `trainer.config.data.TYPES`, or `tensor`.
+        why: how that is known.
+        gaps: whether values are missing.
+        shape: of one value; empty for a scalar.
+        dtype: of a tensor.
+        classes: texts of the classes, in order.
+        hint: what is noteworthy, such as a column that is constant; may be empty.
+    """
+
+    name: str
+    type: str
+    why: str
+    gaps: bool = False
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    classes: tuple[str, ...] = ()
+    hint: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What is asked of a column.
+
+    Attributes:
+        said: its type by `data.types`, or empty.
+        shape: its shape by `data.shapes`; None for none.
+        is_label: whether it is predicted.
+        tolerates: whether rows may be broken.
+        place: returns file and row of a place of `ColumnScan.texts`.
+    """
+
+    place: Callable[[Any, int], str]
+    said: str = ""
+    shape: tuple[int, ...] | None = None
+    is_label: bool = False
+    tolerates: bool = False
+
+
+def decide(name: str, scan: ColumnScan, request: Request) -> Column:
+    """Return what a column holds.
+
+    Raises:
+        UserError: the values are of several types or shapes, or too many for classes.
+    """
+    kind, why = request.said, "data.types"
+    if not kind:
+        kind, why = _inferred(name, scan, request)
+    if request.is_label:
+        kind, why = _as_label(kind, why, scan, said=bool(request.said))
+    if kind == "class" and scan.many:
+        raise UserError(
+            f"data.types: {name!r} has more than {scan.most} different values, too many for "
+            f"classes; set data.types: {{{name}: float}} if it is a number"
+        )
+    return Column(
+        name=name,
+        type=kind,
+        why=why,
+        gaps=bool(scan.empty + scan.words) and not request.is_label,
+        shape=_shape(name, scan, request) if kind == "tensor" else (),
+        dtype=_TENSORS[scan.tensor] if kind == "tensor" else "",
+        classes=sorted_classes(scan) if kind == "class" else (),
+        hint=_hint(scan, kind),
+    )
+
+
+def _shape(name: str, scan: ColumnScan, request: Request) -> tuple[int, ...]:
+    if request.shape is not None:
+        return request.shape
+    if len(scan.shapes) > 1:
+        ranks = {len(each) for each in scan.shapes}
+        largest = (
+            [max(sizes) for sizes in zip(*scan.shapes, strict=True)] if len(ranks) == 1 else []
+        )
+        raise UserError(
+            f"data.shapes: the values of {name!r} have {len(scan.shapes)} shapes, such as "
+            f"{' and '.join(str(list(each)) for each in sorted(scan.shapes)[:2])}; set "
+            f"data.shapes: {{{name}: {largest}}}"
+        )
+    return next(iter(scan.shapes), ())
+
+
+def sorted_classes(scan: ColumnScan) -> tuple[str, ...]:
+    """Return the texts of classes: numbers by size, all else by text."""
+    whole = set(scan.kinds) <= {"int"}
+    values = {each.strip() if whole else each for each in scan.values} - {""}
+    if whole:
+        return tuple(sorted(values - set(text_values.MISSING), key=int))
+    return tuple(sorted(values))
+
+
+def _inferred(name: str, scan: ColumnScan, request: Request) -> tuple[str, str]:
+    kinds = scan.kinds
+    total = sum(kinds.values())
+    if not total:
+        return "text", "no value in any row"
+    if len(kinds) == 1:
+        only = next(iter(kinds))
+        return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
+    if set(kinds) <= set(_NUMBERS):
+        return "float", "numbers, some with a fraction"
+    counted = sum(kinds.get(each, 0) for each in _NUMBERS)
+    if set(kinds) <= {*_NUMBERS, "code"}:
+        return "text", "numbers, some with leading zeros"
+    if counted < _NEARLY_ALL * total:
+        return "text", "texts"
+    if request.tolerates:
+        return "float" if "float" in kinds else "int", f"{counted} of {total} values are numbers"
+    places = ", ".join(f"{request.place(piece, row)}: {text!r}" for piece, row, text in scan.texts)
+    raise UserError(
+        f"data.types: the column {name!r} has mixed types: {counted} numbers and "
+        f"{total - counted} other values ({places}); set data.types: {{{name}: text}}, or "
+        "data.bad_rows to the share of rows that may be skipped"
+    )
+
+
+def _as_label(kind: str, why: str, scan: ColumnScan, *, said: bool) -> tuple[str, str]:
+    if kind in ("text", "bool"):
+        return "class", f"label of {'texts' if kind == 'text' else 'true and false'}"
+    few = not scan.many and len(scan.values) <= min(FEW_VALUES, max(2, scan.rows // 2))
+    if kind == "int" and not said:
+        if few:
+            return "class", f"label of {len(scan.values)} whole numbers"
+        return "float", f"label of whole numbers, more than {FEW_VALUES} different ones"
+    return kind, why
+
+
+def _hint(scan: ColumnScan, kind: str) -> str:
+    if not scan.kinds:
+        return "no value in any row"
+    missing = bool(scan.empty + scan.words)
+    if not scan.many and len(scan.values) == 1 and scan.rows > 1 and not missing:
+        return f"always {next(iter(scan.values))!r}"
+    if kind == "text" and not missing and _FEWEST_IDS < scan.rows == len(scan.values):
+        return "another text in each row, as an id"
+    return ""
+
+
+def described(columns: Mapping[str, Column]) -> list[dict[str, Any]]:
+    """Return what a manifest says of the columns."""
+    return [
+        {"name": each.name, "type": each.type, "why": each.why}
+        | ({"hint": each.hint} if each.hint else {})
+        | ({"classes": len(each.classes)} if each.classes else {})
+        for each in columns.values()
+    ]

@@ -1,0 +1,121 @@
+"""The split of each example, drawn by a keyed hash of its content, by group, by time, or named.
+
+A hash depends on nothing but the example and the seed: equal examples stay in one split, and an
+example keeps its split when others come.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config.data import DataConfig
+from trainer.data.spec import SPLITS
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ALIASES = {
+    "train": "train", "training": "train",
+    "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
+    "test": "test", "testing": "test", "eval": "test",
+}  # fmt: skip
+
+
+def split_named(text: str) -> int:
+    """Return the split that a word stands for, as an index into `SPLITS`; -1 for none."""
+    name = _ALIASES.get(text.strip().lower())
+    return SPLITS.index(name) if name else -1
+
+
+def hashes(columns: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint64]:
+    """Return a keyed 64-bit hash of each example. The order of the columns does not matter."""
+    total: NDArray[np.uint64] | None = None
+    for name, values in columns.items():
+        key = _key(name, seed)
+        found = _texts(values) if values.dtype == object else _numbers(values)
+        mixed = _mix(found ^ key)
+        total = mixed if total is None else total + mixed
+    assert total is not None
+    return _mix(total ^ _key("", seed))
+
+
+def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
+    """Return the split of each hash: the lowest are test, the next validation."""
+    place = found.astype(np.float64) / 2.0**64
+    splits = np.full(len(found), SPLITS.index("train"), np.int8)
+    splits[place < test + validation] = SPLITS.index("validation")
+    splits[place < test] = SPLITS.index("test")
+    return splits
+
+
+def by_bounds(values: NDArray[np.float64], bounds: tuple[float, float]) -> NDArray[np.int8]:
+    """Return the split of each time: from the first bound validation, from the second test."""
+    splits = np.full(len(values), SPLITS.index("train"), np.int8)
+    splits[values >= bounds[0]] = SPLITS.index("validation")
+    splits[values >= bounds[1]] = SPLITS.index("test")
+    return splits
+
+
+def shares(config: DataConfig, examples: int) -> tuple[float, float]:
+    """Return the shares of validation and test that are drawn; 0 for one that has its own files."""
+    validation = config.validation
+    if validation >= 1:
+        validation = min(1.0, validation / max(1, examples))
+    test = config.splits.test
+    drawn = 0.0 if isinstance(test, str) and test else float(test or validation)
+    return (0.0 if config.splits.validation else validation), drawn
+
+
+def bounds_of(
+    times: NDArray[np.float64], counts: NDArray[np.int64], *, validation: float, test: float
+) -> tuple[float, float]:
+    """Return the times from which on examples are validation and test; equal ones stay together.
+
+    Args:
+        times: different times, in ascending order.
+        counts: examples of each.
+        validation: their share.
+        test: their share.
+    """
+    total = int(counts.sum())
+    left = np.concatenate([counts[::-1].cumsum()[::-1], [0]])
+    ends = np.concatenate([times, [np.inf]])
+
+    def bound(share: float) -> float:
+        # The first time from which on there are no more than that share.
+        return float(ends[int(np.argmax(left <= share * total + 0.5))]) if share else float(np.inf)
+
+    return bound(validation + test), bound(test)
+
+
+def _key(name: str, seed: int) -> np.uint64:
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
+    return np.uint64(int.from_bytes(digest, "little"))
+
+
+def _texts(values: NDArray[Any]) -> NDArray[np.uint64]:
+    blake = hashlib.blake2b
+    digests = b"".join(blake(each, digest_size=8).digest() for each in values)
+    return np.frombuffer(digests, "<u8")
+
+
+def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
+    # As a float, whatever the type, so that a column keeps its hashes when gaps make it a float.
+    wide = values.reshape(len(values), -1).astype(np.float64) + 0.0
+    wide[np.isnan(wide)] = np.nan
+    bits = wide.view(np.uint64)
+    total = np.zeros(len(values), np.uint64)
+    for place in range(bits.shape[1]):
+        total = _mix(total + bits[:, place] + _GOLDEN)
+    return total
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014): each bit depends on all."""
+    found = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: NDArray[np.uint64] = found ^ (found >> np.uint64(31))
+    return mixed

@@ -1,0 +1,1 @@
+"""One reader for each format of files, and what they are read into."""

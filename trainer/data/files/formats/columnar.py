@@ -1,0 +1,142 @@
+"""Parquet: the schema and the rows are in its metadata; row groups are read alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data.files.formats.decompression import is_compressed
+from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.errors import UserError
+
+_BATCH = 1 << 16
+
+
+class ParquetReader(Reader):
+    """Reads parquet; nested structs become columns named `outer/inner`."""
+
+    def names(self, path: Path) -> tuple[str, ...]:
+        """Return the columns by the schema."""
+        return tuple(self.schema(path))
+
+    def schema(self, path: Path) -> dict[str, pa.DataType]:
+        """Return the type of each column."""
+        with _file(path) as file:
+            return dict(_flat(file.schema_arrow))
+
+    def count(self, path: Path, piece: Piece) -> int:
+        """Return the number of rows."""
+        with _file(path) as file:
+            return sum(file.metadata.row_group(each).num_rows for each in _groups(file, piece))
+
+    def nulls(self, path: Path, piece: Piece, name: str) -> int | None:
+        """Return how many values of a column are null; None where the file does not say."""
+        total = 0
+        with _file(path) as file:
+            for each in _groups(file, piece):
+                group = file.metadata.row_group(each)
+                found = _null_count(group, name.replace("/", "."))
+                if found is None:
+                    return None
+                total += found
+        return total
+
+    def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
+        """Return ranges of row groups."""
+        with _file(path) as file:
+            sizes = [
+                file.metadata.row_group(each).total_byte_size
+                for each in range(file.metadata.num_row_groups)
+            ]
+        bounds, held = [0], 0
+        for place, bytes_ in enumerate(sizes):
+            if held and held + bytes_ > size:
+                bounds.append(place)
+                held = 0
+            held += bytes_
+        return list(zip(bounds, [*bounds[1:], END], strict=True))
+
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], _broken: Broken
+    ) -> Iterator[Rows]:
+        """Yield the rows of some row groups; none of them can be broken."""
+        with _file(path) as file:
+            start = 0
+            # An outer name reads all below it.
+            outer = list(dict.fromkeys(_outer(name, file.schema_arrow) for name in columns))
+            for batch in file.iter_batches(
+                _BATCH, row_groups=list(_groups(file, piece)), columns=outer
+            ):
+                table = _flattened(pa.Table.from_batches([batch])).select(list(columns))
+                yield Rows(table, np.arange(start, start + len(table)))
+                start += len(table)
+
+    def row(self, path: Path, piece: Piece, number: int) -> int:
+        """Return the number of a row, from 1."""
+        with _file(path) as file:
+            before = sum(file.metadata.row_group(each).num_rows for each in range(piece.start))
+        return int(before) + number + 1
+
+
+@contextmanager
+def _file(path: Path) -> Iterator[pq.ParquetFile]:
+    if is_compressed(path):
+        raise UserError(f"data.source: {path} is compressed as a whole; unpack it")
+    try:
+        with pq.ParquetFile(path) as file:
+            yield file
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"data.source: {path} is no parquet file that can be read, or was cut off: {reason}"
+        ) from error
+    except OSError as error:
+        if error.errno is None:
+            reason = str(error).splitlines()[0]
+            raise UserError(f"data.source: {path} is damaged: {reason}") from error
+        raise
+
+
+def _flat(schema: pa.Schema | pa.StructType, before: str = "") -> Iterator[tuple[str, pa.DataType]]:
+    for field in schema:
+        name = f"{before}{field.name}"
+        if pa.types.is_struct(field.type):
+            yield from _flat(field.type, f"{name}/")
+        else:
+            yield name, field.type
+
+
+def _flattened(table: pa.Table) -> pa.Table:
+    while any(pa.types.is_struct(field.type) for field in table.schema):
+        names = [
+            f"{field.name}/{inner.name}" if pa.types.is_struct(field.type) else field.name
+            for field in table.schema
+            for inner in (field.type if pa.types.is_struct(field.type) else [field])
+        ]
+        table = table.flatten().rename_columns(names)
+    return table
+
+
+def _outer(name: str, schema: pa.Schema) -> str:
+    while name not in schema.names and "/" in name:
+        name = name.rpartition("/")[0]
+    return name
+
+
+def _groups(file: pq.ParquetFile, piece: Piece) -> range:
+    return range(piece.start, file.metadata.num_row_groups if piece.stop == END else piece.stop)
+
+
+def _null_count(group: Any, path: str) -> int | None:
+    for place in range(group.num_columns):
+        column = group.column(place)
+        if column.path_in_schema == path:
+            known = column.statistics
+            return int(known.null_count) if known is not None and known.has_null_count else None
+    return None

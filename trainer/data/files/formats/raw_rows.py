@@ -1,0 +1,67 @@
+"""Rows as they are in files, before they have types: what each format is read into."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+#: Called with the number of a record and what is wrong with it.
+Broken = Callable[[int, str], None]
+END = -1
+
+
+@dataclass(frozen=True, order=True)
+class Piece:
+    """A range of a file: bytes of texts, row groups of parquet; all of it up to `END`."""
+
+    file: int
+    start: int = 0
+    stop: int = END
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some records of a piece: a column each, and the number of each record within the piece."""
+
+    table: pa.Table
+    numbers: NDArray[np.int64]
+
+
+class Reader(ABC):
+    """Reads one format. It holds no open file.
+
+    Attributes:
+        parsed: whether there is nothing but texts in a file, so that numbers have to be inferred.
+        varies: whether each record has names of its own.
+    """
+
+    parsed = False
+    varies = False
+
+    @abstractmethod
+    def names(self, path: Path) -> tuple[str, ...]:
+        """Return the columns of a file."""
+
+    @abstractmethod
+    def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
+        """Return ranges of about `size` bytes that can be read alone, in order."""
+
+    @abstractmethod
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+    ) -> Iterator[Rows]:
+        """Yield the records of a piece.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+
+    @abstractmethod
+    def row(self, path: Path, piece: Piece, number: int) -> int:
+        """Return the row of a record as an editor shows it, from 1."""

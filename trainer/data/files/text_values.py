@@ -1,0 +1,121 @@
+"""What texts in a file mean: numbers, bools, times, or texts. Vectorised by pyarrow."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+# Of a column of numbers; of a column of texts only an empty one is missing.
+MISSING = ("", "NA", "N/A", "n/a", "#N/A", "nan", "NaN", "NAN", "null", "NULL", "None", "?")
+INT = r"^[+-]?\d{1,18}$"
+NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^[+-]?inf$"
+# 007 is a code and not a number; Arrow reads 0x10 as one.
+_CODE = r"^[+-]?0[0-9xX]"
+CODE = r"^0\d+$"
+BOOL = r"^(true|True|TRUE|false|False|FALSE)$"
+TIME = r"^\d{4}-\d{2}-\d{2}([ T]\d{2}:\d{2}(:\d{2}(\.\d{1,9})?)?)?(Z|[+-]\d{2}:?\d{2})?$"
+_TRUE = ("true", "True", "TRUE", "1", "1.0")
+_FALSE = ("false", "False", "FALSE", "0", "0.0")
+
+
+def trimmed(array: pa.Array) -> pa.Array:
+    """Return texts without spaces around them, and "" for null."""
+    return pc.fill_null(pc.utf8_trim_whitespace(array), "")
+
+
+def is_missing(array: pa.Array) -> pa.Array:
+    """Say which trimmed texts stand for a missing number."""
+    return pc.is_in(array, value_set=_MISSING)
+
+
+def matches(array: pa.Array, pattern: str) -> pa.Array:
+    """Say which texts match."""
+    return pc.match_substring_regex(array, pattern)
+
+
+def are_numbers(array: pa.Array, kind: pa.DataType) -> bool:
+    """Say whether all texts are plain numbers of a type; the fast way for most columns."""
+    if pc.any(matches(array, _CODE)).as_py():
+        return False
+    try:
+        pc.cast(array, kind)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def numbers(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return trimmed texts as numbers, NaN where missing, and which of them are none."""
+    present = pc.invert(is_missing(array))
+    known = pc.if_else(present, array, pa.scalar(None, array.type))
+    try:
+        found = pc.cast(known, pa.float64())
+        bad = np.zeros(len(array), np.bool_)
+        if pc.any(matches(array, _CODE)).as_py():
+            raise pa.ArrowInvalid("a code or a hexadecimal number")
+    except pa.ArrowInvalid:
+        right = matches(array, NUMBER)
+        bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
+        # Arrow takes no sign of plus before an int, but before a float, and no 007 but as a float.
+        found = pc.cast(pc.if_else(right, known, pa.scalar(None, array.type)), pa.float64())
+    return _filled(found, np.nan), bad
+
+
+def ints(array: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+    """Return trimmed texts as ints, and which of them are none, a missing one among them."""
+    right = matches(array, INT)
+    bare = pc.replace_substring_regex(array, r"^\+", "")
+    found = pc.cast(pc.if_else(right, bare, pa.scalar(None, array.type)), pa.int64())
+    return _filled(found, 0), pc.invert(right).to_numpy(zero_copy_only=False)
+
+
+def bools(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return trimmed texts as 0 and 1, NaN where missing, and which of them are neither."""
+    true, false = (
+        pc.is_in(array, value_set=pa.array(words)).to_numpy(zero_copy_only=False)
+        for words in (_TRUE, _FALSE)
+    )
+    missing = is_missing(array).to_numpy(zero_copy_only=False)
+    values = np.where(true, 1.0, np.where(false, 0.0, np.nan))
+    return values, ~(true | false | missing)
+
+
+def times(array: pa.Array) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+    """Return trimmed texts as seconds since 1970, NaN where missing, and which are no time.
+
+    A time without a zone is taken as UTC.
+    """
+    present = pc.invert(is_missing(array))
+    right = matches(array, TIME)
+    known = pc.if_else(right, array, pa.scalar(None, array.type))
+    bad = pc.and_not(present, right).to_numpy(zero_copy_only=False)
+    try:
+        found = _filled(pc.cast(pc.cast(known, pa.timestamp("us")), pa.int64()), 0) / 1e6
+        found[known.is_null().to_numpy(zero_copy_only=False)] = np.nan
+    except pa.ArrowInvalid:
+        found = np.array([_seconds(each) for each in known.to_pylist()], np.float64)
+        bad |= np.isnan(found) & right.to_numpy(zero_copy_only=False)
+    return found, bad
+
+
+def _seconds(text: str | None) -> float:
+    if text is None:
+        return np.nan
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        return np.nan
+    return (found if found.tzinfo else found.replace(tzinfo=UTC)).timestamp()
+
+
+def _filled(array: pa.Array, value: Any) -> NDArray[Any]:
+    filled: NDArray[Any] = pc.fill_null(array, value).to_numpy(zero_copy_only=False).copy()
+    return filled
+
+
+_MISSING = pa.array(MISSING)
