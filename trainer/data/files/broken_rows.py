@@ -9,7 +9,7 @@ from typing import Any
 from trainer.data.files.formats.raw_rows import Piece
 from trainer.errors import UserError
 
-_SHOWN = 3
+_NAMED = 3
 
 
 @dataclass
@@ -23,16 +23,16 @@ class BrokenRows:
     def add(self, piece: Piece, number: int, why: str) -> None:
         """Count a row."""
         self.count += 1
-        if len(self.places) < _SHOWN:
+        if len(self.places) < _NAMED:
             self.places.append((piece, number, why))
 
     def merge(self, other: BrokenRows) -> None:
         """Add what was counted in a later piece."""
         self.count += other.count
         self.rows += other.rows
-        self.places = (self.places + other.places)[:_SHOWN]
+        self.places = (self.places + other.places)[:_NAMED]
 
-    def shown(self, place: Callable[[Piece, int], str]) -> list[str]:
+    def first(self, place: Callable[[Piece, int], str]) -> list[str]:
         """Return the first places in words."""
         return [f"{place(piece, number)}: {why}" for piece, number, why in self.places]
 
@@ -40,16 +40,16 @@ class BrokenRows:
         """Raise `UserError` where more rows are broken than `allowed`, a share of all rows."""
         if not self.count or self.count <= allowed * self.rows:
             return
-        first = "; ".join(self.shown(place))
+        where = "; ".join(self.first(place))
         limit = f"more than data.bad_rows ({allowed:g}) allows" if allowed else "none may be"
         raise UserError(
-            f"{name}: {self.count} of {self.rows} rows are broken, and {limit}: {first}; mend "
+            f"{name}: {self.count} of {self.rows} rows are broken, and {limit}: {where}; fix "
             f"them, or set data.bad_rows to {_share(self.count, self.rows)}"
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:
         """Return what a manifest says of them."""
-        return {"count": self.count, "of": self.rows, "first": self.shown(place)}
+        return {"count": self.count, "of": self.rows, "first": self.first(place)}
 
 
 def _share(count: int, rows: int) -> str:

@@ -10,7 +10,7 @@ from trainer.data.features import Roles
 from trainer.errors import ConfigError, nearest
 
 _LABELS = ("label", "target")
-_SHOWN = 30
+_NAMED = 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,5 +108,5 @@ def _one(key: str, wanted: str, names: Sequence[str]) -> str:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

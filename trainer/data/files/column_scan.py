@@ -14,7 +14,7 @@ from trainer.data.files import text_values
 #: More classes than any label has.
 MOST_CLASSES = 1_000_000
 _SEEN = 10_000
-_SHOWN = 3
+_NAMED = 3
 
 
 @dataclass(kw_only=True)
@@ -70,7 +70,7 @@ class ColumnScan:
         self.words += other.words
         for kind, count in other.kinds.items():
             self._count(kind, count)
-        self.texts = (self.texts + other.texts)[:_SHOWN]
+        self.texts = (self.texts + other.texts)[:_NAMED]
         self.shapes |= other.shapes
         self.tensor = self.tensor or other.tensor
         self._gather(other.values, many=other.many)
@@ -128,8 +128,8 @@ class ColumnScan:
             self._keep_texts(known, left, piece, rows)
 
     def _keep_texts(self, array: pa.Array, chosen: pa.Array, piece: Any, numbers: Any) -> None:
-        if len(self.texts) < _SHOWN:
-            rows = np.flatnonzero(chosen.to_numpy(zero_copy_only=False))[: _SHOWN - len(self.texts)]
+        if len(self.texts) < _NAMED:
+            rows = np.flatnonzero(chosen.to_numpy(zero_copy_only=False))[: _NAMED - len(self.texts)]
             self.texts += [
                 (piece, int(np.asarray(numbers)[row]), array[row].as_py()) for row in rows
             ]

@@ -168,7 +168,7 @@ class FileSource(Source):
         if self._scan is None:
             said = {name for name, kind in self._config.types.items() if kind == "class"}
             wanted = Wanted(
-                roles=roles, gathered=frozenset({*roles.targets, *said}), file_name=self._shown
+                roles=roles, gathered=frozenset({*roles.targets, *said}), file_name=self._path_of
             )
 
             def work(piece: Piece) -> Scan:
@@ -181,7 +181,7 @@ class FileSource(Source):
             self._scan = total
         return self._scan
 
-    def _shown(self, piece: Piece) -> str:
+    def _path_of(self, piece: Piece) -> str:
         return str(self._files[piece.file].path)
 
     def _verify(self, roles: ColumnRoles, scan: Scan) -> None:
@@ -200,7 +200,7 @@ class FileSource(Source):
             _log.warning(
                 "%s: %d of %d rows are broken and left out: %s",
                 self.name, scan.broken.count, scan.broken.rows,
-                "; ".join(scan.broken.shown(self._place)),
+                "; ".join(scan.broken.first(self._place)),
             )  # fmt: skip
 
     def _broken_in(self, piece: Piece) -> BrokenRows:
@@ -233,8 +233,8 @@ class FileSource(Source):
             values = converted(column, array, required=name in needed)
             found[name] = values.values
             for place in np.flatnonzero(values.bad & ~bad):
-                shown = str(array[int(place)].as_py())[:40]
-                broken.add(piece, int(rows.numbers[place]), f"{name!r} {values.why} ({shown!r})")
+                value = str(array[int(place)].as_py())[:40]
+                broken.add(piece, int(rows.numbers[place]), f"{name!r} {values.why} ({value!r})")
             bad |= values.bad
         return found, bad
 
@@ -308,8 +308,8 @@ def split_text(value: Any) -> int:
 def _of_one_format(config: DataConfig, files: Sequence[Any]) -> tuple[str, list[Any]]:
     if not files:
         raise UserError(f"data.source: there is no file at {config.source}")
-    endings = {ending: name for name, endings in FORMATS.items() for ending in endings}
-    formats = [endings.get(Path(bare_name(file.path)).suffix, "") for file in files]
+    suffixes = {suffix: name for name, found in FORMATS.items() for suffix in found}
+    formats = [suffixes.get(Path(bare_name(file.path)).suffix, "") for file in files]
     chosen: str = config.format
     if not chosen:
         known = sorted({each for each in formats if each})

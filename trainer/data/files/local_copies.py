@@ -37,18 +37,18 @@ def local(file: Any, scratch: Path) -> Iterator[Path]:
 
 @contextmanager
 def _named(file: Any, path: Path) -> Iterator[None]:
-    shown = str(local_path(file.uri) or file.uri)
+    named = str(local_path(file.uri) or file.uri)
     try:
         with reported("read data.source"):
             yield
     except UserError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             raise UserError(
-                f"data.source: {shown} was listed and is gone; run again with those that are left"
+                f"data.source: {named} was listed and is gone; run again with those that are left"
             ) from error
-        if str(path) == shown:
+        if str(path) == named:
             raise
-        raise type(error)(str(error).replace(str(path), shown)) from error
+        raise type(error)(str(error).replace(str(path), named)) from error
 
 
 def _check(file: Any, path: Path) -> None:

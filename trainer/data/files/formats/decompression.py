@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from trainer.errors import UserError
 
-ENDINGS = (".gz", ".bz2", ".zst", ".zip")
+SUFFIXES = (".gz", ".bz2", ".zst", ".zip")
 # DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.
 _MOST_RATIO = 200
 _FREE_BYTES = 256 << 20
@@ -25,12 +25,12 @@ _FREE_BYTES = 256 << 20
 def bare_name(name: str) -> str:
     """Return a file name in lower case without the ending of a compression."""
     low = name.lower()
-    return next((low.removesuffix(each) for each in ENDINGS if low.endswith(each)), low)
+    return next((low.removesuffix(each) for each in SUFFIXES if low.endswith(each)), low)
 
 
 def is_compressed(path: Path) -> bool:
     """Say whether a file is compressed, by its name."""
-    return path.name.lower().endswith(ENDINGS)
+    return path.name.lower().endswith(SUFFIXES)
 
 
 @contextmanager

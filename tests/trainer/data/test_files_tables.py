@@ -156,18 +156,18 @@ def test_a_parquet_file_that_was_cut_off_is_one_line(tmp_path: Path) -> None:
     pq.write_table(pa.table({"a": [1, 2], "label": [0, 1]}), tmp_path / "a.parquet")
     whole = (tmp_path / "a.parquet").read_bytes()
     (tmp_path / "b.parquet").write_bytes(whole[:-20])
-    with pytest.raises(UserError, match="b.parquet is no parquet file that can be read"):
+    with pytest.raises(UserError, match=r"b\.parquet is no parquet file that can be read"):
         opened(tmp_path)
 
 
 def test_a_column_that_one_file_lacks_is_named(tmp_path: Path) -> None:
     write(tmp_path, "a,b,label\n1,2,0\n")
     write(tmp_path, "a,label\n1,0\n", "z.csv")
-    with pytest.raises(UserError, match=r"z.csv has no column 'b', which others have"):
+    with pytest.raises(UserError, match=r"z\.csv has no column 'b', which others have"):
         opened(tmp_path)
 
 
-def test_without_a_label_the_columns_are_shown(tmp_path: Path) -> None:
+def test_without_a_label_the_columns_are_listed(tmp_path: Path) -> None:
     write(tmp_path, "a,b,price\n1,2,0\n")
     with pytest.raises(ConfigError, match=r"set data.label .* perhaps 'price' \(one of a, b, pr"):
         opened(tmp_path)

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import bz2
+import gzip
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from trainer.data.files.formats.delimited import CsvReader
+from trainer.data.files.formats.raw_rows import END, Piece
+from trainer.errors import UserError
+
+READER = CsvReader()
+
+
+def file(folder: Path, data: bytes, name: str = "a.csv") -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def records(path: Path, *bounds: int) -> list[dict[str, str]]:
+    names = READER.names(path)
+    pieces = READER.rows(path, Piece(0, *bounds), names, lambda *_: None)
+    return [row for rows in pieces for row in rows.table.to_pylist()]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as refused:
+        records(path)
+    return str(refused.value).replace(str(path), "FILE")
+
+
+def test_delimiters_are_found(tmp_path: Path) -> None:
+    for mark in (",", ";", "\t", "|"):
+        path = file(tmp_path, mark.join(("a", '"b,;"', "c\n1", "2", "3\n")).encode())
+        assert records(path) == [{"a": "1", "b,;": "2", "c": "3"}]
+
+
+def test_bom_and_newlines_of_windows(tmp_path: Path) -> None:
+    path = file(tmp_path, "\ufeffa,ü\r\n1,ß\r\n".encode())
+    assert records(path) == [{"a": "1", "ü": "ß"}]
+
+
+def test_newlines_in_quotes(tmp_path: Path) -> None:
+    path = file(tmp_path, b'a,"b\nb"\n1,"x\ny"\n\n2,"say ""hi"""\n')
+    assert records(path) == [{"a": "1", "b\nb": "x\ny"}, {"a": "2", "b\nb": 'say "hi"'}]
+    assert [READER.row(path, Piece(0), number) for number in (0, 1)] == [3, 6]
+
+
+def test_an_index_without_a_name_is_left_out(tmp_path: Path) -> None:
+    assert records(file(tmp_path, b",a\n0,5\n")) == [{"a": "5"}]
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        (b"", "FILE is empty, or begins with an empty row; a header is needed"),
+        (b"1,2\n3,4\n", "FILE has no header: its first row is 1, 2; put a row with the names"),
+        (b"a,b,a\n1,2,3\n", "FILE, row 1 has two columns named 'a' ([1, 3]); rename one of them"),
+        (b"a,,b\n1,2,3\n", "FILE, row 1 has no name for column 2; name it"),
+        (b"\xff\xfea\0", "FILE is UTF-16; write it as UTF-8"),
+        (b"a\0b,c\n", "FILE is no CSV, it has binary data; set data.format"),
+        (b"a,b\n1,x\n2,\xfc\n", "FILE, row 3 is not UTF-8; write the file as UTF-8"),
+    ],
+)
+def test_what_is_no_table_is_one_line(tmp_path: Path, data: bytes, line: str) -> None:
+    assert refusal(file(tmp_path, data)).startswith(f"data.source: {line}")
+
+
+def test_a_file_is_cut_at_ends_of_records_only(tmp_path: Path) -> None:
+    rows = "".join(f'{i},"line\nof {i % 13 * "x"} ""q"""\n' for i in range(2000))
+    path = file(tmp_path, f"a,b\n{rows}".encode())
+    ranges = READER.cut(path, 4096)
+    assert len(ranges) > 5
+    assert [row for each in ranges for row in records(path, *each)] == records(path)
+    middle = Piece(0, *ranges[3])
+    first = records(path, *ranges[3])[0]
+    assert READER.row(path, middle, 0) == 2 + 2 * int(first["a"])
+
+
+def test_a_file_whose_quotes_are_in_doubt_stays_whole(tmp_path: Path) -> None:
+    path = file(tmp_path, b"a,b\n" + b'1,5" pipe\n' * 2000)
+    assert READER.cut(path, 1024) == [(0, END)]
+    assert len(records(path)) == 2000
+
+
+def test_compressed_files(tmp_path: Path) -> None:
+    data = b"a,b\n1,2\n"
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(data))
+    (tmp_path / "a.csv.bz2").write_bytes(bz2.compress(data))
+    with zipfile.ZipFile(tmp_path / "a.csv.zip", "w") as archive:
+        archive.writestr("inner.csv", data)
+    for path in sorted(tmp_path.iterdir()):
+        assert records(path) == [{"a": "1", "b": "2"}]
+
+
+def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.data.files.formats.decompression._FREE_BYTES", 1 << 16)
+    bomb = file(tmp_path, gzip.compress(b"a,b\n" + b"1,2\n" * 200_000), "a.csv.gz")
+    assert "expands to more than 200 times its size" in refusal(bomb)
+    whole = gzip.compress(b"a,b\n" + bytes(f"{'1,2' * 999}\n", "ascii"))
+    cut = file(tmp_path, whole[:30], "cut.csv.gz")
+    assert "cannot be decompressed" in refusal(cut)
+    none = file(tmp_path, b"a,b\n1,2\n", "none.csv.zip")
+    assert "cannot be decompressed" in refusal(none)
