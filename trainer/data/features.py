@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow_datasets as tfds
 
 from trainer.config.data import DataConfig, ImageConfig
-from trainer.data.shapes import Fit, Leaf, fits, named
+from trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of, named
 from trainer.data.spec import FeatureSpec
 from trainer.errors import ConfigError, UserError, nearest
 
@@ -60,14 +60,35 @@ def select(config: DataConfig, info: Any) -> Selection:
             f"{_OWN_BUILDER} that gives a FeaturesDict"
         )
     leaves = dict(_leaves(info.features, info.features, info.features.get_tensor_info()))
-    roles = _roles(config, info.supervised_keys, leaves)
-    _check(name, roles, leaves)
-    encoded = _encoded(config, roles, leaves)
-    needed = [
-        each for each in dict.fromkeys([*roles.inputs, *roles.targets]) if each not in encoded
-    ]
-    made = fits(name, leaves, config.shapes, needed=needed, targets=roles.targets)
-    able = made.keys() | encoded.keys()
+    return choose(config, name, leaves, info.supervised_keys)
+
+
+def choose(
+    config: DataConfig, name: str, leaves: Mapping[str, Leaf], keys: Any = None
+) -> Selection:
+    """Choose from all features of a dataset; `keys` are supervised keys as TFDS has them.
+
+    Raises:
+        ConfigError: see `select`.
+    """
+    varies = {each: size for each, size in config.shapes.items() if VARIES in size}
+    of_lengths = lengths_of(name, leaves, varies)
+    roles = _roles(config, name, keys, leaves, of_lengths)
+    _check(name, roles, {**leaves, **of_lengths})
+    specs = _encoded(config, roles, leaves)
+    specs |= {each: _sequence(leaves[each], is_target=each in roles.targets) for each in varies}
+    needed = dict.fromkeys([*roles.inputs, *roles.targets])
+    made = fits(
+        name,
+        leaves,
+        {each: size for each, size in config.shapes.items() if each not in varies},
+        needed=[each for each in needed if each not in {*specs, *of_lengths}],
+        targets=roles.targets,
+    )
+    # Of classes it is no set of them then.
+    made = {each: fit for each, fit in made.items() if each not in varies}
+    leaves = {**leaves, **of_lengths}
+    able = made.keys() | specs.keys()
     kept = {each: leaf for each, leaf in leaves.items() if leaf.is_fixed or each in able}
     if left_out := sorted(leaves.keys() - kept.keys()):
         _log.info("%s: %s left out, the shape is not fixed", name, ", ".join(left_out))
@@ -78,7 +99,10 @@ def select(config: DataConfig, info: Any) -> Selection:
         targets=roles.targets,
         weight=roles.weight,
         group=roles.group,
-        specs={each: _spec(leaf, made.get(each)) for each, leaf in kept.items()} | encoded,
+        specs={
+            each: _spec(leaf, made.get(each)) for each, leaf in kept.items() if each not in specs
+        }
+        | specs,
         connectors={each: leaf.connector for each, leaf in kept.items()},
         fits=made,
     )
@@ -125,18 +149,27 @@ def _leaves(
         yield path, Leaf(connector=connector, element=element, tensor=tensor)
 
 
-def _roles(config: DataConfig, keys: Any, leaves: Mapping[str, Leaf]) -> Roles:
-    """Return the roles by the configuration; by the dataset, what it leaves open."""
-    name, by_keys = config.dataset, _by_keys(keys, list(leaves))
+def _roles(
+    config: DataConfig,
+    name: str,
+    keys: Any,
+    leaves: Mapping[str, Leaf],
+    of_lengths: Mapping[str, Leaf],
+) -> Roles:
+    """Return the roles by the configuration; by the dataset, what it leaves open.
+
+    A length is an input where it is named as one.
+    """
+    by_keys = _by_keys(keys, list(leaves))
     targets = _configured("label", name, config.label, leaves)
-    weight, group = (_one(key, config, leaves) for key in ("weight", "group"))
+    weight, group = (_one(key, name, config, leaves) for key in ("weight", "group"))
     if not targets:
         targets = by_keys.targets or ((DEFAULT_LABEL,) if DEFAULT_LABEL in leaves else ())
     if not targets:
         what = f"its supervised_keys {keys} name none" if keys else "it does not say which"
         raise ConfigError(f"data.label: {name} has no label ({what}); {_another_label(leaves)}")
     weight = weight or by_keys.weight
-    inputs = _configured("inputs", name, config.inputs, leaves)
+    inputs = _configured("inputs", name, config.inputs, {**leaves, **of_lengths})
     if keys and not (inputs or by_keys.inputs):
         raise ConfigError(
             f"data.inputs: the supervised_keys {keys} of {name} name no input; set data.inputs to "
@@ -174,13 +207,11 @@ def _configured(
     return tuple(found)
 
 
-def _one(key: str, config: DataConfig, leaves: Mapping[str, Leaf]) -> str:
+def _one(key: str, name: str, config: DataConfig, leaves: Mapping[str, Leaf]) -> str:
     wanted = getattr(config, key)
-    found = _configured(key, config.dataset, [wanted] if wanted else [], leaves)
+    found = _configured(key, name, [wanted] if wanted else [], leaves)
     if len(found) > 1:
-        raise ConfigError(
-            f"data.{key}: {wanted!r} of {config.dataset} is {named(found)}; name one of them"
-        )
+        raise ConfigError(f"data.{key}: {wanted!r} of {name} is {named(found)}; name one of them")
     return found[0] if found else ""
 
 
@@ -260,7 +291,7 @@ def _encoded(
     }
     if not found:
         raise ConfigError(
-            f"data.image: {config.dataset} has no image of bytes but in data.shapes and data.label "
+            f"data.image: {config.name} has no image of bytes but in data.shapes and data.label "
             f"({named(leaves)}); leave data.image out"
         )
     return found
@@ -279,11 +310,27 @@ def _spec(leaf: Leaf, fit: Fit | None) -> FeatureSpec:
     )
 
 
+def _sequence(leaf: Leaf, *, is_target: bool) -> FeatureSpec:
+    classes, names = leaf.classes
+    kind = "" if leaf.dtype == "string" else np.dtype(leaf.dtype).kind
+    labels = is_target and kind in "iub"
+    return FeatureSpec(
+        shape=(None, *leaf.shape[1:]),
+        dtype="int64" if labels and kind != "i" else leaf.dtype,
+        stored="sequence",
+        num_classes=classes,
+        labels=names,
+        padding=NO_LABEL if labels else 0,
+    )
+
+
 def _as_recorded(spec: FeatureSpec, connector: Any) -> Any:
     if spec.stored == "image":
         return tfds.features.Image(shape=(None, None, spec.shape[-1]))
     if isinstance(connector, tfds.features.ClassLabel) and spec.stored == "int":
         return connector
     encoding = "bytes" if spec.stored == "raw" else "none"
+    if spec.stored == "sequence":
+        encoding = "none" if spec.dtype == "string" else "bytes"
     dtype = np.str_ if spec.dtype == "string" else spec.dtype
     return tfds.features.Tensor(shape=spec.shape, dtype=np.dtype(dtype), encoding=encoding)

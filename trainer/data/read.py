@@ -6,6 +6,7 @@ which a `ClusterCoordinator` can run in a worker's process, where none of our Py
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer import storage
+from trainer.data.examples import lengths
 from trainer.data.records import parse
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
@@ -21,6 +23,8 @@ from trainer.errors import UserError
 SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024
 _AT_ONCE = 8
+# What a sequence is taken for, before any is read.
+_LONG = 256
 # Images that one thread decodes at a time.
 _DECODED = 64
 
@@ -49,13 +53,14 @@ def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int 
     return [directory / name for name in wanted]
 
 
-def training_batches(
+def training_batches(  # noqa: PLR0913
     spec: DatasetSpec,
     files: Files,
     *,
     batch_size: int,
     seed: int | tf.Tensor,
     shuffle_buffer: int | None = None,
+    buckets: Sequence[int] = (),
 ) -> tf.data.Dataset:
     """Return batches without end, in a new order in every epoch; see `_example` for their form.
 
@@ -65,14 +70,21 @@ def training_batches(
     A pattern of `files`, such as "shards/*.tfrecord", is resolved where the dataset runs.
     `shuffle_buffer` examples are held in memory; by default as many as take 256 MiB. Where the
     whole split fits, it is read and parsed once and every order is equally likely.
+
+    Features that vary in length are padded to the longest of the batch. With `buckets` a batch is
+    of examples that fall between the same two of these lengths.
     """
     held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
-    if spec.examples("train") <= held:
+    if spec.examples("train") <= held and not lengths.varying(spec):
         batches = _from_memory(spec, _paths(files), seed, spec.examples("train"))
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
         batches = _streamed(_paths(files), seed, held)
-        batches = batches.batch(batch_size, drop_remainder=True).map(
+        if buckets and lengths.varying(spec):
+            batches = lengths.bucketed(spec, batches, buckets, batch_size)
+        else:
+            batches = batches.batch(batch_size, drop_remainder=True)
+        batches = batches.map(
             lambda records: _example(spec, records), num_parallel_calls=_parallel(spec)
         )
     return batches.prefetch(2)
@@ -97,8 +109,11 @@ def labelled_columns(
 ) -> tf.data.Dataset:
     """Return `(batch, {column: values})`, in the order of `evaluation_batches`.
 
-    The columns may be features of the dataset that no model takes.
+    The columns may be features of the dataset that no model takes. What varies in length is padded
+    to the longest of all examples, so that the outputs of all batches have one shape.
     """
+    found = lengths.longest(spec, _paths(files).flat_map(tf.data.TFRecordDataset))
+    spec = lengths.at_full_length(spec, found)
 
     def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
         return _example(spec, records), parse({n: spec.features[n] for n in columns}, records)
@@ -118,7 +133,7 @@ def _fitting(spec: DatasetSpec) -> int:
     def size(name: str) -> int:
         feature = spec.features[name]
         dtype = tf.as_dtype(feature.dtype)
-        elements: int = tf.TensorShape(feature.shape).num_elements()
+        elements = math.prod(_LONG if each is None else each for each in feature.shape)
         return elements * (_TEXT_BYTES if dtype == tf.string else dtype.size)
 
     return max(1, SHUFFLE_BYTES // sum(size(name) for name in spec.roles))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from trainer.data.examples import images
+from trainer.data.examples import images, lengths
 from trainer.data.spec import FeatureSpec
 
 # `decode_raw` does not know these; it reads the signed type of the same size.
@@ -43,11 +43,13 @@ def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, 
 
 
 def _column(feature: FeatureSpec, values: Any) -> Iterator[Any]:
-    make = _MAKERS[feature.stored]
     if feature.stored == "image":
-        return map(make, values)
+        return map(_image_feature, values)
     dtype = object if feature.dtype == "string" else tf.as_dtype(feature.dtype).as_numpy_dtype
-    return map(make, np.asarray(values, dtype))
+    if feature.stored == "sequence":
+        make = _MAKERS["bytes" if feature.dtype == "string" else "raw"]
+        return (make(np.asarray(value, dtype)) for value in values)
+    return map(_MAKERS[feature.stored], np.asarray(values, dtype))
 
 
 def _bytes_feature(values: list[bytes]) -> Any:
@@ -61,14 +63,15 @@ def _image_feature(image: Any) -> Any:
 
 _MAKERS: dict[str, Callable[[Any], Any]] = {
     "raw": lambda value: _bytes_feature([value.tobytes()]),
-    "image": _image_feature,
     "bytes": lambda value: _bytes_feature(np.ravel(value).tolist()),
     "int": lambda value: tf.train.Feature(int64_list=tf.train.Int64List(value=[int(value)])),
     "float": lambda value: tf.train.Feature(float_list=tf.train.FloatList(value=[float(value)])),
 }
 
 
-def _wire(feature: FeatureSpec) -> tf.io.FixedLenFeature:
+def _wire(feature: FeatureSpec) -> Any:
+    if feature.stored == "sequence":
+        return lengths.wire(feature)
     shape = feature.shape if feature.stored == "bytes" else ()
     kinds = {"int": tf.int64, "float": tf.float32}
     return tf.io.FixedLenFeature(shape, kinds.get(feature.stored, tf.string))
@@ -79,6 +82,8 @@ def _restore(feature: FeatureSpec, column: tf.Tensor) -> tf.Tensor:
         return column
     if feature.stored == "image":
         return images.decode(feature, column)
+    if feature.stored == "sequence":
+        return lengths.padded(feature, column)
     dtype = tf.as_dtype(feature.dtype)
     if feature.stored != "raw":
         return tf.cast(column, dtype)

@@ -12,10 +12,13 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow_datasets as tfds
 
+from trainer.data.spec import length_name
 from trainer.errors import ConfigError, nearest
 
 #: What stands where a sequence of labels has ended; losses and metrics leave it out.
 NO_LABEL = -1
+#: In `data.shapes`, of a size that stays as it is in each example.
+VARIES = 0
 _IMAGE_RANK = len(("height", "width", "channels"))
 # The sizes that a message suggests.
 _SIDE, _COLOURS = 64, 3
@@ -140,6 +143,41 @@ def fits(
             f"{{{sizes}}} or other sizes{sets}"
         )
     return found
+
+
+def lengths_of(
+    name: str, leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, Leaf]:
+    """Return the lengths of features that stay as long as they are, as features of their own.
+
+    Args:
+        name: of the dataset, for messages.
+        leaves: all features.
+        shapes: those of `data.shapes` with a 0.
+
+    Raises:
+        ConfigError: more than the first size of a feature varies, or a length has a name that is
+            taken.
+    """
+    for feature, shape in shapes.items():
+        _require(name, leaves, feature, shape)
+        leaf = leaves[feature]
+        first, *others = shape
+        if leaf.is_image or first != VARIES or others != list(leaf.shape[1:]):
+            usual = [VARIES, *_suggested(leaf)[1:]]
+            advice = f"it may be {usual}" if not leaf.is_image else "give an image its size"
+            raise ConfigError(
+                f"data.shapes: {feature}: {list(shape)}: only the first size of a sequence may be "
+                f"0, and the others are those of {leaf}; {advice}"
+            )
+        if length_name(feature) in leaves:
+            raise ConfigError(
+                f"data.shapes: {feature}: its lengths are stored as {length_name(feature)!r}, and "
+                f"{name} has a feature of this name; give {feature} a length"
+            )
+    one = tfds.features.TensorInfo(shape=(), dtype=np.int64)
+    made = Leaf(connector=None, element=None, tensor=one)
+    return {length_name(feature): made for feature in shapes}
 
 
 def _require(name: str, leaves: Mapping[str, Leaf], feature: str, shape: tuple[int, ...]) -> None:

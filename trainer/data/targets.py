@@ -33,6 +33,7 @@ class Target:
 
     def refuse(self, dataset: str, split: str, values: NDArray[Any]) -> None:
         """Raise `UserError` where an example of a class has none, or a number is no number."""
+        values = _of_any_length(values)
         if values.dtype.kind == "f":
             _refuse_infinite("label", self.name, dataset, split, values)
         elif self._spec.num_classes and self._spec.shape == () and values.min(initial=0) < 0:
@@ -44,6 +45,7 @@ class Target:
 
     def add(self, split: str, values: NDArray[Any]) -> None:
         """Add the values of some examples of a split."""
+        values = _of_any_length(values)
         if split == "train" and values.size:
             self._moments.add(values)
         if not self._of_classes:
@@ -131,6 +133,13 @@ class _Moments:
         # A constant has no deviation, whatever its sum is rounded to.
         std = float(np.sqrt(self._squares / self._count)) if high > low else 0.0
         return {"mean": float(self._mean), "std": std, "min": low, "max": high}
+
+
+def _of_any_length(values: NDArray[Any]) -> NDArray[Any]:
+    """Return the values of sequences, an array of arrays, in one axis."""
+    if values.dtype != object or not len(values):
+        return values
+    return np.concatenate([np.ravel(each) for each in values])
 
 
 def _padded(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:

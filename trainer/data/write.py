@@ -21,10 +21,11 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 
 from trainer.data.examples.images import UndecodableError, resized, stored_image
+from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import Selection
 from trainer.data.records import encode
 from trainer.data.shapes import Fit
-from trainer.data.spec import SPLITS, FeatureSpec, shard_name
+from trainer.data.spec import SPLITS, FeatureSpec, length_name, shard_name
 from trainer.data.splits import Plan
 from trainer.data.targets import Target, refuse_weight
 from trainer.errors import UserError
@@ -106,7 +107,8 @@ def batches(
     """
     left = source.info.splits[split].num_examples
     try:
-        for batch in _dataset(source, selection, split).prefetch(2).as_numpy_iterator():
+        for given in _dataset(source, selection, split).prefetch(2).as_numpy_iterator():
+            batch = with_lengths(selection.specs, given)
             left -= len(batch[selection.targets[0]])
             if left < 0:
                 break
@@ -128,7 +130,7 @@ def _encoded(selection: Selection) -> list[str]:
 def _stored(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[bytes]:
     for data in column:
         try:
-            yield stored_image(data, spec.shape[-1])
+            yield stored_image(data, spec.sizes[-1])
         except UndecodableError as error:
             raise UserError(
                 f"data.dataset: the split {split!r} of {name} has an image that does not decode "
@@ -143,12 +145,15 @@ def _dataset(source: tfds.core.DatasetBuilder, selection: Selection, split: str)
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order, decoders=_undecoded(selection))
     fits = selection.fits.items()
+    varying = [name for name, spec in selection.specs.items() if spec.varies]
+    stored = selection.specs.keys() - set(map(length_name, varying))
 
     def kept(example: Any) -> dict[str, tf.Tensor]:
-        values = {path: _at(example, path) for path in selection.specs}
+        values = {path: _at(example, path) for path in stored}
         return {**values, **{path: fitted(fit, values[path]) for path, fit in fits}}
 
-    return examples.map(kept, num_parallel_calls=4).batch(size, num_parallel_calls=2)
+    found = examples.map(kept, num_parallel_calls=4)
+    return found.ragged_batch(size) if varying else found.batch(size, num_parallel_calls=2)
 
 
 def _undecoded(selection: Selection) -> dict[str, Any]:
@@ -165,7 +170,7 @@ def _undecoded(selection: Selection) -> dict[str, Any]:
 
 def _batch_size(selection: Selection) -> int:
     """Return how many examples are in memory at once: fewer of large ones."""
-    sizes = (math.prod(spec.shape) * _bytes_of(spec) for spec in selection.specs.values())
+    sizes = (math.prod(spec.sizes) * _bytes_of(spec) for spec in selection.specs.values())
     return max(1, min(BATCH, BATCH_BYTES // max(1, sum(sizes))))
 
 

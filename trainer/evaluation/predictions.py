@@ -95,7 +95,7 @@ class Worst:
 
 def _is_image(feature: FeatureSpec) -> bool:
     # A row of pixels is no picture, and neither is a table of a few columns.
-    match feature.shape:
+    match feature.sizes:
         case (height, width, channels):
             return feature.dtype != "string" and channels in _CHANNELS and min(height, width) > 1
         case (height, width):

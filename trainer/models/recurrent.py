@@ -33,7 +33,7 @@ def gru(
         size("vocabulary", vocabulary), size("dimension", dimension), mask_zero=True, name="tokens"
     )(given)
     shape = spec.output_shape
-    each_place = not isinstance(shape, Mapping) and tuple(shape[:-1]) == places
+    each_place = not isinstance(shape, Mapping) and _sizes(shape[:-1]) == places
     layer = keras.layers.GRU(size("units", units), return_sequences=each_place, name="gru")
     if bidirectional:
         layer = keras.layers.Bidirectional(layer, name="both_ways")
@@ -42,3 +42,7 @@ def gru(
         logits = keras.layers.Dense(spec.num_classes, dtype="float32", name="logits")(x)
         return keras.Model(given, logits, name="gru")
     return keras.Model(given, outputs(spec, x), name="gru")
+
+
+def _sizes(shape: tuple[int, ...]) -> tuple[int | None, ...]:
+    return tuple(None if size < 0 else size for size in shape)

@@ -60,13 +60,15 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
 
 
 Shape = tuple[int, ...]
+# The size of an axis along which examples differ is None.
+InputShape = tuple[int | None, ...]
 
 
 class Feature(Protocol):
     """What the dataset says of a feature, without the batch axis."""
 
     @property
-    def shape(self) -> Sequence[int]:
+    def shape(self) -> Sequence[int | None]:
         """Sizes of its axes; empty for a single value."""
 
     @property
@@ -78,13 +80,14 @@ class Feature(Protocol):
 class InputSpec:
     """One example without its batch axis, and what the task asks of a model's output.
 
+    The first size of a feature is None where its examples differ in length: see `data.shapes`.
     With several input features `shape` and `dtype` are mappings with the same feature names, and
     the model takes a mapping of tensors. `output_shape` is that of one example's output, with -1
     for any size; with several targets it is a mapping with their names, and the model returns a
     mapping of tensors.
     """
 
-    shape: Shape | Mapping[str, Shape]
+    shape: InputShape | Mapping[str, InputShape]
     dtype: str | Mapping[str, str]
     output_shape: Shape | Mapping[str, Shape]
 

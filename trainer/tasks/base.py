@@ -38,7 +38,7 @@ class Target:
 
     Attributes:
         name: of the feature.
-        shape: of one example's value; empty for a single one.
+        shape: of one example's value; empty for a single one, -1 for a size that varies.
         dtype: NumPy's name of its type.
         num_classes: how many classes its values name; 0 where they are quantities.
         labels: names of the classes, where they have names.

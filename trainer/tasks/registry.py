@@ -27,8 +27,8 @@ class Feature(Protocol):
     """What a dataset says of a feature."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of its axes."""
+    def shape(self) -> tuple[int | None, ...]:
+        """Sizes of its axes; None for one along which examples differ."""
 
     @property
     def dtype(self) -> str:
@@ -180,7 +180,8 @@ def automatic(dataset: Dataset, label: str) -> Choice:
 
 def _is_by_place(dataset: Dataset, target: Target) -> bool:
     """Say whether an input has as many places as a label: a sequence, or an image."""
-    sizes = [tuple(dataset.features[name].shape) for name in dataset.inputs]
+    shapes = (dataset.features[name].shape for name in dataset.inputs)
+    sizes = [tuple(-1 if size is None else size for size in shape) for shape in shapes]
     places = target.shape[: max(len(target.shape) - 1, 1)]
     return any(shape[: len(places)] == places for shape in sizes)
 
@@ -229,7 +230,7 @@ def target_of(dataset: Dataset, name: str) -> Target:
     classes = feature.num_classes or max(map(len, counts.values()), default=0)
     return Target(
         name=name,
-        shape=tuple(feature.shape),
+        shape=tuple(-1 if size is None else size for size in feature.shape),
         dtype=feature.dtype,
         num_classes=classes,
         labels=feature.labels,

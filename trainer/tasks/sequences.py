@@ -87,7 +87,13 @@ def places(values: Any, *, classes: bool = False) -> tf.Tensor:
     """Return the places of each example in one axis: labels [n, places], or with their classes."""
     last = [values.shape[-1]] if classes else []
     sizes = values.shape[1:-1] if classes else values.shape[1:]
-    found = tf.reshape(values, [tf.shape(values)[0], math.prod(sizes), *last])
+    # Of what varies in length the size is known only when it is there.
+    count = (
+        tf.reduce_prod(tf.shape(values)[1 : values.shape.rank - classes])
+        if None in sizes
+        else math.prod(sizes)
+    )
+    found = tf.reshape(values, [tf.shape(values)[0], count, *last])
     return found if classes or found.dtype.is_floating else tf.cast(found, tf.int32)
 
 
@@ -156,7 +162,9 @@ class SequenceLabelling(Task):
     def output_shape(self) -> Shape:
         """One logit a class for each place."""
         *most, last = self.target.shape
-        return (*self.target.shape, self.num_classes) if last > 1 else (*most, self.num_classes)
+        return (
+            (*most, self.num_classes) if last in {0, 1} else (*self.target.shape, self.num_classes)
+        )
 
     @property
     def labels(self) -> tuple[str, ...]:

@@ -201,6 +201,7 @@ def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
         spec,
         PATTERN,
         batch_size=config.training.batch_size,
+        buckets=config.data.buckets,
         # Two workers on the same examples shuffle differently, and so does a resumed attempt.
         seed=config.training.seed + start + 7919 * worker_number(),
     )

@@ -74,12 +74,22 @@ def require(config: Config, model: keras.Model, objective: Objective) -> None:
     require_updates(config, model)
     if config.training.jit_compile:
         registry.require_compilable(model)
+        _require_known_lengths(model)
     if "keras" in config.export.formats:
         registry.require_readable(name, model)
     if topology_of(config.training.strategy).servers and not config.cluster.existing_servers:
         placement.check(paths, config.cluster.parameter_servers, config.cluster.placement)
     _require_compiler(config, objective)
     require_metrics(config, objective)
+
+
+def _require_known_lengths(model: keras.Model) -> None:
+    for given in model.inputs:
+        if None in given.shape[1:]:
+            raise ConfigError(
+                f"training.jit_compile: the input {given.name} varies in length, and XLA compiles "
+                "the step again for each length; set it to false, or give data.shapes a length"
+            )
 
 
 def _require_own_step(config: Config, model: keras.Model) -> None:
@@ -249,4 +259,5 @@ def _require_form(form: str, subject: Subject, path: Path, calibration: Mapping[
 def described(feature: FeatureSpec) -> str:
     """Return type, shape and classes of a feature, as a person reads them."""
     classes = f" of {feature.num_classes} classes" if feature.num_classes else ""
-    return f"{feature.dtype} {list(feature.shape)}{classes}"
+    sizes = ", ".join("any" if size is None else str(size) for size in feature.shape)
+    return f"{feature.dtype} [{sizes}]{classes}"

@@ -19,7 +19,7 @@ from trainer import storage, user_code
 from trainer.config.schema import TrainingConfig
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.records import encode
-from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.data.spec import DatasetSpec, FeatureSpec, length_name
 from trainer.errors import ConfigError, UserError
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.loss_scale import LossScale
@@ -28,6 +28,8 @@ from trainer.tasks.objective import Objective
 from trainer.training.optimizers import build_optimizer
 
 EXAMPLES = 2
+# Of what varies in length.
+LENGTH = 4
 # Of a shard that is fetched for them, in a step that asks for little disk.
 MOST_BYTES = 1 << 30
 
@@ -36,6 +38,9 @@ def examples(spec: DatasetSpec) -> dict[str, Any]:
     """Return the examples, an array for each feature that a batch is made of."""
     random = np.random.default_rng(0)
     found = {name: _values(spec.features[name], random) for name in spec.roles}
+    for name in spec.roles:
+        if spec.features[name].varies:
+            found[length_name(name)] = np.full(EXAMPLES, LENGTH, np.int64)
     if spec.weight:
         found[spec.weight] = np.ones_like(found[spec.weight])
     return found
@@ -48,8 +53,9 @@ def batches_of(spec: DatasetSpec, folder: Path, uri: str = "") -> tf.data.Datase
         return evaluation_batches(spec, shards, batch_size=EXAMPLES).take(1)
     path = folder / "made-up.tfrecord"
     with tf.io.TFRecordWriter(str(path)) as writer:
-        features = {name: spec.features[name] for name in spec.roles}
-        for record in encode(features, examples(spec)):
+        made = examples(spec)
+        features = {name: spec.features[name] for name in made}
+        for record in encode(features, made):
             writer.write(record)
     return evaluation_batches(spec, [path], batch_size=EXAMPLES)
 
@@ -131,7 +137,7 @@ def _require_finite(
 
 
 def _values(feature: FeatureSpec, random: np.random.Generator) -> Any:
-    shape = (EXAMPLES, *(max(size, 1) for size in feature.shape))
+    shape = (EXAMPLES, *(LENGTH if size is None else max(size, 1) for size in feature.shape))
     if feature.dtype == "string":
         return np.full(shape, b"a", object)
     dtype = np.dtype(feature.dtype)

@@ -24,6 +24,8 @@ from trainer.tasks.objective import LOSS, Objective
 
 BUILT_IN = "trainer.tasks."
 _EXAMPLES = 8
+# Of what varies in length.
+_SOME_PLACES = 3
 _DIRECTIONS = get_args(Direction)
 # Sums in single precision, of values of any size.
 _CLOSE = 1e-3
@@ -37,7 +39,7 @@ class Column(Protocol):
     """A feature that a task asks for."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[int | None, ...]:
         """Sizes of its axes."""
 
     @property
@@ -240,7 +242,9 @@ def _examples(task: Task, features: Mapping[str, Column]) -> Part:
     outputs = random.normal(size=(_EXAMPLES, *sizes)).astype(np.float32)
     weights = random.uniform(0.5, 2, _EXAMPLES).astype(np.float32)
     columns = {
-        name: np.zeros((_EXAMPLES, *features[name].shape), _dtype(features[name].dtype))
+        name: np.zeros(
+            (_EXAMPLES, *(size or 1 for size in features[name].shape)), _dtype(features[name].dtype)
+        )
         for name in task.columns
     }
     return Part(labels, outputs, weights, columns)
@@ -248,7 +252,8 @@ def _examples(task: Task, features: Mapping[str, Column]) -> Part:
 
 def _labels(target: Target, random: np.random.Generator) -> Array:
     """Return labels within what is known of them."""
-    shape, dtype = (_EXAMPLES, *target.shape), _dtype(target.dtype)
+    sizes = (_SOME_PLACES if size < 0 else size for size in target.shape)
+    shape, dtype = (_EXAMPLES, *sizes), _dtype(target.dtype)
     if target.num_classes:
         return (np.arange(math.prod(shape)).reshape(shape) % target.num_classes).astype(dtype)
     if dtype.kind not in "iuf":

@@ -73,7 +73,7 @@ def decode(feature: FeatureSpec, encoded: tf.Tensor) -> tf.Tensor:
 
     One of another size is resized, blending all its pixels (bilinear, with antialiasing).
     """
-    height, width, channels = feature.shape
+    height, width, channels = feature.sizes
 
     def one(data: tf.Tensor) -> tf.Tensor:
         pixels = tf.io.decode_image(data, channels, expand_animations=False)

@@ -1,0 +1,193 @@
+"""Sequences of any length: stored as they are, padded to the longest of a batch."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from tests.trainer.data import builders
+from trainer import storage
+from trainer.data.examples import lengths
+from trainer.data.read import evaluation_batches, labelled_columns, training_batches
+from trainer.data.records import encode, parse
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.errors import ConfigError
+
+COUNTS = (3, 0, 5, 1)
+NUMBERS = ["uint8", "int32", "uint32", "uint64", "int64", "float16", "float32", "float64", "bool"]
+
+
+def sequence(dtype, *inner, padding=0, first=None):
+    shape = (first, *inner)
+    return FeatureSpec(shape=shape, dtype=dtype, stored="sequence", padding=padding)
+
+
+def rows(dtype, *inner):
+    draw = np.random.RandomState(0)
+    if dtype == "string":
+        return [np.full((n, *inner), f"w{n}".encode(), object) for n in COUNTS]
+    return [draw.randint(1, 100, (n, *inner)).astype(dtype) for n in COUNTS]
+
+
+def read_back(feature, values):
+    records = list(encode({"x": feature}, {"x": values}))
+    return parse({"x": feature}, tf.constant(records))["x"]
+
+
+@pytest.mark.parametrize("inner", [(), (2,), (2, 3)], ids=str)
+@pytest.mark.parametrize("dtype", [*NUMBERS, "string"])
+@pytest.mark.parametrize("first", [None, 7, 2])
+def test_what_is_written_is_read_padded_or_cut(dtype, inner, first):
+    values = rows(dtype, *inner)
+    found = read_back(sequence(dtype, *inner, first=first), values).numpy()
+    longest = first or max(COUNTS)
+    assert found.shape == (len(COUNTS), longest, *inner)
+    for row, value in zip(found, values, strict=True):
+        kept = min(len(value), longest)
+        assert row[:kept].tolist() == value[:kept].tolist()
+        empty = b"" if dtype == "string" else 0
+        assert (row[kept:] == empty).all()
+
+
+def test_labels_are_padded_with_none():
+    found = read_back(sequence("int64", padding=-1), rows("int64")).numpy()
+    assert (found[1] == -1).all()
+    assert (found[0, 3:] == -1).all()
+
+
+@pytest.mark.parametrize("dtype", ["int64", "string"])
+def test_a_batch_of_nothing_but_empty_sequences_has_one_place(dtype):
+    values = [np.zeros(0, object if dtype == "string" else dtype)] * 2
+    assert read_back(sequence(dtype), values).shape == (2, 1)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "string"])
+def test_the_shape_in_a_graph(dtype):
+    records = tf.data.Dataset.from_tensors(b"").batch(1)
+    element = records.map(lambda each: parse({"x": sequence(dtype, 2)}, each)).element_spec
+    assert element["x"].shape.as_list() == [None, None, 2]
+
+
+class Sentences(builders.Small):
+    """Sentence `number` has `number % 7` words, and a class for each of them."""
+
+    keys = ("tokens", "tags")
+    sizes = {"train": 60, "test": 9}  # noqa: RUF012
+
+    def features(self):
+        return {
+            "tokens": tfds.features.Sequence(np.int32),
+            "words": tfds.features.Sequence(tfds.features.Text()),
+            "points": tfds.features.Tensor(shape=(None, 2), dtype=np.float32),
+            "tags": tfds.features.Sequence(tfds.features.ClassLabel(num_classes=3)),
+            "number": np.int64,
+        }
+
+    def example(self, number):
+        count = number % 7
+        return {
+            "tokens": [number + 1] * count,
+            "words": [f"w{number}"] * count,
+            "points": np.full((count, 2), number, np.float32),
+            "tags": [number % 3] * count,
+            "number": number,
+        }
+
+
+SHAPES = {"tokens": (0,), "tags": (0,), "words": (0,), "points": (0, 2)}
+
+
+def own(prepared, name="Sentences", **options):
+    return prepared("", dataset=f"{__name__}:{name}", **{"shapes": SHAPES, **options})
+
+
+@pytest.fixture
+def sentences(prepared):
+    dataset = own(prepared)
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    folder = storage.local_path(dataset.uri)
+    return spec, [folder / name for name in spec.files("train")]
+
+
+def test_a_dataset_of_tfds(prepared, contents):
+    dataset = own(prepared)
+    found = contents(dataset, "test")
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    assert spec.features["tokens"].shape == (None,)
+    assert spec.inputs == ("tokens",)
+    assert spec.features["tags"].num_classes == 3
+    for row, number in enumerate(found["number"].tolist()):
+        count = number % 7
+        assert found["tokens_length"][row] == count
+        tokens = found["tokens"][row].tolist()
+        assert tokens == [number + 1] * count + [0] * (len(tokens) - count)
+        assert (found["tags"][row, count:] == -1).all()
+        assert found["words"][row, :count].tolist() == [f"w{number}".encode()] * count
+        assert (found["points"][row, :count] == number).all()
+
+
+def test_a_length_may_be_an_input(prepared):
+    spec = DatasetSpec.from_manifest(own(prepared, inputs=["tokens", "tokens_length"]).manifest)
+    assert spec.inputs == ("tokens", "tokens_length")
+
+
+def test_an_epoch_holds_every_example_once(sentences):
+    spec, files = sentences
+    count = spec.examples("train")
+    batches = training_batches(spec, files, batch_size=1, seed=3)
+    seen = [x.numpy().max() for x, _ in batches.take(2 * count)]
+    assert sorted(seen[:count]) == sorted(seen[count:])
+    assert len({each for each in seen if each}) == sum(1 for each in seen[:count] if each)
+
+
+def test_batches_are_padded_to_their_longest(sentences):
+    spec, files = sentences
+    for inputs, labels in training_batches(spec, files, batch_size=4, seed=3).take(20):
+        assert inputs.shape == labels.shape
+        assert inputs.shape[1] == max(1, int(tf.reduce_max(tf.math.count_nonzero(inputs, 1))))
+
+
+def test_buckets_hold_examples_of_like_lengths(sentences):
+    spec, files = sentences
+    count = spec.examples("train")
+    batches = training_batches(spec, files, batch_size=4, seed=3, buckets=(2, 4))
+    seen = []
+    for inputs, _ in batches.take(count):
+        found = tf.math.count_nonzero(inputs, 1).numpy()
+        assert len(found) == 4
+        assert len(set(np.digitize(found, [3, 5]))) == 1
+        seen += inputs.numpy().max(1).tolist()
+    # Four epochs: what no batch was full of yet is held back, and nothing is skipped.
+    times = np.bincount(np.array(seen, int))[1:]
+    held_back = 3 * 3
+    assert abs(times[times > 0] - 4).sum() <= held_back
+
+
+def test_evaluation_has_one_length(sentences):
+    spec, files = sentences
+    widths = {x.shape[1] for x, _ in evaluation_batches(spec, files, batch_size=5)}
+    assert len(widths) > 1 or widths == {6}
+    read = labelled_columns(spec, files, batch_size=5, columns=["words"])
+    shapes = {(x.shape[1], y.shape[1], c["words"].shape[1]) for (x, y), c in read}
+    assert len({(x, y) for x, y, _ in shapes}) == 1
+
+
+def test_the_longest(sentences):
+    spec, files = sentences
+    records = tf.data.TFRecordDataset([str(path) for path in files])
+    assert lengths.longest(spec, records) == {"tokens": 6, "tags": 6}
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ({**SHAPES, "points": (0, 0)}, "only the first size of a sequence may be 0"),
+        ({**SHAPES, "points": (4, 0)}, "only the first size"),
+        ({**SHAPES, "points": (0, 3)}, r"it may be \[0, 2\]"),
+        ({**SHAPES, "number": (0,)}, "is a single value; leave it out"),
+        ({**SHAPES, "tokenz": (0,)}, "there is no feature 'tokenz'"),
+    ],
+)
+def test_shapes_that_cannot_vary(prepared, shapes, message):
+    with pytest.raises(ConfigError, match=message):
+        own(prepared, shapes=shapes)

@@ -1,0 +1,120 @@
+"""Sequences whose examples differ in length: stored as they are, padded to the longest of a batch.
+
+The length of an example is stored next to it, as a whole number in a feature of its own: a model
+takes it where `data.inputs` names it, and examples are batched by it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.data.spec import DatasetSpec, FeatureSpec, length_name
+
+_AT_ONCE = 1024
+# Decoding that pads knows few types: by the size of one value in bytes.
+_SAME_SIZE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
+
+
+def with_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Return columns, and the lengths of those that vary: arrays, or lists of one array each."""
+    lengths = {
+        length_name(name): np.fromiter(map(len, columns[name]), np.int64, len(columns[name]))
+        for name, feature in features.items()
+        if feature.varies
+    }
+    return {**columns, **lengths}
+
+
+def wire(feature: FeatureSpec) -> Any:
+    """Return how `tf.io.parse_example` finds a sequence in a record."""
+    if feature.dtype != "string":
+        return tf.io.FixedLenFeature((), tf.string)
+    inner = [tf.io.RaggedFeature.UniformRowLength(size) for size in feature.sizes[1:]]
+    return tf.io.RaggedFeature(tf.string, partitions=inner, row_splits_dtype=tf.int64)
+
+
+def padded(feature: FeatureSpec, column: Any) -> tf.Tensor:
+    """Return a column as it is parsed, (batch, length, ...), padded and cut to one length.
+
+    That is the longest of the batch where the feature varies, and one place at least: a layer
+    cannot reduce none.
+    """
+    first, *inner = feature.shape
+    if feature.dtype == "string":
+        values = column.to_tensor("", shape=(None, first, *inner))
+        lacking = tf.maximum(1 - tf.shape(values)[1], 0)
+        values = tf.pad(values, [[0, 0], [0, lacking], *[[0, 0]] * len(inner)], constant_values="")
+        return tf.ensure_shape(values, (None, *feature.shape))
+    dtype = tf.as_dtype(feature.dtype)
+    raw = _SAME_SIZE[dtype.size]
+    row = math.prod(feature.sizes[1:]) * raw.size
+    lengths = tf.strings.length(column) // row
+    size = first or tf.maximum(tf.reduce_max(lengths), 1)
+    values = tf.io.decode_raw(column, raw, fixed_length=size * row)
+    values = tf.cast(values, dtype) if dtype == tf.bool else values
+    values = tf.bitcast(values, dtype) if values.dtype != dtype else values
+    values = tf.reshape(values, (tf.shape(column)[0], size, *feature.sizes[1:]))
+    if feature.padding:
+        known = tf.reshape(tf.sequence_mask(lengths, size), (-1, size, *[1] * len(inner)))
+        values = tf.where(known, values, tf.constant(feature.padding, dtype))
+    return tf.ensure_shape(values, (column.shape[0], *feature.shape))
+
+
+def varying(spec: DatasetSpec) -> tuple[str, ...]:
+    """Return the features of a batch that vary in length."""
+    return tuple(name for name in spec.roles if spec.features[name].varies)
+
+
+def at_full_length(spec: DatasetSpec, lengths: Mapping[str, int]) -> DatasetSpec:
+    """Return a spec by which all batches are padded to the same lengths."""
+    fixed = {
+        name: replace(spec.features[name], shape=(size, *spec.features[name].shape[1:]))
+        for name, size in lengths.items()
+    }
+    return replace(spec, features={**spec.features, **fixed})
+
+
+def longest(spec: DatasetSpec, records: tf.data.Dataset) -> dict[str, int]:
+    """Return the length of the longest example of each feature that varies, 1 at least."""
+    names = varying(spec)
+    found = dict.fromkeys(names, 1)
+    if not names:
+        return found
+    for lengths in records.batch(_AT_ONCE).map(lambda each: _lengths(names, each)):
+        top = lengths.numpy().max(axis=0)
+        found = {name: max(found[name], int(top[i])) for i, name in enumerate(names)}
+    return found
+
+
+def bucketed(
+    spec: DatasetSpec, records: tf.data.Dataset, buckets: Sequence[int], batch_size: int
+) -> tf.data.Dataset:
+    """Return full batches of records whose longest inputs fall between the same two lengths.
+
+    Nothing is dropped of records without end: what fills no batch yet is held until it does.
+    """
+    inputs = [name for name in spec.inputs if spec.features[name].varies]
+    names = inputs or list(varying(spec))
+    with_length = records.batch(_AT_ONCE).map(
+        lambda each: (each, tf.reduce_max(_lengths(names, each), axis=1))
+    )
+    batches = with_length.unbatch().bucket_by_sequence_length(
+        lambda _, length: tf.cast(length, tf.int32),
+        # A boundary belongs to the longer ones there, and to the shorter ones here.
+        [bound + 1 for bound in buckets],
+        [batch_size] * (len(buckets) + 1),
+        drop_remainder=True,
+    )
+    return batches.map(lambda each, _: each)
+
+
+def _lengths(names: Sequence[str], records: tf.Tensor) -> tf.Tensor:
+    form = {length_name(name): tf.io.FixedLenFeature((), tf.int64) for name in names}
+    parsed = tf.io.parse_example(records, form)
+    return tf.stack([parsed[length_name(name)] for name in names], axis=1)
