@@ -6,19 +6,23 @@ The folder in which the command was given comes last on Python's path, in every 
 
 from __future__ import annotations
 
-import importlib
+import ast
+import hashlib
+import importlib.util
+import json
 import os
 import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
-from trainer.errors import ConfigError, UserError
+from trainer.errors import ConfigError, UserError, nearest
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
 _OWN = {"components", "pipelines", "trainer"}
@@ -54,12 +58,16 @@ def environment() -> dict[str, str]:
 
 def import_module(name: str) -> ModuleType:
     """Import a module that the configuration names; raises whatever its code raises."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+    _look_into_folder()
     top = name.partition(".")[0]
     if top not in _OWN and top not in sys.stdlib_module_names:
         _imported.add(top)
     return importlib.import_module(name)
+
+
+def _look_into_folder() -> None:
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.append(_Finder())
 
 
 def import_for(what: str, name: str) -> ModuleType:
@@ -184,3 +192,81 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return where a top-level module is; packages know their own folders."""
         return None if path is not None else PathFinder.find_spec(fullname, [folder()], target)
+
+
+def function_for(what: str, name: str) -> Callable[..., Any]:
+    """Return the function `module:function` of the user's; raises `ConfigError`."""
+    module, _, attribute = name.partition(":")
+    if not (module and attribute):
+        raise ConfigError(f"{what}: {name!r} names no function; write package.module:function")
+    loaded = import_for(what, module)
+    found = getattr(loaded, attribute, None)
+    if not callable(found):
+        hint = nearest(attribute, [word for word in vars(loaded) if not word.startswith("_")])
+        raise ConfigError(f"{what}: {module} has no function {attribute!r}{hint}")
+    return cast("Callable[..., Any]", found)
+
+
+def digest(what: str, module: str) -> str:
+    """Return a digest of the source of a module, and of all that it imports of the user's.
+
+    Of packages that are installed only the import is part of it, and not their source.
+
+    Raises:
+        ConfigError: there is no such module, or it cannot be read.
+    """
+    _look_into_folder()
+    if _source_file(module) is None:
+        # It says what is wrong with the name.
+        import_for(what, module)
+    sources: dict[str, str] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        path = _source_file(name)
+        if name in sources or path is None:
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise ConfigError(f"{what}: cannot read {path}: {line_of(error)}") from None
+        sources[name] = text
+        package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        left += _imported_by(tree, package)
+    joined = json.dumps(sources, sort_keys=True)
+    return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def _imported_by(tree: ast.Module, package: str) -> Iterator[str]:
+    """Yield what a module may import; a name imported from a package may be a module of it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parts = package.split(".")
+            outer = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
+            base = ".".join(filter(None, [outer, node.module or ""]))
+            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
+        else:
+            continue
+        for name in names:
+            # Importing a module runs the packages around it.
+            parts = name.split(".")
+            yield from (".".join(parts[: count + 1]) for count in range(len(parts)))
+
+
+def _source_file(name: str) -> Path | None:
+    """Return the file of a module of the user's; None for any other."""
+    top = name.partition(".")[0]
+    if not top or top in _OWN or top in sys.stdlib_module_names:
+        return None
+    try:
+        spec = importlib.util.find_spec(name)
+    # A name that is no module after all, or a parent that is none.
+    except (ImportError, AttributeError, ValueError):
+        return None
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    path = Path(spec.origin)
+    return None if _INSTALLED.intersection(path.parts) else path

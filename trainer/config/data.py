@@ -178,6 +178,11 @@ class DataConfig(Section):
             raise ValueError(
                 f"source and dataset ({self.dataset!r}) are both set; leave one of them empty"
             )
+        if self.buckets and self.partition == "dynamic":
+            raise ValueError(
+                "buckets: they mix the examples of shards, and partition: dynamic hands these out "
+                "one by one; leave buckets out, or set partition to disjoint"
+            )
         if not self.dataset and not self.source:
             raise ValueError("neither dataset nor source is set; name a dataset of TFDS, or files")
         return self

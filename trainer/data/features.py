@@ -60,7 +60,32 @@ def select(config: DataConfig, info: Any) -> Selection:
             f"{_OWN_BUILDER} that gives a FeaturesDict"
         )
     leaves = dict(_leaves(info.features, info.features, info.features.get_tensor_info()))
+    if config.map:
+        return _whole(leaves)
     return choose(config, name, leaves, info.supervised_keys)
+
+
+def _whole(leaves: Mapping[str, Leaf]) -> Selection:
+    """Return all features without roles, for `data.map`."""
+    kept = {name: leaf for name, leaf in leaves.items() if not leaf.is_dataset}
+    return Selection(
+        inputs=(),
+        targets=(),
+        specs={
+            name: _spec(leaf, None)
+            if leaf.is_fixed
+            else FeatureSpec(
+                shape=leaf.shape,
+                dtype=leaf.dtype,
+                stored="sequence",
+                num_classes=leaf.classes[0],
+                labels=leaf.classes[1],
+            )
+            for name, leaf in kept.items()
+        },
+        connectors={name: leaf.connector for name, leaf in kept.items()},
+        fits={},
+    )
 
 
 def choose(
@@ -73,6 +98,11 @@ def choose(
     """
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
     of_lengths = lengths_of(name, leaves, varies)
+    if config.buckets and not varies:
+        raise ConfigError(
+            f"data.buckets: no feature of {name} varies in length; leave it out, or say which one "
+            "does: data.shapes: {FEATURE: [0]}"
+        )
     roles = _roles(config, name, keys, leaves, of_lengths)
     _check(name, roles, {**leaves, **of_lengths})
     specs = _encoded(config, roles, leaves)

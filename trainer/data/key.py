@@ -7,12 +7,12 @@ import json
 import logging
 import re
 
-from trainer import storage
+from trainer import storage, user_code
 from trainer.config.data import DataConfig
 from trainer.data.spec import KIND, SCHEMA
 
 # What says where the data is found, or how it is read, and not what it is.
-_NOT_CONTENT = {"manual_dir", "partition"}
+_NOT_CONTENT = {"manual_dir", "partition", "buckets"}
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +20,9 @@ _log = logging.getLogger(__name__)
 def dataset_key(config: DataConfig, version: str) -> str:
     """Return the name of the published directory for a configuration and a resolved version."""
     section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
+    if config.map:
+        module = config.map.partition(":")[0]
+        section["map_source"] = user_code.digest("data.map", module)
     content = json.dumps({**section, "version": version, "schema": SCHEMA}, sort_keys=True)
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.dataset)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"

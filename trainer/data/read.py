@@ -7,7 +7,8 @@ which a `ClusterCoordinator` can run in a worker's process, where none of our Py
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -164,10 +165,22 @@ def _from_memory(
 
 
 def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
-    # Even the most paths that a dataset may have are few compared with its examples.
-    mixed = paths.shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
-    records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=_AT_ONCE, block_length=16)
-    return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
+    with _no_seed_of_the_graph():
+        # Even the most paths that a dataset may have are few compared with its examples.
+        mixed = paths.shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
+        records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=_AT_ONCE, block_length=16)
+        return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
+
+
+@contextmanager
+def _no_seed_of_the_graph() -> Iterator[None]:
+    """Let a seed be a tensor: TensorFlow compares it with 0, if the seed of the graph is 0."""
+    graph = tf.compat.v1.get_default_graph()
+    before, graph.seed = graph.seed, None
+    try:
+        yield
+    finally:
+        graph.seed = before
 
 
 def _example(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 
 from trainer.data.features import Selection
 
-#: The features of some examples by name: arrays whose first axis is the example.
+#: The features of some examples by name: arrays whose first axis is the example. What varies in
+#: length is an array of arrays, or a list of them; an image that is stored encoded is bytes.
 Columns = Mapping[str, NDArray[Any]]
 
 
@@ -60,6 +61,9 @@ class Source(ABC):
     def select(self) -> Selection:
         """Return the features that are kept, with their roles.
 
+        With `data.map` these are all features that there are, without roles and without those of
+        `data.types` that it does not have: roles name what the function returns.
+
         Raises:
             ConfigError: a key of the data section does not suit the source.
             UserError: the source is of no use here.
@@ -80,6 +84,10 @@ class Source(ABC):
         Raises:
             UserError: it cannot be read, or has a broken row.
         """
+
+    def place(self, part: Part, number: int) -> str:
+        """Say where an example of a part is, for messages; the first one is number 0."""
+        return f"example {number} of part {part.number}{f' ({part.origin})' if part.origin else ''}"
 
     def facts(self) -> Mapping[str, Any]:
         """Return what the manifest says of it besides, after all parts were read."""

@@ -57,7 +57,7 @@ class MultilabelClassification(Task):
     def __init__(self, target: Target, *, labels: tuple[str, ...] = ()) -> None:
         """Take a row of yes or no."""
         kind = "" if target.dtype == "string" else np.dtype(target.dtype).kind
-        if len(target.shape) != 1 or kind not in "iubf" or not kind:
+        if len(target.shape) != 1 or target.shape[0] < 0 or kind not in "iubf" or not kind:
             raise ConfigError(f"it takes a row of 0 and 1, one for each class, not {target}")
         super().__init__(target)
         self._classes = target.shape[0]

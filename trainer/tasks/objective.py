@@ -380,7 +380,8 @@ def _path(name: str) -> tuple[str, ...]:
 
 
 def _label(target: Target) -> keras.KerasTensor:
-    return keras.KerasTensor((None, *target.shape), target.dtype)
+    sizes = (None if size < 0 else size for size in target.shape)
+    return keras.KerasTensor((None, *sizes), target.dtype)
 
 
 class SliceTally:

@@ -65,6 +65,10 @@ class Regression(Task):
         """Take numbers of a fixed shape."""
         if target.dtype == "string" or np.dtype(target.dtype).kind not in "iubf":
             raise ConfigError(f"it takes numbers, not {target}")
+        if min(target.shape, default=0) < 0:
+            raise ConfigError(
+                f"it takes numbers of a fixed shape, not {target}; give data.shapes a length"
+            )
         if not isinstance(standardize, bool):
             raise ConfigError(f"standardize: {standardize!r} is not allowed; it is true or false")
         super().__init__(target)

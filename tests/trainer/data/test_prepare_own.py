@@ -120,6 +120,7 @@ def test_the_manifest_names_the_features(prepared):
         "stored": "raw",
         "num_classes": 0,
         "labels": [],
+        "padding": 0,
     }
     assert fields["inputs"] == ["image", "nested/inner", "nested/deep/er"]
     assert fields["features"]["label"]["labels"] == builders.CLASSES

@@ -1,0 +1,250 @@
+"""`data.map`: what a function of the user's makes of the examples of a source."""
+
+import pickle
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.config.data import DataConfig
+from trainer.data.examples.images import encode as png
+from trainer.data.examples.mapped import MappedSource
+from trainer.data.features import Selection
+from trainer.data.key import dataset_key
+from trainer.data.records import encode, parse
+from trainer.data.source import Batch, Part, Source
+from trainer.data.spec import FeatureSpec
+from trainer.errors import ConfigError, UserError
+
+EXAMPLES, PARTS, BATCH = 320, 2, 50
+HERE = "tests.trainer.data.examples.mapping"
+
+
+class Numbers(Source):
+    """Texts, numbers and images in two parts."""
+
+    def __init__(self, examples=EXAMPLES):
+        self.name = "data.source: numbers.csv"
+        self.identity = {"listing": "abc"}
+        self.examples = examples
+
+    def select(self):
+        specs = {
+            "number": FeatureSpec(shape=(), dtype="int64", stored="int"),
+            "text": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+            "label": FeatureSpec(
+                shape=(), dtype="int64", stored="int", num_classes=2, labels=("even", "odd")
+            ),
+            "photo": FeatureSpec(shape=(2, 2, 1), dtype="uint8", stored="image"),
+        }
+        return Selection(inputs=(), targets=(), specs=specs, connectors={}, fits={})
+
+    def fetch(self):
+        pass
+
+    def parts(self):
+        return [Part(number=number, origin="train") for number in range(PARTS)]
+
+    def read(self, part, selection):
+        del selection
+        share = self.examples // PARTS
+        for start in range(0, share, BATCH):
+            numbers = np.arange(start, min(start + BATCH, share)) + part.number * share
+            texts = np.array([" ".join(["äh"] * (n % 4 + 1)).encode() for n in numbers], object)
+            photos = [png(np.full((2, 2, 1), n % 256, np.uint8)) for n in numbers]
+            columns = {"number": numbers, "text": texts, "label": numbers % 2, "photo": photos}
+            yield Batch(columns=columns, splits=(numbers % 3).astype(np.int8))
+
+
+def mapped(function, examples=EXAMPLES, **options):
+    config = DataConfig(source="numbers.csv", map=f"{HERE}:{function}", **options)
+    return MappedSource(Numbers(examples), config)
+
+
+def everything(source):
+    """Return the selection, and all examples as records give them back, with their splits."""
+    selection = source.select()
+    # As another process has it.
+    source = pickle.loads(pickle.dumps(source))
+    found, splits = [], []
+    for part in source.parts():
+        for batch in source.read(part, selection):
+            records = list(encode(selection.specs, batch.columns))
+            values = parse(selection.specs, tf.constant(records))
+            splits += batch.splits.tolist()
+            found += [
+                {name: each[row].numpy() for name, each in values.items()}
+                for row in range(len(records))
+            ]
+    return selection, found, splits
+
+
+def refusal(function, **options):
+    with pytest.raises(UserError) as caught:
+        everything(mapped(function, **options))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_one_example_at_a_time():
+    selection, found, splits = everything(mapped("tokens", shapes={"tokens": (0,)}))
+    assert selection.inputs == ("tokens", "first")
+    assert selection.specs["tokens"].shape == (None,)
+    assert selection.specs["label"].labels == ("even", "odd")
+    assert [each["tokens_length"] for each in found] == [n % 4 + 1 for n in range(EXAMPLES)]
+    assert found[3]["tokens"].tolist() == [2, 2, 2, 2]
+    assert {each["first"] for each in found} == {"äh".encode()}
+    assert splits == [n % 3 for n in range(EXAMPLES)]
+
+
+def test_lengths_that_differ_ask_for_a_shape():
+    message = refusal("tokens")
+    assert "data.shapes: examples of data.map" in message
+    assert "'tokens' (int64 of shape (None,))" in message
+
+
+def test_a_fixed_shape_cuts_and_pads():
+    _, found, _ = everything(mapped("tokens", shapes={"tokens": (2,)}))
+    assert [each["tokens"].tolist() for each in found[:3]] == [[2, 0], [2, 2], [2, 2]]
+
+
+def test_examples_may_be_left_out():
+    _, found, splits = everything(mapped("odd_ones_left_out"))
+    assert [each["x"] for each in found] == [n / 2 for n in range(EXAMPLES) if n % 2]
+    assert splits == [n % 3 for n in range(EXAMPLES) if n % 2]
+
+
+def test_all_left_out():
+    assert "leaves out every example" in refusal("nothing")
+
+
+def test_a_batch_at_a_time():
+    _, found, _ = everything(mapped("tokens_of_all"))
+    assert [each["size"] for each in found[:4]] == [2, 5, 8, 11]
+
+
+def test_a_batch_keeps_its_number_of_examples():
+    message = refusal("too_few")
+    assert "1 values of 'size' for 50 examples" in message
+    assert "example 0 of part 0 (train)" in message
+
+
+def test_labels_that_are_texts_become_classes():
+    selection, found, _ = everything(mapped("names_of_classes"))
+    assert selection.specs["label"].labels == ("class 0", "class 1", "class 2")
+    assert [each["label"] for each in found[:4]] == [0, 1, 2, 0]
+
+
+def test_numbers_that_are_said_to_be_classes():
+    options = {"label": ["number"], "types": {"number": "class"}}
+    source = mapped("odd_ones_left_out", **{**options, "label": ["x"], "types": {"x": "int"}})
+    selection, _, _ = everything(source)
+    assert selection.specs["x"].dtype == "int64"
+    selection, _, _ = everything(mapped("loses_one", examples=300, types={"y": "class"}))
+    assert selection.specs["y"].num_classes == 3
+
+
+@pytest.mark.parametrize(("options", "stored"), [({}, "raw"), ({"types": {"x": "image"}}, "image")])
+def test_pictures(options, stored):
+    size = {"size": [3, 4]} if options else {}
+    selection, found, _ = everything(mapped("picture", examples=20, image=size, **options))
+    assert selection.specs["x"].stored == stored
+    assert found[7]["x"].tolist() == np.full((3, 4, 3), 7).tolist()
+
+
+def test_an_image_needs_a_size():
+    assert "data.image: the function of data.map gives images" in refusal(
+        "picture", types={"x": "image"}
+    )
+
+
+def test_an_error_names_the_example_and_the_line():
+    message = refusal("divides")
+    assert "ZeroDivisionError" in message
+    assert "mapping.py:" in message
+    assert "for example 7 of part 0 (train)" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("turns_into_text", "gives 'x' as string, and the first examples as float32"),
+        ("grows", "gives 'x' of shape (3,), and the first examples of shape (2,); set data.shapes"),
+        ("loses_one", "gives no 'y', unlike for others"),
+        ("whole_then_broken", ""),
+    ],
+)
+def test_later_examples_have_to_be_like_the_first(function, what):
+    if not what:
+        selection, _, _ = everything(mapped(function))
+        assert selection.specs["x"].dtype == "float32"
+        return
+    message = refusal(function)
+    assert what in message
+    assert "(example 140 of part 1 (train))" in message
+
+
+def test_the_first_examples_have_to_agree():
+    message = refusal("turns_into_text_soon")
+    assert "gives 'x' as a text, and others as a number" in message
+    assert "example 7 of part 0" in message
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("a_list", "gives a value of type list, and no dict from names to values"),
+        ("no_value", "gives None for 'x'; give NaN"),
+    ],
+)
+def test_what_is_no_example(function, what):
+    assert what in refusal(function)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        (f"{HERE}:tokenz", "has no function 'tokenz'; did you mean 'tokens'?"),
+        (f"{HERE}:NUMBER", "has no function 'NUMBER'"),
+        (f"{HERE}", "names no function; write package.module:function"),
+        ("no_such_module:f", "cannot import no_such_module"),
+    ],
+)
+def test_a_function_that_is_not_there(name, what):
+    config = DataConfig(source="numbers.csv", map=name)
+    with pytest.raises(ConfigError, match=r"data\.map: ") as caught:
+        MappedSource(Numbers(), config).select()
+    assert what in str(caught.value)
+
+
+def test_types_of_neither():
+    assert "data.types: neither" in refusal("picture", types={"z": "int"})
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The user's folder, with a module that imports another."""
+    monkeypatch.setenv("FLOTILLA_USER_FOLDER", str(tmp_path))
+    (tmp_path / "mine_a.py").write_text("import json\nimport mine_b\nfrom mine_c import f\n")
+    (tmp_path / "mine_b.py").write_text("N = 1\n")
+    package = tmp_path / "mine_c"
+    package.mkdir()
+    (package / "__init__.py").write_text("from .inner import f\n")
+    (package / "inner.py").write_text("def f(x): return x\n")
+    yield tmp_path
+    for name in [each for each in sys.modules if each.startswith("mine_")]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("changed", ["mine_a.py", "mine_b.py", "mine_c/inner.py"])
+def test_a_change_of_the_function_makes_another_dataset(folder, changed):
+    config = DataConfig(map="mine_a:f")
+    before = dataset_key(config, "1.0.0")
+    assert before == dataset_key(config, "1.0.0")
+    (folder / "other.py").write_text("")
+    assert before == dataset_key(config, "1.0.0")
+    path = folder / changed
+    path.write_text(path.read_text() + "# other\n")
+    assert dataset_key(config, "1.0.0") != before

@@ -1,0 +1,284 @@
+"""`data.map`: a function of the user's between the examples of a source and those of the dataset.
+
+It takes an example, a dict of values by name, and returns one, or None to leave it out. One whose
+attribute `batched` is true takes and returns arrays of several examples, as many as it was given.
+Texts are `str`; images that are stored encoded are bytes; all else are numbers and NumPy arrays.
+
+What it returns is inferred from the first examples, and every later one has to be like these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+from numpy.typing import NDArray
+
+from trainer import user_code
+from trainer.config.data import DataConfig
+from trainer.data.examples import returned
+from trainer.data.examples.lengths import with_lengths
+from trainer.data.examples.returned import Example, UnsuitableError
+from trainer.data.features import DEFAULT_LABEL, Selection, choose
+from trainer.data.shapes import Leaf
+from trainer.data.source import Batch, Part, Source
+from trainer.data.spec import FeatureSpec, length_name
+from trainer.errors import ConfigError, UserError
+
+# By which the features of the result are inferred.
+FIRST = 256
+
+
+@dataclass(frozen=True)
+class _Row:
+    """What the function returned: for which example of the part and of the batch."""
+
+    place: str
+    index: int
+    example: Example
+
+
+class MappedSource(Source):
+    """The examples of another source, each as a function of the user's returns it."""
+
+    def __init__(self, source: Source, config: DataConfig) -> None:
+        """Map the examples of `source`, which was made for the same configuration."""
+        self.name = f"data.map: {config.map}"
+        digest = user_code.digest("data.map", config.map.partition(":")[0])
+        self.identity: Mapping[str, Any] = {**source.identity, "map": digest}
+        self._source = source
+        self._config = config
+        self._given: Selection | None = None
+
+    def select(self) -> Selection:
+        """Return the features of what the function returns for the first examples.
+
+        The source is fetched for it; it is read as a whole where texts are classes.
+        """
+        self._given = self._source.select()
+        self._source.fetch()
+        first: list[_Row] = []
+        for row in self._rows():
+            first.append(row)
+            if len(first) == FIRST:
+                break
+        if not first:
+            raise UserError(f"{self.name} leaves out every example: it always returns None")
+        names = list(first[0].example)
+        for row in first:
+            self._require_names(row, names)
+        if unknown := sorted(self._config.types.keys() - {*names, *self._given.specs}):
+            raise ConfigError(
+                f"data.types: neither {self._source.name} nor {self.name} gives {unknown[0]!r}"
+            )
+        classes = self._classes(first)
+        leaves = {name: self._leaf(name, first, classes.get(name)) for name in names}
+        return choose(self._config, self.name, leaves)
+
+    def fetch(self) -> None:
+        """Do nothing: `select` has fetched the source."""
+
+    def parts(self) -> Sequence[Part]:
+        """Return the parts of the source."""
+        return self._source.parts()
+
+    def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
+        """Yield what the function returns; raises `UserError` where it fails."""
+        of_lengths = {length_name(name) for name, spec in selection.specs.items() if spec.varies}
+        for batch, rows in self._mapped(part):
+            if not rows:
+                continue
+            columns = {
+                name: _column(spec, [self._stored(row, name, selection) for row in rows])
+                for name, spec in selection.specs.items()
+                if name not in of_lengths
+            }
+            yield Batch(
+                columns=with_lengths(selection.specs, columns),
+                splits=batch.splits[[row.index for row in rows]],
+            )
+
+    def place(self, part: Part, number: int) -> str:
+        """Say where an example of the source is."""
+        return self._source.place(part, number)
+
+    def facts(self) -> Mapping[str, Any]:
+        """Return those of the source."""
+        return self._source.facts()
+
+    def _rows(self) -> Iterator[_Row]:
+        for part in self._source.parts():
+            for _, rows in self._mapped(part):
+                yield from rows
+
+    def _mapped(self, part: Part) -> Iterator[tuple[Batch, list[_Row]]]:
+        assert self._given is not None
+        function = user_code.function_for("data.map", self._config.map)
+        call = _several if getattr(function, "batched", False) else _one_by_one
+        before = 0
+        for batch in self._source.read(part, self._given):
+            given = _as_given(batch.columns, self._given.specs)
+            count = len(batch.splits)
+            rows = []
+            for index, result in call(function, given, count, self._failed(part, before)):
+                if result is None:
+                    continue
+                place = self._source.place(part, before + index)
+                try:
+                    rows.append(_Row(place, index, returned.example_of(result)))
+                except UnsuitableError as error:
+                    raise UserError(f"{self.name} {error} ({place})") from None
+            before += count
+            yield batch, rows
+
+    def _failed(self, part: Part, before: int) -> Callable[[int, Exception], UserError]:
+        def failed(index: int, error: Exception) -> UserError:
+            place = self._source.place(part, before + index)
+            return UserError(f"{self.name}: {user_code.line_of(error)}, for {place}")
+
+        return failed
+
+    def _require_names(self, row: _Row, names: Sequence[str]) -> None:
+        if row.example.keys() != set(names):
+            name = sorted(row.example.keys() ^ set(names))[0]
+            what = "no" if name in names else "a"
+            raise UserError(f"{self.name} gives {what} {name!r}, unlike for others ({row.place})")
+
+    def _stored(self, row: _Row, name: str, selection: Selection) -> Any:
+        if name not in row.example:
+            raise UserError(f"{self.name} gives no {name!r}, unlike for others ({row.place})")
+        try:
+            value = returned.as_said(name, row.example[name], self._config.types.get(name, ""))
+            return returned.stored(name, value, selection.specs[name], selection.fits.get(name))
+        except UnsuitableError as error:
+            raise UserError(f"{self.name} {error} ({row.place})") from None
+
+    def _leaf(self, name: str, rows: Sequence[_Row], classes: Any) -> Leaf:
+        if self._is_image(name, rows[0]):
+            return returned.image_leaf(self._config.image)
+        values: list[Any] = []
+        for row in rows:
+            try:
+                said = self._config.types.get(name, "")
+                values.append(returned.as_said(name, row.example[name], said))
+                # The first one that goes with none before is named.
+                if values[-1].dtype != values[0].dtype or values[-1].ndim != values[0].ndim:
+                    returned.leaf_for(name, values, classes)
+            except UnsuitableError as error:
+                raise UserError(f"{self.name} {error} ({row.place})") from None
+        return returned.leaf_for(name, values, classes)
+
+    def _is_image(self, name: str, row: _Row) -> bool:
+        assert self._given is not None
+        said = self._config.types.get(name, "")
+        if said:
+            return said == "image"
+        given = self._given.specs.get(name)
+        if given is None or given.stored != "image":
+            return False
+        value = row.example[name]
+        return bool(value.dtype == object and value.ndim == 0)
+
+    def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
+        """Return the TFDS features of classes: labels that are texts, and what is said to be."""
+        labels = self._config.label or (DEFAULT_LABEL,)
+        said = self._config.types
+        found: dict[str, Any] = {}
+        wanted: dict[str, set[Any]] = {}
+        for name, value in first[0].example.items():
+            is_text = value.dtype == object
+            if said.get(name) == "class" or (is_text and name in labels and name not in said):
+                wanted[name] = set()
+            elif (given := self._given_classes(name)) and value.dtype.kind in "iu":
+                found[name] = given
+        if wanted:
+            for row in self._rows():
+                for name, values in wanted.items():
+                    values.update(np.ravel(row.example.get(name, ())).tolist())
+        return found | {name: _class_label(self.name, name, each) for name, each in wanted.items()}
+
+    def _given_classes(self, name: str) -> Any:
+        assert self._given is not None
+        spec = self._given.specs.get(name)
+        if spec is None or not spec.num_classes:
+            return None
+        if spec.labels:
+            return tfds.features.ClassLabel(names=list(spec.labels))
+        return tfds.features.ClassLabel(num_classes=spec.num_classes)
+
+
+def _class_label(source: str, name: str, values: set[Any]) -> Any:
+    texts = {each for each in values if isinstance(each, bytes)}
+    if texts and len(texts) == len(values):
+        names = sorted(each.decode(errors="surrogateescape") for each in texts)
+        return tfds.features.ClassLabel(names=names)
+    if not values or not all(isinstance(each, int) for each in values) or min(values) < 0:
+        raise UserError(
+            f"{source}: the classes of {name!r} have to be texts, or numbers from 0; "
+            f"there is {min(values - texts, default=None)!r}"
+        )
+    return tfds.features.ClassLabel(num_classes=int(max(values)) + 1)
+
+
+def _one_by_one(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    count: int,
+    failed: Callable[[int, Exception], UserError],
+) -> Iterator[tuple[int, Any]]:
+    for index in range(count):
+        try:
+            yield index, function({name: values[index] for name, values in given.items()})
+        # The user's code may fail in any way.
+        except Exception as error:
+            raise failed(index, error) from error
+
+
+def _several(
+    function: Callable[..., Any],
+    given: Mapping[str, Any],
+    count: int,
+    failed: Callable[[int, Exception], UserError],
+) -> Iterator[tuple[int, Any]]:
+    try:
+        result = function(dict(given))
+        columns = dict(result)
+        sizes = {name: len(values) for name, values in columns.items()}
+    except Exception as error:
+        raise failed(0, error) from error
+    for name, size in sizes.items():
+        if size != count:
+            wrong = ValueError(f"{size} values of {name!r} for {count} examples")
+            raise failed(0, wrong)
+    for index in range(count):
+        yield index, {name: values[index] for name, values in columns.items()}
+
+
+def _as_given(columns: Mapping[str, Any], specs: Mapping[str, FeatureSpec]) -> dict[str, Any]:
+    return {
+        name: _decoded(columns[name]) if _is_text(spec) else columns[name]
+        for name, spec in specs.items()
+        if name in columns
+    }
+
+
+def _is_text(spec: FeatureSpec) -> bool:
+    return spec.dtype == "string" and spec.stored != "image"
+
+
+def _decoded(values: Any) -> Any:
+    """Return texts as `str`, in arrays of the same form; bytes that are no text are kept in it."""
+    found = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        if isinstance(value, bytes):
+            found[index] = value.decode(errors="surrogateescape")
+        else:
+            found[index] = _decoded(value) if isinstance(value, np.ndarray | list) else value
+    return found
+
+
+def _column(spec: FeatureSpec, values: list[Any]) -> list[Any] | NDArray[Any]:
+    return values if spec.stored == "image" or spec.varies else np.stack(values)
