@@ -8,6 +8,7 @@ the length, the record, and its masked crc32c (https://www.tensorflow.org/tutori
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import struct
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
@@ -92,6 +94,7 @@ def _masked_crc(data: bytes) -> bytes:
 
 
 BATCH = 1024
+_ROWS = 64
 BATCH_BYTES = 64 << 20
 # What these are in a record is plain: a number, a text, an encoded image.
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
@@ -107,9 +110,10 @@ def batches(
     """
     left = source.info.splits[split].num_examples
     try:
-        for given in _dataset(source, selection, split).prefetch(2).as_numpy_iterator():
-            batch = with_lengths(selection.specs, given)
-            left -= len(batch[selection.targets[0]])
+        for given in _arrays(source, selection, split):
+            # Those for `data.map` have no role yet, and no feature of their lengths.
+            batch = with_lengths(selection.specs, given) if selection.targets else given
+            left -= len(next(iter(given.values())))
             if left < 0:
                 break
             for image in _encoded(selection):
@@ -121,6 +125,29 @@ def batches(
     if left:
         reason = f"{abs(left)} examples {'too few' if left > 0 else 'too many'}"
         raise UserError(_unreadable(name, source, split, reason))
+
+
+def _arrays(
+    source: tfds.core.DatasetBuilder, selection: Selection, split: str
+) -> Iterator[dict[str, Any]]:
+    if selection.targets or not any(spec.varies for spec in selection.specs.values()):
+        yield from _dataset(source, selection, split).prefetch(2).as_numpy_iterator()
+        return
+    # Of any shape, also of images: one by one.
+    order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
+    examples = source.as_dataset(split=split, read_config=order)
+    kept = examples.map(lambda example: {path: _at(example, path) for path in selection.specs})
+    rows = kept.prefetch(_ROWS).as_numpy_iterator()
+    while chunk := list(itertools.islice(rows, _ROWS)):
+        yield {name: _column([row[name] for row in chunk]) for name in selection.specs}
+
+
+def _column(values: list[Any]) -> Any:
+    found = np.empty(len(values), object)
+    for index, value in enumerate(values):
+        # A sequence of sequences has lists of its own.
+        found[index] = value.to_list() if hasattr(value, "to_list") else value
+    return found
 
 
 def _encoded(selection: Selection) -> list[str]:

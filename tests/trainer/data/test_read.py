@@ -256,3 +256,18 @@ def test_a_damaged_record_is_an_error(numbered):
     files[0].write_bytes(data)
     with pytest.raises(tf.errors.DataLossError):
         list(evaluation_batches(spec, files, batch_size=4))
+
+
+@pytest.mark.parametrize("of_graph", [0, 5])
+def test_a_seed_of_a_worker_is_a_tensor_in_a_graph(numbered, of_graph):
+    """A graph whose seed is 0 compared the tensor with 0, and failed."""
+    spec, files = numbered(30)
+
+    @tf.function
+    def first(seed):
+        tf.random.set_seed(of_graph)
+        batches = training_batches(spec, files, batch_size=30, seed=seed, shuffle_buffer=10)
+        return next(iter(batches))[0]
+
+    seen = first(tf.constant(3, tf.int64)).numpy()
+    assert sorted(seen.tolist()) == list(range(30))

@@ -175,12 +175,12 @@ class MappedSource(Source):
         assert self._given is not None
         said = self._config.types.get(name, "")
         if said:
-            return said == "image"
+            return str(said) == "image"
         given = self._given.specs.get(name)
         if given is None or given.stored != "image":
             return False
         value = row.example[name]
-        return bool(value.dtype == object and value.ndim == 0)
+        return value.ndim == 0 and value.dtype.kind == "O"
 
     def _classes(self, first: Sequence[_Row]) -> dict[str, Any]:
         """Return the TFDS features of classes: labels that are texts, and what is said to be."""
