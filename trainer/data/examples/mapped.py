@@ -32,6 +32,12 @@ from trainer.errors import ConfigError, UserError
 FIRST = 256
 
 
+def source_config(config: DataConfig) -> DataConfig:
+    """Return the configuration by which a source is read: roles and shapes are of the result."""
+    of_result = {"inputs": (), "label": (), "weight": "", "group": "", "shapes": {}, "buckets": ()}
+    return config.model_copy(update=of_result)
+
+
 @dataclass(frozen=True)
 class _Row:
     """What the function returned: for which example of the part and of the batch."""

@@ -35,9 +35,12 @@ def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
         for key in ("column", "time", "group")
     }
     dropped = _several("data.drop", config.drop, names)
-    _several("data.types", list(config.types), names)
+    if not config.map:
+        _several("data.types", list(config.types), names)
     left = [name for name in names if name not in dropped]
-    targets = _several("data.label", config.label, names) or _by_name(config, left)
+    targets = _several("data.label", config.label, names)
+    if not (targets or config.map):
+        targets = _by_name(config, left)
     inputs = _several("data.inputs", config.inputs, names)
     if not inputs:
         taken = {*targets, *one.values(), *by.values()}

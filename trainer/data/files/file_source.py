@@ -105,6 +105,12 @@ class FileSource(Source):
             "bad_rows": broken.to_json(self._place),
         }
 
+    def place(self, part: Part, number: int) -> str:
+        """Say from which file an example is."""
+        paths = [self._files[piece[0]].path for piece in part.where["pieces"]]
+        more = f" to {paths[-1]}" if paths[-1] != paths[0] else ""
+        return f"example {number} of {paths[0]}{more}"
+
     def state(self) -> Any:
         """Return what the scan found, to be pickled with the parts."""
         return self._scan

@@ -77,3 +77,7 @@ def whole_then_broken(example):
 
 
 NUMBER = 3
+
+
+def of_rows(row):
+    return {"name": [ord(letter) for letter in row["name"]], "old": row["age"] > 30}

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.trainer.data.files.sources import listed
 from trainer.config.data import DataConfig
+from trainer.data import datasets, write
+from trainer.data.download import download
 from trainer.data.examples.images import encode as png
-from trainer.data.examples.mapped import MappedSource
-from trainer.data.features import Selection
+from trainer.data.examples.mapped import MappedSource, source_config
+from trainer.data.features import Selection, select
+from trainer.data.files.file_source import FileSource
 from trainer.data.key import dataset_key
 from trainer.data.records import encode, parse
 from trainer.data.source import Batch, Part, Source
@@ -248,3 +252,38 @@ def test_a_change_of_the_function_makes_another_dataset(folder, changed):
     path = folder / changed
     path.write_text(path.read_text() + "# other\n")
     assert dataset_key(config, "1.0.0") != before
+
+
+def test_rows_of_files(tmp_path):
+    rows = [f"n{'x' * (number % 5)},{number}" for number in range(60)]
+    (tmp_path / "people.csv").write_text("\n".join(["name,age", *rows]) + "\n")
+    config = DataConfig(
+        source=str(tmp_path), map=f"{HERE}:of_rows", label=["old"], shapes={"name": (0,)}
+    )
+    files = FileSource(source_config(config), listed(tmp_path), tmp_path)
+    selection, found, splits = everything(MappedSource(files, config))
+    assert selection.inputs == ("name",)
+    assert selection.specs["old"].dtype == "bool"
+    assert len(found) == len(rows)
+    assert set(splits) == {0, 1, 2}
+    assert sum(int(each["old"]) for each in found) == 29
+
+
+def test_an_error_names_the_file(tmp_path):
+    (tmp_path / "people.csv").write_text("name,number,label\na,7,0\nb,8,1\n")
+    config = DataConfig(source=str(tmp_path), map=f"{HERE}:divides")
+    files = FileSource(source_config(config), listed(tmp_path), tmp_path)
+    with pytest.raises(UserError, match=r"ZeroDivisionError.* for example 0 of people\.csv"):
+        MappedSource(files, config).select()
+
+
+def test_examples_of_tfds(tmp_path):
+    """Nested, of varying shapes, and with images: as TFDS gives them."""
+    config = DataConfig(dataset="tests.trainer.data.builders:VariableImage", map=f"{HERE}:sides")
+    builder = datasets.builder(config, tmp_path)
+    download("VariableImage", builder, "")
+    selection = select(source_config(config), builder.info)
+    batch = next(write.batches("VariableImage", builder, selection, "test"))
+    assert {each.shape for each in batch["picture"]} == {(2, 2, 3), (2, 3, 3)}
+    assert selection.specs["picture"].shape == (None, None, 3)
+    assert selection.specs["label"].num_classes == 3
