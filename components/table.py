@@ -10,7 +10,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 Output = Literal[
-    "dataset", "checkpoint", "evaluation", "decision", "model", "registration", "report"
+    "dataset",
+    "validation",
+    "checkpoint",
+    "evaluation",
+    "decision",
+    "model",
+    "registration",
+    "report",
 ]
 _HOUR, _DAY = 3600, 24 * 3600
 
@@ -23,8 +30,8 @@ class StepSpec:
         name: of the step's file and of its function.
         output: kind of what the step publishes, which names its URI among the artifacts of a run;
             None for nothing. On a KFP instance only a step with an output has a log that is read.
-        accepts: for a step that judges the model, the word in its record with which the run goes
-            on; with any other the run ends as refused. Empty for a step that does not judge.
+        accepts: for a step that judges the data or the model, the word in its record with which the
+            run goes on; with any other the run ends as refused. Empty for a step that judges none.
         deadline_seconds: limit of one pod: waiting for the image, and all tries in it.
         retries: further tries in a pod after a failure that may pass, and further pods after one
             that was lost; 0 where a second one would find what the first one found.
@@ -62,6 +69,7 @@ STEPS = (
     StepSpec(
         name="prepare_data", output="dataset", deadline_seconds=_DAY, retries=3, is_cached=True
     ),
+    StepSpec(name="validate_data", output="validation", accepts="accepted", deadline_seconds=_HOUR),
     # The training job has a deadline of its own, which is shorter by default.
     StepSpec(name="train_model", output="checkpoint", deadline_seconds=28 * _DAY),
     StepSpec(name="evaluate_model", output="evaluation", deadline_seconds=_DAY, may_use_gpus=True),

@@ -22,6 +22,7 @@ from components.register_model import register_model
 from components.resolve_config import resolve_config
 from components.table import STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
+from components.validate_data import validate_data
 from pipelines import step_settings
 from pipelines.step_pods import NO_SETTINGS, StepPods
 from trainer.config.run_parameters import Parameter, run_parameters
@@ -88,6 +89,11 @@ class Wiring:
         inputs = {key: resolved[key] for key in ("data", "root", "seal")}
         return flows(self.step(prepare_data, **inputs), "dataset")
 
+    def validated(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> Any:
+        """Check the dataset; return the condition of the steps that train on it."""
+        word = self.step(validate_data, **run, **dataset).outputs["Output"]
+        return dsl.If(word == maker_of("validation").accepts, name=maker_of("validation").accepts)
+
     def trained(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
         """Train; return the final checkpoint as the inputs of the next steps."""
         pods = {key: self.given[key] for key in ("image", "store_secret")}
@@ -127,27 +133,31 @@ def training(place: Place, *values: Any) -> None:
         resolved = wiring.resolved()
         run = run_of(resolved)
         dataset = wiring.prepared(resolved)
-        made = {**dataset, **wiring.trained(run, dataset)}
-        evaluated = wiring.step(evaluate_model, **run, **made)
-        evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
-        gate = wiring.step(check_gate, **run, **evaluation)
-        decision = flows(gate, "decision", uri="decision_uri")
-        with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
-            model = flows(wiring.step(export_model, **run, **made, **decision), "model")
-            wiring.step(register_model, **run, **model, image=given["image"])
+        with wiring.validated(run, dataset):
+            made = {**dataset, **wiring.trained(run, dataset)}
+            evaluated = wiring.step(evaluate_model, **run, **made)
+            evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
+            gate = wiring.step(check_gate, **run, **evaluation)
+            decision = flows(gate, "decision", uri="decision_uri")
+            with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
+                model = flows(wiring.step(export_model, **run, **made, **decision), "model")
+                wiring.step(register_model, **run, **model, image=given["image"])
 
 
 def preparing(place: Place, *values: Any) -> None:
-    """Prepare data only."""
+    """Prepare data and check it."""
     wiring = Wiring(place, values)
-    wiring.prepared(wiring.resolved())
+    resolved = wiring.resolved()
+    wiring.step(validate_data, **run_of(resolved), **wiring.prepared(resolved))
 
 
 def training_only(place: Place, *values: Any) -> None:
-    """Prepare data and train."""
+    """Prepare data, check it and train."""
     wiring = Wiring(place, values)
     resolved = wiring.resolved()
-    wiring.trained(run_of(resolved), wiring.prepared(resolved))
+    run, dataset = run_of(resolved), wiring.prepared(resolved)
+    with wiring.validated(run, dataset):
+        wiring.trained(run, dataset)
 
 
 def training_on(place: Place, *values: Any) -> None:

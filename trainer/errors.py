@@ -25,7 +25,7 @@ EXIT_CODES = {
     DONE: "done, and blessed where there is a gate",
     FAILED: "failed",
     USAGE: "wrong usage or configuration; nothing was started",
-    REFUSED: "done, but the gate or the registry refused the model",
+    REFUSED: "done, but the data or the model was refused",
     INTERRUPTED: "interrupted; everything is stopped and the last checkpoint is published",
 }
 # What ends a line for a terminal, or moves its cursor.

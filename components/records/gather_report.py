@@ -140,12 +140,13 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
     steps = shared or _published(state, root, run_id)
     tries = [each for each in tries_of(run_events) if each.step != EXIT_STEP.name] or _all_of(steps)
     made = _Made(steps, root, run_id, every=bool(shared))
+    validation = made.read("validation", "validation.json")
     decision = made.read("decision", "decision.json")
     evaluation = made.read("evaluation", "metrics.json")
     registered = made.read("registration", "registration.json")
     config = _config(folder, root, run_id)
     lineage = registered.get("lineage") or {}
-    verdict = _verdict(state, decision, registered, steps)
+    verdict = _verdict(state, decision or validation, registered, steps)
     return {
         "run_id": run_id,
         "verdict": verdict,
@@ -154,6 +155,7 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "steps": [_facts(each) for each in steps],
         "tries": [to_tree(each) for each in tries],
         "metrics": evaluation.get("metrics", {}),
+        "validation": validation,
         "rules": decision.get("rules", []),
         "reasons": decision.get("reasons", []),
         "history": _history(root, run_id),
@@ -207,7 +209,8 @@ def _verdict(
         return "failed"
     if registered.get("decision") == "refused":
         return "refused"
-    return str(decision.get("decision", "done"))
+    # Data that was accepted is no model that was blessed.
+    return str(decision.get("decision", "done")).replace("accepted", "done")
 
 
 def _unsaid(steps: list[StepRecord], words: str, *, shared: bool) -> str:
@@ -320,11 +323,13 @@ _SECTIONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """What is read here of `decision.json`, `metrics.json` and `registration.json`."""
+    """What is read here of what the steps that judge and the evaluation have published."""
 
     decision: str = ""
     rules: tuple[Mapping[str, Any], ...] = ()
     reasons: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+    findings: tuple[Mapping[str, Any], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)
     worst: tuple[Mapping[str, Any], ...] = ()
     lineage: Mapping[str, Any] = field(default_factory=dict)

@@ -25,6 +25,7 @@ from trainer import storage
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, UserError
 from trainer.storage.retry import shorter_retry
 
+DATA, TRAINER = maker_of("validation"), maker_of("checkpoint")
 GATE, REGISTRY = maker_of("decision"), maker_of("registration")
 # So long a store may fail; there is an answer without it.
 STORE_SECONDS = 10.0
@@ -149,8 +150,8 @@ def _ended(client: Client, run: RemoteRun, published: _Published) -> tuple[str, 
     states = {step.name: step.state for step in run.steps}
     # Without nodes, a step of a run that succeeded has succeeded where it has a record.
     states = states or dict.fromkeys(published.records, "SUCCEEDED")
-    if GATE.name not in states:
-        return "done", DONE, ""
+    if states.get(GATE.name, "SKIPPED") == "SKIPPED":
+        return _without_gate(states, published)
     if states.get(REGISTRY.name) == "SUCCEEDED":
         return _judged(published)
     gate = published.of(GATE.name)
@@ -158,6 +159,17 @@ def _ended(client: Client, run: RemoteRun, published: _Published) -> tuple[str, 
         return "failed", FAILED, f"the model was {GATE.accepts}, but {REGISTRY.name} was not run"
     reasons = _reasons(gate)
     return "refused", REFUSED, reasons or _and("the gate refused the model", published.unread)
+
+
+def _without_gate(states: Mapping[str, str], published: _Published) -> tuple[str, int, str]:
+    if DATA.name not in states or states.get(TRAINER.name, "SKIPPED") != "SKIPPED":
+        return "done", DONE, ""
+    said = published.of(DATA.name)
+    if said and said.metrics.get("decision") == DATA.accepts:
+        message = f"the data was {DATA.accepts}, but {TRAINER.name} was not run"
+        return "failed", FAILED, message
+    reasons = _reasons(said)
+    return "refused", REFUSED, reasons or _and("the data was refused", published.unread)
 
 
 def _judged(published: _Published) -> tuple[str, int, str]:

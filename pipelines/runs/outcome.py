@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.records.step_record import StepRecord, last_start, step_records
-from components.table import STEPS, Output, maker_of, published_by
+from components.table import EXIT_STEP, STEPS, Output, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.events import Event, Interrupted
 
@@ -88,16 +88,19 @@ def outcome_of(events: Iterable[Event], returncode: int, *, interrupted: bool) -
 
 
 def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
-    """Judge a run without a failure by the steps that judge the model.
+    """Judge a run without a failure by the steps that judge the data and the model.
 
-    After a step that accepted the model, every later step has to have a record.
+    After a step that accepted the model, every later step has to have a record; after one that
+    accepted the data, where it is a whole run, which has an exit step.
     """
     by_name = {step.step: step for step in steps}
-    accepted = ""
+    of_model = (maker_of("decision"), maker_of("registration"))
+    is_whole = EXIT_STEP.name in by_name
+    accepted, is_blessed = "", False
     for row in STEPS:
         step = by_name.get(row.name)
         if step is None and accepted and not row.is_exit_step:
-            message = f"the model was {accepted}, but {row.name} was not run; see pipeline.log"
+            message = f"{accepted}, but {row.name} was not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
         if step is None or not row.accepts:
             continue
@@ -105,6 +108,8 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             reasons = step.metrics.get("reasons", [f"{row.name} reported no decision"])
             message = "; ".join(map(str, reasons if isinstance(reasons, list) else [reasons]))
             return RunResult(status="refused", exit_code=REFUSED, message=message, steps=steps)
-        accepted = row.accepts
-    status = "blessed" if accepted else "done"
+        is_blessed = row in of_model
+        if is_blessed or is_whole:
+            accepted = f"the {'model' if is_blessed else 'data'} was {row.accepts}"
+    status = "blessed" if is_blessed else "done"
     return RunResult(status=status, exit_code=DONE, message="", steps=steps)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from trainer.config.base import Free, Section, Whole, key
+from trainer.config.data_gate import DataGateConfig
 
 DEFAULT_DATASET = "digits"
 #: Form of the files of a source, and the endings of names by which it is found.
@@ -169,6 +170,12 @@ class DataConfig(Section):
         10_000, "most values of a text feature that are kept in its statistics", ge=1, le=10**7
     )
     runner: RunnerConfig = key(RunnerConfig(), "what prepares: {name, processes, options}")
+    schema_file: str = key(
+        "", "path or URI of a YAML file that says what the features have to be; see data.gate"
+    )
+    gate: DataGateConfig = key(
+        DataGateConfig(), "what checks a dataset before training: {rules, limits}"
+    )
     seed: int = key(0, "seed of the split into train and validation", ge=0, lt=2**31)
 
     @model_validator(mode="after")

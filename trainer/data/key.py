@@ -12,7 +12,7 @@ from trainer.config.data import DataConfig
 from trainer.data.spec import KIND, SCHEMA
 
 # What says where the data is found, or how it is read, and not what it is.
-_NOT_CONTENT = {"manual_dir", "partition", "buckets"}
+_NOT_CONTENT = {"manual_dir", "partition", "buckets", "gate", "schema_file"}
 
 _log = logging.getLogger(__name__)
 

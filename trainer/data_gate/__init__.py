@@ -1,1 +1,1 @@
-"""The gate on data: rules that a dataset has to keep before a model is trained on it."""
+"""The gate on data: a dataset next to the champion's, rules, and what a person reads of them."""

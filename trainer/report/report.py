@@ -17,6 +17,7 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     evaluation  `metrics.json` of the evaluation
     curves      its `curves.json`
     pictures    {path of a worst example: PNG in base64}
+    validation  `validation.json`
     registered  `registration.json`
     lineage     {name: value}
     cost        {name: value}
@@ -48,7 +49,7 @@ _CHARTS = (
 )
 HEADLINES = {
     "blessed": "The model keeps to every rule.",
-    "refused": "The model was refused; the champion stays as it was.",
+    "refused": "It was refused; the champion stays as it was.",
     "done": "Every step of the run is done.",
     "failed": "The run failed.",
     "running": "The run is tried again after its end; this page was written while it was going on.",
@@ -80,7 +81,7 @@ def render(facts: Facts) -> str:
     bars = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
     error = [str(facts["error"])] if facts.get("error") else []
     registered = facts.get("registered") or {}
-    evaluation = facts.get("evaluation") or {}
+    evaluation, validation = facts.get("evaluation") or {}, facts.get("validation") or {}
     measured = {_titled(name): series for name, series in views.training(history).items()}
     drawn = {**measured, **dict(_CHARTS)}
     charts = (line_chart(title, history, "global_step", each) for title, each in drawn.items())
@@ -90,7 +91,12 @@ def render(facts: Facts) -> str:
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=HEADLINES.get(verdict, "How the run ended is not known."),
-        reasons=[*_reasons(verdict, steps, rules, registered), *error],
+        reasons=[
+            *_of_data(validation, "reasons"),
+            *_reasons(verdict, steps, rules, registered),
+            *error,
+        ],
+        warnings=_of_data(validation, "warnings"),
         metrics=metrics,
         tiles=views.tiles(evaluation, metrics),
         rules=rules,
@@ -107,6 +113,10 @@ def render(facts: Facts) -> str:
         registered=registered,
         **_measured(evaluation, facts),
     )
+
+
+def _of_data(validation: Facts, name: str) -> list[str]:
+    return [f"the data: {line}" for line in validation.get(name) or ()]
 
 
 def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:

@@ -46,7 +46,13 @@ def _reasons(facts: Facts) -> list[str]:
     refusals = registered.get("reasons") or () if registered.get("decision") == "refused" else ()
     decided = facts.get("reasons") or ()
     unsaid = [facts["error"]] if facts.get("error") else []
-    return [*errors, *map(str, [*unsaid, *decided, *refusals])]
+    validation = facts.get("validation") or {}
+    of_data = [
+        f"the data: {line}"
+        for name in ("reasons", "warnings")
+        for line in validation.get(name) or ()
+    ]
+    return [*errors, *map(str, [*unsaid, *of_data, *decided, *refusals])]
 
 
 def _rules(facts: Facts) -> list[Facts]:

@@ -1,0 +1,75 @@
+"""Hold a dataset against the rules of the configuration, and against the champion's dataset."""
+
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from components import descriptor
+from components.image import component
+from components.locations import output_of, run_at
+from components.records.record import StepOutput, tried
+from trainer.config.schema import Config
+from trainer.data_gate import validate
+
+
+# The word is the single output, as that of the gate.
+@component
+def validate_data(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    validation_uri: dsl.OutputPath(str),
+    validation: dsl.Output[dsl.Artifact],
+    page: dsl.Output[dsl.HTML],
+    dataset_descriptor: dsl.Input[dsl.Dataset] = None,
+) -> str:
+    """Return "accepted" or "refused"; `validation_uri` is the URI of what was found."""
+    from components.validate_data import run_step
+
+    return run_step(
+        config, root, run_id, dataset, validation_uri, validation, page, dataset_descriptor
+    )
+
+
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    uri_path: str,
+    artifact: Any,
+    page: Any,
+    dataset_descriptor: Any = None,
+) -> str:
+    """Return `accepted` or `refused`; the file `uri_path` gets the URI of what was found.
+
+    `page` is a KFP HTML artifact.
+    """
+
+    def work(record: StepOutput) -> str:
+        descriptor.check(dataset_descriptor, dataset)
+        found = validated(Config.model_validate_json(config), root, run_id, dataset)
+        word = validate.ACCEPTED if found.accepted else validate.REFUSED
+        judged = {
+            "decision": word,
+            "warned": len(found.warnings),
+            "reasons": list(found.reasons),
+            "warnings": list(found.warnings),
+        }
+        record.done(found.uri, judged)
+        descriptor.describe(artifact, found.uri, judged)
+        Path(page.path).write_bytes(found.page)
+        Path(uri_path).write_text(found.uri, encoding="utf-8")
+        return word
+
+    return tried("validate_data", run_at(root, run_id), work, inputs={"dataset": dataset})
+
+
+def validated(config: Config, root: str, run_id: str, dataset: str) -> validate.Validation:
+    """Return what the rules find in a dataset of a run."""
+    champion = validate.opponent(root, config.name)
+    origin = (config.data.gate.digest(), config.gate.digest(), champion.uri, champion.note)
+    output = output_of(root, run_id, "validation", dataset, *origin)
+    return validate.check(config, dataset, champion, output)

@@ -1,0 +1,108 @@
+"""The key `data.gate`: which rules refuse a dataset, which warn, and by which limits."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import field_validator
+
+from trainer.config.base import Whole, key
+from trainer.errors import nearest
+
+REFUSE, WARN, OFF = "refuse", "warn", "off"
+ACTIONS = (REFUSE, WARN, OFF)
+#: The name by which `rules` sets the rules that it does not name.
+ALL = "all"
+#: Each rule with what it does where nothing is said. What no model can be trained on, or what makes
+#: a measured metric wrong, is refused; what a person has to judge is a warning.
+RULES = {
+    "missing_feature": (REFUSE, "a feature of the schema, or of the champion's dataset, is gone"),
+    "new_feature": (WARN, "a feature that the champion's dataset does not have"),
+    "type": (REFUSE, "a feature is of another type or shape"),
+    "schema": (REFUSE, "a value that the schema file does not allow"),
+    "empty": (REFUSE, "a split without examples, or a feature without values"),
+    "size": (WARN, "far fewer examples than the champion's dataset"),
+    "range": (WARN, "values beyond those of the champion's dataset"),
+    "unit": (REFUSE, "all values are those of the champion's dataset times a factor"),
+    "missing_values": (WARN, "more missing values than in the champion's dataset"),
+    "constant": (WARN, "a feature has one value, in all examples"),
+    "new_values": (WARN, "categories that the champion's dataset does not have"),
+    "new_class": (WARN, "a class of a label that the champion's dataset does not have"),
+    "class_gone": (REFUSE, "a class of a label without examples in a split that had some"),
+    "balance": (WARN, "shares of the classes, or the mean of a label, have moved"),
+    "imbalance": (WARN, "a class so rare that accuracy says nothing of it"),
+    "duplicates": (WARN, "the same example many times in a split"),
+    "leakage": (REFUSE, "the same examples in two splits"),
+    "label_leakage": (WARN, "a feature that determines the label"),
+    "association": (REFUSE, "features say nothing of the label any more"),
+    "drift": (WARN, "the distribution of a feature has moved"),
+    "drift_together": (WARN, "the distributions of many features have moved a little"),
+    "splits_differ": (
+        WARN,
+        "a feature is distributed otherwise in the test split than in training",
+    ),
+}
+#: Each limit: its default, the least and the most it may be, and what it is.
+LIMITS = {
+    "size": (0.5, 0.0, 1.0, "least examples, as a share of those of the champion's dataset"),
+    "missing_values": (0.05, 0.0, 1.0, "most that the missing share may grow by"),
+    "range": (0.5, 0.0, 1e6, "how far beyond the champion's values, in ranges of those values"),
+    "new_values": (0.005, 0.0, 1.0, "most examples with a value that is new, as a share"),
+    "balance": (0.05, 0.0, 1.0, "most examples that changed their class, as a share"),
+    "imbalance": (0.1, 0.0, 1.0, "least examples of a class, as a share of examples by classes"),
+    "duplicates": (0.01, 0.0, 1.0, "most examples of a split that are there again, as a share"),
+    "leakage": (0.005, 0.0, 1.0, "most examples of a split that are in another, as a share"),
+    "label_leakage": (0.995, 0.5, 1.0, "strongest association of a feature with a label"),
+    "drift": (0.1, 0.0, 1.0, "largest distance of two distributions: of Kolmogorov-Smirnov for "
+              "numbers, of total variation for categories"),
+    "drift_together": (0.015, 0.0, 1.0, "the same for many features, as the root mean square of "
+                       "P(new > old) - 1/2"),
+    "significance": (0.0005, 1e-12, 0.1, "how probable a change by chance may be, in one dataset "
+                     "and for each rule, to be reported"),
+}  # fmt: skip
+
+
+class DataGateConfig(Whole):
+    """The gate on data: what each rule does, and its limits."""
+
+    rules: dict[str, Literal["refuse", "warn", "off"]] = key(
+        {}, f"what rules do: {{rule: refuse | warn | off}}; {ALL} for those not named"
+    )
+    limits: dict[str, float] = key({}, "limits by name, where they are not the default")
+
+    @field_validator("rules", mode="before")
+    @classmethod
+    def _words_of_yaml(cls, value: Any) -> Any:
+        # YAML reads a bare `off` as false.
+        if isinstance(value, dict):
+            return {name: OFF if word is False else word for name, word in value.items()}
+        return value
+
+    @field_validator("rules")
+    @classmethod
+    def _known_rules(cls, rules: dict[str, str]) -> dict[str, str]:
+        for name in rules:
+            if name != ALL and name not in RULES:
+                hint = nearest(name, RULES) or f" (one of {', '.join(RULES)})"
+                raise ValueError(f"{name!r} is no rule{hint}")
+        return rules
+
+    @field_validator("limits")
+    @classmethod
+    def _known_limits(cls, limits: dict[str, float]) -> dict[str, float]:
+        for name, value in limits.items():
+            if name not in LIMITS:
+                hint = nearest(name, LIMITS) or f" (one of {', '.join(LIMITS)})"
+                raise ValueError(f"{name!r} is no limit{hint}")
+            _, least, most, _ = LIMITS[name]
+            if not least <= value <= most:
+                raise ValueError(f"{name}: {value:g} is not between {least:g} and {most:g}")
+        return limits
+
+    def action(self, rule: str) -> str:
+        """Return what a rule does: refuse, warn or off."""
+        return self.rules.get(rule) or self.rules.get(ALL) or RULES[rule][0]
+
+    def limit(self, name: str) -> float:
+        """Return the limit of this name."""
+        return self.limits.get(name, LIMITS[name][0])
