@@ -213,18 +213,26 @@ def _name_artifacts(spec: Any) -> None:
 
     The graph of a group shows the names; KFP's compiler writes `pipelinechannel--STEP-OUTPUT`.
     """
-    tasks = [task for each in spec.components.values() for task in each.dag.tasks.values()]
-    for task in tasks:
+    _name_below(spec, spec.root.dag)
+
+
+def _name_below(spec: Any, dag: Any) -> None:
+    for task in dag.tasks.values():
         group = spec.components[task.component_ref.name]
-        taken = task.inputs.artifacts if group.dag.tasks else {}
+        if not group.dag.tasks:
+            continue
+        taken = task.inputs.artifacts
         for channel in list(taken):
-            name = taken[channel].task_output_artifact.output_artifact_key
+            given = taken[channel]
+            # Into a group within a group it comes under the name that it has above.
+            name = given.task_output_artifact.output_artifact_key or given.component_input_artifact
             for artifacts in (taken, group.input_definitions.artifacts):
                 artifacts[name].CopyFrom(artifacts.pop(channel))
             for inner in group.dag.tasks.values():
                 for each in inner.inputs.artifacts.values():
                     if each.component_input_artifact == channel:
                         each.component_input_artifact = name
+        _name_below(spec, group.dag)
 
 
 def _called(wiring: Any, place: Place, signature: inspect.Signature) -> Any:

@@ -57,6 +57,7 @@ def test_the_sdk_loads_it(compiled):
 
 
 def test_it_is_small(compiled):
+    # A group of steps declares once more all that enters it.
     assert len(compiled.encode()) < 150_000
 
 

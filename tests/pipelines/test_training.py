@@ -25,9 +25,18 @@ def spec(tmp_path_factory):
     return pipeline
 
 
+def below(spec, group):
+    return spec["components"][f"comp-{group}"]["dag"]["tasks"]
+
+
 @pytest.fixture(scope="module")
 def main_tasks(spec):
-    return spec["components"]["comp-exit-handler-1"]["dag"]["tasks"]
+    return below(spec, "exit-handler-1")
+
+
+@pytest.fixture(scope="module")
+def accepted(spec):
+    return below(spec, "condition-2")
 
 
 def inputs_of(task):
@@ -121,13 +130,15 @@ def test_the_exit_step_runs_after_everything(spec):
     }
 
 
-def test_each_step_gets_what_the_one_before_has_published(main_tasks):
-    train, evaluate = main_tasks["train-model"], main_tasks["evaluate-model"]
+def test_each_step_gets_what_the_one_before_has_published(main_tasks, accepted):
+    train, evaluate = accepted["train-model"], accepted["evaluate-model"]
     assert source_of(main_tasks["prepare-data"], "data") == ("resolve-config", "data")
-    assert source_of(train, "dataset") == ("prepare-data", "Output")
-    assert source_of(evaluate, "dataset") == ("prepare-data", "Output")
+    assert source_of(main_tasks["validate-data"], "dataset") == ("prepare-data", "Output")
+    dataset = {"componentInputParameter": "pipelinechannel--prepare-data-Output"}
+    assert inputs_of(train)["dataset"] == dataset
+    assert inputs_of(evaluate)["dataset"] == dataset
     assert source_of(evaluate, "checkpoint") == ("train-model", "Output")
-    assert source_of(main_tasks["check-gate"], "evaluation") == ("evaluate-model", "Output")
+    assert source_of(accepted["check-gate"], "evaluation") == ("evaluate-model", "Output")
 
 
 def artifacts_of(task):
@@ -144,14 +155,15 @@ def artifacts_of(task):
 
 def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     dataset, checkpoint = "prepare-data/dataset", "train-model/checkpoint"
-    made = {"dataset_descriptor": dataset, "checkpoint_descriptor": checkpoint}
     expected = {
-        "train-model": {"dataset_descriptor": dataset},
-        "evaluate-model": made,
+        "validate-data": {"dataset_descriptor": dataset},
+        "train-model": {"dataset_descriptor": "dataset"},
+        "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
         "check-gate": {"evaluation_descriptor": "evaluate-model/evaluation_metrics"},
-        # They enter the group under the names that its graph shows.
-        "condition-2": {
-            "dataset": dataset, "checkpoint": checkpoint, "decision": "check-gate/decision",
+        # They enter a group under the names that its graph shows.
+        "condition-2": {"dataset": dataset},
+        "condition-3": {
+            "dataset": "dataset", "checkpoint": checkpoint, "decision": "check-gate/decision",
         },
         "export-model": {
             f"{name}_descriptor": name for name in ("dataset", "checkpoint", "decision")
@@ -160,8 +172,9 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     }  # fmt: skip
     tasks = all_tasks(spec)
     assert {name: artifacts_of(tasks[name]) for name in expected} == expected
-    group = spec["components"]["comp-condition-2"]["inputDefinitions"]["artifacts"]
-    assert set(group) == set(expected.pop("condition-2"))
+    for name in ("condition-2", "condition-3"):
+        group = spec["components"][f"comp-{name}"]["inputDefinitions"]["artifacts"]
+        assert set(group) == set(expected.pop(name))
     for name, artifacts in expected.items():
         given = inputs_of(tasks[name])
         assert {each.removesuffix("_descriptor") for each in artifacts} < set(given)
@@ -179,6 +192,7 @@ def test_each_artifact_has_the_name_and_the_type_of_what_it_shows(spec):
     assert found == {
         "resolve-config": {"configuration": "Artifact"},
         "prepare-data": {"dataset": "Dataset"},
+        "validate-data": {"validation": "Artifact", "page": "HTML"},
         # The second name is KFP's: without it, its UI offers no TensorBoard.
         "train-model": {"checkpoint": "Model", "mlpipeline_ui_metadata": "Artifact"},
         "evaluate-model": {
@@ -202,34 +216,42 @@ def test_a_step_needs_no_artifact(spec):
 
 
 @pytest.mark.parametrize("step", ["train-model", "evaluate-model", "check-gate"])
-def test_each_step_gets_the_run(main_tasks, step):
+def test_each_step_gets_the_run(main_tasks, accepted, step):
     for name in ("config", "root", "run_id"):
-        assert source_of(main_tasks[step], name) == ("resolve-config", name)
+        assert source_of(main_tasks["validate-data"], name) == ("resolve-config", name)
+        given = {"componentInputParameter": f"pipelinechannel--resolve-config-{name}"}
+        assert inputs_of(accepted[step])[name] == given
 
 
 def test_preparing_data_depends_on_nothing_but_the_data_section(main_tasks):
     assert own_inputs_of(main_tasks["prepare-data"]) == {"data", "root", "seal"}
 
 
-def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, main_tasks):
-    below = spec["components"]["comp-condition-2"]["dag"]["tasks"]
+def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, accepted):
     for task, names in (
-        (main_tasks["train-model"], ("image", "store_secret")),
-        (below["register-model"], ("image",)),
+        (accepted["train-model"], ("image", "store_secret")),
+        (below(spec, "condition-3")["register-model"], ("image",)),
     ):
         for name in names:
             given = inputs_of(task)[name]["componentInputParameter"]
             assert given == f"pipelinechannel--{name}"
 
 
-def test_only_a_blessed_model_is_exported(spec, main_tasks):
-    branch = main_tasks["condition-2"]
+def test_only_accepted_data_is_trained_on(main_tasks, accepted):
+    condition = main_tasks["condition-2"]["triggerPolicy"]["condition"]
+    assert condition.endswith("== 'accepted'")
+    assert "validate-data-Output" in condition
+    assert set(accepted) == {"train-model", "evaluate-model", "check-gate", "condition-3"}
+
+
+def test_only_a_blessed_model_is_exported(spec, accepted):
+    branch = accepted["condition-3"]
     condition = branch["triggerPolicy"]["condition"]
     assert condition.endswith("== 'blessed'")
     assert "check-gate-Output" in condition
-    below = spec["components"][branch["componentRef"]["name"]]["dag"]["tasks"]
-    assert set(below) == {"export-model", "register-model"}
-    decision = inputs_of(below["export-model"])["decision"]["componentInputParameter"]
+    steps = below(spec, "condition-3")
+    assert set(steps) == {"export-model", "register-model"}
+    decision = inputs_of(steps["export-model"])["decision"]["componentInputParameter"]
     assert decision.endswith("check-gate-decision_uri")
 
 
@@ -258,8 +280,8 @@ def test_kfp_calls_the_pipeline_by_position():
 @pytest.mark.parametrize(
     ("name", "steps"),
     [
-        ("prepare", ["prepare-data", "resolve-config"]),
-        ("train", ["prepare-data", "resolve-config", "train-model"]),
+        ("prepare", ["prepare-data", "resolve-config", "validate-data"]),
+        ("train", ["condition-1", "prepare-data", "resolve-config", "validate-data"]),
         ("train_on", ["resolve-config", "train-model"]),
     ],
 )

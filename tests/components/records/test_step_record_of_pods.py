@@ -281,7 +281,7 @@ def test_a_pod_that_never_began_is_named(pods):
 def test_a_dataset_from_the_cache_may_have_left_no_record_either(pods):
     pods.resolved()
     page, _ = pods.finished()
-    assert "or train_model if the dataset came from KFP's cache" in page.text
+    assert "or validate_data if the dataset came from KFP's cache" in page.text
 
 
 def test_of_a_run_that_left_nothing_kfp_s_words_are_all(pods):

@@ -32,6 +32,8 @@ TREE = {
         "shards": 16,
         "validation": 0.25,
         "partition": "reshuffle",
+        "schema_file": f"gs://bucket/{AWKWARD}.yaml",
+        "gate": {"rules": {"drift": "off"}, "limits": {"drift": 0.25}},
         "seed": 2**31 - 1,
     },
     "task": {

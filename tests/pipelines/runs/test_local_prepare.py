@@ -24,7 +24,8 @@ def test_it_is_done(prepared):
     assert prepared.answer["message"] == ""
     assert prepared.answer["metrics"] == {}
     assert "global_step" not in prepared.answer
-    assert prepared.statuses() == {"resolve_config": "done", "prepare_data": "done"}
+    steps = ("resolve_config", "prepare_data", "validate_data")
+    assert prepared.statuses() == dict.fromkeys(steps, "done")
 
 
 def test_a_run_without_an_exit_step_is_known_to_have_ended(prepared):
@@ -32,7 +33,7 @@ def test_a_run_without_an_exit_step_is_known_to_have_ended(prepared):
 
 
 def test_the_dataset_is_published_and_whole(prepared):
-    assert list(prepared.answer["artifacts"]) == ["dataset"]
+    assert list(prepared.answer["artifacts"]) == ["dataset", "validation"]
     manifest = storage.verify(prepared.answer["artifacts"]["dataset"])
     assert manifest.kind == "dataset"
     splits = manifest.fields["splits"]
@@ -49,6 +50,8 @@ def test_its_course_is_reported(prepared):
         "prepare_data ...",
         "digits 1.0.0 is its newest version",
         "prepare_data done",
+        "validate_data ...",
+        "validate_data done",
     ]
 
 
@@ -104,7 +107,7 @@ def test_a_second_run_reuses_the_dataset(prepared):
     before = content(prepared.workdir)
     again = call("prepare", prepared.workdir, cwd=prepared.workdir.parent)
     assert again.code == 0
-    assert again.answer["artifacts"] == prepared.answer["artifacts"]
+    assert again.answer["artifacts"]["dataset"] == prepared.answer["artifacts"]["dataset"]
     assert again.answer["run_id"] != prepared.answer["run_id"]
     assert "reused=True" in again.out
     after = content(prepared.workdir)

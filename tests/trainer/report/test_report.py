@@ -64,7 +64,7 @@ def test_the_verdict_comes_first_with_its_reasons() -> None:
     page = Page(report.render(FACTS))
     first = page.words.index("refused")
     assert page.words[first + 1 : first + 5] == [
-        "The model was refused; the champion stays as it was.",
+        "It was refused; the champion stays as it was.",
         "accuracy is 0.972, and gate.min 0.999 does not allow that.",
         "auc is not a finite number, and gate.min 0.5 asks for one.",
         "digits-20260102-ab12",
