@@ -9,7 +9,7 @@ from trainer.config.data import DataConfig
 from trainer.data.features import Roles
 from trainer.errors import ConfigError, nearest
 
-_LABELS = ("label", "target")
+LABELS = ("label", "target")
 _NAMED = 30
 
 
@@ -24,23 +24,23 @@ class ColumnRoles(Roles):
 
 
 def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
-    """Choose the roles of columns.
+    """Choose the roles of columns; with `data.map`, which roles are named after, there are none.
 
     Raises:
         ConfigError: a key names no column, or no label can be told.
     """
-    one = {key: _one(f"data.{key}", getattr(config, key), names) for key in ("weight", "group")}
     by = {
         key: _one(f"data.splits.{key}", getattr(config.splits, key), names)
         for key in ("column", "time", "group")
     }
     dropped = _several("data.drop", config.drop, names)
-    if not config.map:
-        _several("data.types", list(config.types), names)
     left = [name for name in names if name not in dropped]
-    targets = _several("data.label", config.label, names)
-    if not (targets or config.map):
-        targets = _by_name(config, left)
+    if config.map:
+        split = {"split": by["column"], "time": by["time"], "split_group": by["group"]}
+        return ColumnRoles(inputs=(), targets=(), kept=tuple(left), **split)
+    one = {key: _one(f"data.{key}", getattr(config, key), names) for key in ("weight", "group")}
+    _several("data.types", list(config.types), names)
+    targets = _several("data.label", config.label, names) or _by_name(config, left)
     inputs = _several("data.inputs", config.inputs, names)
     if not inputs:
         taken = {*targets, *one.values(), *by.values()}
@@ -59,7 +59,7 @@ def assign(config: DataConfig, names: Sequence[str]) -> ColumnRoles:
 
 
 def _by_name(config: DataConfig, left: Sequence[str]) -> list[str]:
-    found = [name for word in _LABELS for name in left if name.lower() == word]
+    found = [name for word in LABELS for name in left if name.lower() == word]
     if found:
         return found[:1]
     raise ConfigError(

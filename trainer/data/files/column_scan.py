@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +51,9 @@ class ColumnScan:
         if pa.types.is_dictionary(kind):
             array = pc.cast(array, kind.value_type)
             kind = array.type
+        if pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
+            array = _as_texts(array)
+            kind = array.type
         if pa.types.is_string(kind) or pa.types.is_large_string(kind):
             self._add_texts(array, piece, numbers, parsed=parsed)
             return
@@ -60,8 +64,24 @@ class ColumnScan:
         self._count(kind_of(kind), len(array) - missing)
         if kind_of(kind) == "tensor":
             self._add_shapes(array)
-        elif kind_of(kind) in ("int", "bool") or (self.gathers and not is_list(kind)):
+            if self.gathers:
+                self._see(pc.cast(pc.list_flatten(array), pa.string()))
+        elif kind_of(kind) in ("int", "bool") or (self.gathers and kind_of(kind) == "float"):
             self._see(pc.cast(array, pa.string()))
+
+    def add_images(self, measured: Iterable[tuple[int, int, int]], missing: int) -> None:
+        """Add the sizes of some images; those that are broken are `missing`."""
+        for size in measured:
+            self.rows += 1
+            self._count("image", 1)
+            if len(self.shapes) < _SEEN:
+                self.shapes.add(size)
+        self.rows += missing
+
+    def lack(self, rows: int) -> None:
+        """Count the rows that have no value of this column, of `rows` in all."""
+        self.empty += rows - self.rows
+        self.rows = rows
 
     def merge(self, other: ColumnScan) -> None:
         """Add the sums of a later piece."""
@@ -72,13 +92,15 @@ class ColumnScan:
             self._count(kind, count)
         self.texts = (self.texts + other.texts)[:_NAMED]
         self.shapes |= other.shapes
-        self.tensor = self.tensor or other.tensor
+        self.tensor = _wider(self.tensor, other.tensor)
         self._gather(other.values, many=other.many)
 
     def is_doubtful(self, kind: str, *, required: bool) -> bool:
         """Say whether some rows may be broken where the values are read as a type."""
         if required and self.empty + self.words:
             return True
+        if kind == "image":
+            return self.kinds.get("image", 0) < self.rows
         if kind == "tensor":
             return len(self.shapes) > 1 or set(self.kinds) > {"tensor"}
         return kind in _FITTING and not set(self.kinds) <= _FITTING[kind]
@@ -142,13 +164,8 @@ class ColumnScan:
             shape = [(*each, length or 0) for each in shape for length in lengths]
             level, kind, depth = pc.list_flatten(level), kind.value_type, depth + 1
         self.shapes.update(shape)
-        self.tensor = (
-            "float"
-            if pa.types.is_floating(kind)
-            else "bool"
-            if pa.types.is_boolean(kind)
-            else "int"
-        )
+        if not pa.types.is_null(kind):
+            self.tensor = _wider(self.tensor, kind_of(kind))
 
 
 # Kinds of values that are of a type for certain.
@@ -167,6 +184,19 @@ _PATTERNS = {
 }
 
 
+def _wider(kind: str, other: str) -> str:
+    order = ("", "bool", "int", "float")
+    return max(kind, other, key=order.index)
+
+
+def _as_texts(array: pa.Array) -> pa.Array:
+    """Return bytes as texts if they are UTF-8; images never are."""
+    try:
+        return pc.cast(array, pa.string())
+    except pa.ArrowInvalid:
+        return array
+
+
 def is_list(kind: pa.DataType) -> bool:
     """Say whether a value of a type is a list."""
     return bool(
@@ -183,7 +213,8 @@ def kind_of(kind: pa.DataType) -> str:
             return name
     if is_list(kind):
         inner = kind.value_type
-        return "tensor" if kind_of(inner) in ("int", "float", "bool", "tensor") else ""
+        numbers = kind_of(inner) in ("int", "float", "bool", "tensor")
+        return "tensor" if numbers or pa.types.is_null(inner) else ""
     return ""
 
 

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.data import ImageConfig
 from trainer.data.files import text_values
 from trainer.data.files.column_scan import ColumnScan
+from trainer.data.files.pictures import spec_for
 from trainer.errors import UserError
 
 #: Ints of a label with at most so many different values are classes.
@@ -28,7 +30,8 @@ class Column:
         why: how that is known.
         gaps: whether values are missing.
         shape: of one value; empty for a scalar.
-        dtype: of a tensor.
+        dtype: of a tensor or an image.
+        stored: the form of an image.
         classes: texts of the classes, in order.
         hint: what is noteworthy, such as a column that is constant; may be empty.
     """
@@ -39,6 +42,7 @@ class Column:
     gaps: bool = False
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    stored: str = ""
     classes: tuple[str, ...] = ()
     hint: str = ""
 
@@ -52,14 +56,18 @@ class Request:
         shape: its shape by `data.shapes`; None for none.
         is_label: whether it is predicted.
         tolerates: whether rows may be broken.
+        lists: whether a single value is a list of one.
+        image: how images are decoded.
         place: returns file and row of a place of `ColumnScan.texts`.
     """
 
     place: Callable[[Any, int], str]
+    image: ImageConfig
     said: str = ""
     shape: tuple[int, ...] | None = None
     is_label: bool = False
     tolerates: bool = False
+    lists: bool = False
 
 
 def decide(name: str, scan: ColumnScan, request: Request) -> Column:
@@ -71,8 +79,16 @@ def decide(name: str, scan: ColumnScan, request: Request) -> Column:
     kind, why = request.said, "data.types"
     if not kind:
         kind, why = _inferred(name, scan, request)
+    single = request.lists and kind == "tensor" and scan.shapes <= {(0,), (1,)}
+    if single:
+        kind = scan.tensor or "text"
     if request.is_label:
         kind, why = _as_label(kind, why, scan, said=bool(request.said))
+    if kind == "image":
+        spec = spec_for(name, request.image, scan.shapes)
+        return Column(
+            name=name, type=kind, why=why, shape=spec.shape, dtype=spec.dtype, stored=spec.stored
+        )
     if kind == "class" and scan.many:
         raise UserError(
             f"data.types: {name!r} has more than {scan.most} different values, too many for "
@@ -82,9 +98,10 @@ def decide(name: str, scan: ColumnScan, request: Request) -> Column:
         name=name,
         type=kind,
         why=why,
-        gaps=bool(scan.empty + scan.words) and not request.is_label,
+        gaps=not request.is_label
+        and (bool(scan.empty + scan.words) or (single and (0,) in scan.shapes)),
         shape=_shape(name, scan, request) if kind == "tensor" else (),
-        dtype=_TENSORS[scan.tensor] if kind == "tensor" else "",
+        dtype=_TENSORS[scan.tensor or "float"] if kind == "tensor" else "",
         classes=sorted_classes(scan) if kind == "class" else (),
         hint=_hint(scan, kind),
     )

@@ -37,8 +37,9 @@ class Values(NamedTuple):
 
 def spec_of(column: Column) -> FeatureSpec:
     """Return how a column is stored."""
-    if column.type == "tensor":
-        return FeatureSpec(shape=column.shape, dtype=column.dtype, stored="raw")
+    if column.type in ("tensor", "image"):
+        stored = column.stored or "raw"
+        return FeatureSpec(shape=column.shape, dtype=column.dtype, stored=stored)
     # An int or a bool has no form for a missing value.
     kind = "float" if column.gaps and column.type in ("int", "bool") else column.type
     dtype, stored = _DTYPES[kind]
@@ -63,6 +64,8 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
         array = pc.cast(array, array.type.value_type)
     if column.type == "tensor":
         return _tensor(column, array)
+    if is_list(array.type):
+        array = _only_values(array)
     if column.type in ("text", "class"):
         return _texts(column, array, required=required)
     values, bad = _numbers(column.type, array)
@@ -137,7 +140,11 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
 
 
 def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
-    texts = array if _is_text(array.type) else pc.cast(array, pa.string())
+    # Of bytes that are no texts in a column that is said to hold texts, all are broken.
+    try:
+        texts = array if _is_text(array.type) else pc.cast(array, pa.string())
+    except pa.ArrowInvalid:
+        texts, required = pa.nulls(len(array), pa.string()), True
     texts = pc.fill_null(texts, "")
     if column.type == "class":
         found = pc.index_in(text_values.trimmed(texts), value_set=pa.array(column.classes))
@@ -174,6 +181,14 @@ def _tensor(column: Column, array: pa.Array) -> Values:
         else:
             bad[place] = True
     return Values(values, bad, f"has not the shape {list(column.shape)}")
+
+
+def _only_values(array: pa.Array) -> pa.Array:
+    """Return the values of lists of one value; null for one that is empty."""
+    lengths = pc.fill_null(pc.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+    places = np.cumsum(lengths) - lengths
+    flat = pc.list_flatten(array)
+    return flat.take(pa.array(places, mask=lengths != 1))
 
 
 def _is_nested(kind: pa.DataType) -> bool:

@@ -7,7 +7,7 @@ example keeps its split when others come.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from trainer.config.data import DataConfig
 from trainer.data.spec import SPLITS
+from trainer.errors import ConfigError
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALIASES = {
@@ -59,14 +60,23 @@ def by_bounds(values: NDArray[np.float64], bounds: tuple[float, float]) -> NDArr
     return splits
 
 
-def shares(config: DataConfig, examples: int) -> tuple[float, float]:
-    """Return the shares of validation and test that are drawn; 0 for one that has its own files."""
+def shares(config: DataConfig, examples: int, named: Collection[str]) -> tuple[float, float]:
+    """Return the shares of validation and test that are drawn; 0 for one that has its own files.
+
+    Raises:
+        ConfigError: there would be no test.
+    """
     validation = config.validation
     if validation >= 1:
         validation = min(1.0, validation / max(1, examples))
     test = config.splits.test
-    drawn = 0.0 if isinstance(test, str) and test else float(test or validation)
-    return (0.0 if config.splits.validation else validation), drawn
+    drawn = 0.0 if isinstance(test, str) else float(test or validation)
+    if not drawn and "test" not in named:
+        raise ConfigError(
+            "data.validation: 0, and data.splits has no test, so that nothing is left to test on; "
+            "set data.splits.test to 0.1 or so"
+        )
+    return (0.0 if "validation" in named else validation), 0.0 if "test" in named else drawn
 
 
 def bounds_of(

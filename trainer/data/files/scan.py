@@ -5,19 +5,20 @@ What it found is remembered with the parts of a preparation, which goes on witho
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 
+from trainer.data.examples.images import UndecodableError
 from trainer.data.files.broken_rows import BrokenRows
-from trainer.data.files.column_roles import ColumnRoles
 from trainer.data.files.column_scan import MOST_CLASSES, ColumnScan, kind_of
 from trainer.data.files.conversion import seconds_of
 from trainer.data.files.formats.columnar import ParquetReader
-from trainer.data.files.formats.raw_rows import Piece, Reader
+from trainer.data.files.formats.raw_rows import Piece, Reader, Rows
+from trainer.data.files.pictures import Pictures
 from trainer.errors import UserError
 
 # Beyond it the times by which splits are drawn are thinned out.
@@ -46,89 +47,154 @@ class Scan:
         if len(self.times) > _MOST_TIMES:
             self.times = _thinned(self.times)
 
+    def close(self) -> None:
+        """Count what records lack, after all pieces."""
+        for column in self.columns.values():
+            column.lack(self.broken.rows - self.broken.count)
+        self.names = tuple(dict.fromkeys([*self.names, *self.columns]))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What a scan looks for: columns that are read, by role, and those that are classes."""
+    """What a scan looks for.
 
-    roles: ColumnRoles
-    gathered: frozenset[str]
-    file_name: Callable[[Piece], str]
-
-
-def scan_piece(reader: Reader, path: Path, piece: Piece, wanted: Wanted) -> Scan:
-    """Return the sums of one piece.
-
-    Raises:
-        UserError: the file cannot be read, or has other columns.
+    Attributes:
+        names: all columns of the first file.
+        columns: those that are read; none for all that there are.
+        gathered: those whose values may be classes.
+        images: those that name images.
+        time: by which splits are drawn, or empty.
+        split: that says the split, or empty.
+        whole: whether a column of later files that the first one lacks is refused.
+        measures: whether the sizes of images are needed.
     """
-    roles = wanted.roles
-    found = Scan(columns={name: _column(name, wanted) for name in roles.kept})
-    _check_columns(reader, path, piece, wanted)
-    names: Sequence[str] = roles.kept
-    if isinstance(reader, ParquetReader):
-        names = _by_metadata(reader, path, piece, wanted, found)
 
-    def broken(number: int, why: str) -> None:
-        found.broken.add(piece, number, why)
-        found.broken.rows += 1
-
-    for rows in reader.rows(path, piece, names, broken) if names else ():
-        for name in names:
-            array = pa.chunked_array(rows.table[name]).combine_chunks()
-            if kind_of(array.type) == "":
-                raise UserError(
-                    f"data.source: the column {name!r} of {path} is {array.type}, which cannot be "
-                    "read; set data.drop, or data.inputs without it"
-                )
-            found.columns[name].add(array, piece, rows.numbers, parsed=reader.parsed)
-            if name == roles.time:
-                _add_times(found.times, array)
-        if not isinstance(reader, ParquetReader):
-            found.broken.rows += len(rows.numbers)
-    return found
+    names: tuple[str, ...]
+    columns: tuple[str, ...]
+    gathered: frozenset[str]
+    images: frozenset[str]
+    time: str
+    split: str
+    whole: bool
+    measures: bool
 
 
-def _column(name: str, wanted: Wanted) -> ColumnScan:
-    if name in wanted.gathered:
-        return ColumnScan(most=MOST_CLASSES, gathers=True)
-    return ColumnScan()
+@dataclass(frozen=True, kw_only=True)
+class PieceScan:
+    """Scans one piece; `pictures` finds the images that its rows name."""
 
+    reader: Reader
+    path: Path
+    piece: Piece
+    wanted: Wanted
+    pictures: Pictures
+    found: Scan = field(default_factory=Scan)
 
-def _check_columns(reader: Reader, path: Path, piece: Piece, wanted: Wanted) -> None:
-    if piece.start or reader.varies:
-        return
-    names = reader.names(path)
-    if missing := [name for name in wanted.roles.kept if name not in names]:
-        raise UserError(
-            f"data.source: {path} has no column {missing[0]!r}, which others have; add it, or set "
-            f"data.drop: [{missing[0]}]"
-        )
+    def run(self) -> Scan:
+        """Return the sums.
 
+        Raises:
+            UserError: the file cannot be read, or has other columns.
+        """
+        wanted, found = self.wanted, self.found
+        for name in wanted.columns:
+            self._column(name)
+        if not (self.piece.start or self.reader.varies):
+            self._check_columns()
+        names: Sequence[str] = wanted.columns
+        if isinstance(self.reader, ParquetReader):
+            names = self._by_metadata(self.reader)
+            if not names:
+                return found
+        for rows in self.reader.rows(self.path, self.piece, names, self._broken):
+            for name in rows.table.column_names:
+                if name:
+                    self._add(name, rows)
+            if not isinstance(self.reader, ParquetReader):
+                found.broken.rows += len(rows.numbers)
+        return found
 
-def _by_metadata(
-    reader: ParquetReader, path: Path, piece: Piece, wanted: Wanted, found: Scan
-) -> list[str]:
-    """Take what the metadata of parquet says; return the columns that have to be read besides."""
-    read = []
-    for name, kind in reader.schema(path).items():
-        if name not in found.columns:
-            continue
-        column, nulls = found.columns[name], reader.nulls(path, piece, name)
-        rows = reader.count(path, piece)
-        by_value = name in wanted.gathered or name in (wanted.roles.time, wanted.roles.split)
-        if by_value or nulls is None or kind_of(kind) in ("tensor", "image", ""):
-            read.append(name)
-        else:
-            column.rows, column.empty = rows, nulls
-            column.kinds = {kind_of(kind): rows - nulls} if rows > nulls else {}
-            column.many = True
-    found.broken.rows += reader.count(path, piece)
-    return read
+    def _add(self, name: str, rows: Rows) -> None:
+        array = pa.chunked_array(rows.table[name]).combine_chunks()
+        if not kind_of(array.type):
+            raise UserError(
+                f"data.source: the column {name!r} of {self.path} is {array.type}, which cannot be "
+                f"read; set data.drop: [{name}]"
+            )
+        column = self._column(name)
+        may_be_images = name in self.wanted.images or pa.types.is_binary(array.type)
+        if may_be_images and self._add_images(name, column, array):
+            return
+        parsed = self.reader.parsed or name in rows.mixed
+        column.add(array, self.piece, rows.numbers, parsed=parsed)
+        if name == self.wanted.time:
+            _add_times(self.found.times, array)
+
+    def _add_images(self, name: str, column: ColumnScan, array: pa.Array) -> bool:
+        if name not in self.wanted.images:
+            try:
+                array.cast(pa.string())
+            except pa.ArrowInvalid:
+                pass
+            else:
+                return False
+        if not self.wanted.measures:
+            column.add_images([self.pictures.size] * len(array), 0)
+            return True
+        sizes = []
+        for value in array.to_pylist():
+            try:
+                sizes.append(self.pictures.measured(value))
+            except UndecodableError:
+                continue
+        column.add_images(sizes, len(array) - len(sizes))
+        return True
+
+    def _column(self, name: str) -> ColumnScan:
+        columns = self.found.columns
+        if name not in columns:
+            gathers = name in self.wanted.gathered
+            columns[name] = ColumnScan(most=MOST_CLASSES, gathers=True) if gathers else ColumnScan()
+        return columns[name]
+
+    def _broken(self, number: int, why: str) -> None:
+        self.found.broken.add(self.piece, number, why)
+        self.found.broken.rows += 1
+
+    def _check_columns(self) -> None:
+        names = self.reader.names(self.path)
+        if missing := [name for name in self.wanted.columns if name not in names]:
+            raise UserError(
+                f"data.source: {self.path} has no column {missing[0]!r}, which others have; add "
+                f"it, or set data.drop: [{missing[0]}]"
+            )
+        more = [name for name in names if name not in self.wanted.names]
+        if more and self.wanted.whole:
+            raise UserError(
+                f"data.source: {self.path} has a column {more[0]!r}, which others lack; remove "
+                "it, or say which ones are read by data.inputs"
+            )
+
+    def _by_metadata(self, reader: ParquetReader) -> list[str]:
+        """Take what the metadata of parquet says; return the columns that have to be read."""
+        read, wanted = [], self.wanted
+        rows = reader.count(self.path, self.piece)
+        by_value = {*wanted.gathered, *wanted.images, wanted.time, wanted.split}
+        for name, kind in reader.schema(self.path).items():
+            if name not in self.found.columns:
+                continue
+            column, nulls = self._column(name), reader.nulls(self.path, self.piece, name)
+            if name in by_value or nulls is None or kind_of(kind) in ("tensor", "image", ""):
+                read.append(name)
+            else:
+                column.rows, column.empty = rows, nulls
+                column.kinds = {kind_of(kind): rows - nulls} if rows > nulls else {}
+                column.many = True
+        self.found.broken.rows += rows
+        return read
 
 
 def _add_times(times: dict[float, int], array: pa.Array) -> None:
-
     values = seconds_of(array)
     for value, count in zip(*np.unique(values[~np.isnan(values)], return_counts=True), strict=True):
         times[float(value)] = times.get(float(value), 0) + int(count)

@@ -18,7 +18,10 @@ END = -1
 
 @dataclass(frozen=True, order=True)
 class Piece:
-    """A range of a file: bytes of texts, row groups of parquet; all of it up to `END`."""
+    """A range of a file: bytes of texts, row groups of parquet; all of it up to `END`.
+
+    Of a folder of images it is a range of its files, and `file` is the first one.
+    """
 
     file: int
     start: int = 0
@@ -27,10 +30,17 @@ class Piece:
 
 @dataclass(frozen=True)
 class Rows:
-    """Some records of a piece: a column each, and the number of each record within the piece."""
+    """Some records of a piece.
+
+    Attributes:
+        table: a column for each column of the file.
+        numbers: of the records within the piece.
+        mixed: columns whose values are of several types, and texts here.
+    """
 
     table: pa.Table
     numbers: NDArray[np.int64]
+    mixed: frozenset[str] = frozenset()
 
 
 class Reader(ABC):
@@ -39,10 +49,12 @@ class Reader(ABC):
     Attributes:
         parsed: whether there is nothing but texts in a file, so that numbers have to be inferred.
         varies: whether each record has names of its own.
+        lists: whether a single value is a list as well.
     """
 
     parsed = False
     varies = False
+    lists = False
 
     @abstractmethod
     def names(self, path: Path) -> tuple[str, ...]:

@@ -1,0 +1,138 @@
+"""TFRecord files of `tf.train.Example`.
+
+A record is its length (8 bytes, little-endian), the masked crc32c of that, the data, and its masked
+crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord, "TFRecords format details").
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import google_crc32c
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+
+from trainer.data.files.formats.decompression import opened
+from trainer.data.files.formats.raw_rows import END, Broken, Piece, Reader, Rows
+from trainer.errors import UserError
+
+_HEAD = struct.Struct("<QI")
+_FOOT = struct.Struct("<I")
+_MASK = 0xA282EAD8
+_WORD = 0xFFFFFFFF
+_AT_ONCE = 2048
+_FIRST = 100
+_LARGEST = 1 << 30
+
+
+class ExampleReader(Reader):
+    """Reads records by Python's protobuf; a number is a list of one value."""
+
+    varies = True
+    lists = True
+
+    def names(self, path: Path) -> tuple[str, ...]:
+        """Return the features of the first records; later ones may have more."""
+        found: dict[str, None] = {}
+        for data in islice(_records(path), _FIRST):
+            example = _example(data)
+            if not isinstance(example, str):
+                found.update(dict.fromkeys(sorted(example)))
+        if not found:
+            raise UserError(
+                f"data.source: {path} has no tf.train.Example with features in its first {_FIRST} "
+                "records"
+            )
+        return tuple(found)
+
+    def cut(self, path: Path, size: int) -> list[tuple[int, int]]:
+        """Leave the file whole: where a record ends is known after those before."""
+        del path, size
+        return [(0, END)]
+
+    def rows(
+        self, path: Path, piece: Piece, columns: Sequence[str], broken: Broken
+    ) -> Iterator[Rows]:
+        """Yield the records; all features of each block if no columns are named."""
+        del piece
+        records = enumerate(_records(path))
+        while block := list(islice(records, _AT_ONCE)):
+            examples, numbers = [], []
+            for number, data in block:
+                example = _example(data)
+                if isinstance(example, str):
+                    broken(number, example)
+                else:
+                    examples.append(example)
+                    numbers.append(number)
+            names = columns or list(dict.fromkeys(name for each in examples for name in each))
+            arrays = {
+                name: _array(path, name, [each.get(name) for each in examples]) for name in names
+            }
+            table = pa.table(arrays) if arrays else pa.table({"": pa.nulls(len(examples))})
+            yield Rows(table, np.array(numbers, np.int64))
+
+    def row(self, path: Path, piece: Piece, number: int) -> int:
+        """Return the number of the record, from 1."""
+        del path, piece
+        return number + 1
+
+
+def _example(data: bytes) -> dict[str, Any] | str:
+    try:
+        features = tf.train.Example.FromString(data).features.feature
+    # Protobuf's own class of error differs between its implementations.
+    except Exception:
+        return "it is no tf.train.Example"
+    found = {}
+    for name, feature in features.items():
+        kind = feature.WhichOneof("kind")
+        if kind:
+            found[name] = list(getattr(feature, kind).value)
+    return found
+
+
+def _array(path: Path, name: str, values: list[list[Any] | None]) -> pa.Array:
+    """Return lists of numbers as such; one value of bytes each as bytes."""
+    of_bytes = any(value and isinstance(value[0], bytes) for value in values)
+    if of_bytes and all(value is None or len(value) < len("ab") for value in values):
+        return pa.array([value[0] if value else None for value in values], pa.binary())
+    try:
+        return pa.array(values)
+    except (pa.ArrowInvalid, pa.ArrowTypeError):
+        raise UserError(
+            f"data.source: the feature {name!r} of {path} is bytes in some records and numbers in "
+            f"others; set data.drop: [{name}]"
+        ) from None
+
+
+def _records(path: Path) -> Iterator[bytes]:
+    with opened(path) as file:
+        number = 0
+        while head := file.read(_HEAD.size):
+            number += 1
+            if len(head) < _HEAD.size:
+                raise _damaged(path, number, "it is cut off")
+            length, crc = _HEAD.unpack(head)
+            if _masked(head[:8]) != crc or length > _LARGEST:
+                raise _damaged(path, number, "its length is damaged, or the file is no TFRecord")
+            data, foot = file.read(length), file.read(_FOOT.size)
+            if len(data) < length or len(foot) < _FOOT.size:
+                raise _damaged(path, number, "it is cut off")
+            if _masked(data) != _FOOT.unpack(foot)[0]:
+                raise _damaged(path, number, "its checksum differs")
+            yield data
+
+
+def _masked(data: bytes) -> int:
+    crc = google_crc32c.value(data)
+    return int(((crc >> 15 | crc << 17) + _MASK) & _WORD)
+
+
+def _damaged(path: Path, number: int, why: str) -> UserError:
+    return UserError(f"data.source: {path}, record {number} cannot be read: {why}")

@@ -1,0 +1,135 @@
+"""Images of a source: from files that a table or a listing names, or from bytes within a table."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+
+from trainer import storage
+from trainer.config.data import ImageConfig
+from trainer.data.examples.images import UndecodableError, stored_image
+from trainer.data.features import image_spec
+from trainer.data.spec import FeatureSpec
+from trainer.errors import UserError
+from trainer.storage.uri import is_uri
+
+_GREY = ("1", "L", "LA", "I", "I;16", "F")
+_MODES = {1: "L", 3: "RGB", 4: "RGBA"}
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Finds and decodes the images that the rows of one file name."""
+
+    config: ImageConfig
+    beside: str
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Height, width and channels as configured; raises `ValueError` where they are not."""
+        height, width = self.config.size
+        return height, width, self.config.channels
+
+    def data(self, value: Any) -> bytes:
+        """Return the bytes of an image; raises `UndecodableError` where there are none."""
+        if isinstance(value, bytes):
+            return value
+        if not value:
+            raise UndecodableError("no image is named")
+        try:
+            return storage.read_bytes(self._uri(str(value)))
+        except storage.Missing:
+            raise UndecodableError("there is no such file") from None
+        except storage.Corrupt:
+            raise UndecodableError("it is a folder") from None
+
+    def measured(self, value: Any) -> tuple[int, int, int]:
+        """Return height, width and channels of an image; raises `UndecodableError`."""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error", Image.DecompressionBombWarning)
+                with Image.open(io.BytesIO(self.data(value))) as image:
+                    width, height = image.size
+                    if image.getexif().get(_ORIENTATION) in _TURNED:
+                        width, height = height, width
+                    return height, width, 1 if image.mode in _GREY else 3
+        except UndecodableError:
+            raise
+        except UnidentifiedImageError:
+            raise UndecodableError("it is no image of a known format") from None
+        # Pillow's decoders raise whatever a damaged file leads them to.
+        except Exception as error:
+            raise UndecodableError(str(error).splitlines()[0] or type(error).__name__) from error
+
+    def decoded(
+        self, spec: FeatureSpec, values: Sequence[Any]
+    ) -> tuple[NDArray[Any], NDArray[np.bool_], list[str]]:
+        """Return images as they are stored, which of them are broken, and why."""
+        found: list[Any] = []
+        reasons = []
+        for value in values:
+            try:
+                data = stored_image(self.data(value), _sizes(spec)[-1])
+                found.append(data if spec.stored == "image" else _pixels(data, spec))
+                reasons.append("")
+            except UndecodableError as error:
+                found.append(b"" if spec.stored == "image" else np.zeros(_sizes(spec), np.uint8))
+                reasons.append(f"does not decode: {error}")
+        bad = np.array([bool(why) for why in reasons], np.bool_)
+        if spec.stored != "image":
+            return np.stack(found), bad, reasons
+        encoded = np.empty(len(found), object)
+        encoded[:] = found
+        return encoded, bad, reasons
+
+    def _uri(self, value: str) -> str:
+        if is_uri(value):
+            return value
+        if value.startswith("/"):
+            return storage.uri_of(value)
+        return storage.join(self.beside, value.removeprefix("./"))
+
+
+def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
+    """Return how images are stored: encoded where a size is configured, else as pixels.
+
+    Raises:
+        UserError: they are of several sizes, and none is configured.
+    """
+    if config.size:
+        return image_spec(config)
+    if len({each[:2] for each in sizes}) > 1:
+        low, high = min(sizes)[:2], max(sizes)[:2]
+        raise UserError(
+            f"data.image: the images of {name!r} have several sizes, such as {list(low)} and "
+            f"{list(high)}; set data.image: {{size: [HEIGHT, WIDTH]}}"
+        )
+    height, width, channels = max(sizes, default=(1, 1, 1))
+    # The default is that of colours; images without colours need one channel.
+    if config.channels != ImageConfig().channels:
+        channels = config.channels
+    return FeatureSpec(shape=(height, width, channels), dtype="uint8", stored="raw")
+
+
+def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            pixels = np.asarray(image.convert(_MODES[_sizes(spec)[-1]]))
+    except Exception as error:
+        raise UndecodableError(str(error)) from error
+    sizes = _sizes(spec)
+    if pixels.shape[:2] != sizes[:2]:
+        raise UndecodableError(f"its size is {list(pixels.shape[:2])}, not {list(sizes[:2])}")
+    return pixels.reshape(sizes)
+
+
+def _sizes(spec: FeatureSpec) -> tuple[int, ...]:
+    return tuple(size or 1 for size in spec.shape)
