@@ -30,7 +30,7 @@ class Pictures:
     """Finds and decodes the images that the rows of one file name."""
 
     config: ImageConfig
-    beside: str
+    folder: str
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -95,7 +95,7 @@ class Pictures:
             return value
         if value.startswith("/"):
             return storage.uri_of(value)
-        return storage.join(self.beside, value.removeprefix("./"))
+        return storage.join(self.folder, value.removeprefix("./"))
 
 
 def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> FeatureSpec:
