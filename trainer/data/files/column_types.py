@@ -87,7 +87,7 @@ def decide(name: str, scan: ColumnScan, request: Request) -> Column:
     if kind == "image":
         spec = spec_for(name, request.image, scan.shapes)
         return Column(
-            name=name, type=kind, why=why, shape=spec.shape, dtype=spec.dtype, stored=spec.stored
+            name=name, type=kind, why=why, shape=spec.sizes, dtype=spec.dtype, stored=spec.stored
         )
     if kind == "class" and scan.many:
         raise UserError(

@@ -77,11 +77,11 @@ class Pictures:
         reasons = []
         for value in values:
             try:
-                data = stored_image(self.data(value), _sizes(spec)[-1])
+                data = stored_image(self.data(value), spec.sizes[-1])
                 found.append(data if spec.stored == "image" else _pixels(data, spec))
                 reasons.append("")
             except UndecodableError as error:
-                found.append(b"" if spec.stored == "image" else np.zeros(_sizes(spec), np.uint8))
+                found.append(b"" if spec.stored == "image" else np.zeros(spec.sizes, np.uint8))
                 reasons.append(f"does not decode: {error}")
         bad = np.array([bool(why) for why in reasons], np.bool_)
         if spec.stored != "image":
@@ -122,14 +122,10 @@ def spec_for(name: str, config: ImageConfig, sizes: set[tuple[int, ...]]) -> Fea
 def _pixels(data: bytes, spec: FeatureSpec) -> NDArray[np.uint8]:
     try:
         with Image.open(io.BytesIO(data)) as image:
-            pixels = np.asarray(image.convert(_MODES[_sizes(spec)[-1]]))
+            pixels = np.asarray(image.convert(_MODES[spec.sizes[-1]]))
     except Exception as error:
         raise UndecodableError(str(error)) from error
-    sizes = _sizes(spec)
+    sizes = spec.sizes
     if pixels.shape[:2] != sizes[:2]:
         raise UndecodableError(f"its size is {list(pixels.shape[:2])}, not {list(sizes[:2])}")
     return pixels.reshape(sizes)
-
-
-def _sizes(spec: FeatureSpec) -> tuple[int, ...]:
-    return tuple(size or 1 for size in spec.shape)

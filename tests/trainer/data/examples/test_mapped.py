@@ -273,7 +273,7 @@ def test_an_error_names_the_file(tmp_path):
     (tmp_path / "people.csv").write_text("name,number,label\na,7,0\nb,8,1\n")
     config = DataConfig(source=str(tmp_path), map=f"{HERE}:divides")
     files = FileSource(source_config(config), listed(tmp_path), tmp_path)
-    with pytest.raises(UserError, match=r"ZeroDivisionError.* for example 0 of people\.csv"):
+    with pytest.raises(UserError, match=r"ZeroDivisionError.* for people\.csv, row 2"):
         MappedSource(files, config).select()
 
 
