@@ -22,13 +22,16 @@ _SAME_SIZE = {1: tf.uint8, 2: tf.uint16, 4: tf.int32, 8: tf.int64}
 
 
 def with_lengths(features: Mapping[str, FeatureSpec], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Return columns, and the lengths of those that vary: arrays, or lists of one array each."""
-    lengths = {
-        length_name(name): np.fromiter(map(len, columns[name]), np.int64, len(columns[name]))
-        for name, feature in features.items()
-        if feature.varies
-    }
-    return {**columns, **lengths}
+    """Return columns, and the lengths of those that vary, which become arrays of arrays."""
+    found = dict(columns)
+    for name, feature in features.items():
+        if feature.varies:
+            values = columns[name]
+            found[name] = np.empty(len(values), object)
+            for index, value in enumerate(values):
+                found[name][index] = value
+            found[length_name(name)] = np.array([len(value) for value in values], np.int64)
+    return found
 
 
 def wire(feature: FeatureSpec) -> Any:

@@ -53,17 +53,24 @@ class MappedSource(Source):
     def __init__(self, source: Source, config: DataConfig) -> None:
         """Map the examples of `source`, which was made for the same configuration."""
         self.name = f"data.map: {config.map}"
-        digest = user_code.digest("data.map", config.map.partition(":")[0])
-        self.identity: Mapping[str, Any] = {**source.identity, "map": digest}
+        # The source of the function is part of the key by the configuration that names it.
+        self.identity: Mapping[str, Any] = source.identity
         self._source = source
         self._config = config
         self._given: Selection | None = None
+        self._selection: Selection | None = None
 
     def select(self) -> Selection:
         """Return the features of what the function returns for the first examples.
 
-        The source is fetched for it; it is read as a whole where texts are classes.
+        The source is fetched for it; it is read as a whole where texts are classes. It is done
+        once, and remembered when the source is pickled.
         """
+        if self._selection is None:
+            self._selection = self._inferred()
+        return self._selection
+
+    def _inferred(self) -> Selection:
         self._given = self._source.select()
         self._source.fetch()
         first: list[_Row] = []
