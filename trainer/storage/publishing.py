@@ -143,7 +143,13 @@ def refuse_difference(uri: str, entry: FileEntry, found: Checksum | None) -> Non
     raise Corrupt(f"{uri} is damaged: {entry.path} {what}; delete it and make it again")
 
 
-def fetch(uri: str, directory: Path, *, only: Callable[[str], bool] | None = None) -> Manifest:
+def fetch(
+    uri: str,
+    directory: Path,
+    *,
+    only: Callable[[str], bool] | None = None,
+    manifest: Manifest | None = None,
+) -> Manifest:
     """Copy the published files at `uri` into `directory`, verified.
 
     Files appear in `directory` when all of them are verified; a directory that did not exist
@@ -154,6 +160,7 @@ def fetch(uri: str, directory: Path, *, only: Callable[[str], bool] | None = Non
         uri: a published directory.
         directory: local folder; created if it is missing.
         only: picks files by their path in the manifest; all when left out.
+        manifest: the one at `uri`, where it was read before.
 
     Returns:
         The whole manifest, whatever `only` picked.
@@ -163,7 +170,7 @@ def fetch(uri: str, directory: Path, *, only: Callable[[str], bool] | None = Non
         Corrupt: a file is missing or differs from the manifest.
         UserError: `directory` cannot be written.
     """
-    manifest = read_manifest(uri)
+    manifest = manifest or read_manifest(uri)
     directory = Path(os.path.abspath(directory))
     wanted = [entry for entry in manifest.files if only is None or only(entry.path)]
     with reported(f"fetch {uri} into {directory}"):

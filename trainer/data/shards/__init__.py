@@ -1,0 +1,1 @@
+"""Shards that come and go while training runs."""
