@@ -87,6 +87,10 @@ BAD = [
     ("training.schedule.warmup_steps=-1", "training.schedule.warmup_steps: -1 is not allowed"),
     ("training.schedule.args={alpha: 0.1}", "args.alpha of constant: "),
     ("data.partition=shuffle", "data.partition: 'shuffle' is not allowed"),
+    ("data.image={channels: 1}", "size: say [height, width], to which all images are brought"),
+    ("data.image={size: [8]}", "write it as [height, width]"),
+    ("data={buckets: [4], partition: dynamic}", "buckets: they mix the examples of shards"),
+    ("data.buckets=[8, 4]", "write the lengths in ascending order"),
     ("cluster.gpus_per_worker=-1", "cluster.gpus_per_worker: -1 is not allowed"),
     ("cluster.placement={'*': 'ps0'}", "cluster.placement: '*' is on 'ps0'; write the server as"),
     (

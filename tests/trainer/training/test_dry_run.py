@@ -210,3 +210,12 @@ def test_a_metric_that_nothing_measures_is_refused():
         "gate.min.accuracy: classification and the model measure no 'accuracy' (measured: "
         "loss, r2_score)"
     )
+
+
+def test_xla_is_refused_for_inputs_of_any_length():
+    given = keras.Input((None,), dtype="int64", name="tokens")
+    pooled = keras.layers.GlobalAveragePooling1D()(keras.layers.Embedding(9, 4)(given))
+    model = keras.Model(given, keras.layers.Dense(3)(pooled))
+    config = configured({"training": {"jit_compile": True}, "export": {"formats": ["saved_model"]}})
+    with pytest.raises(ConfigError, match=r"jit_compile: the input tokens varies in length"):
+        dry_run.require(config, model, of_classes(3))

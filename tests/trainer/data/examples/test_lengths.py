@@ -7,7 +7,9 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import builders
 from trainer import storage
+from trainer.config.data import DataConfig
 from trainer.data.examples import lengths
+from trainer.data.key import dataset_key
 from trainer.data.read import evaluation_batches, labelled_columns, training_batches
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec, FeatureSpec
@@ -191,3 +193,15 @@ def test_the_longest(sentences):
 def test_shapes_that_cannot_vary(prepared, shapes, message):
     with pytest.raises(ConfigError, match=message):
         own(prepared, shapes=shapes)
+
+
+def test_buckets_need_a_feature_that_varies(prepared):
+    with pytest.raises(ConfigError, match=r"data\.buckets: no feature of .* varies in length"):
+        prepared("Small", buckets=(2, 4))
+
+
+def test_buckets_do_not_make_another_dataset():
+    plain = DataConfig(dataset="brackets", shapes=SHAPES)
+    assert dataset_key(plain, "1.0.0") == dataset_key(
+        plain.model_copy(update={"buckets": (2, 4)}), "1.0.0"
+    )
