@@ -18,9 +18,9 @@ from benchmarks.comparisons import Comparison, alternating
 from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.config.load import parse_config
+from trainer.data.preparation.shards import ShardWriter
 from trainer.data.records import encode
 from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.data.write import ShardWriter
 from trainer.evaluation.evaluate import evaluate
 from trainer.models import registry
 from trainer.models.spec import InputSpec

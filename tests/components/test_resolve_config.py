@@ -86,8 +86,8 @@ class TestResolveConfig:
         """Publish the dataset of the default configuration; return its URI."""
         version = storage.read_manifest(run.dataset).fields["version"]
         storage.fetch(run.dataset, tmp_path / "dataset")
-        uri = storage.join(root, "datasets", dataset_key(DataConfig(), version))
-        fields = {"version": version}
+        uri = storage.join(root, "datasets", dataset_key(DataConfig(), {"version": version}))
+        fields = {"identity": {"version": version}}
         storage.publish(tmp_path / "dataset", uri, kind="dataset", fields=fields)
         return uri
 

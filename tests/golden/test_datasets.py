@@ -9,9 +9,10 @@ import yaml
 
 from tests.conftest import ROOT
 from tests.golden.datasets import DATASETS
-from trainer.config.data import DataConfig, TaskConfig
+from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
-from trainer.data import datasets
+from trainer.config.schema import TaskConfig
+from trainer.data.builders import datasets
 from trainer.data.features import select
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError

@@ -15,9 +15,9 @@ from trainer import storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.config.load import parse_config
 from trainer.config.schema import Config, GateConfig
+from trainer.data.preparation.shards import ShardWriter
 from trainer.data.records import encode
 from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.data.write import ShardWriter
 from trainer.errors import UserError
 from trainer.evaluation.evaluate import evaluate
 from trainer.export.export import Exported, export

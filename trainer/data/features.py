@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,11 @@ class Selection(Roles):
     specs: Mapping[str, FeatureSpec]
     connectors: Mapping[str, Any]
     fits: Mapping[str, Fit]
+
+    @property
+    def example_bytes(self) -> int:
+        """About how many bytes an example takes in memory; a text counts as one."""
+        return sum(math.prod(spec.sizes) * _bytes_of(spec.dtype) for spec in self.specs.values())
 
 
 def select(config: DataConfig, info: Any) -> Selection:
@@ -138,6 +144,11 @@ def choose(
     )
 
 
+def _bytes_of(dtype: str) -> int:
+    # NumPy knows no bfloat16.
+    return {"string": 1, "bfloat16": 2}.get(dtype) or np.dtype(dtype).itemsize
+
+
 def stored_form(shape: tuple[int, ...], dtype: str) -> str:
     """Return how a feature is stored.
 
@@ -157,7 +168,7 @@ def save_record_features(selection: Selection, folder: Path) -> None:
     But for tensors of uint32, which TFDS 4.9 writes and cannot decode.
     """
     features = {
-        name: _as_recorded(spec, selection.connectors[name])
+        name: _as_recorded(spec, selection.connectors.get(name))
         for name, spec in selection.specs.items()
     }
     tfds.features.FeaturesDict(features).save_config(folder)

@@ -6,25 +6,36 @@ import hashlib
 import json
 import logging
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from trainer import storage, user_code
 from trainer.config.data import DataConfig
 from trainer.data.spec import KIND, SCHEMA
 
 # What says where the data is found, or how it is read, and not what it is.
-_NOT_CONTENT = {"manual_dir", "partition", "buckets", "gate", "schema_file"}
+_NOT_CONTENT = {
+    "manual_dir",
+    "partition",
+    "disk",
+    "runner",
+    "spans",
+    "buckets",
+    "gate",
+    "schema_file",
+}
 
 _log = logging.getLogger(__name__)
 
 
-def dataset_key(config: DataConfig, version: str) -> str:
-    """Return the name of the published directory for a configuration and a resolved version."""
+def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
+    """Return the name of the published directory for a configuration and its source's identity."""
     section = config.model_dump(mode="json", exclude=_NOT_CONTENT)
     if config.map:
         module = config.map.partition(":")[0]
         section["map_source"] = user_code.digest("data.map", module)
-    content = json.dumps({**section, "version": version, "schema": SCHEMA}, sort_keys=True)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.dataset)
+    content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 
@@ -39,8 +50,9 @@ def seal(config: DataConfig, root: str) -> str:
     """
     found = []
     for uri, manifest in storage.published(storage.join(root, "datasets"), KIND):
-        name, version = storage.name_of(uri), str(manifest.fields.get("version", ""))
-        if config.version not in ("", version) or name != dataset_key(config, version):
+        name, identity = storage.name_of(uri), manifest.fields.get("identity", {})
+        version = identity.get("version", "")
+        if config.version not in ("", version) or name != dataset_key(config, identity):
             continue
         try:
             storage.verify(uri)

@@ -10,28 +10,25 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import tensorflow_datasets as tfds
-
 from trainer import storage
 from trainer.config.data import DataConfig
-from trainer.data import datasets
-from trainer.data.download import download
-from trainer.data.features import Selection, save_record_features, select
+from trainer.data.builders import datasets
+from trainer.data.builders.builder_source import BuilderSource
+from trainer.data.features import Selection, save_record_features
 from trainer.data.key import dataset_key
-from trainer.data.png import quicken
+from trainer.data.source import Part, Source
 from trainer.data.spec import KIND, SCHEMA
-from trainer.data.splits import plan
 from trainer.storage import Manifest
 from trainer.storage.errors import reported
 
 if TYPE_CHECKING:
-    from trainer.data.write import Written
+    from trainer.data.preparation.assembly import Written
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +45,8 @@ class PreparedDataset:
 def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
     """Return the published dataset of this configuration, made where there is none.
 
-    One that is published and whole is reused; one that is damaged is made again.
+    One that is published and whole is reused; one that is damaged is made again. Parts that an
+    earlier attempt has finished are not made again.
 
     Args:
         config: the data section.
@@ -61,26 +59,35 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         UserError: the dataset cannot be downloaded, or is of no use here.
     """
     # A resumed run needs no builder, which may offer newer versions only.
-    known = _reusable(config, config.version, root) if config.version else None
+    known = _reusable(config, {"version": config.version}, root) if config.version else None
     if known:
         return known
     with _folder(scratch) as folder:
-        source = datasets.builder(config, _tfds_dir(folder))
-        found = _reusable(config, str(source.version), root)
+        source = source_of(config, folder)
+        found = _reusable(config, source.identity, root)
         if found:
             return found
-        uri = _place(config, str(source.version), root)
-        selection = select(config, source.info)
-        quicken(selection.connectors.values())
-        download(config.dataset, source, config.manual_dir)
+        uri = _place(config, source.identity, root)
+        selection = source.select()
+        source.fetch()
         shards = folder / "shards"
-        with reported(f"prepare {config.dataset}"):
-            written = _write(config, source, selection, shards)
+        shards.mkdir()
+        finished = storage.join(root, "preparing", storage.name_of(uri))
+        with reported(f"prepare {source.name}"):
+            save_record_features(selection, shards)
+            written = _write(config, source, finished, shards)
         # Only now, and only if no other process has repaired it in the meantime.
         if storage.is_published(uri) and not _whole(uri):
             storage.delete(uri)
         fields = _fields(config, source, selection, written)
-        return PreparedDataset(uri, storage.publish(shards, uri, kind=KIND, fields=fields), False)
+        manifest = storage.publish(shards, uri, kind=KIND, fields=fields)
+        storage.delete(finished)
+        return PreparedDataset(uri, manifest, False)
+
+
+def source_of(config: DataConfig, folder: Path) -> Source:
+    """Return what the dataset of a configuration is made from; `folder` is for what it fetches."""
+    return BuilderSource(config, _tfds_dir(folder))
 
 
 def newest_version(config: DataConfig, scratch: Path) -> str:
@@ -101,15 +108,15 @@ def selected(config: DataConfig, scratch: Path) -> Selection:
         UserError: it is of no use here.
     """
     with _folder(scratch) as folder:
-        return select(config, datasets.builder(config, _tfds_dir(folder)).info)
+        return source_of(config, folder).select()
 
 
-def _place(config: DataConfig, version: str, root: str) -> str:
-    return storage.join(root, "datasets", dataset_key(config, version))
+def _place(config: DataConfig, identity: Mapping[str, Any], root: str) -> str:
+    return storage.join(root, "datasets", dataset_key(config, identity))
 
 
-def _reusable(config: DataConfig, version: str, root: str) -> PreparedDataset | None:
-    uri = _place(config, version, root)
+def _reusable(config: DataConfig, identity: Mapping[str, Any], root: str) -> PreparedDataset | None:
+    uri = _place(config, identity, root)
     found = _whole(uri)
     return PreparedDataset(uri, found, reused=True) if found else None
 
@@ -140,28 +147,53 @@ def _whole(uri: str) -> Manifest | None:
         return None
 
 
-def _write(
-    config: DataConfig, source: tfds.core.DatasetBuilder, selection: Selection, folder: Path
-) -> Written:
+def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> Written:
+    """Write the shards into `folder`; finished parts are kept below the URI `finished`."""
     # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
-    from trainer.data.write import write  # noqa: PLC0415
+    from trainer.data.preparation.assembly import assemble  # noqa: PLC0415
+    from trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 
-    folder.mkdir()
-    sizes = {name: split.num_examples for name, split in source.info.splits.items()}
-    where = plan(
-        config.dataset, sizes, validation=config.validation, shards=config.shards, seed=config.seed
+    parts, places = source.parts(), folder.parent / "parts"
+    taken = {name for name, _ in _finished(finished, places)} if len(parts) > 1 else set()
+
+    def keep(part: Part, place: Path) -> None:
+        if len(parts) > 1:
+            storage.publish(place, storage.join(finished, place.name), kind="part")
+        _log.info("%s: part %d of %d is done", source.name, part.number + 1, len(parts))
+
+    map_parts(
+        source,
+        [part for part in parts if f"{part.number:06d}" not in taken],
+        places,
+        processes=config.runner.processes,
+        done=keep,
     )
-    save_record_features(selection, folder)
-    return write(config.dataset, source, selection, where, folder)
+    folders = sorted(places.iterdir())
+    return assemble(source, folders, folder, shards=config.shards, seed=config.seed)
+
+
+def _finished(uri: str, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Fetch the parts that an earlier attempt has finished; yield their names and folders."""
+    for part, _ in storage.published(uri, "part"):
+        place = folder / storage.name_of(part)
+        try:
+            storage.fetch(part, place)
+        except (storage.NotPublished, storage.Corrupt) as error:
+            _log.warning("%s; it is prepared again", error)
+            storage.delete(part)
+            continue
+        yield place.name, place
 
 
 def _fields(
-    config: DataConfig, source: tfds.core.DatasetBuilder, selection: Selection, written: Written
+    config: DataConfig, source: Source, selection: Selection, written: Written
 ) -> dict[str, Any]:
+    targets = written.sums.targets
     return {
         "dataset_schema": SCHEMA,
-        "dataset": config.dataset,
-        "version": str(source.version),
+        "dataset": config.name,
+        "version": source.identity.get("version", ""),
+        "identity": source.identity,
         "splits": {
             name: {"examples": sum(shards), "shards": shards}
             for name, shards in written.examples.items()
@@ -171,7 +203,8 @@ def _fields(
         "targets": selection.targets,
         "weight": selection.weight,
         "group": selection.group,
-        "target_counts": {name: each.counts() for name, each in written.targets.items()},
-        "target_moments": {name: each.moments() for name, each in written.targets.items()},
+        "target_counts": {name: each.counts() for name, each in targets.items()},
+        "target_moments": {name: each.moments() for name, each in targets.items()},
         "fingerprint": written.fingerprint,
+        **source.facts(),
     }

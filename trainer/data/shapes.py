@@ -1,6 +1,6 @@
 """One shape for a feature whose examples differ in shape: images are resized, the rest is padded.
 
-What is done stands here and needs no TensorFlow; `trainer.data.write` does it.
+What is done stands here and needs no TensorFlow; `trainer.data.builders.batches` does it.
 """
 
 from __future__ import annotations

@@ -49,13 +49,15 @@ class Source(ABC):
     """What a dataset is made from.
 
     Attributes:
-        name: for messages, with the key of the configuration: `data.dataset: mnist`.
+        name: for messages, as the configuration has it.
         identity: what tells its content from another, such as the version or the digest of a
             listing. Part of the dataset's key, and written into its manifest.
+        is_shuffled: whether its examples come in a random order; of others each shard is shuffled.
     """
 
     name: str
     identity: Mapping[str, Any]
+    is_shuffled: bool = False
 
     @abstractmethod
     def select(self) -> Selection:

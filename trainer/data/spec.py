@@ -18,7 +18,7 @@ from trainer.storage import Manifest
 
 KIND = "dataset"
 # Part of a dataset's key: a change of what is written has to raise it.
-SCHEMA = 2
+SCHEMA = 3
 SPLITS = ("train", "validation", "test")
 
 

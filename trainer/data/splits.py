@@ -16,25 +16,42 @@ TRAIN, VALIDATION, TEST = range(len(SPLITS))
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Where every example goes, and in how many shards each split is written.
+    """Where every example goes.
 
     `targets` has for each split of the source that is read an array over its examples, in order,
-    of indexes into `SPLITS`. `shards` counts by the name of the split; one without examples is
-    left out.
+    of indexes into `SPLITS`.
     """
 
     targets: Mapping[str, NDArray[np.int8]]
-    shards: Mapping[str, int]
 
 
-def plan(name: str, sizes: Mapping[str, int], *, validation: float, shards: int, seed: int) -> Plan:
+def shard_counts(name: str, examples: Mapping[str, int], shards: int) -> dict[str, int]:
+    """Return in how many shards each split is written; one without examples is left out.
+
+    `shards` is that of the training split; the others get shards of about the same size.
+
+    Raises:
+        UserError: there are fewer training examples than shards.
+    """
+    if shards > examples["train"]:
+        raise UserError(
+            f"data.shards: {shards} shards for {examples['train']} training examples of {name}; "
+            f"set data.shards to {examples['train']} or less"
+        )
+    size = -(-examples["train"] // shards)
+    others = {split: min(shards, -(-examples[split] // size)) for split in SPLITS[1:]}
+    return {"train": shards} | {split: count for split, count in others.items() if count}
+
+
+def plan(name: str, sizes: Mapping[str, int], *, validation: float, seed: int) -> Plan:
     """Draw validation, and test where the source has none, from the training split.
+
+    A validation split of the source's own is taken as it is, where it has a test split as well.
 
     Args:
         name: of the dataset, for errors.
         sizes: examples of each split of the source.
         validation: a share of the training split below 1, a count from 1, 0 for none.
-        shards: of the training split; the others get shards of about the same size.
         seed: of the draw.
 
     Raises:
@@ -48,23 +65,14 @@ def plan(name: str, sizes: Mapping[str, int], *, validation: float, shards: int,
             "give data.dataset a builder of your own that makes one"
         )
     test_source = next((split for split in ("test", "validation") if split in source), None)
-    held = _held_out(source["train"], validation)
+    own = test_source == "test" and "validation" in source and validation > 0
+    held = 0 if own else _held_out(source["train"], validation)
     targets = {"train": _draw(name, source["train"], held, test_source is None, seed)}
+    if own:
+        targets["validation"] = np.full(source["validation"], VALIDATION, np.int8)
     if test_source:
         targets[test_source] = np.full(source[test_source], TEST, np.int8)
-    every = np.concatenate(list(targets.values()))
-    counts = np.bincount(every, minlength=len(SPLITS)).tolist()
-    if shards > counts[TRAIN]:
-        raise UserError(
-            f"data.shards: {shards} shards for {counts[TRAIN]} training examples of {name}; "
-            f"set data.shards to {counts[TRAIN]} or less"
-        )
-    size = -(-counts[TRAIN] // shards)
-    written = {"train": shards}
-    for index in (VALIDATION, TEST):
-        if counts[index]:
-            written[SPLITS[index]] = min(shards, -(-counts[index] // size))
-    return Plan(targets=targets, shards=written)
+    return Plan(targets=targets)
 
 
 def _held_out(examples: int, validation: float) -> int:

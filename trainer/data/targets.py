@@ -6,6 +6,7 @@ reading one example.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -63,6 +64,26 @@ class Target:
         length = max(len(found), len(before))
         self._counts[split] = _padded(found, length) + _padded(before, length)
 
+    def merge(self, other: Target) -> None:
+        """Add the sums over further examples."""
+        self._of_classes = self._of_classes and other._of_classes
+        for split, found in other._counts.items():
+            before = self._counts.get(split, np.zeros(0, np.int64))
+            length = max(len(found), len(before))
+            self._counts[split] = _padded(found, length) + _padded(before, length)
+        self._moments.merge(other._moments)
+
+    def state(self) -> dict[str, Any]:
+        """Return all sums, as JSON has them."""
+        counts = {split: each.tolist() for split, each in self._counts.items()}
+        return {"of_classes": self._of_classes, "counts": counts, "moments": self._moments.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue with the sums of `state()`."""
+        self._of_classes = state["of_classes"]
+        self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
+        self._moments = _Moments(*state["moments"])
+
     def counts(self) -> dict[str, list[int]]:
         """Return the examples of each class by split; empty for what is no class.
 
@@ -109,22 +130,37 @@ class _Moments:
     The difference of two sums of squares would lose all digits of numbers with a large mean.
     """
 
-    def __init__(self) -> None:
-        self._count = 0
-        self._mean = 0.0
-        self._squares = 0.0
-        self._ends = (np.inf, -np.inf)
+    def __init__(
+        self,
+        count: int = 0,
+        mean: float = 0.0,
+        squares: float = 0.0,
+        low: float = math.inf,
+        high: float = -math.inf,
+    ) -> None:
+        self._count = count
+        self._mean = mean
+        self._squares = squares
+        self._ends = (low, high)
+
+    def state(self) -> list[float]:
+        return [self._count, self._mean, self._squares, *self._ends]
 
     def add(self, values: NDArray[Any]) -> None:
         wide = values.astype(np.float64)
-        count, mean = wide.size, wide.mean()
-        delta = mean - self._mean
-        both = self._count + count
-        self._squares += ((wide - mean) ** 2).sum() + delta**2 * self._count * count / both
-        self._mean += delta * count / both
+        mean = float(wide.mean())
+        ends = (float(wide.min()), float(wide.max()))
+        self.merge(_Moments(wide.size, mean, float(((wide - mean) ** 2).sum()), *ends))
+
+    def merge(self, other: _Moments) -> None:
+        if not other._count:
+            return
+        delta = other._mean - self._mean
+        both = self._count + other._count
+        self._squares += other._squares + delta**2 * self._count * other._count / both
+        self._mean += delta * other._count / both
         self._count = both
-        low, high = self._ends
-        self._ends = (min(low, float(wide.min())), max(high, float(wide.max())))
+        self._ends = (min(self._ends[0], other._ends[0]), max(self._ends[1], other._ends[1]))
 
     def to_json(self) -> dict[str, float]:
         if not self._count:

@@ -11,10 +11,10 @@ import tensorflow as tf
 
 from trainer import storage
 from trainer.config.data import DataConfig
+from trainer.data.preparation.shards import ShardWriter
 from trainer.data.prepare import PreparedDataset, prepare
 from trainer.data.records import encode, parse
 from trainer.data.spec import DatasetSpec, FeatureSpec
-from trainer.data.write import ShardWriter
 
 ROOT = Path(__file__).parents[3]
 Prepare = Callable[..., PreparedDataset]
@@ -39,10 +39,10 @@ def scratch(tmp_path):
 
 @pytest.fixture
 def prepared(root, scratch) -> Prepare:
-    """Prepare a builder of `builders.py`, with two shards unless asked otherwise."""
+    """Prepare a builder of `made_builders.py`, with two shards unless asked otherwise."""
 
     def make(name, **options):
-        dataset = f"tests.trainer.data.builders:{name}"
+        dataset = f"tests.trainer.data.made_builders:{name}"
         return prepare(DataConfig(**{"dataset": dataset, "shards": 2, **options}), root, scratch)
 
     return make

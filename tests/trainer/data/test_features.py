@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow_datasets as tfds
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer.config.data import DataConfig
 from trainer.data.features import select
 from trainer.data.spec import FeatureSpec

@@ -27,8 +27,9 @@ def publish(root, tmp_path):
         folder = tmp_path / f"made-{next(numbers)}"
         folder.mkdir()
         (folder / "train.tfrecord").write_bytes(b"records")
-        uri = storage.join(root, "datasets", dataset_key(config, version))
-        storage.publish(folder, uri, kind=KIND, fields={"version": version})
+        identity = {"version": version}
+        uri = storage.join(root, "datasets", dataset_key(config, identity))
+        storage.publish(folder, uri, kind=KIND, fields={"identity": identity})
         return uri
 
     return published
@@ -48,7 +49,7 @@ SECTIONS = [
 
 def test_every_role_and_shape_is_another_dataset():
     configs = [parse_config({"data": each}).data for each in SECTIONS]
-    assert len({dataset_key(each, "1.0.0") for each in configs}) == len(SECTIONS)
+    assert len({dataset_key(each, {"version": "1.0.0"}) for each in configs}) == len(SECTIONS)
 
 
 def test_one_name_is_a_list_of_one():
@@ -57,7 +58,7 @@ def test_one_name_is_a_list_of_one():
         for label in ("price", ["price"])
     )
     assert text == several == DataConfig.model_validate_json(text.model_dump_json())
-    assert dataset_key(text, "1.0.0") == dataset_key(several, "1.0.0")
+    assert dataset_key(text, {}) == dataset_key(several, {})
 
 
 def test_of_nothing_there_is_none(root):

@@ -16,6 +16,7 @@ from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data import key as key_module
 from trainer.data import prepare as module
+from trainer.data.builders import builder_source
 from trainer.data.key import dataset_key
 from trainer.data.prepare import prepare, selected
 from trainer.data.spec import DatasetSpec
@@ -40,7 +41,7 @@ def images_of(values):
 
 
 def test_it_is_published_by_its_key(digits):
-    assert digits.uri.endswith(f"/root/datasets/{dataset_key(DataConfig(), '1.0.0')}")
+    assert digits.uri.endswith(f"/root/datasets/{dataset_key(DataConfig(), {'version': '1.0.0'})}")
     assert storage.verify(digits.uri) == digits.manifest
     assert not digits.reused
 
@@ -114,7 +115,7 @@ def fingerprint_of(crcs):
 def test_it_is_reused(own_digits, monkeypatch):
     published, again = own_digits
     before = {path: path.stat().st_mtime_ns for path in published.iterdir()}
-    monkeypatch.setattr(module, "download", lambda *_: pytest.fail("prepared again"))
+    monkeypatch.setattr(builder_source, "download", lambda *_: pytest.fail("prepared again"))
     found = again()
     assert found.reused
     assert found.uri == storage.uri_of(published)
@@ -199,7 +200,7 @@ def test_a_damaged_dataset_stays_until_there_is_another(own_digits, monkeypatch)
     def fail(*_):
         raise UserError("no network")
 
-    monkeypatch.setattr(module, "download", fail)
+    monkeypatch.setattr(builder_source, "download", fail)
     with pytest.raises(UserError, match="no network"):
         again()
     assert (published / "MANIFEST.json").exists()
@@ -236,7 +237,7 @@ def test_nothing_is_written_elsewhere(tmp_path, monkeypatch):
 
 
 def test_the_key():
-    key = dataset_key(DataConfig(), "1.0.0")
+    key = dataset_key(DataConfig(), {"version": "1.0.0"})
     assert key.startswith("digits-")
     assert len(key) == len("digits-") + 12
 
@@ -246,12 +247,12 @@ def test_the_key():
     [("glue/cola", "glue-cola-"), ("some.module:Builder", "some.module-Builder-")],
 )
 def test_the_key_is_one_name(dataset, start):
-    assert dataset_key(DataConfig(dataset=dataset), "1.0.0").startswith(start)
+    assert dataset_key(DataConfig(dataset=dataset), {"version": "1.0.0"}).startswith(start)
 
 
 def test_the_key_follows_the_content_only(monkeypatch):
     def key(version="1.0.0", **options):
-        return dataset_key(DataConfig(**options), version)
+        return dataset_key(DataConfig(**options), {"version": version})
 
     same = {key(), key(version="1.0.0"), key(manual_dir="x"), key(validation=0.1)}
     other = {key("2.0.0"), key(seed=1), key(shards=7), key(validation=1), key(dataset="mnist")}

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer import storage
 from trainer.data.read import evaluation_batches, labelled_columns, training_batches
 from trainer.data.spec import DatasetSpec

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer import storage
 from trainer.data.read import evaluation_batches, training_batches
 from trainer.data.spec import DatasetSpec

@@ -7,11 +7,11 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer.config.data import DataConfig
+from trainer.data.builders.batches import fitted
 from trainer.data.features import select
 from trainer.data.shapes import Fit
-from trainer.data.write import fitted
 from trainer.errors import ConfigError
 
 # Every feature of `Ragged` in one shape; the sets of tags become one bool a class.

@@ -5,12 +5,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.splits import TEST, TRAIN, VALIDATION, plan
+from trainer.data.splits import TEST, TRAIN, VALIDATION, plan, shard_counts
 from trainer.errors import UserError
 
 
-def drawn(sizes, *, validation=0.1, shards=2, seed=0):
-    return plan("some", sizes, validation=validation, shards=shards, seed=seed)
+def drawn(sizes, *, validation=0.1, seed=0):
+    return plan("some", sizes, validation=validation, seed=seed)
+
+
+def shards_of(found, shards):
+    names = ("train", "validation", "test")
+    counts = {name: count(found, which) for which, name in enumerate(names)}
+    return shard_counts("some", counts, shards)
 
 
 def count(found, which):
@@ -23,7 +29,7 @@ def test_a_share_of_training_becomes_validation():
 
 
 def test_a_count_of_training_becomes_validation():
-    found = drawn({"train": 60_000, "test": 10_000}, validation=5000, shards=8)
+    found = drawn({"train": 60_000, "test": 10_000}, validation=5000)
     assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [55_000, 5000, 10_000]
 
 
@@ -33,21 +39,30 @@ def test_one_is_a_count():
 
 @pytest.mark.parametrize(("share", "examples"), [(0.999, 999), (0.001, 1), (1e-9, 1), (0.0125, 12)])
 def test_a_share_is_rounded_and_never_to_nothing(share, examples):
-    assert count(drawn({"train": 1000, "test": 1}, validation=share, shards=1), VALIDATION) == (
-        examples
-    )
+    assert count(drawn({"train": 1000, "test": 1}, validation=share), VALIDATION) == (examples)
 
 
 def test_no_validation():
     found = drawn({"train": 100, "test": 20}, validation=0)
     assert count(found, VALIDATION) == 0
-    assert "validation" not in found.shards
+    assert "validation" not in shards_of(found, 2)
 
 
 def test_the_sources_own_test_split_is_used_whole():
-    found = drawn({"train": 100, "test": 20, "validation": 30})
+    found = drawn({"train": 100, "test": 20})
     assert set(found.targets) == {"train", "test"}
     assert (found.targets["test"] == TEST).all()
+
+
+def test_the_sources_own_validation_split_is_used_whole():
+    found = drawn({"train": 100, "test": 20, "validation": 30})
+    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [100, 30, 20]
+    assert (found.targets["validation"] == VALIDATION).all()
+
+
+def test_no_validation_leaves_the_sources_own_out():
+    found = drawn({"train": 100, "test": 20, "validation": 30}, validation=0)
+    assert [count(found, which) for which in (TRAIN, VALIDATION, TEST)] == [100, 0, 20]
 
 
 def test_the_sources_validation_is_the_test_where_there_is_no_other():
@@ -95,7 +110,6 @@ def test_the_draw_never_changes():
         ({"train": 1, "test": 1}, {"validation": 0.1}, ["1 of the 1"]),
         ({"train": 10}, {"validation": 5}, ["validation and test", "10 of the 10"]),
         ({"train": 10}, {"validation": 0}, ["data.validation: 0", "no test split", "0.1"]),
-        ({"train": 10, "test": 1}, {"shards": 10}, ["10 shards for 9", "to 9 or less"]),
     ],
 )
 def test_what_cannot_be_split_is_refused(sizes, options, words):
@@ -107,17 +121,22 @@ def test_what_cannot_be_split_is_refused(sizes, options, words):
     assert not [word for word in words if word not in message]
 
 
+def test_more_shards_than_examples_are_refused():
+    with pytest.raises(UserError, match=r"10 shards for 9 .* to 9 or less"):
+        shards_of(drawn({"train": 10, "test": 1}), 10)
+
+
 def test_as_many_shards_as_examples_is_the_most():
-    assert drawn({"train": 10, "test": 5}, validation=1, shards=9).shards["train"] == 9
+    assert shards_of(drawn({"train": 10, "test": 5}, validation=1), 9)["train"] == 9
 
 
 def test_other_splits_get_shards_of_the_same_size():
-    found = drawn({"train": 60_000, "test": 10_000}, validation=5000, shards=8)
-    assert found.shards == {"train": 8, "validation": 1, "test": 2}
+    found = drawn({"train": 60_000, "test": 10_000}, validation=5000)
+    assert shards_of(found, 8) == {"train": 8, "validation": 1, "test": 2}
 
 
 def test_no_split_has_more_shards_than_training():
-    assert drawn({"train": 100, "test": 10_000}, shards=4).shards["test"] == 4
+    assert shards_of(drawn({"train": 100, "test": 10_000}), 4)["test"] == 4
 
 
 @settings(deadline=None, max_examples=60)
@@ -131,7 +150,8 @@ def test_no_split_has_more_shards_than_training():
 def test_every_example_goes_to_one_place(train, test, validation, shards, seed):
     sizes = {"train": train, "test": test}
     try:
-        found = drawn(sizes, validation=validation, shards=shards, seed=seed)
+        found = drawn(sizes, validation=validation, seed=seed)
+        written = shards_of(found, shards)
     except UserError:
         return
     assert {name: len(targets) for name, targets in found.targets.items()} == {
@@ -144,5 +164,5 @@ def test_every_example_goes_to_one_place(train, test, validation, shards, seed):
     assert counts["train"] >= shards
     assert counts["test"] == test or (not test and counts["test"] == counts["validation"])
     # No shard may be empty: a reader of it would wait for ever.
-    assert all(1 <= found.shards[name] <= counts[name] for name in found.shards)
-    assert set(found.shards) == {name for name in counts if counts[name]}
+    assert all(1 <= written[name] <= counts[name] for name in written)
+    assert set(written) == {name for name in counts if counts[name]}

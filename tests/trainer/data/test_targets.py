@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer import storage
 from trainer.data.spec import DatasetSpec, FeatureSpec
 from trainer.data.targets import Target
@@ -111,6 +111,6 @@ def test_no_number_is_refused_and_nothing_published(bad, message, prepared, monk
     with pytest.raises(UserError) as caught:
         prepared("Weighted", label=("price", "sizes"), weight="times")
     assert str(caught.value).startswith(
-        message.replace("{name}", "tests.trainer.data.builders:Weighted")
+        message.replace("{name}", "tests.trainer.data.made_builders:Weighted")
     )
     assert storage.published(storage.join(root, "datasets")) == []

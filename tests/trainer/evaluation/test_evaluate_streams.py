@@ -13,9 +13,9 @@ from tests.trainer.objectives import NO_ROLES
 from tests.trainer.small_run import CLASSES, publish_checkpoint
 from trainer import storage
 from trainer.config.load import parse_config
+from trainer.data.preparation.shards import ShardWriter
 from trainer.data.records import encode
 from trainer.data.spec import SCHEMA, FeatureSpec
-from trainer.data.write import ShardWriter
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 

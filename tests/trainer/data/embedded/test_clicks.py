@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 
 from trainer.config.data import DataConfig
-from trainer.data import datasets
+from trainer.data.builders import datasets
 from trainer.data.embedded import clicks
 from trainer.data.features import select
 

@@ -8,7 +8,8 @@ import pytest
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.config.load import load_config
-from trainer.data import datasets, prepare
+from trainer.data import prepare
+from trainer.data.builders import datasets
 from trainer.data.embedded import brackets, tables
 from trainer.data.read import evaluation_batches
 from trainer.data.spec import DatasetSpec

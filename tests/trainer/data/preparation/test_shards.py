@@ -6,8 +6,8 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data import write
-from trainer.data.write import ShardWriter
+from trainer.data.preparation import shards as write
+from trainer.data.preparation.shards import ShardWriter
 
 
 def read(path):

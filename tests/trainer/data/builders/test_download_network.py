@@ -8,8 +8,8 @@ from functools import partial
 import pytest
 import requests
 
-from trainer.data import download
-from trainer.data.download import UnreachableError, reach
+from trainer.data.builders import download
+from trainer.data.builders.download import UnreachableError, reach
 
 
 class Answer(http.server.BaseHTTPRequestHandler):

@@ -10,9 +10,9 @@ import pytest
 import requests
 import tensorflow_datasets as tfds
 
-from tests.trainer.data import builders
-from trainer.data import download as module
-from trainer.data.download import UnreachableError, download
+from tests.trainer.data import made_builders as builders
+from trainer.data.builders import download as module
+from trainer.data.builders.download import UnreachableError, download
 from trainer.errors import ConfigError, TransientError, UserError
 
 MNIST = [
@@ -194,7 +194,7 @@ def test_a_builder_that_fails(data_dir):
     message = refusal(UserError, "own", builders.Failing(data_dir=data_dir), "")
     assert "own could not be prepared: RuntimeError: " in message
     assert "no example 0" in message
-    assert re.search(r"\(.*data/builders\.py:\d+\)$", message)
+    assert re.search(r"\(.*data/made_builders\.py:\d+\)$", message)
 
 
 def test_the_cause_is_kept(data_dir):

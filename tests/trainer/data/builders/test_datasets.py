@@ -5,14 +5,14 @@ import textwrap
 
 import pytest
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer.config.data import DataConfig
-from trainer.data import datasets
+from trainer.data.builders import datasets
 from trainer.data.embedded.clicks import Clicks
 from trainer.data.embedded.digits import Digits
 from trainer.errors import ConfigError
 
-OWN = "tests.trainer.data.builders"
+OWN = "tests.trainer.data.made_builders"
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_builder_of_your_own(find):
 
 def test_a_module_that_is_loaded_for_it(find, tmp_path, monkeypatch):
     source = """
-        from tests.trainer.data.builders import Small
+        from tests.trainer.data.made_builders import Small
 
         class Mine(Small, skip_registration=True):
             pass

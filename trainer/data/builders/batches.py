@@ -1,23 +1,11 @@
-"""Read a prepared TFDS dataset in batches, in the order of its files, and write it into shards.
-
-The format is TFRecord: for each record its length (8 bytes, little-endian), the masked crc32c of
-the length, the record, and its masked crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord,
-"TFRecords format details").
-"""
+"""Read a prepared TFDS dataset in batches, in the order of its files."""
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
-import math
-import struct
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-import google_crc32c
 import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
@@ -25,73 +13,9 @@ import tensorflow_datasets as tfds
 from trainer.data.examples.images import UndecodableError, resized, stored_image
 from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import Selection
-from trainer.data.records import encode
 from trainer.data.shapes import Fit
-from trainer.data.spec import SPLITS, FeatureSpec, length_name, shard_name
-from trainer.data.splits import Plan
-from trainer.data.targets import Target, refuse_weight
+from trainer.data.spec import FeatureSpec, length_name
 from trainer.errors import UserError
-
-BUFFER_BYTES = 64 << 20
-_MASK = 0xA282EAD8
-_WORD = 0xFFFFFFFF
-
-
-class ShardWriter:
-    """Deals records out over the shards in turn, so that their sizes differ by at most one.
-
-    A writer of TensorFlow's keeps its file open; a thousand shards would need a thousand. Records
-    are gathered in memory instead, and appended when there are enough of them.
-    """
-
-    def __init__(self, folder: Path, split: str, count: int) -> None:
-        """Write `count` shards of `split` into `folder`."""
-        self._paths = [folder / shard_name(split, index, count) for index in range(count)]
-        self._pending: list[list[bytes]] = [[] for _ in range(count)]
-        self._pending_bytes = 0
-        self._added = 0
-        self._crcs = [0] * count
-
-    def add(self, record: bytes) -> None:
-        """Add a record to the shard whose turn it is."""
-        framed = _frame(record)
-        self._pending[self._added % len(self._paths)].append(framed)
-        self._added += 1
-        self._pending_bytes += len(framed)
-        if self._pending_bytes >= BUFFER_BYTES:
-            self.flush()
-
-    def flush(self) -> None:
-        """Write what has been added."""
-        for index, path in enumerate(self._paths):
-            data = b"".join(self._pending[index])
-            with path.open("ab") as file:
-                file.write(data)
-            self._crcs[index] = google_crc32c.extend(self._crcs[index], data)
-            self._pending[index].clear()
-        self._pending_bytes = 0
-
-    @property
-    def examples(self) -> list[int]:
-        """Records of each shard."""
-        share, more = divmod(self._added, len(self._paths))
-        return [share + (index < more) for index in range(len(self._paths))]
-
-    @property
-    def crcs(self) -> list[str]:
-        """The crc32c of each shard, as far as it is written."""
-        return [f"{crc:08x}" for crc in self._crcs]
-
-
-def _frame(record: bytes) -> bytes:
-    length = struct.pack("<Q", len(record))
-    return b"".join((length, _masked_crc(length), record, _masked_crc(record)))
-
-
-def _masked_crc(data: bytes) -> bytes:
-    crc = google_crc32c.value(data)
-    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & _WORD)
-
 
 BATCH = 1024
 _ROWS = 64
@@ -100,17 +24,23 @@ BATCH_BYTES = 64 << 20
 _PLAIN = (tfds.features.ClassLabel, tfds.features.Text, tfds.features.Image)
 
 
-def batches(
-    name: str, source: tfds.core.DatasetBuilder, selection: Selection, split: str
+def batches(  # noqa: PLR0913, PLR0917
+    name: str,
+    source: tfds.core.DatasetBuilder,
+    selection: Selection,
+    split: str,
+    first: int,
+    end: int,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the selected features of a split's examples as arrays, by feature name.
+    """Yield the selected features of the examples of a range of a split, by feature name.
 
     Raises:
         UserError: a file is missing or damaged, or holds not as many examples as announced.
     """
-    left = source.info.splits[split].num_examples
+    left = end - first
+    whole = end == source.info.splits[split].num_examples
     try:
-        for given in _arrays(source, selection, split):
+        for given in _arrays(source, selection, split, (first, -1 if whole else left)):
             # Those for `data.map` have no role yet, and no feature of their lengths.
             batch = with_lengths(selection.specs, given) if selection.targets else given
             left -= len(next(iter(given.values())))
@@ -128,14 +58,14 @@ def batches(
 
 
 def _arrays(
-    source: tfds.core.DatasetBuilder, selection: Selection, split: str
+    source: tfds.core.DatasetBuilder, selection: Selection, split: str, part: tuple[int, int]
 ) -> Iterator[dict[str, Any]]:
     if selection.targets or not any(spec.varies for spec in selection.specs.values()):
-        yield from _dataset(source, selection, split).prefetch(2).as_numpy_iterator()
+        yield from _dataset(source, selection, split, part).prefetch(2).as_numpy_iterator()
         return
     # Of any shape, also of images: one by one.
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
-    examples = source.as_dataset(split=split, read_config=order)
+    examples = source.as_dataset(split=split, read_config=order).skip(part[0]).take(part[1])
     kept = examples.map(lambda example: {path: _at(example, path) for path in selection.specs})
     rows = kept.prefetch(_ROWS).as_numpy_iterator()
     while chunk := list(itertools.islice(rows, _ROWS)):
@@ -165,10 +95,14 @@ def _stored(spec: FeatureSpec, column: Any, name: str, split: str) -> Iterator[b
             ) from error
 
 
-def _dataset(source: tfds.core.DatasetBuilder, selection: Selection, split: str) -> tf.data.Dataset:
-    size = _batch_size(selection)
+def _dataset(
+    source: tfds.core.DatasetBuilder, selection: Selection, split: str, part: tuple[int, int]
+) -> tf.data.Dataset:
+    """Return batches of the examples after the first `part[0]`, so many as `part[1]`; -1: all."""
+    size = max(1, min(BATCH, BATCH_BYTES // max(1, selection.example_bytes)))
+    skipped, taken = part
     if not selection.fits and _is_plain(source, selection):
-        return _records(source, selection, split, size)
+        return _records(source, selection, split, part, size)
     order = tfds.ReadConfig(interleave_cycle_length=1, try_autocache=False)
     examples = source.as_dataset(split=split, read_config=order, decoders=_undecoded(selection))
     fits = selection.fits.items()
@@ -179,7 +113,7 @@ def _dataset(source: tfds.core.DatasetBuilder, selection: Selection, split: str)
         values = {path: _at(example, path) for path in stored}
         return {**values, **{path: fitted(fit, values[path]) for path, fit in fits}}
 
-    found = examples.map(kept, num_parallel_calls=4)
+    found = examples.skip(skipped).take(taken).map(kept, num_parallel_calls=4)
     return found.ragged_batch(size) if varying else found.batch(size, num_parallel_calls=2)
 
 
@@ -193,16 +127,6 @@ def _undecoded(selection: Selection) -> dict[str, Any]:
             inner = inner.setdefault(key, {})
         inner[last] = tfds.decode.SkipDecoding()
     return tree
-
-
-def _batch_size(selection: Selection) -> int:
-    """Return how many examples are in memory at once: fewer of large ones."""
-    sizes = (math.prod(spec.sizes) * _bytes_of(spec) for spec in selection.specs.values())
-    return max(1, min(BATCH, BATCH_BYTES // max(1, sum(sizes))))
-
-
-def _bytes_of(spec: FeatureSpec) -> int:
-    return 1 if spec.dtype == "string" else tf.as_dtype(spec.dtype).size
 
 
 def fitted(fit: Fit, value: Any) -> tf.Tensor:
@@ -238,7 +162,11 @@ def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
 
 
 def _records(
-    source: tfds.core.DatasetBuilder, selection: Selection, split: str, size: int
+    source: tfds.core.DatasetBuilder,
+    selection: Selection,
+    split: str,
+    part: tuple[int, int],
+    size: int,
 ) -> tf.data.Dataset:
     """Parse whole batches of records: three times as fast as TFDS, which takes one by one."""
     classes, encoded = tfds.features.ClassLabel, _encoded(selection)
@@ -257,7 +185,8 @@ def _records(
         }
 
     paths = [str(path) for path in source.info.splits[split].filepaths]
-    return tf.data.TFRecordDataset(paths).batch(size).map(parse, num_parallel_calls=2)
+    records = tf.data.TFRecordDataset(paths).skip(part[0]).take(part[1])
+    return records.batch(size).map(parse, num_parallel_calls=2)
 
 
 def _at(example: Any, path: str) -> Any:
@@ -272,51 +201,3 @@ def _unreadable(name: str, source: tfds.core.DatasetBuilder, split: str, reason:
         f"data.dataset: the split {split!r} of {name} in {source.data_dir} cannot be read "
         f"({reason}); remove that folder, and it is made again"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Written:
-    """The content of the shards: examples of each shard by split, and what the targets hold."""
-
-    examples: Mapping[str, list[int]]
-    targets: Mapping[str, Target]
-    fingerprint: str
-
-
-def write(
-    name: str, source: tfds.core.DatasetBuilder, selection: Selection, plan: Plan, folder: Path
-) -> Written:
-    """Write the shards of all splits into `folder`.
-
-    Examples are in the order of the source, which TFDS shuffled when it wrote it.
-
-    Raises:
-        UserError: a label or a weight is none, or the source cannot be read.
-    """
-    writers = {split: ShardWriter(folder, split, count) for split, count in plan.shards.items()}
-    targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
-    for origin, destinations in plan.targets.items():
-        start = 0
-        for batch in batches(name, source, selection, origin):
-            chosen = destinations[start : start + len(batch[selection.targets[0]])]
-            start += len(chosen)
-            for split, record in zip(chosen, encode(selection.specs, batch), strict=True):
-                writers[SPLITS[split]].add(record)
-            if selection.weight:
-                refuse_weight(selection.weight, name, origin, batch[selection.weight])
-            for target in targets.values():
-                target.refuse(name, origin, batch[target.name])
-                for split in writers:
-                    target.add(split, batch[target.name][chosen == SPLITS.index(split)])
-    for writer in writers.values():
-        writer.flush()
-    return Written(
-        examples={split: writer.examples for split, writer in writers.items()},
-        targets=targets,
-        fingerprint=_fingerprint(writers),
-    )
-
-
-def _fingerprint(writers: Mapping[str, ShardWriter]) -> str:
-    crcs = {split: writer.crcs for split, writer in writers.items()}
-    return hashlib.sha256(json.dumps(crcs, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,125 @@
+"""Parts are mapped here or in processes, with the same result; what is finished is kept."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer.data.preparation.numbers import Numbers
+from trainer import storage
+from trainer.config.data import DataConfig
+from trainer.data import prepare as module
+from trainer.data.preparation.processes import map_parts
+from trainer.data.prepare import prepare
+from trainer.data.records import parse
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch):
+    """Prepare a source below the root, with two shards."""
+
+    def make(source, processes=1, **options):
+        monkeypatch.setattr(module, "source_of", lambda *_: source)
+        config = DataConfig(shards=2, runner={"processes": processes}, **options)
+        return prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
+
+    return make
+
+
+@pytest.fixture
+def source(tmp_path):
+    return Numbers(seen=tmp_path / "seen")
+
+
+def numbers_of(dataset, split):
+    spec = DatasetSpec.from_manifest(dataset.manifest)
+    folder = storage.local_path(dataset.uri)
+    found = []
+    for name in spec.files(split):
+        records = list(tf.data.TFRecordDataset(str(folder / name)).as_numpy_iterator())
+        found.append(parse(spec.features, tf.constant(records))["number"].numpy())
+    return found
+
+
+def reads(source):
+    return {int(path.name): len(path.read_text().splitlines()) for path in source.seen.iterdir()}
+
+
+def left_of(tmp_path):
+    return [path for path in (tmp_path / "root" / "preparing").rglob("*") if path.is_file()]
+
+
+def test_every_example_is_in_its_split_once(prepared, source):
+    dataset = prepared(source)
+    by_split = {name: np.concatenate(numbers_of(dataset, name)) for name in ("train", "test")}
+    assert sorted(by_split["test"]) == list(range(1, 100, 10))
+    assert sorted(by_split["train"]) == [n for n in range(100) if n % 10 > 1]
+
+
+def test_shards_are_mixed_over_the_parts_and_as_large(prepared, source):
+    shards = numbers_of(prepared(source), "train")
+    assert [len(each) for each in shards] == [40, 40]
+    # Sorted files would give sorted shards.
+    assert all((np.diff(each) < 0).sum() > 10 for each in shards)
+    assert all({number // 20 for number in each.tolist()[:20]} == set(range(5)) for each in shards)
+
+
+def test_counts_are_those_of_the_examples(prepared, source):
+    counts = prepared(source).manifest.fields["target_counts"]["label"]
+    assert counts == {"train": [20, 20, 20, 20], "validation": [5, 0, 5, 0], "test": [0, 5, 0, 5]}
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_gives_the_same_bytes(prepared, source):
+    alone = prepared(source)
+    storage.delete(alone.uri)
+    assert prepared(source, processes=2).manifest.same_content(alone.manifest)
+    assert reads(source) == dict.fromkeys(range(5), 2)
+
+
+def test_what_was_finished_is_kept(prepared, source, tmp_path):
+    source.breaks = 3
+    with pytest.raises(UserError, match="part 3 is broken"):
+        prepared(source)
+    assert not list((tmp_path / "root").glob("datasets/*"))
+    source.breaks = -1
+    again = prepared(source)
+    assert reads(source) == dict.fromkeys(range(5), 1)
+    assert not left_of(tmp_path)
+    storage.delete(again.uri)
+    assert prepared(source).manifest.same_content(again.manifest)
+
+
+def test_a_finished_part_that_was_damaged_is_made_again(prepared, source, tmp_path, caplog):
+    source.breaks = 3
+    with pytest.raises(UserError):
+        prepared(source)
+    (records, *_) = (tmp_path / "root" / "preparing").rglob("*1/train.records")
+    records.write_bytes(records.read_bytes()[::-1])
+    source.breaks = -1
+    prepared(source)
+    assert reads(source)[1] == 2
+    assert "crc32c" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_is_one_line_and_its_end_keeps_the_rest(prepared, source):
+    source.kills = 3
+    with pytest.raises(UserError) as caught:
+        prepared(source, processes=2)
+    assert "part 3 was ended by signal SIGKILL; finished parts are kept" in str(caught.value)
+    finished = set(reads(source))
+    source.kills = -1
+    prepared(source, processes=2)
+    assert {1} <= finished <= {0, 1, 2, 4}
+    assert set(reads(source)) == set(range(5))
+
+
+def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("multiprocessing.get_context", lambda *_: pytest.fail("a process"))
+    source.fetch()
+    done = []
+    parts = source.parts()[:3]
+    map_parts(source, parts, tmp_path, processes=0, done=lambda part, _: done.append(part.number))
+    assert done == [0, 1, 2]

@@ -1,0 +1,82 @@
+"""A builder of TFDS as a source: its splits are cut into parts, and drawn as `splits.plan` says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from trainer.config.data import DataConfig
+from trainer.data import features
+from trainer.data.builders import datasets
+from trainer.data.builders.download import download
+from trainer.data.builders.png import quicken
+from trainer.data.features import Selection
+from trainer.data.source import Batch, Part, Source
+from trainer.data.splits import Plan, plan
+
+# Of a part in memory, as far as that is known.
+PART_BYTES = 64 << 20
+
+
+class BuilderSource(Source):
+    """The dataset of `data.dataset`; TFDS keeps what it makes in `data_dir`."""
+
+    # TFDS shuffles what it writes.
+    is_shuffled = True
+
+    def __init__(self, config: DataConfig, data_dir: Path) -> None:
+        """Find the builder; raises `ConfigError`."""
+        self._config = config
+        self._data_dir = data_dir
+        self.name = config.dataset
+        self.identity = {"version": str(self._builder.version)}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the builder out: another process finds its own."""
+        return {name: value for name, value in vars(self).items() if name != "_builder"}
+
+    @cached_property
+    def _builder(self) -> Any:
+        return datasets.builder(self._config, self._data_dir)
+
+    def select(self) -> Selection:
+        """Return the features that are kept, by the builder alone."""
+        return features.select(self._config, self._builder.info)
+
+    def fetch(self) -> None:
+        """Download and prepare the dataset; raises `UserError`."""
+        quicken(self.select().connectors.values())
+        download(self.name, self._builder, self._config.manual_dir)
+
+    def parts(self) -> Sequence[Part]:
+        """Return ranges of the splits that are read."""
+        selection = self.select()
+        size = max(1, PART_BYTES // max(1, selection.example_bytes))
+        ranges = [
+            (origin, first, min(first + size, len(targets)))
+            for origin, targets in self._plan().targets.items()
+            for first in range(0, len(targets), size)
+        ]
+        return [
+            Part(number=number, origin=origin, where={"first": first, "end": end})
+            for number, (origin, first, end) in enumerate(ranges)
+        ]
+
+    def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
+        """Yield the examples of a range."""
+        # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
+        from trainer.data.builders.batches import batches  # noqa: PLC0415
+
+        splits = self._plan().targets[part.origin]
+        at, end = part.where["first"], part.where["end"]
+        for columns in batches(self.name, self._builder, selection, part.origin, at, end):
+            count = len(columns[selection.targets[0]])
+            yield Batch(columns=columns, splits=splits[at : at + count])
+            at += count
+
+    def _plan(self) -> Plan:
+        sizes = {name: split.num_examples for name, split in self._builder.info.splits.items()}
+        config = self._config
+        return plan(self.name, sizes, validation=config.validation, seed=config.seed)

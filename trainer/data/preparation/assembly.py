@@ -1,0 +1,59 @@
+"""Make the shards of a dataset from mapped parts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.preparation.parts import Sums, records_of, sums_of
+from trainer.data.preparation.shards import ShardWriter
+from trainer.data.source import Source
+from trainer.data.splits import shard_counts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written:
+    """The content of the shards: examples of each shard by split, and the sums over them."""
+
+    examples: Mapping[str, list[int]]
+    sums: Sums
+    fingerprint: str
+
+
+def assemble(
+    source: Source, parts: Sequence[Path], folder: Path, *, shards: int, seed: int
+) -> Written:
+    """Write the shards of all splits into `folder`, from the folders of the parts in their order.
+
+    Records are dealt out to the shards of their split in turn. Where the source is not shuffled,
+    each shard gets a random order, by the seed.
+
+    Raises:
+        UserError: there are fewer training examples than shards.
+    """
+    selection = source.select()
+    sums = Sums(selection)
+    for part in parts:
+        sums.merge(sums_of(part, selection))
+    counts = shard_counts(source.name, sums.examples, shards)
+    writers = {split: ShardWriter(folder, split, count) for split, count in counts.items()}
+    for split, writer in writers.items():
+        for part in parts:
+            for record in records_of(part, split):
+                writer.add(record)
+        writer.flush()
+        if not source.is_shuffled:
+            writer.shuffle(seed)
+    return Written(
+        examples={split: writer.examples for split, writer in writers.items()},
+        sums=sums,
+        fingerprint=_fingerprint(writers),
+    )
+
+
+def _fingerprint(writers: Mapping[str, ShardWriter]) -> str:
+    crcs = {split: writer.crcs for split, writer in writers.items()}
+    return hashlib.sha256(json.dumps(crcs, sort_keys=True).encode()).hexdigest()

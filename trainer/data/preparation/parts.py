@@ -1,0 +1,117 @@
+"""A part of a source that was mapped: its encoded records by split, and the sums over them.
+
+A folder with a file of records for each split, in the order of the source, the lengths of these
+records, and `sums.json`, which is written last. It may be published and read elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from trainer.data.features import Selection
+from trainer.data.records import encode
+from trainer.data.source import Part, Source
+from trainer.data.spec import SPLITS
+from trainer.data.targets import Target, refuse_weight
+
+_SUMS = "sums.json"
+_READ_BYTES = 1 << 20
+
+
+class Sums:
+    """What is summed up over the examples of one part, or of several."""
+
+    def __init__(self, selection: Selection) -> None:
+        """Begin with no examples."""
+        self.examples = dict.fromkeys(SPLITS, 0)
+        self.targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
+
+    def add(self, columns: Mapping[str, Any], splits: Any) -> None:
+        """Add some examples, of which `splits` are indexes into `SPLITS`."""
+        for index, split in enumerate(SPLITS):
+            chosen = splits == index
+            if not chosen.any():
+                continue
+            self.examples[split] += int(chosen.sum())
+            for target in self.targets.values():
+                target.add(split, columns[target.name][chosen])
+
+    def merge(self, other: Sums) -> None:
+        """Add what was summed up over further examples."""
+        for split, count in other.examples.items():
+            self.examples[split] += count
+        for name, target in other.targets.items():
+            self.targets[name].merge(target)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        targets = {name: each.state() for name, each in self.targets.items()}
+        return {"examples": self.examples, "targets": targets}
+
+    @classmethod
+    def from_json(cls, tree: Mapping[str, Any], selection: Selection) -> Self:
+        """Return what `to_json` has written."""
+        found = cls(selection)
+        found.examples |= tree["examples"]
+        for name, state in tree["targets"].items():
+            found.targets[name].restore(state)
+        return found
+
+
+def map_part(source: Source, selection: Selection, part: Part, folder: Path) -> None:
+    """Read a part of a source, encode its examples, and write them into `folder`.
+
+    Raises:
+        UserError: the part cannot be read, or a label or a weight in it is none.
+    """
+    folder.mkdir(parents=True)
+    sums = Sums(selection)
+    lengths: dict[str, list[int]] = {split: [] for split in SPLITS}
+    with ExitStack() as stack:
+        files = [stack.enter_context(_records(folder, split).open("wb")) for split in SPLITS]
+        for batch in source.read(part, selection):
+            _refuse(source, selection, sums, part, batch.columns)
+            records = encode(selection.specs, batch.columns)
+            for split, record in zip(batch.splits.tolist(), records, strict=True):
+                files[split].write(record)
+                lengths[SPLITS[split]].append(len(record))
+            sums.add(batch.columns, batch.splits)
+    for split, each in lengths.items():
+        np.save(_lengths(folder, split), np.array(each, np.uint32))
+    (folder / _SUMS).write_text(json.dumps(sums.to_json()), encoding="utf-8")
+
+
+def sums_of(folder: Path, selection: Selection) -> Sums:
+    """Return the sums over a part that was mapped into `folder`."""
+    tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
+    return Sums.from_json(tree, selection)
+
+
+def records_of(folder: Path, split: str) -> Iterator[bytes]:
+    """Yield the records of a split, in the order of the source."""
+    with _records(folder, split).open("rb", buffering=_READ_BYTES) as file:
+        for length in np.load(_lengths(folder, split)).tolist():
+            yield file.read(length)
+
+
+def _refuse(
+    source: Source, selection: Selection, sums: Sums, part: Part, columns: Mapping[str, Any]
+) -> None:
+    if selection.weight:
+        refuse_weight(selection.weight, source.name, part.origin, columns[selection.weight])
+    for target in sums.targets.values():
+        target.refuse(source.name, part.origin, columns[target.name])
+
+
+def _records(folder: Path, split: str) -> Path:
+    return folder / f"{split}.records"
+
+
+def _lengths(folder: Path, split: str) -> Path:
+    return folder / f"{split}.lengths.npy"

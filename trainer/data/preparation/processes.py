@@ -1,0 +1,131 @@
+"""Map the parts of a source in parallel processes of this machine.
+
+A process imports TensorFlow, which takes it seconds: a few parts are mapped here. Every process
+ends with its parent, also where that one is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from typing import Any
+
+from trainer.data.preparation.parts import map_part
+from trainer.data.source import Part, Source
+from trainer.errors import UserError
+
+# Of parts for each process: fewer are not worth its start.
+_FEWEST = 2
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+Done = Callable[[Part, Path], None]
+
+
+def map_parts(
+    source: Source, parts: Sequence[Part], folder: Path, *, processes: int, done: Done
+) -> None:
+    """Map parts into folders of `folder`; `done` is called here after each, in any order.
+
+    Args:
+        source: what is read.
+        parts: those that are not mapped yet.
+        folder: local; a part is in the folder with its number.
+        processes: how many at once; 0: one for each core, where there are enough parts.
+        done: takes the part and its folder.
+
+    Raises:
+        UserError: a part cannot be read, or a process was killed.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = min(processes or (cores or 1), len(parts) if processes else len(parts) // _FEWEST)
+    if count < _FEWEST:
+        selection = source.select()
+        for part in parts:
+            map_part(source, selection, part, _place(folder, part))
+            done(part, _place(folder, part))
+        return
+    _in_processes(source, [parts[index::count] for index in range(count)], folder, done)
+
+
+def _in_processes(
+    source: Source, stripes: Sequence[Sequence[Part]], folder: Path, done: Done
+) -> None:
+    context = multiprocessing.get_context("spawn")
+    running: dict[Any, tuple[SpawnProcess, list[Part]]] = {}
+    try:
+        for stripe in stripes:
+            reader, writer = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_work, args=(source, stripe, folder, os.getpid(), writer), daemon=True
+            )
+            process.start()
+            # So that the end of the process is the end of the pipe.
+            writer.close()
+            running[reader] = (process, list(stripe))
+        while running:
+            for reader in set(running).intersection(wait(list(running))):
+                process, left = running[reader]
+                if not _answered(reader, process, left, folder, done):
+                    del running[reader]
+    finally:
+        for process, _ in running.values():
+            process.kill()
+            process.join()
+
+
+def _answered(
+    reader: Any, process: SpawnProcess, left: list[Part], folder: Path, done: Done
+) -> bool:
+    """Take one message of a process; return whether it goes on."""
+    try:
+        failure = reader.recv()
+    except EOFError:
+        process.join()
+        if left:
+            raise UserError(
+                f"a process that prepared part {left[0].number} was ended by "
+                f"{_cause(process.exitcode or 0)}; finished parts are kept: run it again, with "
+                "fewer data.runner.processes where memory was short"
+            ) from None
+        return False
+    if isinstance(failure, Exception):
+        raise failure
+    part = left.pop(0)
+    done(part, _place(folder, part))
+    return True
+
+
+def _cause(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _work(source: Source, parts: Sequence[Part], folder: Path, parent: int, answers: Any) -> None:
+    """Map parts one after another; this is all that a process does."""
+    # Ctrl-C reaches the whole group; the parent ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with(parent)
+    try:
+        selection = source.select()
+        for part in parts:
+            map_part(source, selection, part, _place(folder, part))
+            answers.send(None)
+    # Whatever it is, it is raised again in the parent.
+    except Exception as error:
+        answers.send(error if isinstance(error, UserError | OSError) else RuntimeError(repr(error)))
+
+
+def _end_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _place(folder: Path, part: Part) -> Path:
+    return folder / f"{part.number:06d}"

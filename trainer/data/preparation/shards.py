@@ -1,0 +1,116 @@
+"""The shards of a split: TFRecord files whose sizes differ by at most one record.
+
+A TFRecord is for each record its length (8 bytes, little-endian), the masked crc32c of the length,
+the record, and its masked crc32c (https://www.tensorflow.org/tutorials/load_data/tfrecord,
+"TFRecords format details").
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from pathlib import Path
+
+import google_crc32c
+import numpy as np
+
+from trainer.data.spec import shard_name
+
+BUFFER_BYTES = 64 << 20
+_MASK = 0xA282EAD8
+# Bytes of a record's frame: its length and two checksums.
+_FRAME = 8 + 4 + 4
+_WORD = 0xFFFFFFFF
+
+
+class ShardWriter:
+    """Deals records out over the shards in turn, so that their sizes differ by at most one.
+
+    A writer of TensorFlow's keeps its file open; a thousand shards would need a thousand. Records
+    are gathered in memory instead, and appended when there are enough of them.
+    """
+
+    def __init__(self, folder: Path, split: str, count: int) -> None:
+        """Write `count` shards of `split` into `folder`."""
+        self._paths = [folder / shard_name(split, index, count) for index in range(count)]
+        self._pending: list[list[bytes]] = [[] for _ in range(count)]
+        self._pending_bytes = 0
+        self._added = 0
+        self._crcs = [0] * count
+
+    def add(self, record: bytes) -> None:
+        """Add a record to the shard whose turn it is."""
+        framed = _frame(record)
+        self._pending[self._added % len(self._paths)].append(framed)
+        self._added += 1
+        self._pending_bytes += len(framed)
+        if self._pending_bytes >= BUFFER_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what has been added."""
+        for index, path in enumerate(self._paths):
+            data = b"".join(self._pending[index])
+            with path.open("ab") as file:
+                file.write(data)
+            self._crcs[index] = google_crc32c.extend(self._crcs[index], data)
+            self._pending[index].clear()
+        self._pending_bytes = 0
+
+    def shuffle(self, seed: int) -> None:
+        """Bring the records of each shard into a random order; after the last `flush`.
+
+        Each is read from its file in place, so that the memory does not grow with it.
+        """
+        for index, path in enumerate(self._paths):
+            self._crcs[index] = _shuffled(path, np.random.RandomState((seed, index)))
+
+    @property
+    def examples(self) -> list[int]:
+        """Records of each shard."""
+        share, more = divmod(self._added, len(self._paths))
+        return [share + (index < more) for index in range(len(self._paths))]
+
+    @property
+    def crcs(self) -> list[str]:
+        """The crc32c of each shard, as far as it is written."""
+        return [f"{crc:08x}" for crc in self._crcs]
+
+
+def _frame(record: bytes) -> bytes:
+    length = struct.pack("<Q", len(record))
+    return b"".join((length, _masked_crc(length), record, _masked_crc(record)))
+
+
+def _masked_crc(data: bytes) -> bytes:
+    crc = google_crc32c.value(data)
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + _MASK) & _WORD)
+
+
+def _shuffled(path: Path, random: np.random.RandomState) -> int:
+    """Rewrite a shard in a random order; return its crc32c."""
+    if not path.stat().st_size:
+        return 0
+    part, crc = path.with_suffix(".part"), 0
+    with (
+        path.open("rb") as file,
+        part.open("wb") as out,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+    ):
+        frames = _frames(data)
+        for index in random.permutation(len(frames) - 1):
+            frame = data[frames[index] : frames[index + 1]]
+            out.write(frame)
+            crc = google_crc32c.extend(crc, frame)
+    part.replace(path)
+    return crc
+
+
+def _frames(data: mmap.mmap) -> list[int]:
+    """Return where each framed record begins, and the end of the last."""
+    found, at = [0], 0
+    while at < len(data):
+        (length,) = struct.unpack_from("<Q", data, at)
+        at += length + _FRAME
+        found.append(at)
+    return found
