@@ -12,7 +12,6 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import made_builders as builders
 from trainer import storage
-from trainer.data import prepare
 from trainer.data.builders import batches, builder_source
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError

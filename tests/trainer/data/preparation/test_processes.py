@@ -1,45 +1,10 @@
 """Parts are mapped here or in processes, with the same result; what is finished is kept."""
 
-import numpy as np
 import pytest
-import tensorflow as tf
 
-from tests.trainer.data.preparation.numbers import Numbers
 from trainer import storage
-from trainer.config.data import DataConfig
-from trainer.data import prepare as module
 from trainer.data.preparation.processes import map_parts
-from trainer.data.prepare import prepare
-from trainer.data.records import parse
-from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
-
-
-@pytest.fixture
-def prepared(tmp_path, monkeypatch):
-    """Prepare a source below the root, with two shards."""
-
-    def make(source, processes=1, **options):
-        monkeypatch.setattr(module, "source_of", lambda *_: source)
-        config = DataConfig(shards=2, runner={"processes": processes}, **options)
-        return prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
-
-    return make
-
-
-@pytest.fixture
-def source(tmp_path):
-    return Numbers(seen=tmp_path / "seen")
-
-
-def numbers_of(dataset, split):
-    spec = DatasetSpec.from_manifest(dataset.manifest)
-    folder = storage.local_path(dataset.uri)
-    found = []
-    for name in spec.files(split):
-        records = list(tf.data.TFRecordDataset(str(folder / name)).as_numpy_iterator())
-        found.append(parse(spec.features, tf.constant(records))["number"].numpy())
-    return found
 
 
 def reads(source):
@@ -48,26 +13,6 @@ def reads(source):
 
 def left_of(tmp_path):
     return [path for path in (tmp_path / "root" / "preparing").rglob("*") if path.is_file()]
-
-
-def test_every_example_is_in_its_split_once(prepared, source):
-    dataset = prepared(source)
-    by_split = {name: np.concatenate(numbers_of(dataset, name)) for name in ("train", "test")}
-    assert sorted(by_split["test"]) == list(range(1, 100, 10))
-    assert sorted(by_split["train"]) == [n for n in range(100) if n % 10 > 1]
-
-
-def test_shards_are_mixed_over_the_parts_and_as_large(prepared, source):
-    shards = numbers_of(prepared(source), "train")
-    assert [len(each) for each in shards] == [40, 40]
-    # Sorted files would give sorted shards.
-    assert all((np.diff(each) < 0).sum() > 10 for each in shards)
-    assert all({number // 20 for number in each.tolist()[:20]} == set(range(5)) for each in shards)
-
-
-def test_counts_are_those_of_the_examples(prepared, source):
-    counts = prepared(source).manifest.fields["target_counts"]["label"]
-    assert counts == {"train": [20, 20, 20, 20], "validation": [5, 0, 5, 0], "test": [0, 5, 0, 5]}
 
 
 @pytest.mark.slow
