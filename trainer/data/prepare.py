@@ -81,12 +81,27 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
             storage.delete(uri)
         fields = _fields(config, source, selection, written)
         manifest = storage.publish(shards, uri, kind=KIND, fields=fields)
-        storage.delete(finished)
+        if storage.names(finished):
+            storage.delete(finished)
         return PreparedDataset(uri, manifest, False)
 
 
 def source_of(config: DataConfig, folder: Path) -> Source:
-    """Return what the dataset of a configuration is made from; `folder` is for what it fetches."""
+    """Return what the dataset of a configuration is made from; `folder` is for what it fetches.
+
+    Raises:
+        ConfigError: there is no such dataset.
+        UserError: the files cannot be listed.
+    """
+    if not config.map:
+        return _given(config, folder)
+    # TensorFlow takes seconds to load.
+    from trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
+
+    return MappedSource(_given(source_config(config), folder), config)
+
+
+def _given(config: DataConfig, folder: Path) -> Source:
     return BuilderSource(config, _tfds_dir(folder))
 
 

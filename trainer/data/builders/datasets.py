@@ -31,7 +31,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     """Return the TFDS builder of `config.dataset`, in the configured or its newest version.
 
     A name may carry a TFDS config, as in `glue/cola`. TFDS keeps what it downloads and prepares in
-    `data_dir`.
+    `data_dir`. The builder takes `data.builder_args`.
 
     Raises:
         ConfigError: no such dataset, config of it, version or class.
@@ -40,7 +40,7 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     make = _own_class(name) if ":" in name else partial(tfds.builder, name)
     version = {"version": config.version} if config.version else {}
     try:
-        return make(data_dir=data_dir, **version)
+        return make(data_dir=data_dir, **version, **config.builder_args)
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
@@ -79,6 +79,8 @@ def _refusal(config: DataConfig, error: Exception) -> str:
         hint = nearest(chosen, known) or f" (one of {', '.join(known[:20])})"
         return f"data.dataset: {base} has no config {chosen!r}{hint}"
     key = "data.version" if config.version and "ersion" in reason else "data.dataset"
+    if config.builder_args and isinstance(error, TypeError):
+        key = "data.builder_args"
     value = config.version if key == "data.version" else config.dataset
     place = user_code.place_of(error)
     return f"{key}: {value}: {type(error).__name__}: {reason}{f' ({place})' if place else ''}"

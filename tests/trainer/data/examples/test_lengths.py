@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
-from tests.trainer.data import builders
+from tests.trainer.data import made_builders as builders
 from trainer import storage
 from trainer.config.data import DataConfig
 from trainer.data.examples import lengths

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tests.trainer.data.files.sources import listed
 from trainer.config.data import DataConfig
-from trainer.data import datasets, write
-from trainer.data.download import download
+from trainer.data.builders import batches, datasets
+from trainer.data.builders.download import download
 from trainer.data.examples.images import encode as png
 from trainer.data.examples.mapped import MappedSource, source_config
 from trainer.data.features import Selection, select
@@ -245,13 +245,13 @@ def folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize("changed", ["mine_a.py", "mine_b.py", "mine_c/inner.py"])
 def test_a_change_of_the_function_makes_another_dataset(folder, changed):
     config = DataConfig(map="mine_a:f")
-    before = dataset_key(config, "1.0.0")
-    assert before == dataset_key(config, "1.0.0")
+    before = dataset_key(config, {})
+    assert before == dataset_key(config, {})
     (folder / "other.py").write_text("")
-    assert before == dataset_key(config, "1.0.0")
+    assert before == dataset_key(config, {})
     path = folder / changed
     path.write_text(path.read_text() + "# other\n")
-    assert dataset_key(config, "1.0.0") != before
+    assert dataset_key(config, {}) != before
 
 
 def test_rows_of_files(tmp_path):
@@ -279,11 +279,14 @@ def test_an_error_names_the_file(tmp_path):
 
 def test_examples_of_tfds(tmp_path):
     """Nested, of varying shapes, and with images: as TFDS gives them."""
-    config = DataConfig(dataset="tests.trainer.data.builders:VariableImage", map=f"{HERE}:sides")
+    config = DataConfig(
+        dataset="tests.trainer.data.made_builders:VariableImage", map=f"{HERE}:sides"
+    )
     builder = datasets.builder(config, tmp_path)
     download("VariableImage", builder, "")
     selection = select(source_config(config), builder.info)
-    batch = next(write.batches("VariableImage", builder, selection, "test"))
+    examples = builder.info.splits["test"].num_examples
+    batch = next(batches.batches("VariableImage", builder, selection, "test", 0, examples))
     assert {each.shape for each in batch["picture"]} == {(2, 2, 3), (2, 3, 3)}
     assert selection.specs["picture"].shape == (None, None, 3)
     assert selection.specs["label"].num_classes == 3
