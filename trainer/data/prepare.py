@@ -30,6 +30,8 @@ from trainer.storage.errors import reported
 if TYPE_CHECKING:
     from trainer.data.preparation.assembly import Written
 
+# So many parts take longer to make than to store: a later attempt goes on with them.
+_LONG = 4
 _log = logging.getLogger(__name__)
 
 
@@ -169,10 +171,11 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
     from trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 
     parts, places = source.parts(), folder.parent / "parts"
-    taken = {name for name, _ in _finished(finished, places)} if len(parts) > 1 else set()
+    is_long = len(parts) >= _LONG
+    taken = {name for name, _ in _finished(finished, places)} if is_long else set()
 
     def keep(part: Part, place: Path) -> None:
-        if len(parts) > 1:
+        if is_long:
             storage.publish(place, storage.join(finished, place.name), kind="part")
         _log.info("%s: part %d of %d is done", source.name, part.number + 1, len(parts))
 
