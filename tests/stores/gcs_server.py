@@ -11,6 +11,7 @@ import http.server
 import io
 import json
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,6 +114,19 @@ class Objects(Storage):
         super()._hard_delete_file(bucket, name)
 
 
+def _page_of(answer: bytes, query: dict[str, list[str]]) -> bytes:
+    """Return the page of a list that a request asks for; the emulator answers with all of it."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    tree = json.loads(body)
+    start, size = int(query.get("pageToken", ["0"])[0]), int(query["maxResults"][0])
+    items = tree.get("items", [])
+    if start + size < len(items):
+        tree["nextPageToken"] = str(start + size)
+    body = json.dumps({**tree, "items": items[start : start + size]}).encode()
+    length = re.compile(rb"(?i)(content-length: )[0-9]+")
+    return length.sub(rb"\g<1>%d" % len(body), head) + b"\r\n\r\n" + body
+
+
 class _Handler(Faulty, emulator.RequestHandler):
     def _go(self, method: str) -> None:
         # Bodies are read and written outside of the lock: a client may be slow, or silent.
@@ -129,7 +143,8 @@ class _Handler(Faulty, emulator.RequestHandler):
         finally:
             answer = self.wfile.getvalue()  # type: ignore[attr-defined]
             self.rfile, self.wfile = incoming, outgoing
-        self.wfile.write(answer)
+        is_list = method == "GET" and "maxResults" in query
+        self.wfile.write(_page_of(answer, query) if is_list else answer)
 
     def _refuse(self, status: int, reason: str) -> None:
         error = {"code": status, "message": reason, "errors": [{"reason": reason}]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import ssl
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -14,6 +14,8 @@ from trainer.storage.manifest import Checksum
 Result = TypeVar("Result")
 # A larger object is sent in parts of this size, so that it is never in memory as a whole.
 PART_BYTES = 8 << 20
+# The most that all stores return at once.
+PAGE = 1000
 # Seconds to connect, and seconds until the next bytes come.
 TIMEOUTS = (5.0, 60.0)
 SUCCESS = range(200, 300)
@@ -102,8 +104,8 @@ class Bucket(Protocol):
     def vouched(self, key: str) -> Checksum | None:
         """Return the checksum that the store itself computed for an object, if it computes one."""
 
-    def walk(self, prefix: str) -> list[Stored]:
-        """Return all objects whose key begins with `prefix`, by key."""
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        """Yield all objects whose key begins with `prefix`, by key, while they are listed."""
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`, in order."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from google.cloud import storage
 from google.cloud.storage import exceptions as media
 from requests.adapters import HTTPAdapter
 
+from trainer.storage import bucket
 from trainer.storage.bucket import (
     PART_BYTES,
     SUCCESS,
@@ -145,10 +146,20 @@ class GcsBucket:
         stored = self.stat(key)
         return Checksum(stored.bytes, stored.digest) if stored.digest else None
 
-    def walk(self, prefix: str) -> list[Stored]:
-        """Return all objects whose key begins with `prefix`."""
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
         fields = f"nextPageToken,items({_FIELDS})"
-        return self._retry(lambda: [_stored(blob) for blob in self._list(prefix, fields=fields)])
+        token = None
+        while True:
+
+            def page(after: str | None = token) -> tuple[list[Stored], str | None]:
+                found = self._list(prefix, fields=fields, page_token=after, page_size=bucket.PAGE)
+                return [_stored(blob) for blob in next(found.pages, ())], found.next_page_token
+
+            stored, token = self._retry(page)
+            yield from stored
+            if not token:
+                return
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from trainer.errors import UserError
 from trainer.storage.manifest import MANIFEST, Checksum, Manifest, checksum
+from trainer.storage.store import ListedFile
 from trainer.storage.uri import local_path, uri_of
 
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
@@ -100,6 +101,14 @@ class FileStore:
         """Return the plain names directly below a URI, in order; hidden ones left out."""
         return sorted(name for name in os.listdir(_path(uri)) if not name.startswith("."))
 
+    def files(self, uri: str) -> Iterator[ListedFile]:
+        """Yield the files below a folder, through links too, or the one that a path names."""
+        path = _path(uri)
+        if not path.is_dir():
+            yield _listed("", path.stat())
+            return
+        yield from _walk(path, "", frozenset())
+
     def remove(self, uri: str) -> None:
         """Rename a file or directory away in one step, then delete it."""
         path = _path(uri)
@@ -148,6 +157,27 @@ def _path(uri: str) -> Path:
     if path is None:
         raise ValueError(f"{uri} is not a file URI")
     return path
+
+
+def _listed(path: str, found: os.stat_result) -> ListedFile:
+    return ListedFile(path, found.st_size, str(found.st_mtime_ns))
+
+
+def _walk(folder: Path, above: str, seen: frozenset[tuple[int, int]]) -> Iterator[ListedFile]:
+    here = folder.stat()
+    # A link to a folder above has no end.
+    if (here.st_dev, here.st_ino) in seen:
+        return
+    below = seen | {(here.st_dev, here.st_ino)}
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = f"{above}{entry.name}"
+            # It may be gone since the folder was read.
+            with suppress(FileNotFoundError):
+                if entry.is_dir():
+                    yield from _walk(folder / entry.name, f"{path}/", below)
+                elif entry.is_file():
+                    yield _listed(path, entry.stat())
 
 
 def _write(path: Path, data: bytes) -> None:

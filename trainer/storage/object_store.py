@@ -32,12 +32,15 @@ from trainer.storage.errors import StoreError
 from trainer.storage.local import is_gone, writer
 from trainer.storage.manifest import MANIFEST, Checksum, FileEntry, Manifest, checksum_of
 from trainer.storage.retry import Retry, describe, in_parallel
+from trainer.storage.store import ListedFile
 from trainer.storage.uri import join, locate
 
 # Seconds after which a writer on another machine counts as dead.
 ORPHAN_SECONDS = 24 * 3600.0
 # A file whose path others have taken so often is no accident.
 _ATTEMPTS = 3
+# Of empty objects with which tools show a folder where there is none.
+_FOLDER_MARKS = ("/", "_$folder$")
 
 Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
@@ -47,7 +50,7 @@ def collect(bucket: Bucket, prefix: str) -> list[str]:
     """Remove the orphans below `prefix` and return their keys."""
     before = time.time() - ORPHAN_SECONDS
     aborted = bucket.abort_uploads(prefix, before)
-    found = bucket.walk(prefix)
+    found = list(bucket.walk(prefix))
     directories, named = _published(bucket, found)
     unnamed = [each for each in found if each.key not in named and not _is_manifest(each)]
 
@@ -155,6 +158,19 @@ class ObjectStore:
         with self._translated(uri):
             names = self._bucket.names(_prefix(uri))
         return [name for name in names if name and not name.startswith(".")]
+
+    def files(self, uri: str) -> Iterator[ListedFile]:
+        """Yield the objects below a URI, or the one at it; those that mark folders are left out."""
+        prefix = _prefix(uri)
+        with self._translated(uri):
+            below = False
+            for each in self._bucket.walk(prefix):
+                below = True
+                if not each.key.endswith(_FOLDER_MARKS):
+                    yield ListedFile(each.key.removeprefix(prefix), each.bytes, _tag(each))
+            if not below and prefix:
+                each = self._bucket.stat(_key(uri))
+                yield ListedFile("", each.bytes, _tag(each))
 
     def remove(self, uri: str) -> None:
         """Remove manifests first, then the rest in parallel."""
@@ -281,7 +297,7 @@ class ObjectStore:
 
     def _message(self, uri: str, trouble: Trouble, error: Exception) -> str:
         if trouble is Trouble.NO_BUCKET:
-            remedy = "create it, or set storage.root to one that exists"
+            remedy = "create it, or name one that exists"
             return f"there is no bucket {self._home}; {remedy}"
         remedy = self._bucket.remedies.get(trouble, "")
         where = self._home if trouble is Trouble.NO_CREDENTIALS else uri
@@ -318,6 +334,11 @@ class _Meter:
 
     def checksum(self) -> Checksum:
         return Checksum(self._bytes, f"{self._crc:08x}")
+
+
+def _tag(stored: Stored) -> str:
+    # The checksum of an object with a key of the customer is not shown.
+    return stored.digest or f"{stored.created:.6f}"
 
 
 def _key(uri: str) -> str:

@@ -20,6 +20,7 @@ from botocore import exceptions as boto
 from botocore.config import Config
 from botocore.response import StreamingBody
 
+from trainer.storage import bucket
 from trainer.storage.bucket import (
     PART_BYTES,
     SUCCESS,
@@ -196,15 +197,17 @@ class S3Bucket:
         """Return nothing: the store returns the checksum that the writer sent."""
         return None
 
-    def walk(self, prefix: str) -> list[Stored]:
-        """Return all objects whose key begins with `prefix`."""
-        return self._retry(
-            lambda: [
-                Stored(each["Key"], each["Size"], _tag(each), each["LastModified"].timestamp())
-                for page in self._pages("list_objects_v2", prefix)
-                for each in page.get("Contents", [])
-            ]
-        )
+    def walk(self, prefix: str) -> Iterator[Stored]:
+        """Yield all objects whose key begins with `prefix`; each page is retried by itself."""
+        how = {"Bucket": self._name, "Prefix": prefix, "MaxKeys": bucket.PAGE}
+        while True:
+            page = self._retry(partial(self._client.list_objects_v2, **how))
+            for each in page.get("Contents", []):
+                created = each["LastModified"].timestamp()
+                yield Stored(each["Key"], each["Size"], _tag(each), created)
+            if not page["IsTruncated"]:
+                return
+            how["ContinuationToken"] = page["NextContinuationToken"]
 
     def names(self, prefix: str) -> list[str]:
         """Return the names up to the next slash after `prefix`."""

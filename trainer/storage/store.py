@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from trainer.storage.manifest import Checksum, Manifest
+
+
+@dataclass(frozen=True, slots=True)
+class ListedFile:
+    """One file as a listing shows it, without being read.
+
+    Attributes:
+        path: below the URI that was listed; empty where that is the file itself.
+        tag: what differs when the content does: a checksum of the store, or the time of a change.
+    """
+
+    path: str
+    bytes: int
+    tag: str
 
 
 class Store(Protocol):
@@ -40,6 +56,9 @@ class Store(Protocol):
 
     def children(self, uri: str) -> list[str]:
         """Return the plain names directly below a URI, in order; hidden ones left out."""
+
+    def files(self, uri: str) -> Iterator[ListedFile]:
+        """Yield the files at a URI and below, while they are listed; in any order."""
 
     def remove(self, uri: str) -> None:
         """Remove a file, or a directory with all below it, the manifest first."""

@@ -26,7 +26,9 @@ def test_reading_needs_no_tfds():
     assert "tensorflow_datasets" not in loaded
 
 
-@pytest.mark.parametrize("module", ["trainer.data", "trainer.data.spec", "trainer.data.key"])
+@pytest.mark.parametrize(
+    "module", ["trainer.data", "trainer.data.spec", "trainer.data.key", "trainer.data.listing"]
+)
 def test_what_a_launcher_may_ask_needs_nothing(module):
     loaded = loaded_by(f"import {module}")
     assert not {"tensorflow", "tensorflow_datasets", "sklearn", "keras"} & loaded

@@ -156,8 +156,7 @@ def test_a_missing_bucket_is_not_a_missing_object(make: Make, uri: str, tmp_path
         with pytest.raises(UserError) as error:
             action()
         assert str(error.value).endswith(
-            f"there is no bucket {scheme}://no-such-bucket; create it, or set storage.root to one "
-            "that exists"
+            f"there is no bucket {scheme}://no-such-bucket; create it, or name one that exists"
         )
 
 

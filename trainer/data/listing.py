@@ -1,0 +1,219 @@
+"""Which files a source consists of, found by their names and never by reading. No TensorFlow here.
+
+A source is a URI or a path of a file, of a folder, or a pattern: `*` and `?` within a name, `**`
+over folders, `[ab]`, `{a,b}`, and once `{SPAN}` (a whole number) or `{DATE}` (2026-11-23, 20261123
+or 2026/11/23), which tell the delivery of a file. What is hidden to tools of the field is left out:
+names that begin with a dot or an underscore, and checksums that end with `.crc`.
+
+A file is told from a changed one by its size and its tag. That of a bucket is a checksum, so that
+the same content stored again is the same file; that of a disk is the time of its last change.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from trainer import storage
+from trainer.config.data import DataConfig
+from trainer.errors import UserError
+from trainer.storage import patterns
+from trainer.storage.errors import reported
+from trainer.storage.patterns import Pattern
+from trainer.storage.schemes import store_for
+
+SCHEMA = 1
+SPLITS = ("train", "validation", "test")
+_PROGRESS = 100_000
+# Many files below this size are read much slower than few large ones.
+_SMALL = 16 << 10
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SourceFile:
+    """One file of a source.
+
+    Attributes:
+        root: URI of the folder below which it was found.
+        path: below the root.
+        size: in bytes.
+        tag: what differs when the content does.
+        span: the delivery it belongs to, 17 or 2026-11-23; empty for none.
+        split: which `data.splits` names its pattern for; empty for none.
+    """
+
+    root: str
+    path: str
+    size: int
+    tag: str
+    span: str = ""
+    split: str = ""
+
+    @property
+    def uri(self) -> str:
+        """Where it is."""
+        return storage.join(self.root, self.path)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a source, in the order of their spans and paths."""
+
+    root: str
+    files: tuple[SourceFile, ...]
+
+    @cached_property
+    def digest(self) -> str:
+        """What differs when a name, a content or a split does; not the place, nor the order."""
+        return _digest(self.files)
+
+    @cached_property
+    def spans(self) -> Mapping[str, str]:
+        """The digest of each span, oldest span first; files without a span belong to none."""
+        found: dict[str, list[SourceFile]] = {}
+        for file in self.files:
+            if file.span:
+                found.setdefault(file.span, []).append(file)
+        return {span: _digest(found[span]) for span in sorted(found, key=span_order)}
+
+    def of_spans(self, spans: Iterable[str]) -> Listing:
+        """Return the files of these spans, and those that belong to none."""
+        kept = {"", *spans}
+        return Listing(self.root, tuple(file for file in self.files if file.span in kept))
+
+    def to_json(self) -> bytes:
+        """Return it compressed: a file is a short row."""
+        roots = sorted({file.root for file in self.files})
+        number = {root: place for place, root in enumerate(roots)}
+        rows = [[number[f.root], f.path, f.size, f.tag, f.span, f.split] for f in self.files]
+        tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
+        text = json.dumps(tree, separators=(",", ":"), ensure_ascii=True)
+        # Without the time of day equal listings are equal bytes.
+        return gzip.compress(text.encode(), mtime=0)
+
+    @classmethod
+    def from_json(cls, data: bytes, where: str) -> Listing:
+        """Read what `to_json` wrote; raises `UserError`, which names `where` it is."""
+        try:
+            tree: Any = json.loads(gzip.decompress(data))
+            if tree["schema"] != SCHEMA:
+                raise ValueError("another schema")
+            roots = [str(root) for root in tree["roots"]]
+            files = (
+                SourceFile(roots[root], str(path), int(size), str(tag), str(span), str(split))
+                for root, path, size, tag, span, split in tree["files"]
+            )
+            return cls(str(tree["root"]), tuple(files))
+        except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise UserError(
+                f"{where} is no listing of this version ({error}); list again"
+            ) from None
+
+
+def span_order(span: str) -> tuple[int, str]:
+    """Return what spans are sorted by: numbers as numbers, dates as dates."""
+    return len(span), span
+
+
+def list_source(config: DataConfig) -> Listing:
+    """Return all files of `data.source`, whatever `data.spans` chooses among them.
+
+    Raises:
+        ConfigError: the source or a pattern of `data.splits` is none.
+        UserError: no file matches, or the place cannot be listed; one line says where.
+    """
+    named = [split for split in SPLITS if config.splits.is_named(split)]
+    wanted = {
+        split: patterns.below(config.source, str(getattr(config.splits, split)), split)
+        for split in named
+    } or {"": patterns.parse("data.source", config.source)}
+    files: list[SourceFile] = []
+    for split, pattern in wanted.items():
+        files += _matching(pattern, split)
+    files.sort(key=lambda file: (span_order(file.span), file.root, file.path, file.split))
+    root = next(iter(wanted.values())).root
+    _warn(config.source, files)
+    return Listing(root, tuple(files))
+
+
+def _matching(pattern: Pattern, split: str) -> list[SourceFile]:
+    """Return the files that a pattern names; where it names folders, those below them."""
+    exact: list[SourceFile] = []
+    below: list[SourceFile] = []
+    others: list[str] = []
+    count = 0
+    for found in _listed(pattern):
+        count += 1
+        if count % _PROGRESS == 0:
+            _log.info("%s: %d files listed so far", pattern.key, count)
+        matched = pattern.match(found.path)
+        if matched is None:
+            others = sorted([*others, found.path])[:3]
+            continue
+        root, path = (pattern.root, found.path) if found.path else _apart(pattern.root)
+        file = SourceFile(root, path, found.bytes, found.tag, matched.span, split)
+        (below if matched.is_below else exact).append(file)
+    if not exact and not below:
+        raise UserError(_nothing(pattern, count, others))
+    return exact or below
+
+
+def _listed(pattern: Pattern) -> Iterator[Any]:
+    """Yield the files below the root of a pattern which are not hidden."""
+    with reported(f"list {pattern.key} {pattern.text}"):
+        try:
+            for found in store_for(pattern.root).files(pattern.root):
+                if not _is_hidden(found.path):
+                    yield found
+        except FileNotFoundError as error:
+            raise UserError(f"{pattern.key}: there is nothing at {_readable(pattern.root)}") from error
+
+
+def _is_hidden(path: str) -> bool:
+    # Also "a//b", which is no path of a file.
+    names = path.split("/") if path else []
+    return any(not name or name[0] in "._" for name in names) or path.endswith(".crc")
+
+
+def _apart(uri: str) -> tuple[str, str]:
+    return storage.parent_of(uri), storage.name_of(uri)
+
+
+def _nothing(pattern: Pattern, count: int, others: list[str]) -> str:
+    at = _readable(pattern.root)
+    if not count:
+        return f"{pattern.key}: there is no file at {at} (hidden ones are left out)"
+    few = ", ".join(repr(each) for each in others)
+    return (
+        f"{pattern.key}: no file matches {pattern.text!r}; at {at} are {count} others, such as "
+        f"{few}: change the pattern, or put files there"
+    )
+
+
+def _readable(uri: str) -> str:
+    return str(storage.local_path(uri) or uri.partition("?")[0])
+
+
+def _warn(source: str, files: list[SourceFile]) -> None:
+    total = sum(file.size for file in files)
+    if len(files) > _PROGRESS and total / len(files) < _SMALL:
+        _log.warning(
+            "data.source: %s has %d files of %d bytes on average: fewer and larger ones are read "
+            "much faster",
+            source, len(files), total // len(files),
+        )  # fmt: skip
+
+
+def _digest(files: Iterable[SourceFile]) -> str:
+    content = hashlib.sha256()
+    for line in sorted(f"{f.path}\0{f.size}\0{f.tag}\0{f.split}\n" for f in files):
+        content.update(os.fsencode(line))
+    return content.hexdigest()[:32]

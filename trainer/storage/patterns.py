@@ -1,0 +1,188 @@
+"""Patterns of file names: `*`, `?`, `**`, `[ab]`, `{a,b}`, `{SPAN}` and `{DATE}`."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from trainer.errors import ConfigError, UserError
+from trainer.storage.uri import OPTIONS, SCHEMES, join, local_path, require_uri, uri_of
+
+SPAN, DATE = "{SPAN}", "{DATE}"
+_SPECIAL = re.compile(r"[*?\[{]")
+_SPAN = r"(?P<span>[0-9]+)"
+_DATE = (
+    r"(?P<year>[0-9]{4})(?:-(?P<m1>[0-9]{2})-(?P<d1>[0-9]{2})|/(?P<m2>[0-9]{2})/(?P<d2>[0-9]{2})|"
+    r"(?P<m3>[0-9]{2})(?P<d3>[0-9]{2}))"
+)
+_QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
+
+
+@dataclass(frozen=True)
+class Match:
+    """How a path matches: its span, and whether the pattern names a folder above it."""
+
+    span: str
+    is_below: bool
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A pattern of the files below a folder.
+
+    Attributes:
+        key: of the configuration, for messages.
+        text: as it was written.
+        root: URI of the folder, or of the file, that no part of the pattern follows.
+        expression: for paths below the root; None for all of them.
+    """
+
+    key: str
+    text: str
+    root: str
+    expression: re.Pattern[str] | None
+
+    def match(self, path: str) -> Match | None:
+        """Return how a path below the root matches; None where it does not."""
+        if self.expression is None:
+            return Match("", is_below=False)
+        found = self.expression.fullmatch(path)
+        if not found:
+            return None
+        span = _span_of({name: text or "" for name, text in found.groupdict().items()})
+        return None if span is None else Match(span, is_below=bool(found["below"]))
+
+
+def is_local(source: str) -> bool:
+    """Say whether a source is on the disks of a machine."""
+    return "://" not in source or source.startswith("file:")
+
+
+def has_spans(source: str) -> bool:
+    """Say whether the files of a source are told apart by spans."""
+    return SPAN in source or DATE in source
+
+
+def below(source: str, path: str, split: str) -> Pattern:
+    """Return the pattern of the files of a split: a path below the source, or a URI."""
+    key = f"data.splits.{split}"
+    if "://" in path or path.startswith(("/", "~")):
+        return parse(key, path)
+    query = _QUERY.search(source) if "://" in source else None
+    place, options = (source[: query.start()], source[query.start() :]) if query else (source, "")
+    return parse(key, f"{place.rstrip('/')}/{path}{options}")
+
+
+def parse(key: str, text: str) -> Pattern:
+    """Return the pattern that a text is.
+
+    Raises:
+        ConfigError: it is none; the message names the key.
+    """
+    if is_local(text):
+        path = _path(key, text)
+        parts = ("" if os.path.lexists(path) else path.strip("/")).split("/")
+        base = uri = uri_of(path if parts == [""] else "/")
+        options = ""
+    else:
+        scheme, _, rest = text.partition("://")
+        if scheme not in SCHEMES:
+            raise ConfigError(f"{key}: {text!r} is no path, nor a URI of {', '.join(SCHEMES)}")
+        query = _QUERY.search(rest)
+        rest, options = (rest[: query.start()], rest[query.start() :]) if query else (rest, "")
+        bucket, _, inside = rest.partition("/")
+        parts = inside.rstrip("/").split("/")
+        base = uri = f"{scheme}://{bucket}"
+    plain = next((n for n, part in enumerate(parts) if _SPECIAL.search(part)), len(parts))
+    fixed = [part for part in parts[:plain] if part]
+    if is_local(text):
+        uri = join(base, *fixed) if fixed else base
+    else:
+        uri = "/".join([base, *fixed]) + options
+    require_uri(key, uri)
+    rest_ = "/".join(parts[plain:])
+    return Pattern(key, text, uri, _expression(key, text, rest_) if rest_ else None)
+
+
+def _path(key: str, text: str) -> str:
+    if text.startswith("file:"):
+        require_uri(key, text)
+        return str(local_path(text))
+    if "\0" in text:
+        raise ConfigError(f"{key}: a path has no NUL")
+    try:
+        expanded = Path(text).expanduser()
+    except RuntimeError:
+        raise ConfigError(f"{key}: {text!r}: there is no home folder of that user") from None
+    try:
+        return os.path.abspath(expanded)
+    except FileNotFoundError:
+        raise ConfigError("the current folder was removed; change to one that is there") from None
+
+
+def _expression(key: str, text: str, pattern: str) -> re.Pattern[str]:
+    if pattern.count(SPAN) + pattern.count(DATE) > 1:
+        raise ConfigError(f"{key}: {text!r}: write {SPAN} or {DATE} once")
+    try:
+        return re.compile(_translated(pattern) + "(?P<below>/.*)?", re.DOTALL)
+    except (re.error, UserError) as error:
+        raise ConfigError(f"{key}: {text!r} is no pattern: {error}") from None
+
+
+def _translated(pattern: str) -> str:
+    found, at = "", 0
+    while at < len(pattern):
+        token, text = _token(pattern, at)
+        found += text
+        at += len(token)
+    return found
+
+
+def _token(pattern: str, at: int) -> tuple[str, str]:
+    """Return the token at a place, and the regular expression that it is."""
+    rest = pattern[at:]
+    for token, expression in (
+        (SPAN, _SPAN), (DATE, _DATE), ("**/", "(?:.*/)?"), ("**", ".*"), ("*", "[^/]*"),
+        ("?", "[^/]"),
+    ):  # fmt: skip
+        if rest.startswith(token):
+            return token, expression
+    if choice := re.match(r"\[(!?)([^/\]]+)\]", rest):
+        inside = re.sub(r"([\\\[\]&~|^])", r"\\\1", choice[2])
+        return choice[0], f"(?!/)[{'^' if choice[1] else ''}{inside}]"
+    if rest[0] == "{":
+        choices, token = _braces(rest)
+        if len(choices) == 1:
+            raise UserError(f"{token} is unknown: write {SPAN}, {DATE} or {{a,b}}")
+        return token, f"(?:{'|'.join(map(_translated, choices))})"
+    return rest[0], re.escape(rest[0])
+
+
+def _braces(text: str) -> tuple[list[str], str]:
+    """Return the choices of a brace, and the text up to its end."""
+    depth, start, found = 0, 1, []
+    for at, letter in enumerate(text):
+        depth += (letter == "{") - (letter == "}")
+        if depth == 0 or (depth == 1 and letter == ","):
+            found.append(text[start:at])
+            start = at + 1
+        if depth == 0:
+            return found, text[: at + 1]
+    raise UserError("a brace is not closed")
+
+
+def _span_of(groups: dict[str, str]) -> str | None:
+    """Return the span in a match; None where its date is none."""
+    if groups.get("span"):
+        return str(int(groups["span"]))
+    if not groups.get("year"):
+        return ""
+    month = groups["m1"] or groups["m2"] or groups["m3"]
+    day = groups["d1"] or groups["d2"] or groups["d3"]
+    try:
+        return date(int(groups["year"]), int(month), int(day)).isoformat()
+    except ValueError:
+        return None
