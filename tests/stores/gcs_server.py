@@ -117,6 +117,8 @@ class Objects(Storage):
 def _page_of(answer: bytes, query: dict[str, list[str]]) -> bytes:
     """Return the page of a list that a request asks for; the emulator answers with all of it."""
     head, _, body = answer.partition(b"\r\n\r\n")
+    if b" 200 " not in head.partition(b"\r\n")[0]:
+        return answer
     tree = json.loads(body)
     start, size = int(query.get("pageToken", ["0"])[0]), int(query["maxResults"][0])
     items = tree.get("items", [])

@@ -174,7 +174,9 @@ def _listed(pattern: Pattern) -> Iterator[Any]:
                 if not _is_hidden(found.path):
                     yield found
         except FileNotFoundError as error:
-            raise UserError(f"{pattern.key}: there is nothing at {_readable(pattern.root)}") from error
+            raise UserError(
+                f"{pattern.key}: there is nothing at {_readable(pattern.root)}"
+            ) from error
 
 
 def _is_hidden(path: str) -> bool:
