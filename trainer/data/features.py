@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 
 from trainer.config.data import DataConfig, ImageConfig
 from trainer.data.shapes import NO_LABEL, VARIES, Fit, Leaf, fits, lengths_of, named
-from trainer.data.spec import FeatureSpec
+from trainer.data.spec import FeatureSpec, require_buckets
 from trainer.errors import ConfigError, UserError, nearest
 
 DEFAULT_LABEL = "label"
@@ -104,16 +104,12 @@ def choose(
     """
     varies = {each: size for each, size in config.shapes.items() if VARIES in size}
     of_lengths = lengths_of(name, leaves, varies)
-    if config.buckets and not varies:
-        raise ConfigError(
-            f"data.buckets: no feature of {name} varies in length; leave it out, or say which one "
-            "does: data.shapes: {FEATURE: [0]}"
-        )
     roles = _roles(config, name, keys, leaves, of_lengths)
     _check(name, roles, {**leaves, **of_lengths})
     specs = _encoded(config, roles, leaves)
     specs |= {each: _sequence(leaves[each], is_target=each in roles.targets) for each in varies}
     needed = dict.fromkeys([*roles.inputs, *roles.targets])
+    require_buckets(config.buckets, [each for each in needed if each in varies])
     made = fits(
         name,
         leaves,

@@ -130,6 +130,15 @@ def length_name(feature: str) -> str:
     return f"{feature}_length"
 
 
+def require_buckets(buckets: Sequence[int], varying: Sequence[str]) -> None:
+    """Raise `ConfigError` for `data.buckets` where no input and no label varies in length."""
+    if buckets and not varying:
+        raise ConfigError(
+            "data.buckets: no input and no label varies in length; leave it out, or say which one "
+            "does: data.shapes: {FEATURE: [0]}"
+        )
+
+
 def shard_name(split: str, index: int, count: int) -> str:
     """Return the file name of one shard."""
     return f"{split}-{index:05d}-of-{count:05d}.tfrecord"

@@ -25,7 +25,7 @@ from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
 from trainer.config.schema import Config
 from trainer.data.read import evaluation_batches, training_batches
-from trainer.data.spec import DatasetSpec
+from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
 from trainer.models.freezing import freeze
@@ -126,6 +126,8 @@ def hooks_of(
     Where an evaluator runs, its validations are read in place of validating here.
     """
     spec = DatasetSpec.from_manifest(dataset)
+    # A dataset is found again whatever its buckets are.
+    require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
     make_problem = partial(_problem, config, spec, objective)
     validates = spec.examples("validation") and not config.cluster.evaluator
