@@ -72,7 +72,8 @@ class BuilderSource(Source):
         splits = self._plan().targets[part.origin]
         at, end = part.where["first"], part.where["end"]
         for columns in batches(self.name, self._builder, selection, part.origin, at, end):
-            count = len(columns[selection.targets[0]])
+            # Those for `data.map` have no targets.
+            count = len(next(iter(columns.values())))
             yield Batch(columns=columns, splits=splits[at : at + count])
             at += count
 

@@ -55,6 +55,7 @@ class MappedSource(Source):
         self.name = f"data.map: {config.map}"
         # The source of the function is part of the key by the configuration that names it.
         self.identity: Mapping[str, Any] = source.identity
+        self.is_shuffled = source.is_shuffled
         self._source = source
         self._config = config
         self._given: Selection | None = None

@@ -81,3 +81,14 @@ NUMBER = 3
 
 def of_rows(row):
     return {"name": [ord(letter) for letter in row["name"]], "old": row["age"] > 30}
+
+
+def letters(example):
+    return {"letters": [ord(letter) for letter in example["name"]], "label": example["label"]}
+
+
+def all_of_it(example):
+    assert isinstance(example["name"], str)
+    assert all(isinstance(word, str) for word in example["words"])
+    assert example["nested/deep/er"].dtype == np.float32
+    return {"count": len(example), "image": example["image"], "label": example["label"]}
