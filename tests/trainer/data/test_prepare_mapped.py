@@ -2,6 +2,7 @@
 
 import pytest
 
+from trainer.data.builders import builder_source
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
@@ -36,3 +37,22 @@ def test_every_feature_reaches_the_function(prepared, contents):
 def test_too_few_are_left_for_the_shards(prepared):
     with pytest.raises(UserError, match=r"data\.shards: 30"):
         prepared("Small", map=f"{HERE}:odd_ones_left_out", shards=30)
+
+
+@pytest.mark.slow
+def test_other_processes_call_the_function_as_well(prepared, contents, monkeypatch):
+    options = {"map": f"{HERE}:letters", "shapes": {"letters": (0,)}}
+    alone = prepared("Pictures", **options)
+    monkeypatch.setattr(builder_source, "PART_BYTES", 4000)
+    several = prepared("Pictures", **options, runner={"processes": 2}, seed=1)
+    first, second = contents(alone, "test"), contents(several, "test")
+    for name, values in first.items():
+        assert sorted(map(str, values.tolist())) == sorted(map(str, second[name].tolist()))
+
+
+def test_an_error_of_the_function_names_example_and_line(prepared):
+    with pytest.raises(UserError) as error:
+        prepared("Small", map=f"{HERE}:divides")
+    assert "ZeroDivisionError: division by zero" in str(error.value)
+    assert "mapping.py:" in str(error.value)
+    assert "for example" in str(error.value)

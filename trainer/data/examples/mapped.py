@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,15 @@ class MappedSource(Source):
         self.is_shuffled = source.is_shuffled
         self._source = source
         self._config = config
-        self._given: Selection | None = None
         self._selection: Selection | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what the source finds again: TFDS's features of it cannot be pickled."""
+        return {name: value for name, value in vars(self).items() if name != "_given"}
+
+    @cached_property
+    def _given(self) -> Selection:
+        return self._source.select()
 
     def select(self) -> Selection:
         """Return the features of what the function returns for the first examples.
@@ -72,7 +80,6 @@ class MappedSource(Source):
         return self._selection
 
     def _inferred(self) -> Selection:
-        self._given = self._source.select()
         self._source.fetch()
         first: list[_Row] = []
         for row in self._rows():
@@ -129,7 +136,6 @@ class MappedSource(Source):
                 yield from rows
 
     def _mapped(self, part: Part) -> Iterator[tuple[Batch, list[_Row]]]:
-        assert self._given is not None
         function = user_code.function_for("data.map", self._config.map)
         call = _several if getattr(function, "batched", False) else _one_by_one
         before = 0
@@ -186,7 +192,6 @@ class MappedSource(Source):
         return returned.leaf_for(name, values, classes)
 
     def _is_image(self, name: str, row: _Row) -> bool:
-        assert self._given is not None
         said = self._config.types.get(name, "")
         if said:
             return str(said) == "image"
@@ -215,7 +220,6 @@ class MappedSource(Source):
         return found | {name: _class_label(self.name, name, each) for name, each in wanted.items()}
 
     def _given_classes(self, name: str) -> Any:
-        assert self._given is not None
         spec = self._given.specs.get(name)
         if spec is None or not spec.num_classes:
             return None
