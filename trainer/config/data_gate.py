@@ -34,7 +34,7 @@ RULES = {
     "duplicates": (WARN, "the same example many times in a split"),
     "leakage": (REFUSE, "the same examples in two splits"),
     "label_leakage": (WARN, "a feature that determines the label"),
-    "association": (REFUSE, "features say nothing of the label any more"),
+    "association": (REFUSE, "features say far less of the label than before, or in the test split"),
     "drift": (WARN, "the distribution of a feature has moved"),
     "drift_together": (WARN, "the distributions of many features have moved a little"),
     "splits_differ": (
@@ -46,7 +46,7 @@ RULES = {
 LIMITS = {
     "size": (0.5, 0.0, 1.0, "least examples, as a share of those of the champion's dataset"),
     "missing_values": (0.05, 0.0, 1.0, "most that the missing share may grow by"),
-    "range": (0.5, 0.0, 1e6, "how far beyond the champion's values, in ranges of those values"),
+    "range": (0.002, 0.0, 1.0, "most values beyond those of the champion's dataset, as a share"),
     "new_values": (0.005, 0.0, 1.0, "most examples with a value that is new, as a share"),
     "balance": (0.05, 0.0, 1.0, "most examples that changed their class, as a share"),
     "imbalance": (0.1, 0.0, 1.0, "least examples of a class, as a share of examples by classes"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.config.data_gate import DataGateConfig
 from trainer.config.thresholds import GateConfig
-from trainer.data_gate.profile import DatasetProfile
+from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
 #: What a value is written as where it is no number.
 Value = float | int | str | None
@@ -55,6 +55,18 @@ class Question:
     champion: DatasetProfile | None
     limits: DataGateConfig
     gate: GateConfig
+
+    @property
+    def significance(self) -> float:
+        """How probable a finding by chance may be, for one rule and one dataset."""
+        return self.limits.limit("significance")
+
+    def pairs(self, split: str = "train") -> Iterator[tuple[str, FeatureProfile, FeatureProfile]]:
+        """Yield name and profile of each feature of a split that both datasets have of one kind."""
+        known = self.champion.features(split) if self.champion else {}
+        for name, found in self.dataset.features(split).items():
+            if name in known and found.kind == known[name].kind:
+                yield name, found, known[name]
 
 
 Rule = Callable[[Question], Iterator[Finding]]

@@ -58,10 +58,23 @@ class FeatureProfile:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitProfile:
-    """One split: how many examples, and its features."""
+    """One split: how many examples, its features, and which examples are equal.
+
+    Attributes:
+        examples: their number.
+        features: by name; none where the dataset has no statistics.
+        hashes: the smallest hashes of the inputs of its examples, ascending.
+        copies: how many examples have each of them.
+        has_all_hashes: whether no example has a larger one.
+        sample: some examples, as a column of numbers by feature.
+    """
 
     examples: int
     features: Mapping[str, FeatureProfile] = field(default_factory=dict)
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
+    copies: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    has_all_hashes: bool = True
+    sample: Mapping[str, NDArray[np.float64]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +94,10 @@ class DatasetProfile:
     def examples(self, split: str) -> int:
         """Return the number of examples of a split; 0 for one that there is not."""
         return self.splits[split].examples if split in self.splits else 0
+
+    def features(self, split: str) -> Mapping[str, FeatureProfile]:
+        """Return the statistics of the features of a split; none where it has none."""
+        return self.splits[split].features if split in self.splits else {}
 
     def class_names(self, target: str) -> tuple[str, ...]:
         """Return the names of the classes of a label; their numbers where they have none."""

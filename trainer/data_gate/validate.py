@@ -22,7 +22,7 @@ from typing import Any
 from trainer import storage
 from trainer.config.data_gate import OFF, REFUSE, WARN, DataGateConfig
 from trainer.config.schema import Config
-from trainer.data_gate import labels, page, structure
+from trainer.data_gate import drift, examples, labels, page, relations, structure, values
 from trainer.data_gate.findings import Finding, Question, Rule
 from trainer.data_gate.profile import DatasetProfile, profile_of
 from trainer.errors import UserError
@@ -31,7 +31,12 @@ from trainer.promotion import registry
 KIND = "validation"
 ACCEPTED, REFUSED = "accepted", "refused"
 FILE, PAGE = "validation.json", "page.html"
-_RULES: tuple[Rule, ...] = (structure.features, structure.sizes, labels.classes, labels.shares)
+_RULES: tuple[Rule, ...] = (
+    structure.features, structure.sizes, values.missing, values.constant, labels.classes,
+    labels.shares, examples.leakage, examples.duplicates, relations.association,
+    relations.label_leakage, values.unit, values.beyond, values.new_values, drift.by_feature,
+    drift.together, drift.between_splits,
+)  # fmt: skip
 _log = logging.getLogger(__name__)
 
 

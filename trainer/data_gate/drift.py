@@ -1,0 +1,148 @@
+"""Rules of distributions: of one feature, of many a little, and of the splits among each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import numpy as np
+from scipy import stats
+
+from trainer.data_gate.findings import Finding, Question, percent
+from trainer.data_gate.profile import CLASS, TEXT, DatasetProfile, FeatureProfile, SplitProfile
+from trainer.data_gate.two_samples import exceeds, holm, homogeneity, kolmogorov_smirnov
+
+Pair = tuple[str, FeatureProfile, FeatureProfile]
+# Fewer features are tested one by one.
+_FEWEST = 5
+_FEWEST_ROWS = 50
+
+
+def compared(new: FeatureProfile, old: FeatureProfile) -> tuple[float, float] | None:
+    """Return size and probability of the difference of a feature in two samples; None for no test.
+
+    The size is the distance of Kolmogorov and Smirnov for numbers, and of tensors for the means of
+    their examples; for texts and classes the total variation.
+    """
+    if new.kind in (TEXT, CLASS):
+        return homogeneity(_counts(new), _counts(old)) if new.counts and old.counts else None
+    if not len(new.quantiles) or not len(old.quantiles):
+        return None
+    return kolmogorov_smirnov(new.quantiles, old.quantiles, (new.present, old.present))
+
+
+def _counts(feature: FeatureProfile) -> Mapping[str, int]:
+    rest = feature.present - sum(feature.counts.values())
+    # No value is named so: it has a line feed.
+    return {**feature.counts, "\nothers": rest} if rest > 0 else feature.counts
+
+
+def by_feature(question: Question) -> Iterator[Finding]:
+    """Compare each feature with that of the champion's dataset."""
+    pairs = [pair for pair in question.pairs() if _is_tested(question.dataset, pair[0])]
+    for name, size, new, old in _moved(pairs, question):
+        yield Finding(
+            rule="drift",
+            feature=name,
+            split="train",
+            value=size,
+            limit=question.limits.limit("drift"),
+            says=f"{name} is distributed otherwise than in the champion's dataset ({size:.3f} "
+            f"apart{_where(new, old)}): look at what has changed at its source",
+        )
+
+
+def between_splits(question: Question) -> Iterator[Finding]:
+    """Compare each feature of the test split with that of training."""
+    train, test = (question.dataset.features(split) for split in ("train", "test"))
+    pairs = [(name, test[name], train[name]) for name in test if name in train]
+    for name, size, new, old in _moved(pairs, question):
+        yield Finding(
+            rule="splits_differ",
+            feature=name,
+            split="test",
+            value=size,
+            limit=question.limits.limit("drift"),
+            says=f"{name} is distributed otherwise in test than in train ({size:.3f} apart"
+            f"{_where(new, old)}): metrics of the test split say little of the data of training",
+        )
+
+
+def _is_tested(dataset: DatasetProfile, name: str) -> bool:
+    # Shares of the classes of a label are the rule balance.
+    return not (name in dataset.targets and dataset.specs[name].num_classes)
+
+
+def _moved(
+    pairs: Iterable[Pair], question: Question
+) -> Iterator[tuple[str, float, FeatureProfile, FeatureProfile]]:
+    found = {name: (compared(new, old), new, old) for name, new, old in pairs}
+    tests = {name: each for name, each in found.items() if each[0] is not None}
+    chances = {name: each[0][1] for name, each in tests.items() if each[0]}
+    for name in sorted(holm(chances, question.significance), key=lambda each: chances[each]):
+        result, new, old = tests[name]
+        if result and result[0] >= question.limits.limit("drift"):
+            yield name, result[0], new, old
+
+
+def _where(new: FeatureProfile, old: FeatureProfile) -> str:
+    if new.kind in (TEXT, CLASS):
+        shares = {
+            value: new.counts.get(value, 0) / max(new.present, 1)
+            - old.counts.get(value, 0) / max(old.present, 1)
+            for value in {**new.counts, **old.counts}
+        }
+        worst = max(shares, key=lambda value: abs(shares[value]))
+        now, before = (of.counts.get(worst, 0) / max(of.present, 1) for of in (new, old))
+        return f"; {worst!r} was {percent(before)} and is {percent(now)}"
+    return f"; median {np.median(old.quantiles):.4g} before and {np.median(new.quantiles):.4g} now"
+
+
+def together(question: Question) -> Iterator[Finding]:
+    """Compare all numbers at once with those of the champion's dataset.
+
+    The sum of squares of the Mann-Whitney statistics, each of variance 1, has the mean p for p
+    features, and the variance 2 tr(R^2) with the rank correlations R of the features: the test of
+    Bai and Saranadasa (1996) on ranks. A gamma distribution has both moments.
+    """
+    sample = question.dataset.splits["train"].sample if "train" in question.dataset.splits else {}
+    pairs = [
+        (name, new, old)
+        for name, new, old in question.pairs()
+        if name in sample and len(new.quantiles) and len(old.quantiles)
+    ]
+    rows = min((len(sample[name]) for name, _, _ in pairs), default=0)
+    if len(pairs) < _FEWEST or rows < _FEWEST_ROWS:
+        return
+    lifts = np.array([exceeds(new.quantiles, old.quantiles) - 0.5 for _, new, old in pairs])
+    variances = np.array([(n.present + o.present + 1) / (12 * n.present * o.present)
+                          for _, n, o in pairs])  # fmt: skip
+    total = float(np.sum(lifts**2 / variances))
+    spread = 2 * _squares_of_correlations(question.dataset.splits["train"], pairs)
+    chance = stats.gamma.sf(total, len(pairs) ** 2 / spread, scale=spread / len(pairs))
+    # What chance alone makes of it is no size.
+    size = float(np.sqrt(max(np.mean(lifts**2) - np.mean(variances), 0.0)))
+    if chance < question.significance and size >= question.limits.limit("drift_together"):
+        order = np.argsort(-np.abs(lifts) / np.sqrt(variances))
+        most = ", ".join(pairs[place][0] for place in order[:5])
+        yield Finding(
+            rule="drift_together",
+            split="train",
+            value=size,
+            limit=question.limits.limit("drift_together"),
+            says=f"{len(pairs)} features together have moved further than chance does, most of all "
+            f"{most}: look at what has changed at the source of all",
+        )
+
+
+def _squares_of_correlations(split: SplitProfile, pairs: list[Pair]) -> float:
+    """Return tr(R^2) of the rank correlations, without what chance adds to it."""
+    columns = np.column_stack([split.sample[name] for name, _, _ in pairs])
+    columns = columns[np.isfinite(columns).all(axis=1)]
+    width, rows = len(pairs), len(columns)
+    ranks = stats.rankdata(columns, axis=0)
+    ranks = ranks - ranks.mean(axis=0)
+    norms = np.sqrt(np.sum(ranks**2, axis=0))
+    ranks = ranks / np.where(norms > 0, norms, 1.0)
+    squares = float(np.sum((ranks.T @ ranks) ** 2))
+    chance = (width**2 - width) / max(rows - 1, 1)
+    return max(squares - chance, float(width))

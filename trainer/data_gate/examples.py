@@ -1,0 +1,127 @@
+"""Rules of whole examples: the same one many times in a split, and the same one in two splits.
+
+Examples are compared by the hashes of their inputs. Of a large split only the smallest hashes are
+known: an even sample of all different examples, and of every split the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+from trainer.data_gate.findings import Finding, Question, percent
+from trainer.data_gate.profile import NUMBER, DatasetProfile, SplitProfile
+
+# A feature with more different values than this share of its examples tells examples apart.
+_TELLS_APART = 0.2
+
+
+def duplicates(question: Question) -> Iterator[Finding]:
+    """Find splits with more equal examples than their values explain."""
+    dataset, limit = question.dataset, question.limits.limit("duplicates")
+    for split, each in dataset.splits.items():
+        examples, found = _again(each)
+        if not found:
+            continue
+        expected = _expected(question, split)
+        if expected is None:
+            continue
+        value = found / examples
+        chance = stats.binom.sf(found - 1, examples, min(expected, 1.0))
+        if value > expected + limit and chance < question.significance:
+            yield Finding(
+                rule="duplicates",
+                split=split,
+                value=value,
+                limit=expected + limit,
+                champion=_of_champion(question, split),
+                says=f"{percent(value)} of the examples of {split} have the same inputs as another "
+                f"one there ({percent(expected)} were to be expected): look whether a file is "
+                "there twice; metrics count such examples more than once",
+            )
+
+
+def _expected(question: Question, split: str) -> float | None:
+    """Return the share of examples that have an equal one where nothing is wrong; None: unknown."""
+    if _are_apart(question.dataset):
+        return _of_champion(question, split) or 0.0
+    if split != "train":
+        # Fewer examples have fewer equal ones.
+        examples, found = _again(question.dataset.splits["train"])
+        return found / examples if examples else None
+    known = _of_champion(question, split)
+    if known is None or question.champion is None:
+        return None
+    grown = question.dataset.examples(split) / max(question.champion.examples(split), 1)
+    return known * max(grown, 1.0)
+
+
+def _of_champion(question: Question, split: str) -> float | None:
+    if question.champion is None or split not in question.champion.splits:
+        return None
+    examples, found = _again(question.champion.splits[split])
+    return found / examples if examples else None
+
+
+def _are_apart(dataset: DatasetProfile) -> bool:
+    """Say whether two examples are hardly ever equal by chance."""
+    features = dataset.features("train")
+    return any(
+        name in dataset.inputs
+        and (
+            each.kind not in (NUMBER, "text", "class")
+            or (each.kind == NUMBER and each.distinct > _TELLS_APART * max(each.present, 1))
+        )
+        for name, each in features.items()
+    )
+
+
+def _again(split: SplitProfile) -> tuple[int, int]:
+    """Return the examples of known hashes, and how many of them are not alone with theirs."""
+    return int(split.copies.sum()), int(split.copies[split.copies > 1].sum())
+
+
+def leakage(question: Question) -> Iterator[Finding]:
+    """Find splits whose examples are in another one, more than their values explain."""
+    splits = question.dataset.splits
+    limit = question.limits.limit("leakage")
+    for first, second in combinations([name for name in splits if len(splits[name].hashes)], 2):
+        one, other = splits[first], splits[second]
+        known, asked = (one, other) if one.examples >= other.examples else (other, one)
+        examples, found = _shared(asked, known)
+        if not found:
+            continue
+        whole, again = _again(known)
+        # An example has an equal one elsewhere as often as one there has, if that is chance.
+        expected = again / whole if whole else 0.0
+        value = found / examples
+        chance = stats.binom.sf(found - 1, examples, min(expected, 1.0))
+        if value > expected + limit and chance < question.significance:
+            names = (second, first) if asked is other else (first, second)
+            yield Finding(
+                rule="leakage",
+                split=names[0],
+                value=value,
+                limit=expected + limit,
+                says=f"{percent(value)} of the examples of {names[0]} are in {names[1]} as well "
+                f"({percent(expected)} were to be expected): its metrics are too good; split by "
+                "data.group, or remove the copies",
+            )
+
+
+def _shared(asked: SplitProfile, known: SplitProfile) -> tuple[int, int]:
+    """Return examples of `asked`, as far as both know hashes, and how many of them are in both."""
+    last = min(_last(asked), _last(known))
+    within = asked.hashes <= last
+    copies = asked.copies[within]
+    return int(copies.sum()), int(copies[np.isin(asked.hashes[within], known.hashes)].sum())
+
+
+def _last(split: SplitProfile) -> NDArray[np.uint64] | np.uint64:
+    if split.has_all_hashes or not len(split.hashes):
+        return np.uint64(np.iinfo(np.uint64).max)
+    return np.uint64(split.hashes.max())

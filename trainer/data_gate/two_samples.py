@@ -1,0 +1,84 @@
+"""Tests of whether two samples have one distribution, from what statistics keep of them.
+
+Every test gives a size of the difference and how probable it is by chance: with many examples the
+smallest difference is significant, and with few a large one is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import stats
+
+# Of a table of counts: below this the distribution of chi-square is another one.
+_LEAST_EXPECTED = 5.0
+Numbers = NDArray[np.float64]
+
+
+def kolmogorov_smirnov(new: Numbers, old: Numbers, sizes: tuple[int, int]) -> tuple[float, float]:
+    """Return the largest distance of two distributions, and its probability by chance.
+
+    Args:
+        new: numbers at even steps of the distribution, ascending.
+        old: likewise.
+        sizes: how many examples each is made of.
+    """
+    at = np.union1d(new, old)
+    distance = float(np.max(np.abs(_at_most(new, at) - _at_most(old, at))))
+    root = np.sqrt(sizes[0] * sizes[1] / (sizes[0] + sizes[1]))
+    # Stephens, 1970: the limit distribution is good from some examples on.
+    return distance, float(stats.kstwobign.sf((root + 0.12 + 0.11 / root) * distance))
+
+
+def _at_most(values: Numbers, at: Numbers) -> Numbers:
+    return np.searchsorted(values, at, side="right") / len(values)
+
+
+def exceeds(new: Numbers, old: Numbers) -> float:
+    """Return P(new > old) + P(new = old) / 2, which is 1/2 for equal distributions."""
+    below = np.searchsorted(old, new, side="left") + np.searchsorted(old, new, side="right")
+    return float(np.mean(below) / 2 / len(old))
+
+
+def homogeneity(new: Mapping[str, int], old: Mapping[str, int]) -> tuple[float, float]:
+    """Return the total variation of two tables of counts, and its probability by chance.
+
+    Values that are expected fewer than five times are one.
+    """
+    names = list({**old, **new})
+    table = np.array([[of.get(name, 0) for name in names] for of in (new, old)], dtype=float)
+    whole = table.sum(axis=1, keepdims=True)
+    if len(names) < 2 or not whole.all():  # noqa: PLR2004
+        return 0.0, 1.0
+    shares = table / whole
+    expected = table.sum(axis=0) * whole.min() / whole.sum()
+    rare = expected < _LEAST_EXPECTED
+    pooled = np.column_stack([table[:, ~rare], table[:, rare].sum(axis=1)])
+    pooled = pooled[:, pooled.sum(axis=0) > 0]
+    if pooled.shape[1] < 2:  # noqa: PLR2004
+        return 0.0, 1.0
+    moved = float(np.abs(shares[0] - shares[1]).sum() / 2)
+    return moved, float(stats.chi2_contingency(pooled, correction=False).pvalue)
+
+
+def more_often(part: int, of: int, known: int, whole: int) -> float:
+    """Return how probable it is that a share is at least so much larger by chance (Fisher)."""
+    return float(stats.hypergeom.sf(part - 1, of + whole, part + known, of))
+
+
+def only_in_one(count: int, of: int, whole: int) -> float:
+    """Return how probable it is that these examples of both samples are all in the one of `of`."""
+    return float(stats.hypergeom.sf(count - 1, of + whole, count, of))
+
+
+def holm(chances: Mapping[str, float], significance: float) -> set[str]:
+    """Return which of many tests are significant together (Holm, 1979)."""
+    found = set()
+    ordered = sorted(chances.items(), key=lambda each: each[1])
+    for place, (name, chance) in enumerate(ordered):
+        if chance > significance / (len(ordered) - place):
+            break
+        found.add(name)
+    return found

@@ -1,0 +1,181 @@
+"""Rules of the values of one feature: unit, range, missing, constant, new categories."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from trainer.data_gate.findings import Finding, Question, percent, share, some
+from trainer.data_gate.profile import CLASS, NUMBER, TEXT, FeatureProfile
+from trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
+
+# Factors between units, by what they are. Both directions are tried.
+_UNITS = {
+    1000.0: "thousands", 1e6: "millions", 100.0: "percent or cents", 10.0: "tens", 60.0: "minutes",
+    3600.0: "hours", 24.0: "days", 2.54: "inches", 0.3048: "feet", 1.609344: "miles",
+    0.45359237: "pounds", 1.8: "degrees Fahrenheit", 1e9: "billions", math.pi / 180: "degrees",
+}  # fmt: skip
+_STEPS = np.linspace(0.05, 0.95, 19)
+_FEWEST_STEPS = 5
+# How straight the line through both distributions has to be, and how near to a known factor.
+_STRAIGHT, _NEAR = 0.99, 0.12
+_APART = 0.15
+
+
+def unit(question: Question) -> Iterator[Finding]:
+    """Find numbers that are those of the champion's dataset times the factor of a unit."""
+    for name, new, old in question.pairs():
+        if new.kind != NUMBER or not len(new.quantiles) or not len(old.quantiles):
+            continue
+        size, chance = kolmogorov_smirnov(new.quantiles, old.quantiles, (new.present, old.present))
+        if size < _APART or chance > question.significance:
+            continue
+        found = _factor(new, old)
+        if found:
+            factor, words = found
+            yield Finding(
+                rule="unit",
+                feature=name,
+                split="train",
+                value=float(np.median(new.quantiles)),
+                champion=float(np.median(old.quantiles)),
+                says=f"{name} is that of the champion's dataset times {factor:g} ({words}): convert"
+                " it at its source, or set the rule unit to warn where it is meant so",
+            )
+
+
+def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[float, str] | None:
+    after, before = (np.quantile(each.quantiles, _STEPS) for each in (new, old))
+    if len(np.unique(before)) < _FEWEST_STEPS or len(np.unique(after)) < _FEWEST_STEPS:
+        return None
+    slope, _ = np.polyfit(before, after, 1)
+    straight = np.corrcoef(before, after)[0, 1]
+    if slope <= 0 or straight < _STRAIGHT:
+        return None
+    for factor, words in _UNITS.items():
+        for one, says in ((factor, words), (1 / factor, f"{words} before")):
+            # Near 1 a change of the spread is no unit.
+            near = _NEAR if abs(math.log(factor)) > 1 else _NEAR / 3
+            if abs(math.log(slope / one)) < near:
+                return one, says
+    return None
+
+
+def beyond(question: Question) -> Iterator[Finding]:
+    """Find values beyond those of the champion's dataset: more than chance puts there."""
+    pairs = [pair for pair in question.pairs() if pair[1].kind == NUMBER]
+    alpha = question.significance / max(2 * len(pairs), 1)
+    for name, new, old in pairs:
+        if not len(new.quantiles) or not math.isfinite(old.most):
+            continue
+        for bound, outside, word in (
+            (old.least, new.quantiles < old.least, "below"),
+            (old.most, new.quantiles > old.most, "above"),
+        ):
+            part = float(np.mean(outside))
+            count = round(part * new.present)
+            if part > question.limits.limit("range") and count:
+                chance = only_in_one(count, new.present, old.present)
+                if chance < alpha:
+                    extreme = new.least if word == "below" else new.most
+                    yield Finding(
+                        rule="range",
+                        feature=name,
+                        split="train",
+                        value=extreme,
+                        limit=bound,
+                        champion=bound,
+                        says=f"{percent(part)} of {name} is {word} {bound:g}, beyond every value "
+                        f"of the champion's dataset, as far as {extreme:g}: look at these rows",
+                    )
+
+
+def missing(question: Question) -> Iterator[Finding]:
+    """Find features without values, and those of which more values are missing."""
+    for split in ("train", "test"):
+        for name, each in question.dataset.features(split).items():
+            if each.examples and not each.present:
+                yield Finding(
+                    rule="empty",
+                    feature=name,
+                    split=split,
+                    value=0,
+                    says=f"{name} has no value in {split}: drop it in data.drop, or look at its "
+                    "source",
+                )
+    pairs = list(question.pairs())
+    limit = question.limits.limit("missing_values")
+    for name, new, old in pairs:
+        now, before = share(new.missing, new.examples), share(old.missing, old.examples)
+        chance = more_often(new.missing, new.examples, old.missing, old.examples)
+        if now - before > limit and chance < question.significance / len(pairs) and new.present:
+            yield Finding(
+                rule="missing_values",
+                feature=name,
+                split="train",
+                value=now,
+                limit=before + limit,
+                champion=before,
+                says=f"{percent(now)} of {name} is missing, {percent(before)} in the champion's "
+                "dataset: look whether a source has stopped to fill it",
+            )
+
+
+def constant(question: Question) -> Iterator[Finding]:
+    """Find features with one value in all examples of training."""
+    dataset, champion = question.dataset, question.champion
+    known = champion.features("train") if champion else {}
+    for name, each in dataset.features("train").items():
+        if _is_constant(each) and not (name in known and _is_constant(known[name])):
+            yield Finding(
+                rule="constant",
+                feature=name,
+                split="train",
+                value=next(iter(each.counts), each.least),
+                says=f"{name} has one value in all examples: nothing can be learned from it; drop "
+                "it in data.drop, or look at its source",
+            )
+
+
+def _is_constant(each: FeatureProfile) -> bool:
+    if each.present < 2:  # noqa: PLR2004
+        return False
+    if each.kind in (TEXT, CLASS):
+        return len(each.counts) == 1 and each.is_counted
+    return each.least == each.most
+
+
+def new_values(question: Question) -> Iterator[Finding]:
+    """Find categories that the champion's dataset does not have, beyond what chance brings."""
+    pairs = [
+        pair
+        for pair in question.pairs()
+        if pair[1].kind in (TEXT, CLASS)
+        and pair[0] not in question.dataset.targets
+        and pair[2].is_counted
+    ]
+    for name, new, old in pairs:
+        unseen = {value: count for value, count in new.counts.items() if value not in old.counts}
+        examples = sum(unseen.values())
+        # As many as are seen once have not been seen (Good and Turing): they are no news.
+        once = sum(1 for count in old.counts.values() if count == 1) / max(old.present, 1)
+        part = share(examples, new.present)
+        if part - once <= question.limits.limit("new_values"):
+            continue
+        alpha = question.significance / len(pairs)
+        largest = max(unseen.values())
+        chance = only_in_one(largest, new.present, old.present) * len({**old.counts, **unseen})
+        # One category is decided by itself, the sum of many rare ones by those seen once.
+        if chance < alpha or part > 3 * once + 10 / max(min(new.present, old.present), 1):
+            names = sorted(unseen, key=lambda value: -unseen[value])
+            yield Finding(
+                rule="new_values",
+                feature=name,
+                split="train",
+                value=part,
+                limit=question.limits.limit("new_values"),
+                says=f"{percent(part)} of {name} has values that the champion's dataset does not "
+                f"have: {some(names)}; map them to known ones, or expect a new vocabulary",
+            )
