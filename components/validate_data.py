@@ -50,26 +50,21 @@ def run_step(
 
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
-        found = validated(Config.model_validate_json(config), root, run_id, dataset)
-        word = validate.ACCEPTED if found.accepted else validate.REFUSED
+        settings = Config.model_validate_json(config)
+        found = validate.check(settings, dataset, validate.opponent(root, settings.name))
+        uri = output_of(root, run_id, "validation", dataset, found.digest)
+        validate.publish(found, uri)
+        facts = found.facts
         judged = {
-            "decision": word,
-            "warned": len(found.warnings),
-            "reasons": list(found.reasons),
-            "warnings": list(found.warnings),
+            "decision": found.decision,
+            "warned": len(facts["warnings"]),
+            "reasons": facts["reasons"],
+            "warnings": facts["warnings"],
         }
-        record.done(found.uri, judged)
-        descriptor.describe(artifact, found.uri, judged)
+        record.done(uri, judged)
+        descriptor.describe(artifact, uri, judged)
         Path(page.path).write_bytes(found.page)
-        Path(uri_path).write_text(found.uri, encoding="utf-8")
-        return word
+        Path(uri_path).write_text(uri, encoding="utf-8")
+        return found.decision
 
     return tried("validate_data", run_at(root, run_id), work, inputs={"dataset": dataset})
-
-
-def validated(config: Config, root: str, run_id: str, dataset: str) -> validate.Validation:
-    """Return what the rules find in a dataset of a run."""
-    champion = validate.opponent(root, config.name)
-    origin = (config.data.gate.digest(), config.gate.digest(), champion.uri, champion.note)
-    output = output_of(root, run_id, "validation", dataset, *origin)
-    return validate.check(config, dataset, champion, output)

@@ -40,7 +40,6 @@ ALONE = {
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
     "trainer/models/recurrent.py": "models of sequences, beside those of tables and images",
-    "trainer/data_gate/page.py": "what is drawn, next to what is judged",
     "trainer/data/preparation/assembly.py": "the second half of preparing, next to the first",
     "trainer/data/embedded/digits.py": "a TFDS builder, which TFDS imports by name",
 }

@@ -23,7 +23,7 @@ RULES = {
     "empty": (REFUSE, "a split without examples, or a feature without values"),
     "size": (WARN, "far fewer examples than the champion's dataset"),
     "range": (WARN, "values beyond those of the champion's dataset"),
-    "unit": (REFUSE, "all values are those of the champion's dataset times a factor"),
+    "unit": (REFUSE, "all values are those of the champion's dataset in another unit"),
     "missing_values": (WARN, "more missing values than in the champion's dataset"),
     "constant": (WARN, "a feature has one value, in all examples"),
     "new_values": (WARN, "categories that the champion's dataset does not have"),

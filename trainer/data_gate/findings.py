@@ -9,6 +9,7 @@ from typing import Any
 
 from trainer.config.data_gate import DataGateConfig
 from trainer.config.thresholds import GateConfig
+from trainer.data_gate.expected import ExpectedFeatures
 from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 
 #: What a value is written as where it is no number.
@@ -49,12 +50,16 @@ def _plain(value: Value) -> Value:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """What the rules judge: a dataset, the champion's if there is one, and the limits."""
+    """What the rules judge: a dataset, the champion's if there is one, limits, and the schema file.
+
+    `gate` is the policy on the metrics of the model.
+    """
 
     dataset: DatasetProfile
     champion: DatasetProfile | None
     limits: DataGateConfig
     gate: GateConfig
+    schema: ExpectedFeatures | None = None
 
     @property
     def significance(self) -> float:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from trainer.data.spec import FeatureSpec
-from trainer.data_gate.findings import Finding, Question, percent, share
+from trainer.data_gate.expected import ExpectedFeature
+from trainer.data_gate.findings import Finding, Question, percent, share, some
+from trainer.data_gate.profile import FeatureProfile
 from trainer.errors import nearest
 
 
@@ -75,3 +78,54 @@ def sizes(question: Question) -> Iterator[Finding]:
             says=f"{found} examples are {percent(share(found, known))} of the champion's {known}: "
             "look whether files are missing",
         )
+
+
+def schema(question: Question) -> Iterator[Finding]:
+    """Compare the dataset with the schema file."""
+    if question.schema is None:
+        return
+    specs = question.dataset.specs
+    for name, wanted in question.schema.features.items():
+        if name not in specs:
+            if wanted.required:
+                yield Finding(
+                    rule="missing_feature",
+                    feature=name,
+                    says=f"the schema file asks for {name}, which the dataset does not have"
+                    f"{nearest(name, specs)}: restore it, or write required: false",
+                )
+            continue
+        for split in question.dataset.splits:
+            features: Mapping[str, FeatureProfile] = question.dataset.features(split)
+            if name in features:
+                yield from _compared(name, split, features[name], wanted)
+
+
+def _compared(
+    name: str, split: str, found: FeatureProfile, wanted: ExpectedFeature
+) -> Iterator[Finding]:
+    def finding(value: Any, limit: Any, says: str, rule: str = "schema") -> Finding:
+        return Finding(
+            rule=rule, feature=name, split=split, value=value, limit=limit,
+            says=f"{says}; correct the rows, or the schema file",
+        )  # fmt: skip
+
+    if wanted.type and found.kind != wanted.type:
+        said = f"{name} is a {found.kind}, and the schema file says {wanted.type}"
+        yield finding(found.kind, wanted.type, said, "type")
+        return
+    if wanted.min is not None and found.least < wanted.min:
+        said = f"{name} is as low as {found.least:g} in {split}, below min {wanted.min:g}"
+        yield finding(found.least, wanted.min, said)
+    if wanted.max is not None and found.most > wanted.max:
+        said = f"{name} is as high as {found.most:g} in {split}, above max {wanted.max:g}"
+        yield finding(found.most, wanted.max, said)
+    missing = share(found.missing, found.examples)
+    if wanted.missing is not None and missing > wanted.missing:
+        said = (
+            f"{percent(missing)} of {name} is missing in {split}, above {percent(wanted.missing)}"
+        )
+        yield finding(missing, wanted.missing, said)
+    if wanted.values and (other := sorted(set(found.counts) - set(wanted.values))):
+        said = f"{name} has {some(other)} in {split}, which the schema file does not name"
+        yield finding(other[0], ", ".join(wanted.values[:20]), said)

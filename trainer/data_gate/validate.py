@@ -7,6 +7,7 @@ The validation is a published directory:
                       "value", "limit", "champion", "says", "action"}], "dataset": URI,
                       "champion": {"version", "dataset", "note"}, "examples": {split: number}}
     page.html         the same for a person, with the distribution of each feature
+    schema.yaml       the schema that the dataset keeps to, as far as it has statistics
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import json
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,16 @@ from typing import Any
 from trainer import storage
 from trainer.config.data_gate import OFF, REFUSE, WARN, DataGateConfig
 from trainer.config.schema import Config
-from trainer.data_gate import drift, examples, labels, page, relations, structure, values
+from trainer.data_gate import (
+    drift,
+    examples,
+    expected,
+    labels,
+    page,
+    relations,
+    structure,
+    values,
+)
 from trainer.data_gate.findings import Finding, Question, Rule
 from trainer.data_gate.profile import DatasetProfile, profile_of
 from trainer.errors import UserError
@@ -32,11 +42,24 @@ KIND = "validation"
 ACCEPTED, REFUSED = "accepted", "refused"
 FILE, PAGE = "validation.json", "page.html"
 _RULES: tuple[Rule, ...] = (
-    structure.features, structure.sizes, values.missing, values.constant, labels.classes,
-    labels.shares, examples.leakage, examples.duplicates, relations.association,
-    relations.label_leakage, values.unit, values.beyond, values.new_values, drift.by_feature,
-    drift.together, drift.between_splits,
-)  # fmt: skip
+    structure.schema,
+    structure.features,
+    structure.sizes,
+    values.missing,
+    values.constant,
+    labels.classes,
+    labels.shares,
+    examples.leakage,
+    examples.duplicates,
+    relations.association,
+    relations.label_leakage,
+    values.unit,
+    values.beyond,
+    values.new_values,
+    drift.by_feature,
+    drift.together,
+    drift.between_splits,
+)
 _log = logging.getLogger(__name__)
 
 
@@ -52,13 +75,21 @@ class Opponent:
 
 @dataclass(frozen=True, kw_only=True)
 class Validation:
-    """What was found, and where it is published."""
+    """What was found; `facts` are `validation.json`, `schema` is the text of `schema.yaml`."""
 
-    uri: str
-    accepted: bool
-    reasons: tuple[str, ...]
-    warnings: tuple[str, ...]
+    facts: Mapping[str, Any]
     page: bytes
+    schema: str
+
+    @property
+    def decision(self) -> str:
+        """The word: accepted or refused."""
+        return str(self.facts["decision"])
+
+    @property
+    def digest(self) -> str:
+        """A text that another validation does not have."""
+        return json.dumps(self.facts, sort_keys=True)
 
 
 def opponent(root: str, name: str) -> Opponent:
@@ -78,33 +109,42 @@ def opponent(root: str, name: str) -> Opponent:
         return Opponent(version=number, note=f"nothing to compare with: {error}")
 
 
-def check(config: Config, dataset: str, champion: Opponent, output: str) -> Validation:
-    """Hold the dataset at a URI against the rules; publish what was found at the URI `output`.
+def check(config: Config, dataset: str, champion: Opponent) -> Validation:
+    """Hold the dataset at a URI against the rules.
 
     Raises:
         UserError: the dataset, or the schema file, cannot be read.
     """
+    schema = expected.read(config.data.schema_file)
     found = profile_of(dataset)
     rules = config.data.gate
-    question = Question(dataset=found, champion=champion.profile, limits=rules, gate=config.gate)
-    findings = findings_of(question)
-    tree = _tree(findings, rules, found, champion)
-    content = page.render(tree, found, champion.profile)
-    with tempfile.TemporaryDirectory(prefix="validation-") as folder:
-        text = json.dumps(tree, indent=2, ensure_ascii=False, allow_nan=False)
-        Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
-        Path(folder, PAGE).write_bytes(content)
-        fields = {"decision": tree["decision"], "dataset": dataset, "champion": champion.uri}
-        storage.publish(Path(folder), output, kind=KIND, fields=fields)
-    for line in tree["warnings"]:
+    question = Question(
+        dataset=found, champion=champion.profile, limits=rules, gate=config.gate, schema=schema
+    )
+    facts = _facts(findings_of(question), rules, found, champion)
+    for line in facts["warnings"]:
         _log.warning("%s", line)
     return Validation(
-        uri=output,
-        accepted=tree["decision"] == ACCEPTED,
-        reasons=tuple(tree["reasons"]),
-        warnings=tuple(tree["warnings"]),
-        page=content,
+        facts=facts,
+        page=page.render(facts, found, champion.profile),
+        schema=expected.inferred(found),
     )
+
+
+def publish(validation: Validation, uri: str) -> None:
+    """Publish a validation at a URI; the same again is a no-op."""
+    with tempfile.TemporaryDirectory(prefix="validation-") as folder:
+        text = json.dumps(validation.facts, indent=2, ensure_ascii=False, allow_nan=False)
+        Path(folder, FILE).write_text(text + "\n", encoding="utf-8")
+        Path(folder, PAGE).write_bytes(validation.page)
+        Path(folder, expected.FILE).write_text(validation.schema, encoding="utf-8")
+        champion = validation.facts["champion"]["dataset"]
+        fields = {
+            "decision": validation.decision,
+            "dataset": validation.facts["dataset"],
+            "champion": champion,
+        }
+        storage.publish(Path(folder), uri, kind=KIND, fields=fields)
 
 
 def findings_of(question: Question) -> list[Finding]:
@@ -113,7 +153,7 @@ def findings_of(question: Question) -> list[Finding]:
     return [each for each in found if question.limits.action(each.rule) != OFF]
 
 
-def _tree(
+def _facts(
     findings: Sequence[Finding], rules: DataGateConfig, dataset: DatasetProfile, champion: Opponent
 ) -> dict[str, Any]:
     lines = {

@@ -11,17 +11,18 @@ from trainer.data_gate.findings import Finding, Question, percent, share, some
 from trainer.data_gate.profile import CLASS, NUMBER, TEXT, FeatureProfile
 from trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
 
-# Factors between units, by what they are. Both directions are tried.
-_UNITS = {
-    1000.0: "thousands", 1e6: "millions", 100.0: "percent or cents", 10.0: "tens", 60.0: "minutes",
-    3600.0: "hours", 24.0: "days", 2.54: "inches", 0.3048: "feet", 1.609344: "miles",
-    0.45359237: "pounds", 1.8: "degrees Fahrenheit", 1e9: "billions", math.pi / 180: "degrees",
-}  # fmt: skip
-_STEPS = np.linspace(0.05, 0.95, 19)
-_FEWEST_STEPS = 5
-# How straight the line through both distributions has to be, and how near to a known factor.
-_STRAIGHT, _NEAR = 0.99, 0.12
-_APART = 0.15
+# Factor and offset between units, and what they are. Both directions are tried.
+_UNITS = (
+    (1000.0, 0.0, "thousands"), (1e6, 0.0, "millions"), (1e9, 0.0, "billions"),
+    (100.0, 0.0, "hundreds, percent or cents"), (10.0, 0.0, "tens"), (60.0, 0.0, "minutes"),
+    (3600.0, 0.0, "hours"), (24.0, 0.0, "days"), (2.54, 0.0, "inches"), (0.3048, 0.0, "feet"),
+    (1.609344, 0.0, "miles"), (0.45359237, 0.0, "pounds"), (180 / math.pi, 0.0, "degrees"),
+    (1.8, 32.0, "degrees Fahrenheit"), (1.0, 273.15, "kelvin"),
+)  # fmt: skip
+_FEWEST_VALUES = 5
+# How far apart two distributions are that are no longer of one unit, and still of one.
+_APART, _ALIKE = 0.15, 0.05
+_CHANCE = 0.01
 
 
 def unit(question: Question) -> Iterator[Finding]:
@@ -34,33 +35,32 @@ def unit(question: Question) -> Iterator[Finding]:
             continue
         found = _factor(new, old)
         if found:
-            factor, words = found
+            change, words = found
             yield Finding(
                 rule="unit",
                 feature=name,
                 split="train",
                 value=float(np.median(new.quantiles)),
                 champion=float(np.median(old.quantiles)),
-                says=f"{name} is that of the champion's dataset times {factor:g} ({words}): convert"
-                " it at its source, or set the rule unit to warn where it is meant so",
+                says=f"{name} is that of the champion's dataset {change} ({words}): convert "
+                "it at its source, or set the rule unit to warn where it is meant so",
             )
 
 
-def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[float, str] | None:
-    after, before = (np.quantile(each.quantiles, _STEPS) for each in (new, old))
-    if len(np.unique(before)) < _FEWEST_STEPS or len(np.unique(after)) < _FEWEST_STEPS:
+def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
+    """Return the change of unit by which the old distribution becomes the new one, if any does."""
+    if len(np.unique(old.quantiles)) < _FEWEST_VALUES:
         return None
-    slope, _ = np.polyfit(before, after, 1)
-    straight = np.corrcoef(before, after)[0, 1]
-    if slope <= 0 or straight < _STRAIGHT:
-        return None
-    for factor, words in _UNITS.items():
-        for one, says in ((factor, words), (1 / factor, f"{words} before")):
-            # Near 1 a change of the spread is no unit.
-            near = _NEAR if abs(math.log(factor)) > 1 else _NEAR / 3
-            if abs(math.log(slope / one)) < near:
-                return one, says
-    return None
+    best: tuple[float, tuple[str, str]] | None = None
+    for factor, offset, words in _UNITS:
+        for changed, says in (
+            (old.quantiles * factor + offset, (f"times {factor:g}", words)),
+            ((old.quantiles - offset) / factor, (f"divided by {factor:g}", words)),
+        ):
+            size, chance = kolmogorov_smirnov(new.quantiles, changed, (new.present, old.present))
+            if (size < _ALIKE or chance > _CHANCE) and (best is None or size < best[0]):
+                best = size, says
+    return best[1] if best else None
 
 
 def beyond(question: Question) -> Iterator[Finding]:

@@ -76,6 +76,13 @@ def _rows(choose, only=None):
     return skew
 
 
+def _fewer_yes(share):
+    def choose(rng, columns):
+        return np.flatnonzero((columns["label"] == 0) | (rng.random(len(columns["label"])) < share))
+
+    return choose
+
+
 def _copied(into, source, share):
     """Return a skew that replaces a share of a split by examples of `source`."""
 
@@ -155,10 +162,10 @@ SKEWS = {
     "class gone from the test split": (
         _rows(lambda _, c: np.flatnonzero(c["label"] == 0), "test"), {"class_gone"}),
     "class rare": (
-        _rows(lambda rng, c: np.flatnonzero((c["label"] == 0) | (rng.random(len(c["label"])) < 0.01))),
+        _rows(_fewer_yes(0.01)),
         {"imbalance", "balance"}),
     "labels at chance": (
-        _rows(lambda rng, c: np.flatnonzero((c["label"] == 0) | (rng.random(len(c["label"])) < 0.5))),
+        _rows(_fewer_yes(0.5)),
         {"balance"}),
     "duplicated test rows": (_copied("test", "test", 0.3), {"duplicates"}),
     "duplicated training rows": (_copied("train", "train", 0.2), {"duplicates"}),

@@ -1,0 +1,16 @@
+"""The key `data.gate`: every rule has an action, every limit a default within its bounds."""
+
+from trainer.config.data_gate import ACTIONS, LIMITS, RULES, DataGateConfig
+
+
+def test_every_rule_and_limit_has_a_default():
+    gate = DataGateConfig()
+    assert {gate.action(rule) for rule in RULES} <= set(ACTIONS)
+    for name, (default, least, most, _) in LIMITS.items():
+        assert least <= gate.limit(name) == default <= most
+
+
+def test_what_is_named_wins_over_all():
+    gate = DataGateConfig(rules={"all": "warn", "leakage": "refuse"})
+    assert gate.action("leakage") == "refuse"
+    assert gate.action("type") == "warn"

@@ -1,0 +1,94 @@
+"""What refuses and what warns, by the configuration; what is said where nothing is compared."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.trainer.data_gate.skews import SKEWS, table
+from tests.trainer.data_gate.tables import profile, question, rules_of, split_of
+from trainer import storage
+from trainer.config.data_gate import RULES
+from trainer.config.schema import Config
+from trainer.config.thresholds import GateConfig
+from trainer.data_gate import validate
+from trainer.data_gate.findings import Finding
+
+
+def clean(seed=0, size=1000):
+    return split_of(table(np.random.default_rng(seed), size))
+
+
+def test_every_rule_is_one_of_the_configuration():
+    said = {rule for _, rules in SKEWS.values() for rule in rules}
+    assert said <= set(RULES)
+    # The schema file is the one rule that needs a file.
+    assert set(RULES) - said == {"schema", "new_class"}
+
+
+def test_without_a_champion_a_dataset_is_compared_with_itself():
+    assert rules_of(profile(clean())) == set()
+    skew, _ = SKEWS["test rows in training"]
+    assert rules_of(profile(skew(np.random.default_rng(1), clean()))) == {"leakage"}
+
+
+def test_a_rule_that_is_off_finds_nothing():
+    skew, _ = SKEWS["drift of a number"]
+    skewed = profile(skew(np.random.default_rng(1), clean(2)))
+    champion = profile(clean(3))
+    assert "drift" in rules_of(skewed, champion)
+    assert "drift" not in rules_of(skewed, champion, rules={"drift": "off"})
+    assert rules_of(skewed, champion, rules={"all": "off"}) == set()
+    assert "drift" not in rules_of(skewed, champion, limits={"drift": 0.9})
+
+
+def test_a_new_class_is_named():
+    columns = clean()
+    for part in columns.values():
+        part["label"][:20] = 2
+    new = profile(columns, classes=("no", "yes", "perhaps"))
+    findings = validate.findings_of(question(new, profile(clean(1))))
+    assert "perhaps" in next(each.value for each in findings if each.rule == "new_class")
+
+
+def test_one_percent_of_a_class_is_a_warning_that_names_a_metric():
+    columns = clean(size=5000)
+    for part in columns.values():
+        part["label"] = (np.arange(len(part["label"])) % 100 == 0).astype(int)
+    new = profile(columns)
+    (found,) = [each for each in validate.findings_of(question(new)) if each.rule == "imbalance"]
+    assert "gate.min: {recall" in found.says
+    assert "'yes'" in found.says
+    watched = question(new, gate=GateConfig(min={"recall": 0.8}))
+    assert not [each for each in validate.findings_of(watched) if each.rule == "imbalance"]
+
+
+def test_a_value_that_is_no_number_is_written_as_a_text():
+    tree = Finding(rule="range", says="x", value=float("inf"), limit=1).to_json("warn")
+    assert json.loads(json.dumps(tree, allow_nan=False))["value"] == "inf"
+
+
+@pytest.mark.parametrize(
+    ("gate", "says"),
+    [
+        ({"rules": {"drfit": "off"}}, "'drfit' is no rule; did you mean 'drift'?"),
+        ({"rules": {"drift": "on"}}, "refuse"),
+        ({"limits": {"drift": 2}}, "drift: 2 is not between 0 and 1"),
+        ({"limits": {"drfit": 0.1}}, "'drfit' is no limit"),
+        ({"limits": {"significance": 0}}, "significance: 0 is not between 1e-12 and 0.1"),
+    ],
+)
+def test_a_wrong_key_is_named(gate, says):
+    with pytest.raises(ValueError, match=r"data\.gate") as refused:
+        Config.model_validate({"data": {"gate": gate}})
+    assert says in str(refused.value)
+
+
+def test_off_in_yaml_is_a_word():
+    config = Config.model_validate({"data": {"gate": {"rules": {"drift": False}}}})
+    assert config.data.gate.action("drift") == "off"
+
+
+def test_a_registry_without_a_champion_is_said(tmp_path):
+    found = validate.opponent(storage.uri_of(tmp_path), "digits")
+    assert (found.version, found.note) == (0, "digits has no champion yet")

@@ -1,0 +1,93 @@
+"""The schema file: what the features of a dataset have to be, written by a person.
+
+    features:
+      age: {type: number, min: 0, max: 120, missing: 0.01}
+      city: {type: text, values: [Aachen, Bonn]}
+      note: {required: false}
+
+`data.schema_file` names it, a path or a URI of YAML or JSON. A feature that it does not name may be
+anything. A validation publishes the schema that it has inferred, as a beginning.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import Field, ValidationError, model_validator
+
+from trainer import storage
+from trainer.config.base import Section
+from trainer.data_gate.profile import CLASS, NUMBER, TEXT, DatasetProfile
+from trainer.errors import ConfigError
+from trainer.storage.uri import is_uri
+
+FILE = "schema.yaml"
+# A text of more values than this is no category.
+_MOST_VALUES = 50
+
+
+class ExpectedFeature(Section):
+    """What one feature has to be; what is left out is not checked."""
+
+    type: Literal["", "number", "text", "class", "tensor", "image"] = ""
+    required: bool = True
+    min: float | None = None
+    max: float | None = None
+    missing: float | None = Field(None, ge=0, le=1)
+    values: tuple[str, ...] = Field((), strict=False)
+
+    @model_validator(mode="after")
+    def _in_order(self) -> ExpectedFeature:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min:g} is above max {self.max:g}")
+        return self
+
+
+class ExpectedFeatures(Section):
+    """The whole file."""
+
+    features: dict[str, ExpectedFeature]
+
+
+def read(place: str) -> ExpectedFeatures | None:
+    """Return the schema at a path or URI; None where none is named.
+
+    Raises:
+        ConfigError: it is not there, or is no schema.
+    """
+    if not place:
+        return None
+    uri = place if is_uri(place) else storage.uri_of(Path(place).expanduser())
+    try:
+        tree = yaml.safe_load(storage.read_bytes(uri).decode())
+    except storage.Missing:
+        raise ConfigError(f"data.schema_file: there is no file {place}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        words = " ".join(str(error).split())
+        raise ConfigError(f"data.schema_file: {place} is no YAML: {words}") from None
+    if not isinstance(tree, dict) or "features" not in tree:
+        raise ConfigError(f"data.schema_file: {place} names no features: begin it with `features:`")
+    try:
+        return ExpectedFeatures.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        said = first["msg"].removeprefix("Value error, ")
+        raise ConfigError(f"data.schema_file: {place}: {where}: {said}") from None
+
+
+def inferred(dataset: DatasetProfile) -> str:
+    """Return the schema that a dataset keeps to, as YAML for a person to change."""
+    tree: dict[str, Any] = {}
+    for name, each in dataset.features("train").items():
+        entry: dict[str, Any] = {"type": each.kind}
+        if each.kind == NUMBER and each.least <= each.most:
+            entry |= {"min": each.least, "max": each.most}
+        if each.kind in (TEXT, CLASS) and each.is_counted and len(each.counts) <= _MOST_VALUES:
+            entry["values"] = sorted(each.counts)
+        entry["missing"] = round(each.missing / max(each.examples, 1), 4)
+        tree[name] = entry
+    text: str = yaml.safe_dump({"features": tree}, sort_keys=False, allow_unicode=True)
+    return text
