@@ -57,7 +57,7 @@ LIMITS = {
               "numbers, of total variation for categories"),
     "drift_together": (0.015, 0.0, 1.0, "the same for many features, as the root mean square of "
                        "P(new > old) - 1/2"),
-    "significance": (0.0005, 1e-12, 0.1, "how probable a change by chance may be, in one dataset "
+    "significance": (0.0002, 1e-12, 0.1, "how probable a change by chance may be, in one dataset "
                      "and for each rule, to be reported"),
 }  # fmt: skip
 

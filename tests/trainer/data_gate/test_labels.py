@@ -23,7 +23,7 @@ def rules(new, old=None, **config):
 
 def test_a_rare_class_may_be_absent_from_a_small_split():
     assert rules(counted([500, 500, 120], [40, 40, 5])) == set()
-    assert rules(counted([500, 500, 120], [40, 42, 0])) == set()
+    assert rules(counted([500, 500, 120], [20, 21, 0])) == set()
     assert rules(counted([500, 500, 120], [200, 200, 0])) == {("class_gone", "test")}
 
 
