@@ -46,13 +46,13 @@ def with_version(data: DataConfig) -> DataConfig:
 
     KFP's cache compares the section: with an empty version it would hide a newer dataset.
     """
-    if data.version:
+    if data.version or data.source:
         return data
     from trainer.data import prepare
 
     with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
         newest = prepare.newest_version(data, Path(scratch))
-    events.emit(events.NewestVersion(dataset=data.dataset, version=newest))
+    events.emit(events.NewestVersion(dataset=data.name, version=newest))
     return data.model_copy(update={"version": newest})
 
 

@@ -32,7 +32,7 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
             from trainer.data import prepare
 
             section = DataConfig.model_validate_json(data)
-            key = f"version of {section.dataset}"
+            key = f"version of {section.name}"
             chosen = section.version or pinned_inputs.pinned(key)
             prepared = prepare.prepare(
                 section.model_copy(update={"version": chosen}), root, scratch
@@ -40,8 +40,8 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
             fields = prepared.manifest.fields
             version = fields["version"]
             pinned_inputs.pin(key, version)
-            if not chosen:
-                events.emit(events.NewestVersion(dataset=section.dataset, version=version))
+            if version and not chosen:
+                events.emit(events.NewestVersion(dataset=section.name, version=version))
             examples = {split: each["examples"] for split, each in fields["splits"].items()}
             record.done(prepared.uri, {**examples, "reused": prepared.reused, "version": version})
             origin = {"fingerprint": fields["fingerprint"], "version": version}

@@ -30,6 +30,6 @@ def _said(config: Config, found: dict[str, Any]) -> str:
     takes = ", ".join(f"{name} ({form})" for name, form in found["inputs"].items())
     gives = ", ".join(f"{name} ({form})" for name, form in found["targets"].items())
     return (
-        f"{config.model.name} takes {takes} of {config.data.dataset} for {found['task']} of "
+        f"{config.model.name} takes {takes} of {config.data.name} for {found['task']} of "
         f"{gives}: {found['parameters']} parameters"
     )

@@ -25,6 +25,7 @@ _NOT_CONTENT = {
     "schema_file",
 }
 
+_LONGEST = 60
 _log = logging.getLogger(__name__)
 
 
@@ -35,7 +36,9 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
         module = config.map.partition(":")[0]
         section["map_source"] = user_code.digest("data.map", module)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", config.name)
+    # Of files the last name alone: a path may be longer than a name can be.
+    last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", last)
     return f"{name}-{hashlib.sha256(content.encode()).hexdigest()[:12]}"
 
 

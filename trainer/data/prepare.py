@@ -21,7 +21,9 @@ from trainer.config.data import DataConfig
 from trainer.data.builders import datasets
 from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
+from trainer.data.files.file_source import FileSource
 from trainer.data.key import dataset_key
+from trainer.data.listing import list_source
 from trainer.data.source import Part, Source
 from trainer.data.spec import KIND, SCHEMA
 from trainer.storage import Manifest
@@ -104,6 +106,8 @@ def source_of(config: DataConfig, folder: Path) -> Source:
 
 
 def _given(config: DataConfig, folder: Path) -> Source:
+    if config.source:
+        return FileSource(config, list_source(config), folder)
     return BuilderSource(config, _tfds_dir(folder))
 
 

@@ -62,7 +62,7 @@ def _head(facts: Facts, measured: Mapping[str, Any]) -> str:
     return (
         f"# {_cell(config.name)}\n\n"
         f"A `{_code(config.model.name)}` model for {_words(measured['task'])}{of_classes}, trained "
-        f"on `{_code(config.data.dataset)}`; global step {facts.step}. "
+        f"on `{_code(config.data.name)}`; global step {facts.step}. "
         f"{_words(metric).capitalize()} {_number(value)} on {measured['examples']} test examples."
     )
 

@@ -49,9 +49,12 @@ class FileSource(Source):
         self._columns: dict[str, Column] = {}
         self._scan: Scan | None = None
         self._bounds = (np.inf, np.inf)
+        self._selection: Selection | None = None
 
     def select(self) -> Selection:
         """Scan the files, unless that is remembered, and say types and roles."""
+        if self._selection:
+            return self._selection
         scan = self._scan = self._scan or self._scanned()
         roles = self._roles = assign(self._config, scan.names)
         if not scan.broken.rows:
@@ -64,7 +67,7 @@ class FileSource(Source):
         if roles.time:
             self._bounds = self._time_bounds(scan)
         self._tell(roles)
-        return Selection(
+        self._selection = Selection(
             inputs=roles.inputs,
             targets=roles.targets,
             weight=roles.weight,
@@ -73,6 +76,7 @@ class FileSource(Source):
             connectors={},
             fits={},
         )
+        return self._selection
 
     def fetch(self) -> None:
         """Do nothing: files are fetched part by part."""

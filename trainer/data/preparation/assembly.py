@@ -12,6 +12,7 @@ from trainer.data.preparation.parts import Sums, records_of, sums_of
 from trainer.data.preparation.shards import ShardWriter
 from trainer.data.source import Source
 from trainer.data.splits import shard_counts
+from trainer.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,18 @@ def assemble(
     each shard gets a random order, by the seed.
 
     Raises:
-        UserError: there are fewer training examples than shards.
+        UserError: there are fewer training examples than shards, or none to test on.
     """
     selection = source.select()
     sums = Sums(selection)
     for part in parts:
         sums.merge(sums_of(part, selection))
+    if not sums.examples.get("test"):
+        sizes = ", ".join(f"{count} {split}" for split, count in sums.examples.items())
+        raise UserError(
+            f"data.splits: no example of {source.name} is for test ({sizes}); give it more "
+            "examples, or a larger share for data.splits.test"
+        )
     counts = shard_counts(source.name, sums.examples, shards)
     writers = {split: ShardWriter(folder, split, count) for split, count in counts.items()}
     for split, writer in writers.items():
