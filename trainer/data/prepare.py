@@ -187,11 +187,11 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
         source,
         [part for part in parts if f"{part.number:06d}" not in taken],
         places,
-        processes=config.runner.processes,
+        config=config,
         done=keep,
     )
     folders = sorted(places.iterdir())
-    return assemble(source, folders, folder, shards=config.shards, seed=config.seed)
+    return assemble(source, folders, folder, config)
 
 
 def _finished(uri: str, folder: Path) -> Iterator[tuple[str, Path]]:

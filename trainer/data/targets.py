@@ -6,7 +6,6 @@ reading one example.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.data.spec import FeatureSpec
 from trainer.errors import UserError
+from trainer.statistics.moments import Moments
 
 # More than any list of classes; beyond it an integer is a quantity.
 MOST_CLASSES = 1_000_000
@@ -30,7 +30,7 @@ class Target:
         self._counts: dict[str, NDArray[np.int64]] = {}
         self._of_classes = np.dtype(spec.dtype).kind in "iub"
         self._multi_hot = spec.dtype == "bool" and spec.shape == (spec.num_classes,)
-        self._moments = _Moments()
+        self._moments = Moments()
 
     def refuse(self, dataset: str, split: str, values: NDArray[Any]) -> None:
         """Raise `UserError` where an example of a class has none, or a number is no number."""
@@ -82,7 +82,7 @@ class Target:
         """Continue with the sums of `state()`."""
         self._of_classes = state["of_classes"]
         self._counts = {name: np.array(each, np.int64) for name, each in state["counts"].items()}
-        self._moments = _Moments(*state["moments"])
+        self._moments = Moments(*state["moments"])
 
     def counts(self) -> dict[str, list[int]]:
         """Return the examples of each class by split; empty for what is no class.
@@ -100,7 +100,10 @@ class Target:
 
         They are of all numbers of an example together. Empty where there is no value.
         """
-        return self._moments.to_json()
+        found = self._moments
+        if not found.count:
+            return {}
+        return {"mean": found.mean, "std": found.std, "min": found.least, "max": found.most}
 
 
 def refuse_weight(name: str, dataset: str, split: str, values: NDArray[Any]) -> None:
@@ -124,51 +127,8 @@ def _refuse_infinite(key: str, name: str, dataset: str, split: str, values: NDAr
         )
 
 
-class _Moments:
-    """Mean and variance in one pass: Chan, Golub, LeVeque, "Updating formulae" (1979).
-
-    The difference of two sums of squares would lose all digits of numbers with a large mean.
-    """
-
-    def __init__(
-        self,
-        count: int = 0,
-        mean: float = 0.0,
-        squares: float = 0.0,
-        low: float = math.inf,
-        high: float = -math.inf,
-    ) -> None:
-        self._count = count
-        self._mean = mean
-        self._squares = squares
-        self._ends = (low, high)
-
-    def state(self) -> list[float]:
-        return [self._count, self._mean, self._squares, *self._ends]
-
-    def add(self, values: NDArray[Any]) -> None:
-        wide = values.astype(np.float64)
-        mean = float(wide.mean())
-        ends = (float(wide.min()), float(wide.max()))
-        self.merge(_Moments(wide.size, mean, float(((wide - mean) ** 2).sum()), *ends))
-
-    def merge(self, other: _Moments) -> None:
-        if not other._count:
-            return
-        delta = other._mean - self._mean
-        both = self._count + other._count
-        self._squares += other._squares + delta**2 * self._count * other._count / both
-        self._mean += delta * other._count / both
-        self._count = both
-        self._ends = (min(self._ends[0], other._ends[0]), max(self._ends[1], other._ends[1]))
-
-    def to_json(self) -> dict[str, float]:
-        if not self._count:
-            return {}
-        low, high = self._ends
-        # A constant has no deviation, whatever its sum is rounded to.
-        std = float(np.sqrt(self._squares / self._count)) if high > low else 0.0
-        return {"mean": float(self._mean), "std": std, "min": low, "max": high}
+def _padded(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
+    return np.pad(counts, (0, length - len(counts)))
 
 
 def _of_any_length(values: NDArray[Any]) -> NDArray[Any]:
@@ -176,7 +136,3 @@ def _of_any_length(values: NDArray[Any]) -> NDArray[Any]:
     if values.dtype != object or not len(values):
         return values
     return np.concatenate([np.ravel(each) for each in values])
-
-
-def _padded(counts: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    return np.pad(counts, (0, length - len(counts)))

@@ -6,9 +6,7 @@ example keeps its split when others come.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,7 +15,6 @@ from trainer.config.data import DataConfig
 from trainer.data.spec import SPLITS
 from trainer.errors import ConfigError
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ALIASES = {
     "train": "train", "training": "train",
     "validation": "validation", "valid": "validation", "val": "validation", "dev": "validation",
@@ -29,18 +26,6 @@ def split_named(text: str) -> int:
     """Return the split that a word stands for, as an index into `SPLITS`; -1 for none."""
     name = _ALIASES.get(text.strip().lower())
     return SPLITS.index(name) if name else -1
-
-
-def hashes(columns: Mapping[str, NDArray[Any]], seed: int) -> NDArray[np.uint64]:
-    """Return a keyed 64-bit hash of each example. The order of the columns does not matter."""
-    total: NDArray[np.uint64] | None = None
-    for name, values in columns.items():
-        key = _key(name, seed)
-        found = _texts(values) if values.dtype == object else _numbers(values)
-        mixed = _mix(found ^ key)
-        total = mixed if total is None else total + mixed
-    assert total is not None
-    return _mix(total ^ _key("", seed))
 
 
 def by_share(found: NDArray[np.uint64], *, validation: float, test: float) -> NDArray[np.int8]:
@@ -99,33 +84,3 @@ def bounds_of(
         return float(ends[int(np.argmax(left <= share * total + 0.5))]) if share else float(np.inf)
 
     return bound(validation + test), bound(test)
-
-
-def _key(name: str, seed: int) -> np.uint64:
-    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
-
-
-def _texts(values: NDArray[Any]) -> NDArray[np.uint64]:
-    blake = hashlib.blake2b
-    digests = b"".join(blake(each, digest_size=8).digest() for each in values)
-    return np.frombuffer(digests, "<u8")
-
-
-def _numbers(values: NDArray[Any]) -> NDArray[np.uint64]:
-    # As a float, whatever the type, so that a column keeps its hashes when gaps make it a float.
-    wide = values.reshape(len(values), -1).astype(np.float64) + 0.0
-    wide[np.isnan(wide)] = np.nan
-    bits = wide.view(np.uint64)
-    total = np.zeros(len(values), np.uint64)
-    for place in range(bits.shape[1]):
-        total = _mix(total + bits[:, place] + _GOLDEN)
-    return total
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return the finalizer of SplitMix64 (Steele, Lea, Flood 2014): each bit depends on all."""
-    found = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed: NDArray[np.uint64] = found ^ (found >> np.uint64(31))
-    return mixed

@@ -28,6 +28,7 @@ from trainer.data.files.scan import PieceScan, Scan, Wanted
 from trainer.data.source import Batch, Part, Source
 from trainer.data.spec import SPLITS
 from trainer.errors import UserError
+from trainer.statistics.hashing import hashes
 
 _ROWS = 1 << 14
 _log = logging.getLogger(__name__)
@@ -269,7 +270,7 @@ class FileSource(Source):
             return drawing.by_bounds(columns[roles.time], self._bounds)
         validation, test = self._shares()
         drawn = [roles.split_group] if roles.split_group else roles.inputs or tuple(columns)
-        found = drawing.hashes({name: columns[name] for name in drawn}, self._config.seed)
+        found = hashes({name: columns[name] for name in drawn}, self._config.seed)
         return drawing.by_share(found, validation=validation, test=test)
 
     def _shares(self) -> tuple[float, float]:

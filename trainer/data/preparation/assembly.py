@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config.data import DataConfig
 from trainer.data.preparation.parts import Sums, records_of, sums_of
 from trainer.data.preparation.shards import ShardWriter
 from trainer.data.source import Source
 from trainer.data.splits import shard_counts
 from trainer.errors import UserError
+from trainer.statistics import statistics
+from trainer.statistics.statistics import Statistics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,28 +27,26 @@ class Written:
     fingerprint: str
 
 
-def assemble(
-    source: Source, parts: Sequence[Path], folder: Path, *, shards: int, seed: int
-) -> Written:
+def assemble(source: Source, parts: Sequence[Path], folder: Path, config: DataConfig) -> Written:
     """Write the shards of all splits into `folder`, from the folders of the parts in their order.
 
     Records are dealt out to the shards of their split in turn. Where the source is not shuffled,
-    each shard gets a random order, by the seed.
+    each shard gets a random order, by the seed of the configuration.
 
     Raises:
         UserError: there are fewer training examples than shards, or none to test on.
     """
     selection = source.select()
-    sums = Sums(selection)
+    sums = Sums(selection, vocabulary=config.vocabulary)
     for part in parts:
-        sums.merge(sums_of(part, selection))
+        sums.merge(sums_of(part, selection, vocabulary=config.vocabulary))
     if not sums.examples.get("test"):
         sizes = ", ".join(f"{count} {split}" for split, count in sums.examples.items())
         raise UserError(
             f"data.splits: no example of {source.name} is for test ({sizes}); give it more "
             "examples, or a larger share for data.splits.test"
         )
-    counts = shard_counts(source.name, sums.examples, shards)
+    counts = shard_counts(source.name, sums.examples, config.shards)
     writers = {split: ShardWriter(folder, split, count) for split, count in counts.items()}
     for split, writer in writers.items():
         for part in parts:
@@ -53,7 +54,8 @@ def assemble(
                 writer.add(record)
         writer.flush()
         if not source.is_shuffled:
-            writer.shuffle(seed)
+            writer.shuffle(config.seed)
+    _write_statistics(sums, counts, folder)
     return Written(
         examples={split: writer.examples for split, writer in writers.items()},
         sums=sums,
@@ -64,3 +66,11 @@ def assemble(
 def _fingerprint(writers: Mapping[str, ShardWriter]) -> str:
     crcs = {split: writer.crcs for split, writer in writers.items()}
     return hashlib.sha256(json.dumps(crcs, sort_keys=True).encode()).hexdigest()
+
+
+def _write_statistics(sums: Sums, splits: Iterable[str], folder: Path) -> None:
+    found = {split: sums.accumulators[split] for split in splits}
+    results = Statistics(splits={split: each.result() for split, each in found.items()})
+    (folder / statistics.FILE).write_bytes(statistics.to_bytes(results))
+    sketches = {split: each.sketch() for split, each in found.items()}
+    (folder / statistics.EXAMPLES).write_bytes(statistics.sketches_to_bytes(sketches))

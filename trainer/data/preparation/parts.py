@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from trainer.data.records import encode
 from trainer.data.source import Part, Source
 from trainer.data.spec import SPLITS
 from trainer.data.targets import Target, refuse_weight
+from trainer.statistics.accumulator import Accumulator
 
 _SUMS = "sums.json"
 _READ_BYTES = 1 << 20
@@ -27,10 +28,20 @@ _READ_BYTES = 1 << 20
 class Sums:
     """What is summed up over the examples of one part, or of several."""
 
-    def __init__(self, selection: Selection) -> None:
-        """Begin with no examples."""
+    def __init__(self, selection: Selection, *, vocabulary: int, part: int = 0) -> None:
+        """Begin with no examples; samples are drawn for the number of the part."""
         self.examples = dict.fromkeys(SPLITS, 0)
         self.targets = {each: Target(each, selection.specs[each]) for each in selection.targets}
+        self.accumulators = {
+            split: Accumulator(
+                selection.specs,
+                selection.inputs,
+                selection.targets,
+                vocabulary=vocabulary,
+                seed=(part, index),
+            )
+            for index, split in enumerate(SPLITS)
+        }
 
     def add(self, columns: Mapping[str, Any], splits: Any) -> None:
         """Add some examples, of which `splits` are indexes into `SPLITS`."""
@@ -39,8 +50,10 @@ class Sums:
             if not chosen.any():
                 continue
             self.examples[split] += int(chosen.sum())
+            kept = {name: _chosen(values, chosen) for name, values in columns.items()}
+            self.accumulators[split].add(kept)
             for target in self.targets.values():
-                target.add(split, columns[target.name][chosen])
+                target.add(split, kept[target.name])
 
     def merge(self, other: Sums) -> None:
         """Add what was summed up over further examples."""
@@ -48,30 +61,44 @@ class Sums:
             self.examples[split] += count
         for name, target in other.targets.items():
             self.targets[name].merge(target)
+        for split, accumulator in other.accumulators.items():
+            self.accumulators[split].merge(accumulator)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+    def save(self, folder: Path) -> None:
+        """Write all sums into a folder."""
+        for split, accumulator in self.accumulators.items():
+            np.savez(_statistics(folder, split), **accumulator.arrays())  # type: ignore[arg-type]
         targets = {name: each.state() for name, each in self.targets.items()}
-        return {"examples": self.examples, "targets": targets}
+        tree = {"examples": self.examples, "targets": targets}
+        (folder / _SUMS).write_text(json.dumps(tree), encoding="utf-8")
 
-    @classmethod
-    def from_json(cls, tree: Mapping[str, Any], selection: Selection) -> Self:
-        """Return what `to_json` has written."""
-        found = cls(selection)
-        found.examples |= tree["examples"]
+    def restore(self, folder: Path) -> None:
+        """Continue with the sums that were saved into a folder."""
+        tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
+        self.examples |= tree["examples"]
         for name, state in tree["targets"].items():
-            found.targets[name].restore(state)
-        return found
+            self.targets[name].restore(state)
+        for split, accumulator in self.accumulators.items():
+            with np.load(_statistics(folder, split), allow_pickle=False) as arrays:
+                accumulator.restore(arrays)
 
 
-def map_part(source: Source, selection: Selection, part: Part, folder: Path) -> None:
+def _chosen(values: Any, chosen: Any) -> Any:
+    if isinstance(values, np.ndarray):
+        return values[chosen]
+    return [value for value, take in zip(values, chosen, strict=True) if take]
+
+
+def map_part(
+    source: Source, selection: Selection, part: Part, folder: Path, *, vocabulary: int
+) -> None:
     """Read a part of a source, encode its examples, and write them into `folder`.
 
     Raises:
         UserError: the part cannot be read, or a label or a weight in it is none.
     """
     folder.mkdir(parents=True)
-    sums = Sums(selection)
+    sums = Sums(selection, vocabulary=vocabulary, part=part.number)
     lengths: dict[str, list[int]] = {split: [] for split in SPLITS}
     with ExitStack() as stack:
         files = [stack.enter_context(_records(folder, split).open("wb")) for split in SPLITS]
@@ -84,13 +111,14 @@ def map_part(source: Source, selection: Selection, part: Part, folder: Path) -> 
             sums.add(batch.columns, batch.splits)
     for split, each in lengths.items():
         np.save(_lengths(folder, split), np.array(each, np.uint32))
-    (folder / _SUMS).write_text(json.dumps(sums.to_json()), encoding="utf-8")
+    sums.save(folder)
 
 
-def sums_of(folder: Path, selection: Selection) -> Sums:
+def sums_of(folder: Path, selection: Selection, *, vocabulary: int) -> Sums:
     """Return the sums over a part that was mapped into `folder`."""
-    tree = json.loads((folder / _SUMS).read_text(encoding="utf-8"))
-    return Sums.from_json(tree, selection)
+    found = Sums(selection, vocabulary=vocabulary)
+    found.restore(folder)
+    return found
 
 
 def records_of(folder: Path, split: str) -> Iterator[bytes]:
@@ -115,3 +143,7 @@ def _records(folder: Path, split: str) -> Path:
 
 def _lengths(folder: Path, split: str) -> Path:
     return folder / f"{split}.lengths.npy"
+
+
+def _statistics(folder: Path, split: str) -> Path:
+    return folder / f"{split}.statistics.npz"

@@ -17,6 +17,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from trainer.config.data import DataConfig
 from trainer.data.preparation.parts import map_part
 from trainer.data.source import Part, Source
 from trainer.errors import UserError
@@ -28,7 +29,7 @@ Done = Callable[[Part, Path], None]
 
 
 def map_parts(
-    source: Source, parts: Sequence[Part], folder: Path, *, processes: int, done: Done
+    source: Source, parts: Sequence[Part], folder: Path, *, config: DataConfig, done: Done
 ) -> None:
     """Map parts into folders of `folder`; `done` is called here after each, in any order.
 
@@ -36,25 +37,27 @@ def map_parts(
         source: what is read.
         parts: those that are not mapped yet.
         folder: local; a part is in the folder with its number.
-        processes: how many at once; 0: one for each core, where there are enough parts.
+        config: says how many processes run at once, where there are enough parts.
         done: takes the part and its folder.
 
     Raises:
         UserError: a part cannot be read, or a process was killed.
     """
+    processes, vocabulary = config.runner.processes, config.vocabulary
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     count = min(processes or (cores or 1), len(parts) if processes else len(parts) // _FEWEST)
     if count < _FEWEST:
         selection = source.select()
         for part in parts:
-            map_part(source, selection, part, _place(folder, part))
+            map_part(source, selection, part, _place(folder, part), vocabulary=vocabulary)
             done(part, _place(folder, part))
         return
-    _in_processes(source, [parts[index::count] for index in range(count)], folder, done)
+    stripes = [parts[index::count] for index in range(count)]
+    _in_processes(source, stripes, folder, vocabulary, done)
 
 
 def _in_processes(
-    source: Source, stripes: Sequence[Sequence[Part]], folder: Path, done: Done
+    source: Source, stripes: Sequence[Sequence[Part]], folder: Path, vocabulary: int, done: Done
 ) -> None:
     context = multiprocessing.get_context("spawn")
     running: dict[Any, tuple[SpawnProcess, list[Part]]] = {}
@@ -62,7 +65,9 @@ def _in_processes(
         for stripe in stripes:
             reader, writer = context.Pipe(duplex=False)
             process = context.Process(
-                target=_work, args=(source, stripe, folder, os.getpid(), writer), daemon=True
+                target=_work,
+                args=(source, stripe, folder, vocabulary, os.getpid(), writer),
+                daemon=True,
             )
             process.start()
             # So that the end of the process is the end of the pipe.
@@ -105,7 +110,14 @@ def _cause(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-def _work(source: Source, parts: Sequence[Part], folder: Path, parent: int, answers: Any) -> None:
+def _work(  # noqa: PLR0913, PLR0917
+    source: Source,
+    parts: Sequence[Part],
+    folder: Path,
+    vocabulary: int,
+    parent: int,
+    answers: Any,
+) -> None:
     """Map parts one after another; this is all that a process does."""
     # Ctrl-C reaches the whole group; the parent ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -113,7 +125,7 @@ def _work(source: Source, parts: Sequence[Part], folder: Path, parent: int, answ
     try:
         selection = source.select()
         for part in parts:
-            map_part(source, selection, part, _place(folder, part))
+            map_part(source, selection, part, _place(folder, part), vocabulary=vocabulary)
             answers.send(None)
     # Whatever it is, it is raised again in the parent.
     except Exception as error:

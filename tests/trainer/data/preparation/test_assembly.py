@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from trainer.config.data import DataConfig
 from trainer.data.preparation.assembly import assemble
 from trainer.data.preparation.processes import map_parts
 from trainer.errors import UserError
@@ -32,7 +33,7 @@ def test_counts_are_those_of_the_examples(prepared, source):
 def parts(source, tmp_path):
     source.fetch()
     folder = tmp_path / "parts"
-    map_parts(source, source.parts(), folder, processes=1, done=lambda *_: None)
+    map_parts(source, source.parts(), folder, config=DataConfig(), done=lambda *_: None)
     return sorted(folder.iterdir())
 
 
@@ -41,10 +42,13 @@ def test_a_source_in_random_order_keeps_it(source, parts, tmp_path):
     kept, again, mixed = (tmp_path / name for name in ("kept", "again", "mixed"))
     for folder in (kept, again, mixed):
         folder.mkdir()
-    first = assemble(source, parts, kept, shards=2, seed=0)
-    assert assemble(source, parts, again, shards=2, seed=1).fingerprint == first.fingerprint
+    first = assemble(source, parts, kept, DataConfig(shards=2, seed=0))
+    assert (
+        assemble(source, parts, again, DataConfig(shards=2, seed=1)).fingerprint
+        == first.fingerprint
+    )
     source.is_shuffled = False
-    other = assemble(source, parts, mixed, shards=2, seed=0)
+    other = assemble(source, parts, mixed, DataConfig(shards=2, seed=0))
     assert other.fingerprint != first.fingerprint
     assert other.examples == first.examples
     assert first.examples == {"train": [40, 40], "validation": [10], "test": [10]}
@@ -52,4 +56,4 @@ def test_a_source_in_random_order_keeps_it(source, parts, tmp_path):
 
 def test_more_shards_than_examples(source, parts, tmp_path):
     with pytest.raises(UserError, match="81 shards for 80 training examples of numbers"):
-        assemble(source, parts, tmp_path, shards=81, seed=0)
+        assemble(source, parts, tmp_path, DataConfig(shards=81))

@@ -3,6 +3,7 @@
 import pytest
 
 from trainer import storage
+from trainer.config.data import DataConfig
 from trainer.data.preparation.processes import map_parts
 from trainer.errors import UserError
 
@@ -66,5 +67,7 @@ def test_few_parts_need_no_process(source, tmp_path, monkeypatch):
     source.fetch()
     done = []
     parts = source.parts()[:3]
-    map_parts(source, parts, tmp_path, processes=0, done=lambda part, _: done.append(part.number))
+    map_parts(
+        source, parts, tmp_path, config=DataConfig(), done=lambda part, _: done.append(part.number)
+    )
     assert done == [0, 1, 2]

@@ -1,0 +1,77 @@
+"""How much one value of an example says about another: from 0, nothing, to 1, all.
+
+Two numbers: the absolute correlation (Pearson). A number and a class: the correlation ratio
+(Fisher). Two classes: Cramér's V. The last two are corrected for chance, which finds much where
+there are many classes ("A bias-correction for Cramér's V", Bergsma 2013; "epsilon squared", Kelley
+1935).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+# Values that are rarer than the most frequent ones are one class.
+MOST_VALUES = 100
+_FEWEST = 10
+Values = NDArray[np.float64]
+
+
+def associated(
+    first: Values, second: Values, *, first_is_class: bool, second_is_class: bool
+) -> float:
+    """Return the association of two columns of the same examples; NaN is missing there."""
+    present = np.isfinite(first) & np.isfinite(second)
+    first, second = first[present], second[present]
+    if len(first) < _FEWEST:
+        return 0.0
+    if first_is_class and second_is_class:
+        return _cramer(_coded(first), _coded(second))
+    if first_is_class:
+        return _ratio(second, _coded(first))
+    if second_is_class:
+        return _ratio(first, _coded(second))
+    return _correlation(first, second)
+
+
+def _coded(values: Values) -> NDArray[np.int64]:
+    """Return small numbers for values, the most frequent first; all rare ones have the same."""
+    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = np.empty(len(counts), np.int64)
+    ranks[np.argsort(-counts, kind="stable")] = np.arange(len(counts))
+    coded: NDArray[np.int64] = np.minimum(ranks, MOST_VALUES)[places]
+    return coded
+
+
+def _correlation(first: Values, second: Values) -> float:
+    one, two = first - first.mean(), second - second.mean()
+    scale = float(np.sqrt((one**2).sum() * (two**2).sum()))
+    return min(1.0, abs(float((one * two).sum())) / scale) if scale > 0 else 0.0
+
+
+def _ratio(number: Values, classes: NDArray[np.int64]) -> float:
+    counts = np.bincount(classes)
+    used = counts > 0
+    groups, examples = int(used.sum()), len(number)
+    centred = number - number.mean()
+    total = float((centred**2).sum())
+    if groups < 2 or groups >= examples or total <= 0:  # noqa: PLR2004
+        return 0.0
+    sums = np.bincount(classes, centred)[used]
+    within = total - float((sums**2 / counts[used]).sum())
+    corrected = 1 - (within / (examples - groups)) / (total / (examples - 1))
+    return float(np.sqrt(min(1.0, max(0.0, corrected))))
+
+
+def _cramer(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
+    rows, columns, examples = int(first.max()) + 1, int(second.max()) + 1, len(first)
+    if min(rows, columns) < 2:  # noqa: PLR2004
+        return 0.0
+    table = np.bincount(first * columns + second, minlength=rows * columns)
+    table = table.reshape(rows, columns).astype(np.float64)
+    expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / examples
+    chi = float(np.divide((table - expected) ** 2, expected, where=expected > 0).sum())
+    chance = (rows - 1) * (columns - 1) / (examples - 1)
+    phi = max(0.0, chi / examples - chance)
+    sizes = [size - (size - 1) ** 2 / (examples - 1) for size in (rows, columns)]
+    return float(np.sqrt(min(1.0, phi / max(min(sizes) - 1, 1e-9))))

@@ -1,0 +1,151 @@
+"""Examples that stand for all: a uniform sample, and the smallest hashes.
+
+Both keep what has the smallest keys ("bottom-k sketches", Cohen and Kaplan 2007), so that sketches
+of parts are merged into that of the whole. Of the sample a key is drawn, so that every example is
+as likely; the error of the rank of a quantile is below 0.4 % (one standard deviation) with 16,384
+examples, and none where there are fewer. Of hashes it is the hash of the inputs: equal examples
+have equal ones, in other splits and other datasets too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+MOST_EXAMPLES = 1 << 14
+MOST_HASHES = 1 << 16
+# Of numbers in a sample, whatever it has of columns.
+_MOST_NUMBERS = 1 << 22
+_SLACK = 2
+
+
+class Sample:
+    """Columns of some examples."""
+
+    def __init__(self, columns: list[str], seed: int | tuple[int, ...]) -> None:
+        """Draw keys by the seed, which has to be another one for each part."""
+        self._random = np.random.RandomState(seed)
+        self._most = max(256, min(MOST_EXAMPLES, _MOST_NUMBERS // max(1, len(columns))))
+        self._keys: list[NDArray[np.float64]] = []
+        self._rows: dict[str, list[NDArray[np.float64]]] = {name: [] for name in columns}
+        self._held, self._bound = 0, np.inf
+
+    def choose(self, examples: int) -> NDArray[np.intp]:
+        """Draw a key for each of the next examples; return the places of those to `keep`."""
+        keys = self._random.random_sample(examples)
+        chosen = np.flatnonzero(keys < self._bound)
+        self._keys.append(keys[chosen])
+        return chosen
+
+    def keep(self, columns: Mapping[str, NDArray[np.float64]]) -> None:
+        """Keep the values of the examples that were chosen."""
+        for name, held in self._rows.items():
+            held.append(columns[name])
+        self._held += len(self._keys[-1])
+        if self._held > _SLACK * self._most:
+            self._shrink()
+
+    def merge(self, other: Sample) -> None:
+        """Add the sample of further examples."""
+        self._keys += other._keys
+        for name, held in self._rows.items():
+            held.extend(other._rows[name])
+        self._held += other._held
+        self._shrink()
+
+    def columns(self) -> dict[str, NDArray[np.float64]]:
+        """Return the values by column, in an order that has nothing to do with that of the data."""
+        self._shrink()
+        return {name: held[0] if held else np.empty(0) for name, held in self._rows.items()}
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all that it holds."""
+        self._shrink()
+        keys = self._keys[0] if self._keys else np.empty(0)
+        return {"keys": keys, **{f"row/{name}": each for name, each in self.columns().items()}}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Continue with what `arrays` returned."""
+        self._keys = [arrays["keys"]]
+        self._rows = {name: [arrays[f"row/{name}"]] for name in self._rows}
+        self._held = len(arrays["keys"])
+
+    def _shrink(self) -> None:
+        if not self._keys:
+            return
+        keys = np.concatenate(self._keys)
+        order = np.argsort(keys, kind="stable")[: self._most]
+        self._keys = [keys[order]]
+        self._rows = {name: [np.concatenate(held)[order]] for name, held in self._rows.items()}
+        self._held = len(order)
+        if self._held == self._most:
+            self._bound = float(self._keys[0][-1])
+
+
+class Hashes:
+    """The smallest hashes, with how many examples have each."""
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self._found = np.empty(0, np.uint64)
+        self._copies = np.empty(0, np.int64)
+        self._pending: list[NDArray[np.uint64]] = []
+        self._pending_count = 0
+        # No hash above it is known.
+        self._bound = np.uint64(2**64 - 1)
+
+    def add(self, hashes: NDArray[np.uint64]) -> None:
+        """Add the hashes of some examples."""
+        small = hashes[hashes <= self._bound]
+        self._pending.append(small)
+        self._pending_count += len(small)
+        if self._pending_count > MOST_HASHES:
+            self._settle()
+
+    def merge(self, other: Hashes) -> None:
+        """Add the hashes of further examples."""
+        self._settle()
+        other._settle()
+        self._bound = min(self._bound, other._bound)
+        found = np.concatenate([self._found, other._found])
+        self._put(found, np.concatenate([self._copies, other._copies]))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no example has a larger hash."""
+        self._settle()
+        return bool(self._bound == np.uint64(2**64 - 1))
+
+    def smallest(self) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
+        """Return the smallest hashes, ascending, and the examples that have each."""
+        self._settle()
+        return self._found, self._copies
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all that it holds."""
+        found, copies = self.smallest()
+        return {"hashes": found, "copies": copies, "bound": np.array(self._bound)}
+
+    def restore(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Continue with what `arrays` returned."""
+        self._found, self._copies = arrays["hashes"], arrays["copies"]
+        self._bound = np.uint64(arrays["bound"])
+
+    def _settle(self) -> None:
+        if self._pending:
+            found = np.concatenate([self._found, *self._pending])
+            self._pending, self._pending_count = [], 0
+            ones = np.ones(len(found) - len(self._found), np.int64)
+            self._put(found, np.concatenate([self._copies, ones]))
+
+    def _put(self, found: NDArray[np.uint64], copies: NDArray[np.int64]) -> None:
+        """Hold these, equal ones together, as far as they are among the smallest."""
+        unique, places = np.unique(found, return_inverse=True)
+        total = np.bincount(places, copies, len(unique)).astype(np.int64)
+        if len(unique) > MOST_HASHES:
+            self._bound = min(self._bound, unique[MOST_HASHES - 1])
+        kept = unique <= self._bound
+        self._found, self._copies = unique[kept], total[kept]

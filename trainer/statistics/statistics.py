@@ -1,0 +1,145 @@
+"""What is known of the examples of a dataset: `statistics.json`, and `examples.npz` beside it.
+
+The first has what people and models ask for. The second has for each split what two datasets are
+compared by: hashes of examples, and a sample of their values.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.errors import UserError
+from trainer.json_records import from_tree, parse
+
+FILE, EXAMPLES = "statistics.json", "examples.npz"
+SCHEMA = 1
+NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FeatureStatistics:
+    """A feature in one split.
+
+    Attributes:
+        kind: number, text, class, tensor or image. An encoded image has its bytes as its number.
+        examples: of the split.
+        missing: examples without a value: a number that is NaN, an empty text.
+        mean: of the numbers, or of all elements of a tensor; likewise `std`, `least` and `most`.
+            None where there is no number.
+        quantiles: at even steps from the least to the most, by a sample of the examples; of a
+            tensor those of the means of its examples.
+        counts: examples by value, the most frequent first; of a class by its name.
+        distinct: how many values there are; at most so many, where it is more than `counts` has.
+        words: examples by word, of texts that have several; lower case, without punctuation.
+        association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
+            or Cramér's V.
+    """
+
+    kind: str
+    examples: int
+    missing: int = 0
+    mean: float | None = None
+    std: float | None = None
+    least: float | None = None
+    most: float | None = None
+    quantiles: tuple[float, ...] = ()
+    counts: Mapping[str, int] = field(default_factory=dict)
+    distinct: int = 0
+    words: Mapping[str, int] = field(default_factory=dict)
+    association: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitStatistics:
+    """One split: how many examples, and its features by name."""
+
+    examples: int
+    features: Mapping[str, FeatureStatistics] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleSketch:
+    """Some examples of a split.
+
+    Attributes:
+        hashes: the smallest hashes of inputs, ascending.
+        copies: how many examples have each of them.
+        is_whole: whether no example has a larger one.
+        sample: values of examples drawn at random, as a column of numbers by feature.
+    """
+
+    hashes: NDArray[np.uint64]
+    copies: NDArray[np.int64]
+    is_whole: bool
+    sample: Mapping[str, NDArray[np.float64]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """The statistics of a dataset by split."""
+
+    schema: int = SCHEMA
+    splits: Mapping[str, SplitStatistics] = field(default_factory=dict)
+
+
+def to_bytes(statistics: Statistics) -> bytes:
+    """Return the content of `statistics.json`."""
+    return json.dumps(asdict(statistics), allow_nan=False).encode()
+
+
+def from_bytes(data: bytes, uri: str) -> Statistics:
+    """Return the statistics of a file; raises `UserError` where it is none of this version."""
+    try:
+        found = from_tree(Statistics, parse(data))
+    except ValueError:
+        found = None
+    if found is None or found.schema != SCHEMA:
+        raise UserError(
+            f"{uri}/{FILE} has no statistics of this version: prepare the dataset again"
+        )
+    return found
+
+
+def sketches_to_bytes(sketches: Mapping[str, ExampleSketch]) -> bytes:
+    """Return the content of `examples.npz`, the same for the same sketches."""
+    arrays: dict[str, Any] = {}
+    for split, each in sketches.items():
+        arrays |= {f"{split}/hashes": each.hashes, f"{split}/copies": each.copies}
+        arrays[f"{split}/is_whole"] = np.array(each.is_whole)
+        arrays |= {f"{split}/sample/{name}": values for name, values in each.sample.items()}
+    out = io.BytesIO()
+    # NumPy gives every file in it the same date.
+    np.savez(out, **arrays)
+    return out.getvalue()
+
+
+def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
+    """Return the sketches by split; raises `UserError` where the file is damaged."""
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+        splits = dict.fromkeys(name.split("/")[0] for name in arrays)
+        return {split: _sketch(split, arrays) for split in splits}
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(f"{uri}/{EXAMPLES} is damaged: prepare the dataset again") from error
+
+
+def _sketch(split: str, arrays: Mapping[str, Any]) -> ExampleSketch:
+    prefix = f"{split}/sample/"
+    return ExampleSketch(
+        hashes=arrays[f"{split}/hashes"],
+        copies=arrays[f"{split}/copies"],
+        is_whole=bool(arrays[f"{split}/is_whole"]),
+        sample={
+            name.removeprefix(prefix): values
+            for name, values in arrays.items()
+            if name.startswith(prefix)
+        },
+    )
