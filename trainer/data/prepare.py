@@ -21,7 +21,6 @@ from trainer.config.data import DataConfig
 from trainer.data.builders import datasets
 from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
-from trainer.data.files.file_source import FileSource
 from trainer.data.key import dataset_key
 from trainer.data.listing import list_source
 from trainer.data.source import Part, Source
@@ -107,6 +106,9 @@ def source_of(config: DataConfig, folder: Path) -> Source:
 
 def _given(config: DataConfig, folder: Path) -> Source:
     if config.source:
+        # It loads TensorFlow, which takes seconds.
+        from trainer.data.files.file_source import FileSource  # noqa: PLC0415
+
         return FileSource(config, list_source(config), folder)
     return BuilderSource(config, _tfds_dir(folder))
 

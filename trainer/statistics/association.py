@@ -70,7 +70,7 @@ def _cramer(first: NDArray[np.int64], second: NDArray[np.int64]) -> float:
     table = np.bincount(first * columns + second, minlength=rows * columns)
     table = table.reshape(rows, columns).astype(np.float64)
     expected = table.sum(1, keepdims=True) * table.sum(0, keepdims=True) / examples
-    chi = float(np.divide((table - expected) ** 2, expected, where=expected > 0).sum())
+    chi = float(((table - expected) ** 2 / np.where(expected > 0, expected, 1.0)).sum())
     chance = (rows - 1) * (columns - 1) / (examples - 1)
     phi = max(0.0, chi / examples - chance)
     sizes = [size - (size - 1) ** 2 / (examples - 1) for size in (rows, columns)]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -127,7 +128,7 @@ def sketches_from_bytes(data: bytes, uri: str) -> dict[str, ExampleSketch]:
             arrays = {name: file[name] for name in file.files}
         splits = dict.fromkeys(name.split("/")[0] for name in arrays)
         return {split: _sketch(split, arrays) for split in splits}
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"{uri}/{EXAMPLES} is damaged: prepare the dataset again") from error
 
 

@@ -62,7 +62,9 @@ def test_the_manifest(digits):
 def test_the_files_are_the_shards_and_the_features(digits):
     spec = DatasetSpec.from_manifest(digits.manifest)
     expected = [name for split in spec.shards for name in spec.files(split)]
-    assert [entry.path for entry in digits.manifest.files] == sorted([*expected, "features.json"])
+    assert [entry.path for entry in digits.manifest.files] == sorted(
+        [*expected, "examples.npz", "features.json", "statistics.json"]
+    )
 
 
 def test_the_splits_are_disjoint_and_complete(digits, contents):

@@ -1,0 +1,67 @@
+"""The files beside the shards: what is written is read again, and damage is named."""
+
+import numpy as np
+import pytest
+
+from trainer.errors import UserError
+from trainer.statistics import statistics
+from trainer.statistics.statistics import (
+    ExampleSketch,
+    FeatureStatistics,
+    SplitStatistics,
+    Statistics,
+)
+
+FOUND = Statistics(
+    splits={
+        "train": SplitStatistics(
+            examples=3,
+            features={
+                "city": FeatureStatistics(kind="text", examples=3, counts={"Köln": 2, "": 1}),
+                "age": FeatureStatistics(
+                    kind="number", examples=3, mean=0.1, std=2.0, quantiles=(1.0, 2.0)
+                ),
+            },
+        )
+    }
+)
+SKETCH = ExampleSketch(
+    hashes=np.array([1, 2**64 - 1], np.uint64),
+    copies=np.array([1, 2]),
+    is_whole=True,
+    sample={"age": np.array([1.0, np.nan]), "image/std": np.array([0.5, 0.25])},
+)
+
+
+def test_statistics_survive_their_file():
+    assert statistics.from_bytes(statistics.to_bytes(FOUND), "file:///d") == FOUND
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b"[]", b'{"schema": 99, "splits": {}}', b"\xff"])
+def test_what_is_none_is_named(data):
+    with pytest.raises(UserError, match=r"file:///d/statistics\.json has no statistics"):
+        statistics.from_bytes(data, "file:///d")
+
+
+def test_sketches_survive_their_file():
+    data = statistics.sketches_to_bytes({"train": SKETCH, "test": SKETCH})
+    found = statistics.sketches_from_bytes(data, "file:///d")
+    assert list(found) == ["train", "test"]
+    for each in found.values():
+        assert each.hashes.tolist() == SKETCH.hashes.tolist()
+        assert each.copies.tolist() == SKETCH.copies.tolist()
+        assert each.is_whole
+        assert list(each.sample) == ["age", "image/std"]
+        np.testing.assert_array_equal(each.sample["age"], SKETCH.sample["age"])
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, 400])
+def test_a_damaged_file_is_named(length):
+    data = statistics.sketches_to_bytes({"train": SKETCH})
+    with pytest.raises(UserError, match=r"file:///d/examples\.npz is damaged"):
+        statistics.sketches_from_bytes(data[:length], "file:///d")
+
+
+def test_the_same_sketches_are_the_same_bytes():
+    first, second = (statistics.sketches_to_bytes({"train": SKETCH}) for _ in range(2))
+    assert first == second
