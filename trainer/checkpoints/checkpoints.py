@@ -27,6 +27,8 @@ from trainer.checkpoints.rows import RowFile
 from trainer.cluster.lease import NoLease
 from trainer.config.schema import TrainingConfig
 from trainer.errors import UserError
+from trainer.statistics import statistics
+from trainer.statistics.learnt import NOTHING
 from trainer.storage.errors import reported
 from trainer.strategies.averaging import AVERAGE, MODEL
 from trainer.strategies.loss_scale import LOSS_SCALE
@@ -59,10 +61,12 @@ class RestoredCheckpoint:
 class Checkpoints:
     """The checkpoints of one run below one URI: saving, retention and restoring.
 
-    Nothing is written to the URI unless `lease` is held.
+    Nothing is written to the URI unless `lease` is held. What the model has `learnt` from its data
+    is part of each checkpoint.
     """
 
     lease = NoLease()
+    learnt = NOTHING
 
     def __init__(
         self, uri: str, *, keep: int, scratch: Path, fingerprint: str = "", awaited: bool = False
@@ -134,6 +138,8 @@ class Checkpoints:
             self.scratch.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=self.scratch, prefix="saving-") as folder:
                 write(variables, Path(folder, PREFIX), io_device)
+                if self.learnt.data:
+                    Path(folder, statistics.FILE).write_bytes(self.learnt.data)
                 self._publish(Path(folder), uri, {**own, **fields})
         self.last = uri
         # Training was paused for so long.

@@ -30,6 +30,7 @@ MODELS = {
     "cnn": "trainer.models.classifiers:cnn",
     "two_tower": "trainer.models.two_tower:two_tower",
     "gru": "trainer.models.recurrent:gru",
+    "tabular": "trainer.models.tabular:tabular",
 }
 #: The class of every learning task that has a name.
 TASKS = {

@@ -14,6 +14,7 @@ from typing import Any
 
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
+from trainer.statistics.learnt import NOTHING, Learnt
 from trainer.storage import Manifest
 
 KIND = "dataset"
@@ -60,6 +61,7 @@ class DatasetSpec:
     `targets` are the features to be predicted; `weight` and `group` are empty where there is none.
     `target_counts` are the examples of each class by target and split, and `target_moments` are
     mean, std, min and max over the training split; empty for targets that have none.
+    `learnt` is what a model may ask of its training data.
     """
 
     features: Mapping[str, FeatureSpec]
@@ -70,6 +72,7 @@ class DatasetSpec:
     group: str = ""
     target_counts: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
     target_moments: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -93,8 +96,8 @@ class DatasetSpec:
         return [shard_name(split, index, count) for index in range(count)]
 
     @classmethod
-    def from_manifest(cls, manifest: Manifest) -> DatasetSpec:
-        """Read the spec of a published dataset.
+    def from_manifest(cls, manifest: Manifest, learnt: Learnt = NOTHING) -> DatasetSpec:
+        """Read the spec of a published dataset; `learnt` is for the models that are built for it.
 
         Raises:
             UserError: it is not a dataset, or another version wrote it.
@@ -119,6 +122,7 @@ class DatasetSpec:
             group=manifest.fields["group"],
             target_counts=manifest.fields["target_counts"],
             target_moments=manifest.fields["target_moments"],
+            learnt=learnt,
             shards={
                 name: tuple(split["shards"]) for name, split in manifest.fields["splits"].items()
             },

@@ -22,6 +22,7 @@ from typing import Any
 import keras
 
 from trainer import storage
+from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.config.schema import Config
 from trainer.data.read import labelled_columns, stage_shards
@@ -135,7 +136,8 @@ def read_inputs(dataset: str, checkpoint: str) -> tuple[DatasetSpec, dict[str, s
         # A resumed run may publish another checkpoint under the same name.
         "checkpoint_created": storage.read_manifest(checkpoint).created,
     }
-    return DatasetSpec.from_manifest(data), made_from
+    learnt = learnt_before.of_checkpoint(checkpoint, dataset)
+    return DatasetSpec.from_manifest(data, learnt), made_from
 
 
 def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
@@ -149,7 +151,7 @@ def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
 
 def build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
     """Return the configured model for a dataset, with new weights and the loss of its task."""
-    inputs = InputSpec.of(spec.features, spec.inputs, objective.task.output_shape)
+    inputs = InputSpec.of(spec.features, spec.inputs, objective.task.output_shape, spec.learnt)
     return registry.build(config.model, inputs, config.training.seed, objective.accept)
 
 

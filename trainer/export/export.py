@@ -32,6 +32,7 @@ from trainer.export import model_card
 from trainer.export.formats import FORMATS, format_path
 from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
 from trainer.promotion import gate, kserve
+from trainer.statistics import statistics
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 
@@ -86,6 +87,8 @@ def export(  # noqa: PLR0913, PLR0917
             fields = _fields(facts, subject, evaluation, made_from)
             parity = _proved(folder, subject, fields, process)
         _write_json(folder / "parity.json", parity)
+        if spec.learnt.data:
+            (folder / statistics.FILE).write_bytes(spec.learnt.data)
         _write_json(folder / "config.json", config.model_dump(mode="json"))
         _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
         _write_text(folder / "model_card.md", model_card.written(facts, parity, fields))

@@ -25,7 +25,7 @@ def mlp(
 ) -> keras.Model:
     """Return ReLU layers of `hidden_units`, each followed by `dropout`, and the outputs."""
     given, x = scaled_input(spec)
-    x = _hidden(x, hidden_units=hidden_units, dropout=dropout)
+    x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="mlp")
 
 
@@ -54,7 +54,7 @@ def _linear(x: Any, shape: Shape, name: str, named: Mapping[str, Any]) -> Any:
     return keras.layers.Reshape(shape, dtype="float32", name=f"{name}_shape")(x)
 
 
-def _hidden(
+def hidden(
     x: keras.KerasTensor, *, hidden_units: Sequence[int], dropout: float
 ) -> keras.KerasTensor:
     """Return the flattened `x` through ReLU layers with dropout after each."""
@@ -112,5 +112,5 @@ def cnn(
         )(x)
         # "same" rounds up, so that any number of poolings leaves an image of at least one pixel.
         x = keras.layers.MaxPooling2D(2, padding="same", name=f"pool_{index}")(x)
-    x = _hidden(x, hidden_units=hidden_units, dropout=dropout)
+    x = hidden(x, hidden_units=hidden_units, dropout=dropout)
     return keras.Model(given, outputs(spec, x), name="cnn")

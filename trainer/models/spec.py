@@ -6,12 +6,21 @@ Checks of the values in `model.args`, which the configuration cannot know before
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import keras
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, nearest
+from trainer.models.vocabulary import Vocabulary, Words
+from trainer.statistics.learnt import NOTHING, Learnt
+from trainer.statistics.statistics import (
+    NUMBER,
+    TENSOR,
+    TEXT,
+    UNKNOWN_KIND,
+    FeatureStatistics,
+)
 
 
 def sizes(name: str, value: Any) -> tuple[int, ...]:
@@ -75,6 +84,10 @@ class Feature(Protocol):
     def dtype(self) -> str:
         """Name of its type, such as uint8."""
 
+    @property
+    def num_classes(self) -> int:
+        """How many classes its values name; 0 where they are none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class InputSpec:
@@ -85,11 +98,18 @@ class InputSpec:
     the model takes a mapping of tensors. `output_shape` is that of one example's output, with -1
     for any size; with several targets it is a mapping with their names, and the model returns a
     mapping of tensors.
+
+    `names` are the input features, and `classes` the number of classes of those that have some.
+    `statistics`, `vocabulary`, `words` and `normalization` are what the training split says of any
+    feature, by name: constants of the model, which it is exported with.
     """
 
     shape: InputShape | Mapping[str, InputShape]
     dtype: str | Mapping[str, str]
     output_shape: Shape | Mapping[str, Shape]
+    names: tuple[str, ...] = ()
+    classes: Mapping[str, int] = field(default_factory=dict)
+    learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
 
     @classmethod
     def of(
@@ -97,14 +117,20 @@ class InputSpec:
         features: Mapping[str, Feature],
         inputs: Sequence[str],
         output_shape: Shape | Mapping[str, Shape],
+        learnt: Learnt = NOTHING,
     ) -> InputSpec:
         """Return the spec of a model that takes the features named `inputs`."""
         shapes = {name: tuple(features[name].shape) for name in inputs}
         dtypes = {name: features[name].dtype for name in inputs}
-        if len(inputs) == 1:
-            (name,) = inputs
-            return cls(shape=shapes[name], dtype=dtypes[name], output_shape=output_shape)
-        return cls(shape=shapes, dtype=dtypes, output_shape=output_shape)
+        alone = len(inputs) == 1
+        return cls(
+            shape=shapes[inputs[0]] if alone else shapes,
+            dtype=dtypes[inputs[0]] if alone else dtypes,
+            output_shape=output_shape,
+            names=tuple(inputs),
+            classes={name: n for name in inputs if (n := features[name].num_classes)},
+            learnt=learnt,
+        )
 
     @property
     def num_classes(self) -> int:
@@ -120,6 +146,65 @@ class InputSpec:
             raise ConfigError(f"gives one row of numbers, not {self.output_shape}; {_OWN_MODEL}")
         return self.output_shape[-1]
 
+    def statistics(self, name: str) -> FeatureStatistics:
+        """Return the statistics of a feature over the training split.
+
+        Before a dataset is prepared, as in `flotilla doctor`, they are those of no example.
+
+        Raises:
+            ConfigError: there is no such feature.
+            UserError: the statistics cannot be read.
+        """
+        known = self.learnt.features
+        if name in known or (not known and name in self.names):
+            return known.get(name, FeatureStatistics(kind=UNKNOWN_KIND, examples=0))
+        named = known or self.names
+        hint = nearest(name, named) or f" (it has {', '.join(named)})"
+        raise ConfigError(f"the dataset has no feature {name!r}{hint}")
+
+    def vocabulary(self, name: str, most: int = 0) -> Vocabulary:
+        """Return a layer from the texts of a feature to whole numbers; see `Vocabulary`.
+
+        It knows the `most` frequent values, all that the statistics have where that is 0.
+
+        Raises:
+            ConfigError: the feature is none of texts.
+        """
+        return Vocabulary(_frequent(self._text(name).counts, most), name=f"{name}_vocabulary")
+
+    def words(self, name: str, length: int, most: int = 0) -> Words:
+        """Return a layer from texts to the numbers of their first `length` words; see `Words`.
+
+        It knows the `most` frequent words, all that the statistics have where that is 0.
+
+        Raises:
+            ConfigError: the feature is none of texts.
+        """
+        return Words(_frequent(self._text(name).words, most), length, name=f"{name}_words")
+
+    def normalization(self, name: str) -> keras.layers.Normalization:
+        """Return a layer that brings a feature to a mean of 0 and a variance of 1.
+
+        That of a tensor is over all of its elements. A number that is missing, NaN, stays so.
+
+        Raises:
+            ConfigError: the feature is none of numbers.
+        """
+        found = self.statistics(name)
+        if found.kind not in (NUMBER, TENSOR, UNKNOWN_KIND):
+            raise ConfigError(f"{name!r} is a {found.kind}, and has no mean; leave it as it is")
+        # A constant says nothing, and must not become large where it changes later.
+        variance = (found.std or 1.0) ** 2
+        return keras.layers.Normalization(
+            axis=None, mean=found.mean or 0.0, variance=variance, name=f"{name}_normalization"
+        )
+
+    def _text(self, name: str) -> FeatureStatistics:
+        found = self.statistics(name)
+        if found.kind not in (TEXT, UNKNOWN_KIND):
+            raise ConfigError(f"{name!r} is a {found.kind} and no text: it has no vocabulary")
+        return found
+
     def symbols(self) -> Any:
         """Return the Keras input for the single tensor, or a mapping of them."""
         if isinstance(self.shape, Mapping):
@@ -129,6 +214,11 @@ class InputSpec:
                 for name, shape in self.shape.items()
             }
         return keras.Input(shape=self.shape, dtype=self.dtype, name="flotilla_input")
+
+
+def _frequent(counts: Mapping[str, int], most: int) -> list[str]:
+    found = list(counts)
+    return found[: size("most", most)] if most else found
 
 
 def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
@@ -150,4 +240,4 @@ def scaled_input(spec: InputSpec) -> tuple[Any, Any]:
     return given, keras.layers.Rescaling(scale, name="flotilla_scale")(given)
 
 
-_OWN_MODEL = "write your own as package.module:function"
+_OWN_MODEL = "take `tabular`, or write your own as package.module:function"

@@ -32,7 +32,8 @@ STEPS = 1000
 _SALT = 0x5EED
 _PROJECTIONS = 4
 # As Keras's TextVectorization leaves out: all of it, and what is between words.
-_PUNCTUATION = re.compile(rb"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']")
+PUNCTUATION = r"[!\"#$%&()*+,\-./:;<=>?@\[\\\]^_`{|}~']"
+_PUNCTUATION = re.compile(PUNCTUATION.encode())
 
 
 class Feature(Protocol):

@@ -22,6 +22,8 @@ from trainer.json_records import from_tree, parse
 FILE, EXAMPLES = "statistics.json", "examples.npz"
 SCHEMA = 1
 NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
+#: Of a feature before its dataset is prepared.
+UNKNOWN_KIND = "unknown"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from trainer import storage
+from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import VALIDATION_LOSS
 from trainer.checkpoints.remote import checkpoints_of
@@ -111,6 +112,7 @@ def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -
         alone=task.role == "chief",
     )
     checkpoints.lease = lease
+    checkpoints.learnt = learnt_before.of_run(job.checkpoints, job.config.training, job.dataset)
     return checkpoints
 
 
@@ -125,7 +127,7 @@ def hooks_of(
 
     Where an evaluator runs, its validations are read in place of validating here.
     """
-    spec = DatasetSpec.from_manifest(dataset)
+    spec = DatasetSpec.from_manifest(dataset, checkpoints.learnt)
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)

@@ -21,7 +21,7 @@ import keras
 from keras.src.backend import Variable
 
 from trainer import storage, user_code
-from trainer.checkpoints import warm_start
+from trainer.checkpoints import learnt_before, warm_start
 from trainer.config.optimizer import OF_MODEL
 from trainer.config.schema import Config
 from trainer.data import prepare
@@ -181,7 +181,8 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
 
 def _dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
     if uri:
-        return DatasetSpec.from_manifest(storage.read_manifest(uri))
+        learnt = learnt_before.of_dataset(uri)
+        return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)
     selection = prepare.selected(config.data, scratch)
     return DatasetSpec(
         features=selection.specs,

@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from trainer import events, storage
+from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.checkpoints.history import Validations
 from trainer.checkpoints.index import KIND
@@ -85,7 +86,8 @@ def metrics_of(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
 
 
 def _measure(job: Job) -> Measure:
-    spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
+    learnt = learnt_before.of_run(job.checkpoints, job.config.training, job.dataset)
+    spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset), learnt)
     files = stage_shards(job.dataset, job.workdir / "validation", "validation")
     if precision := job.config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")

@@ -1,0 +1,114 @@
+"""The model of a table: numbers with gaps, classes, texts, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from trainer.config.schema import ModelConfig
+from trainer.data.spec import FeatureSpec
+from trainer.errors import ConfigError
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+from trainer.statistics import statistics
+from trainer.statistics.learnt import Learnt
+from trainer.statistics.statistics import FeatureStatistics, SplitStatistics, Statistics
+
+COLUMNS = {
+    "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
+    "rooms": FeatureSpec(shape=(), dtype="int64", stored="int"),
+    "city": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+    "review": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+    "grade": FeatureSpec(shape=(), dtype="int64", stored="int", num_classes=3),
+    "scan": FeatureSpec(shape=(2, 2), dtype="uint8", stored="raw"),
+    "steps": FeatureSpec(shape=(None, 2), dtype="float32", stored="sequence"),
+    "tags": FeatureSpec(shape=(2,), dtype="string", stored="bytes"),
+}
+KNOWN = {
+    "age": FeatureStatistics(kind="number", examples=9, missing=2, mean=30.0, std=5.0),
+    "rooms": FeatureStatistics(kind="number", examples=9, mean=3.0, std=1.0),
+    "city": FeatureStatistics(kind="text", examples=9, counts={"Rome": 5, "Oslo": 4}),
+    "review": FeatureStatistics(
+        kind="text", examples=9, counts={"good film": 9}, words={"good": 9, "film": 9}
+    ),
+    "grade": FeatureStatistics(kind="class", examples=9, counts={"0": 9}),
+    "scan": FeatureStatistics(kind="tensor", examples=9, mean=100.0, std=50.0),
+    "tags": FeatureStatistics(kind="text", examples=9, counts={"a": 9}),
+}
+EXAMPLES = {
+    "age": np.array([25.0, np.nan, 40.0], np.float32),
+    "rooms": np.array([1, 2, 3]),
+    "city": np.array(["Rome", "Paris", ""], object),
+    "review": np.array(["Good film!", "", "none of these"], object),
+    "grade": np.array([0, 2, 1]),
+    "scan": np.arange(12, dtype=np.uint8).reshape(3, 2, 2),
+}
+
+
+def spec_of(*names, output=(2,)):
+    found = Statistics(splits={"train": SplitStatistics(examples=9, features=KNOWN)})
+    learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
+    return InputSpec.of(COLUMNS, names, output, learnt)
+
+
+def built(*names, output=(2,), **args):
+    return registry.build(ModelConfig(name="tabular", args=args), spec_of(*names, output=output), 0)
+
+
+def given(*names):
+    tensors = {name: tf.constant(EXAMPLES[name]) for name in names}
+    return tensors if len(names) > 1 else tensors[names[0]]
+
+
+@pytest.mark.parametrize("names", [tuple(EXAMPLES), *[(name,) for name in EXAMPLES]])
+def test_every_kind_of_column_gives_finite_outputs(names):
+    found = built(*names)(given(*names)).numpy()
+    assert found.shape == (3, 2)
+    assert np.isfinite(found).all()
+
+
+def test_a_gap_differs_from_the_mean():
+    model = built("age")
+    mean, gap = model(tf.constant([30.0, np.nan])).numpy()
+    assert not np.allclose(mean, gap)
+
+
+def test_a_mean_comes_of_words_that_are_there():
+    model = built("review", hidden_units=[])
+    once, twice, other = model(tf.constant(["good", "good good", "film"])).numpy()
+    np.testing.assert_allclose(once, twice, rtol=1e-5)
+    assert not np.allclose(once, other)
+
+
+def test_numbers_have_a_linear_regression_without_hidden_layers():
+    model = built("age", "rooms", output=(1,), hidden_units=[])
+    # Both numbers, the gaps of one of them, and the bias.
+    assert model.count_params() == 4
+
+
+def test_every_row_of_an_embedding_gets_a_gradient():
+    model = built(*EXAMPLES)
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(model(given(*EXAMPLES)) ** 2)
+    assert all(each is not None for each in tape.gradient(loss, model.trainable_variables))
+
+
+def test_keras_reads_it_back():
+    registry.require_readable("tabular", built(*EXAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("names", "args", "line"),
+    [
+        (("steps",), {}, "'steps' varies"),
+        (("tags",), {}, r"'tags' is \[2\] of them"),
+        (("age",), {"words": 0}, "words: 0 is not allowed"),
+        (("age",), {"dimension": 0}, "dimension: 0 is not allowed"),
+        (("age",), {"hidden_units": [0]}, "hidden_units"),
+        (("age",), {"unit": 3}, "tabular has no argument 'unit'"),
+    ],
+)
+def test_what_it_cannot_do_is_named(names, args, line):
+    with pytest.raises(ConfigError, match=line):
+        built(*names, **args)

@@ -1,0 +1,97 @@
+"""Network over the columns of a table: numbers, classes and texts, as they come.
+
+Numbers are normalized, and those that are missing are marked. Values of texts and classes have rows
+of an embedding, and texts of several words the mean of the rows of their words (a bag of words:
+Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+
+from trainer.errors import ConfigError
+from trainer.models.classifiers import hidden, outputs
+from trainer.models.sharded_embedding import ShardedEmbedding
+from trainer.models.spec import InputSpec, size
+
+
+def tabular(
+    spec: InputSpec,
+    *,
+    hidden_units: Sequence[int] = (64, 32),
+    dimension: int = 16,
+    words: int = 200,
+    dropout: float = 0.0,
+) -> keras.Model:
+    """Return ReLU layers of `hidden_units` over all inputs together, and the outputs.
+
+    Args:
+        spec: inputs of single numbers, classes or texts, or tensors of numbers of one shape.
+        hidden_units: of the layers, each followed by `dropout`.
+        dimension: of a row of an embedding.
+        words: that are taken of a text.
+        dropout: the share of units that a step leaves out.
+    """
+    given = spec.symbols()
+    named = given if isinstance(given, Mapping) else dict(zip(spec.names, [given], strict=True))
+    places = _Places(spec, size("dimension", dimension), size("words", words))
+    found = [each for name, x in named.items() for each in places.of(name, x)]
+    x = keras.layers.Concatenate(name="all")(found) if len(found) > 1 else found[0]
+    x = hidden(x, hidden_units=hidden_units, dropout=dropout)
+    return keras.Model(given, outputs(spec, x), name="tabular")
+
+
+class _Places:
+    """Rows of numbers [n, units] for each input."""
+
+    def __init__(self, spec: InputSpec, dimension: int, words: int) -> None:
+        self._spec = spec
+        self._dimension = dimension
+        self._words = words
+
+    def of(self, name: str, x: Any) -> list[Any]:
+        """Return what the first layer gets of an input."""
+        shape = tuple(x.shape[1:])
+        if None in shape:
+            raise ConfigError(f"takes inputs of one shape, and {name!r} varies; write your own")
+        if x.dtype == "string":
+            return self._text(name, x, shape)
+        if name in self._spec.classes and not shape:
+            return [self._rows(name, x, self._spec.classes[name])]
+        return self._numbers(name, x, shape)
+
+    def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
+        if shape:
+            raise ConfigError(f"takes one text an example, and {name!r} is {list(shape)} of them")
+        if not self._spec.statistics(name).words:
+            layer = self._spec.vocabulary(name)
+            return [self._rows(name, layer(x), layer.size)]
+        layer = self._spec.words(name, self._words)
+        numbers = layer(x)
+        rows = self._rows(name, numbers, layer.size)
+        there = keras.ops.cast(keras.ops.not_equal(numbers, 0), rows.dtype)
+        there = keras.ops.expand_dims(there, -1)
+        count = keras.ops.maximum(keras.ops.sum(there, axis=1), 1)
+        return [keras.ops.sum(rows * there, axis=1) / count]
+
+    def _rows(self, name: str, numbers: Any, rows: int) -> Any:
+        # A class that training has not seen is no reason to fail when the model serves.
+        layer = ShardedEmbedding(
+            rows, self._dimension, shards=1, unknown="wrap", name=f"{name}_embedding"
+        )
+        return layer(numbers)
+
+    def _numbers(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
+        x = keras.layers.Flatten(name=f"{name}_flat")(x) if shape else keras.ops.expand_dims(x, -1)
+        is_float = "float" in x.dtype
+        x = self._spec.normalization(name)(x)
+        if not is_float:
+            return [x]
+        missing = keras.ops.isnan(x)
+        found = [keras.ops.where(missing, 0.0, x)]
+        if self._spec.statistics(name).missing:
+            found.append(keras.ops.cast(missing, x.dtype))
+        return found

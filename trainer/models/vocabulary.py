@@ -1,0 +1,112 @@
+"""Layers from texts to whole numbers, by the vocabulary of a dataset.
+
+Keras's own (`StringLookup`, `TextVectorization`) keep a table in the process that makes them, which
+the graph of another task of a cluster cannot reach. These keep 64-bit fingerprints of the known
+values as constants of the graph, so that every strategy can place them anywhere, and the exported
+model needs nothing besides itself. Two of n different values have the same fingerprint by a chance
+of n^2 / 2^64: of a million values, one in ten million.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from trainer.statistics.accumulator import PUNCTUATION
+
+# FarmHash, which is the same on every machine and in every version, without its sign.
+_FINGERPRINTS = 2**63 - 1
+
+
+class _Known:
+    """The fingerprints of known values, and the number of each."""
+
+    def __init__(self, values: Sequence[str], first: int) -> None:
+        """Number the values from `first` on."""
+        with tf.init_scope(), tf.device("CPU:0"):
+            found = tf.strings.to_hash_bucket_fast(tf.constant([*values], tf.string), _FINGERPRINTS)
+            fingerprints: NDArray[np.int64] = found.numpy()
+        order = np.argsort(fingerprints, kind="stable")
+        # One that none has, so that an empty vocabulary is no special case.
+        self._sorted = np.append(fingerprints[order], np.int64(2**63 - 1))
+        self._numbers = np.append(order + first, 0).astype(np.int64)
+
+    def numbers(self, texts: tf.Tensor, unknown: int) -> tf.Tensor:
+        """Return the number of each text [n], `unknown` where there is none."""
+        found = tf.strings.to_hash_bucket_fast(texts, _FINGERPRINTS)
+        places = tf.searchsorted(self._sorted, found)
+        known = tf.equal(tf.gather(self._sorted, places), found)
+        return tf.where(known, tf.gather(self._numbers, places), np.int64(unknown))
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class Vocabulary(keras.layers.Layer):
+    """Texts of any shape to whole numbers: 0 for one that is not known, or from 1 on."""
+
+    def __init__(self, values: Sequence[str], **kwargs: Any) -> None:
+        """Know these values, of which the first is number 1."""
+        super().__init__(**{"dtype": "int64", **kwargs})
+        self.values = [*values]
+        self.supports_jit = False
+        self._known = _Known(self.values, 1)
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are, that of the unknown among them."""
+        return len(self.values) + 1
+
+    def call(self, texts: tf.Tensor) -> tf.Tensor:
+        """Return the numbers, of the shape of the texts."""
+        return tf.reshape(self._known.numbers(tf.reshape(texts, [-1]), 0), tf.shape(texts))
+
+    def compute_output_spec(self, texts: Any) -> keras.KerasTensor:
+        """Return the type and the shape of the numbers."""
+        return keras.KerasTensor(texts.shape, "int64")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the layer, for saving."""
+        return {**super().get_config(), "values": self.values}
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class Words(keras.layers.Layer):
+    """Texts [n] to the numbers of their words [n, length]: 1 for one that is not known, 0 for none.
+
+    Words are found as by Keras's `TextVectorization`: in lower case, without punctuation,
+    between spaces. Letters beyond ASCII keep their case.
+    """
+
+    def __init__(self, values: Sequence[str], length: int, **kwargs: Any) -> None:
+        """Know these words, of which the first is number 2; take `length` of each text."""
+        super().__init__(**{"dtype": "int64", **kwargs})
+        if length < 1:
+            raise ValueError(f"length: {length!r} is not allowed; it has to be at least 1")
+        self.values = [*values]
+        self.length = length
+        self.supports_jit = False
+        self._known = _Known(self.values, 2)
+
+    @property
+    def size(self) -> int:
+        """How many numbers there are, those of padding and of the unknown among them."""
+        return len(self.values) + 2
+
+    def call(self, texts: tf.Tensor) -> tf.Tensor:
+        """Return the numbers of the words, filled up with 0."""
+        plain = tf.strings.regex_replace(tf.strings.lower(texts), PUNCTUATION, "")
+        words = tf.strings.split(plain)
+        numbers = words.with_flat_values(self._known.numbers(words.flat_values, 1))
+        return numbers.to_tensor(0, shape=[None, self.length])
+
+    def compute_output_spec(self, texts: Any) -> keras.KerasTensor:
+        """Return the type and the shape of the numbers."""
+        return keras.KerasTensor((*texts.shape, self.length), "int64")
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the layer, for saving."""
+        return {**super().get_config(), "values": self.values, "length": self.length}
