@@ -151,7 +151,13 @@ def made_before(output: str, kind: str, made_from: dict[str, str]) -> bool:
 
 def build_model(config: Config, spec: DatasetSpec, objective: Objective) -> keras.Model:
     """Return the configured model for a dataset, with new weights and the loss of its task."""
-    inputs = InputSpec.of(spec.features, spec.inputs, objective.task.output_shape, spec.learnt)
+    inputs = InputSpec.of(
+        spec.features,
+        spec.inputs,
+        objective.task.output_shape,
+        targets=spec.targets,
+        learnt=spec.learnt,
+    )
     return registry.build(config.model, inputs, config.training.seed, objective.accept)
 
 

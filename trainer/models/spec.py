@@ -99,15 +99,17 @@ class InputSpec:
     for any size; with several targets it is a mapping with their names, and the model returns a
     mapping of tensors.
 
-    `names` are the input features, and `classes` the number of classes of those that have some.
-    `statistics`, `vocabulary`, `words` and `normalization` are what the training split says of any
-    feature, by name: constants of the model, which it is exported with.
+    `names` are the input features, `targets` those to be predicted, and `classes` the number of
+    classes of those inputs that have some. `statistics`, `vocabulary`, `words` and
+    `normalization` are what the training split says of any feature, by name: constants of the
+    model, which it is exported with.
     """
 
     shape: InputShape | Mapping[str, InputShape]
     dtype: str | Mapping[str, str]
     output_shape: Shape | Mapping[str, Shape]
     names: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
     classes: Mapping[str, int] = field(default_factory=dict)
     learnt: Learnt = field(default=NOTHING, repr=False, compare=False)
 
@@ -117,6 +119,8 @@ class InputSpec:
         features: Mapping[str, Feature],
         inputs: Sequence[str],
         output_shape: Shape | Mapping[str, Shape],
+        *,
+        targets: Sequence[str] = (),
         learnt: Learnt = NOTHING,
     ) -> InputSpec:
         """Return the spec of a model that takes the features named `inputs`."""
@@ -128,6 +132,7 @@ class InputSpec:
             dtype=dtypes[inputs[0]] if alone else dtypes,
             output_shape=output_shape,
             names=tuple(inputs),
+            targets=tuple(targets),
             classes={name: n for name in inputs if (n := features[name].num_classes)},
             learnt=learnt,
         )
@@ -156,9 +161,10 @@ class InputSpec:
             UserError: the statistics cannot be read.
         """
         known = self.learnt.features
-        if name in known or (not known and name in self.names):
+        here = (*self.names, *self.targets)
+        if name in known or (not known and name in here):
             return known.get(name, FeatureStatistics(kind=UNKNOWN_KIND, examples=0))
-        named = known or self.names
+        named = known or here
         hint = nearest(name, named) or f" (it has {', '.join(named)})"
         raise ConfigError(f"the dataset has no feature {name!r}{hint}")
 

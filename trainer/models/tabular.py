@@ -1,8 +1,8 @@
 """Network over the columns of a table: numbers, classes and texts, as they come.
 
-Numbers are normalized, and those that are missing are marked. Values of texts and classes have rows
-of an embedding, and texts of several words the mean of the rows of their words (a bag of words:
-Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification").
+Numbers are normalized, those to be predicted too, and those that are missing are marked. Values of
+texts and classes have rows of an embedding, and texts of several words the mean of the rows of
+their words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification").
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from trainer.errors import ConfigError
 from trainer.models.classifiers import hidden, outputs
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.models.spec import InputSpec, size
+from trainer.statistics.statistics import NUMBER
 
 
 def tabular(
@@ -41,7 +42,23 @@ def tabular(
     found = [each for name, x in named.items() for each in places.of(name, x)]
     x = keras.layers.Concatenate(name="all")(found) if len(found) > 1 else found[0]
     x = hidden(x, hidden_units=hidden_units, dropout=dropout)
-    return keras.Model(given, outputs(spec, x), name="tabular")
+    return keras.Model(given, _in_units(spec, outputs(spec, x)), name="tabular")
+
+
+def _in_units(spec: InputSpec, found: Any) -> Any:
+    """Bring the output for a number to its mean and its spread, so that training begins there."""
+    if isinstance(found, Mapping):
+        return {name: _scaled(spec, name, each) for name, each in found.items()}
+    return _scaled(spec, spec.targets[0], found) if spec.targets else found
+
+
+def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
+    known = spec.statistics(target) if target in spec.targets else None
+    if not known or known.kind != NUMBER or x.shape[1:] != (1,):
+        return x
+    return keras.layers.Rescaling(
+        known.std or 1.0, known.mean or 0.0, dtype="float32", name=f"{target}_units"
+    )(x)
 
 
 class _Places:

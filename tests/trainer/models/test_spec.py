@@ -77,7 +77,7 @@ def learnt():
 
 
 def table():
-    return InputSpec.of(TABLE, ["age", "city", "grade"], (2,), learnt())
+    return InputSpec.of(TABLE, ["age", "city", "grade"], (2,), learnt=learnt())
 
 
 def test_a_model_gets_what_is_known_of_a_feature():

@@ -33,6 +33,7 @@ KNOWN = {
         kind="text", examples=9, counts={"good film": 9}, words={"good": 9, "film": 9}
     ),
     "grade": FeatureStatistics(kind="class", examples=9, counts={"0": 9}),
+    "price": FeatureStatistics(kind="number", examples=9, mean=1e5, std=1e4),
     "scan": FeatureStatistics(kind="tensor", examples=9, mean=100.0, std=50.0),
     "tags": FeatureStatistics(kind="text", examples=9, counts={"a": 9}),
 }
@@ -49,7 +50,7 @@ EXAMPLES = {
 def spec_of(*names, output=(2,)):
     found = Statistics(splits={"train": SplitStatistics(examples=9, features=KNOWN)})
     learnt = Learnt(lambda: (statistics.to_bytes(found), "file:///d"))
-    return InputSpec.of(COLUMNS, names, output, learnt)
+    return InputSpec.of(COLUMNS, names, output, targets=["price"], learnt=learnt)
 
 
 def built(*names, output=(2,), **args):
@@ -85,6 +86,15 @@ def test_numbers_have_a_linear_regression_without_hidden_layers():
     model = built("age", "rooms", output=(1,), hidden_units=[])
     # Both numbers, the gaps of one of them, and the bias.
     assert model.count_params() == 4
+
+
+def test_a_number_is_predicted_in_its_own_units():
+    found = built("age", output=(1,))(given("age")).numpy()
+    assert np.all(np.abs(found - 1e5) < 1e5)
+    assert found.dtype == np.float32
+    several = built("age", output={"price": (1,), "other": (2,)})(given("age"))
+    assert np.all(np.abs(several["price"].numpy() - 1e5) < 1e5)
+    assert np.all(np.abs(several["other"].numpy()) < 1e3)
 
 
 def test_every_row_of_an_embedding_gets_a_gradient():
