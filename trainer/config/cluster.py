@@ -26,7 +26,9 @@ class ClusterConfig(Section):
         "local", "what starts the tasks: local processes, or a TFJob on Kubernetes"
     )
     parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
-    workers: int = key(2, "workers; up to data.shards", ge=1, le=10_000)
+    workers: int = key(
+        2, "workers; up to data.shards, where data.partition is disjoint", ge=1, le=10_000
+    )
     evaluator: bool = key(False, "evaluate each checkpoint in a task of its own")
     gpus_per_worker: int = key(0, "GPUs of one worker", ge=0, le=1000)
     gpu_memory_mb: int = key(0, "fixed share of each GPU; 0: grow on demand", ge=0, le=MOST)

@@ -25,6 +25,8 @@ FORMATS = {
 }
 #: What a column of files can be said to hold.
 TYPES = ("int", "float", "bool", "text", "class", "time", "image")
+#: Partition by which examples are handed out as workers are free.
+DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?")

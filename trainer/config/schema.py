@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, field_validator, mo
 
 from trainer.config.base import MOST, Free, Section, key
 from trainer.config.cluster import ClusterConfig, server_number
-from trainer.config.data import DataConfig
+from trainer.config.data import DYNAMIC, DataConfig
 from trainer.config.initial_weights import WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from trainer.config.thresholds import GateConfig
@@ -324,6 +324,24 @@ class Config(Section):
             raise ValueError(
                 f"cluster.workers: {self.cluster.workers} workers cannot share "
                 f"{self.data.shards} shards; set data.shards to {self.cluster.workers} or more"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_handed_out(self) -> Config:
+        """`data.partition: dynamic` has a built-in strategy, and no `data.disk`."""
+        if self.data.partition != DYNAMIC:
+            return self
+        strategy = self.training.strategy
+        if strategy not in STRATEGIES:
+            raise ValueError(
+                f"data.partition: dynamic is for the strategies {', '.join(STRATEGIES)}; with "
+                f"{strategy!r} choose disjoint or reshuffle"
+            )
+        if self.data.disk:
+            raise ValueError(
+                "data.disk: with data.partition dynamic a worker may be given any example, and "
+                "keeps all shards; leave data.disk empty, or choose disjoint"
             )
         return self
 

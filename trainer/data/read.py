@@ -63,7 +63,7 @@ def training_batches(  # noqa: PLR0913
     shuffle_buffer: int | None = None,
     buckets: Sequence[int] = (),
 ) -> tf.data.Dataset:
-    """Return batches without end, in a new order in every epoch; see `_example` for their form.
+    """Return batches without end, in a new order in every epoch; see `example_of` for their form.
 
     An epoch holds each example once. Batches are full, so that one may reach into the next epoch:
     nothing is skipped at the seam. The same seed gives the same order.
@@ -76,7 +76,7 @@ def training_batches(  # noqa: PLR0913
     of examples that fall between the same two of these lengths.
     """
     held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
-    if spec.examples("train") <= held and not lengths.varying(spec):
+    if fits_in_memory(spec, held):
         batches = _from_memory(spec, _paths(files), seed, spec.examples("train"))
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
@@ -86,7 +86,7 @@ def training_batches(  # noqa: PLR0913
         else:
             batches = batches.batch(batch_size, drop_remainder=True)
         batches = batches.map(
-            lambda records: _example(spec, records), num_parallel_calls=_parallel(spec)
+            lambda records: example_of(spec, records), num_parallel_calls=_parallel(spec)
         )
     return batches.prefetch(2)
 
@@ -101,7 +101,7 @@ def evaluation_batches(
     records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
     mine = records.shard(of, tf.cast(part, tf.int64))
     return mine.map(
-        lambda batch: _example(spec, batch), num_parallel_calls=_parallel(spec)
+        lambda batch: example_of(spec, batch), num_parallel_calls=_parallel(spec)
     ).prefetch(2)
 
 
@@ -117,7 +117,7 @@ def labelled_columns(
     spec = lengths.at_full_length(spec, found)
 
     def with_columns(records: tf.Tensor) -> tuple[tuple[Any, ...], dict[str, tf.Tensor]]:
-        return _example(spec, records), parse({n: spec.features[n] for n in columns}, records)
+        return example_of(spec, records), parse({n: spec.features[n] for n in columns}, records)
 
     records = _paths(files).flat_map(tf.data.TFRecordDataset)
     batches = records.batch(batch_size).map(with_columns, num_parallel_calls=_parallel(spec))
@@ -128,6 +128,11 @@ def _paths(files: Files) -> tf.data.Dataset:
     if isinstance(files, str):
         return tf.data.Dataset.list_files(files, shuffle=False)
     return tf.data.Dataset.from_tensor_slices([str(path) for path in files])
+
+
+def fits_in_memory(spec: DatasetSpec, held: int = 0) -> bool:
+    """Say whether the training split is held as a whole, in `held` examples or in 256 MiB."""
+    return spec.examples("train") <= (held or _fitting(spec)) and not lengths.varying(spec)
 
 
 def _fitting(spec: DatasetSpec) -> int:
@@ -157,11 +162,20 @@ def _from_memory(
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
+    parsed = _parsed(spec, paths, examples).cache().repeat()
+    return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
+
+
+def whole_in_memory(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
+    """Return the training split as one element, in the order of the files."""
+    return _parsed(spec, _paths(files), spec.examples("train"))
+
+
+def _parsed(spec: DatasetSpec, paths: tf.data.Dataset, examples: int) -> tf.data.Dataset:
     records = paths.flat_map(tf.data.TFRecordDataset)
     batches = records.batch(_DECODED if _has_images(spec) else examples)
-    parsed = batches.map(lambda each: _example(spec, each), num_parallel_calls=_parallel(spec))
-    parsed = parsed.rebatch(examples).cache().repeat()
-    return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
+    parsed = batches.map(lambda each: example_of(spec, each), num_parallel_calls=_parallel(spec))
+    return parsed.rebatch(examples)
 
 
 def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
@@ -183,7 +197,7 @@ def _no_seed_of_the_graph() -> Iterator[None]:
         graph.seed = before
 
 
-def _example(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
+def example_of(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:
     """Return a batch as Keras has it: inputs, labels, and weights where there are some.
 
     Several inputs or labels are mappings by feature name. Weights are float32.

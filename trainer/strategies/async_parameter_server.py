@@ -9,7 +9,8 @@ portion of the inner loop's steps; a portion has at most `MAX_PORTION` steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import tensorflow as tf
 
@@ -29,14 +30,19 @@ def unit_of(steps: int, workers: int, turn: int) -> int:
     return turn if steps >= 4 * turn * workers else 1
 
 
-def portions(steps: int, workers: int, unit: int) -> list[int]:
+def portions(steps: int, workers: int, unit: int, *, fine: bool = False) -> list[int]:
     """Return the sizes of the portions, larger ones first.
 
     A free worker gets half of its share of what is left, so that there are few portions and yet all
     workers end at about the same time, also where one is slower ("guided self-scheduling",
     Polychronopoulos and Kuck 1987, IEEE Transactions on Computers C-36(12)). All are
     multiples of `unit`; the remainder is a portion of its own.
+
+    `fine` is for workers of which one may be several times slower: it begins with half as much and
+    ends with single steps, so that nobody waits long for it.
     """
+    if fine:
+        return _fine_portions(steps, workers, unit)
     smallest = max(unit, min(MIN_PORTION, steps // workers), steps // (4 * workers))
     cut: list[int] = []
     left = steps
@@ -45,6 +51,17 @@ def portions(steps: int, workers: int, unit: int) -> list[int]:
         cut.append(min(left, max(unit, min(MAX_PORTION, share))) // unit * unit)
         left -= cut[-1]
     return [*cut, left] if left else cut
+
+
+def _fine_portions(steps: int, workers: int, unit: int) -> list[int]:
+    smallest = max(1, steps // (32 * workers))
+    cut: list[int] = []
+    left = steps
+    while left:
+        share = min(MAX_PORTION, max(smallest, left // (4 * workers)))
+        cut.append(min(left, share // unit * unit or share))
+        left -= cut[-1]
+    return cut
 
 
 # Updates that are unrolled in a graph. A TensorFlow loop that spans machines is controlled over the
@@ -86,9 +103,15 @@ class AsyncParameterServer(Served):
         """Apply `steps` updates, spread over the workers as they are free."""
         workers = self.cluster.count("worker")
         unit = unit_of(steps, workers, self._turn)
-        sizes = portions(steps, workers, unit)
+        sizes = portions(steps, workers, unit, fine=self.stream is not None)
         self.warming = unit > 1 and not self._has_turned
-        ended = self.dispatch([self._call(size, unit) for size in sizes])
+        ended = self.dispatch(
+            [
+                self._call(size, unit, self.lease(before * self._batches_of_update()))
+                for size, before in zip(sizes, accumulate(sizes, initial=0), strict=False)
+            ]
+        )
+        self.pass_over(steps * self._batches_of_update())
         self._has_turned |= self.warming
         self.warming = False
         local_steps = self.config.training.pull_every
@@ -100,17 +123,23 @@ class AsyncParameterServer(Served):
             self._tally.add(f"worker-{int(worker)}", n * local_steps, staleness=staleness)
         return Report(loss=total / steps, metrics=self._tally.metrics())
 
-    def _call(self, steps: int, unit: int) -> Call:
+    def _batches_of_update(self) -> int:
+        return self.config.training.pull_every * self.batches_of_step()
+
+    def _call(self, steps: int, unit: int, lease: Sequence[tf.Tensor]) -> Call:
         if unit == 1 or steps % TURN:
-            return self._one_by_one, (self._iterator, tf.constant(steps))
-        return self._in_turns, (self._iterator, tf.constant(steps // TURN))
+            return self._one_by_one, (self._iterator, tf.constant(steps), *lease)
+        return self._in_turns, (self._iterator, tf.constant(steps // TURN), *lease)
 
     def _closure(self, update: Update, turn: int) -> Callable[..., tf.Tensor]:
         """Return the function that runs a number of turns, each of `turn` updates."""
         applied = self.applied
 
         @tf.function
-        def closure(iterator: tf.data.Iterator, turns: tf.Tensor) -> tf.Tensor:
+        def closure(iterator: tf.data.Iterator, turns: tf.Tensor, *lease: tf.Tensor) -> tf.Tensor:
+            if lease:
+                batches = turns * turn * self._batches_of_update()
+                iterator = self.lent(iterator, batches, *lease)
             total = tf.constant(0.0)
             before = applied.read_value()
             for _ in tf.range(turns):

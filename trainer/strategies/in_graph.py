@@ -33,13 +33,14 @@ class InGraph(Served):
     def run(self, steps: int) -> Report:
         """Apply `steps` updates, each the mean of one gradient from every worker."""
         total = self._steps_of(self._iterators, tf.constant(steps))
+        self.pass_over(steps * len(self._workers) * self.batches_of_step())
         for index in self._workers:
             self._tally.add(str(Task(role="worker", index=index)), steps)
         return Report(loss=float(total) / steps, metrics=self._tally.metrics())
 
     def _batches(self, worker: int, problem: Problem) -> Any:
         with tf.device(f"{_device(worker)}/device:CPU:0"):
-            return iter(self.batches(problem))
+            return iter(self.batches(problem, worker, len(self._workers)))
 
     def _steps(self, problem: Problem) -> Callable[..., tf.Tensor]:
         gradient = self.gradient(problem)

@@ -83,13 +83,17 @@ class Replicated(KerasStrategy):
             # Not in `build`: a checkpoint restored after it has the seeds of one replica.
             self._separate_seeds()
             self._has_own_seeds = True
-        return Report(loss=float(self._steps_of(self._iterator, tf.constant(steps))) / steps)
+        loss = float(self._steps_of(self._iterator, tf.constant(steps))) / steps
+        parts = self.config.training.accumulate
+        self.pass_over(steps * self.replicas.num_replicas_in_sync * parts)
+        return Report(loss=loss)
 
     def _batches(self, problem: Problem) -> Any:
         def endless(_: object) -> tf.data.Dataset:
             # Otherwise TensorFlow asks all replicas before each step whether they have a batch.
             without_end = tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY)
-            return self.batches(problem).apply(without_end)
+            of = max(1, self.cluster.count("worker"))
+            return self.batches(problem, self.task.index, of).apply(without_end)
 
         return iter(self.replicas.distribute_datasets_from_function(endless))
 

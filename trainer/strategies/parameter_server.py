@@ -25,6 +25,7 @@ from trainer.strategies.strategy import (
     gradient_of,
 )
 from trainer.strategies.towers import towers_of
+from trainer.strategies.visits import plan_of
 
 # In the working folder of every worker.
 NUMBER_FILE = "number.txt"
@@ -98,6 +99,10 @@ class Served(KerasStrategy):
         """Return a tally of local steps, each with a batch for every device of a worker."""
         return Tally(batch_size=self.config.training.step_examples * len(self.towers))
 
+    def batches_of_step(self) -> int:
+        """Return how many batches a worker takes for one gradient."""
+        return self.config.training.accumulate * len(self.towers)
+
     def gradient(self, problem: Problem) -> Callable[[Any], tuple[tf.Tensor, list[Any]]]:
         """Return the function from what the towers take to loss and gradient.
 
@@ -122,10 +127,35 @@ class Served(KerasStrategy):
         return self.config.training.jit_compile or not looks_up(self.model)
 
     def worker_batches(self, problem: Problem) -> Any:
-        """Return an iterator over the batches of whichever worker uses it."""
-        return iter(
-            self.coordinator.create_per_worker_dataset(lambda _=None: self.batches(problem))
-        )
+        """Return an iterator of whichever worker uses it: of batches, or of all that it holds."""
+        if self.stream:
+            held = self.stream.held
+            made = self.coordinator.create_per_worker_dataset(
+                lambda _=None: held().cache().repeat()
+            )
+        else:
+            made = self.coordinator.create_per_worker_dataset(lambda _=None: self.batches(problem))
+        return iter(made)
+
+    def lease(self, batches: int) -> tuple[tf.Tensor, ...]:
+        """Return the arguments that lend a closure what comes so many batches after the position.
+
+        A closure that runs again, as its worker died, has the same examples. Without a stream
+        there are none.
+        """
+        if not self.stream:
+            return ()
+        first = batches * self.config.training.batch_size
+        return plan_of(self.position), tf.constant(first, tf.int64)
+
+    def lent(self, iterator: Any, batches: tf.Tensor, plan: tf.Tensor, first: tf.Tensor) -> Any:
+        """Return an iterator over a number of batches, of which a lease has the first."""
+        if not self.stream:
+            raise AssertionError("nothing is lent without a stream")
+        size = self.config.training.batch_size
+        found = self.stream.lent(next(iterator), plan, first, batches=batches, size=size)
+        with tf.device("/device:CPU:0"):
+            return iter(self.stacked(found).prefetch(2))
 
     def dispatch(self, calls: Sequence[Call]) -> list[Any]:
         """Run each call once, on whichever worker is free; return the results."""

@@ -28,6 +28,7 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.strategies.averaging import AVERAGE, MODEL, averages_of, keep_averages
 from trainer.strategies.loss_scale import LossScale
+from trainer.strategies.visits import Position, Stream
 from trainer.topology import Cluster, Task, topology_of
 
 # As Keras has it: inputs and labels, and the weights of the examples where they have some.
@@ -56,6 +57,8 @@ class Problem:
             and run by a worker, in that worker's working folder.
         totals: a vector of sums over a part of the validation examples, of which every worker has
             all; traced and run like `batches`. By default nothing is measured.
+        stream: the training examples by their positions, where they are handed out
+            (`data.partition: dynamic`); `batches` is not used then.
         weighed: a batch as a `train_step` of the model's own takes it: with all weights.
     """
 
@@ -65,6 +68,7 @@ class Problem:
     chance_loss: float
     batches: Callable[[], tf.data.Dataset]
     totals: Totals = field(default=lambda _model, _part, _of: tf.zeros([0], tf.float64))
+    stream: Stream | None = None
     weighed: Callable[[Batch], Batch] = field(default=lambda batch: batch)
 
 
@@ -98,6 +102,23 @@ class Strategy(ABC):
         self.cluster = cluster
         self.task = task
         self._copy: MeasuredCopy | None = None
+        self.stream: Stream | None = None
+        self.position = Position()
+
+    def begin_visits(self, stream: Stream | None) -> None:
+        """Take the examples from where an attempt begins in a stream, if there is one."""
+        self.stream = stream
+        self.position = stream.position if stream else Position()
+
+    def pass_over(self, batches: int) -> None:
+        """Note that so many batches, those next in the stream, were trained on."""
+        if self.stream:
+            examples = batches * self.config.training.batch_size
+            self.position = self.position.after([(0, examples)])
+
+    def visited(self) -> dict[str, Any]:
+        """Return the position in the examples for a checkpoint; nothing without a stream."""
+        return self.stream.to_json(self.position) if self.stream else {}
 
     @property
     def publishes(self) -> bool:
@@ -113,13 +134,18 @@ class Strategy(ABC):
         """
         return values
 
-    def batches(self, problem: Problem) -> tf.data.Dataset:
+    def batches(self, problem: Problem, index: int = 0, of: int = 1) -> tf.data.Dataset:
         """Return the batches of one task, each a stack of `training.accumulate` where that is set.
 
-        Traced into a graph, like `problem.batches`.
+        Traced into a graph, like `problem.batches`. Of a stream every `of`-th batch is its own.
         """
+        if not self.stream:
+            return self.stacked(problem.batches())
+        return self.stacked(self.stream.endless(self.config.training.batch_size, index, of))
+
+    def stacked(self, batches: tf.data.Dataset) -> tf.data.Dataset:
+        """Return stacks of `training.accumulate` batches where that is set."""
         parts = self.config.training.accumulate
-        batches = problem.batches()
         return batches.batch(parts, drop_remainder=True).prefetch(1) if parts > 1 else batches
 
     @abstractmethod

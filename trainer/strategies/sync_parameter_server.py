@@ -17,6 +17,7 @@ import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import count, islice
 from typing import Any
 
 import tensorflow as tf
@@ -25,6 +26,7 @@ from trainer.strategies.gradients import Gradient, over, plus
 from trainer.strategies.parameter_server import Served, worker_number
 from trainer.strategies.placement import server_device
 from trainer.strategies.strategy import Problem, Report
+from trainer.strategies.visits import plan_of
 
 # The device of tokens and announcements. Loops are controlled there too: a loop that is controlled
 # on another machine asks over the network at each iteration whether there is another one.
@@ -69,14 +71,17 @@ class SyncParameterServer(Served):
         """Apply `steps` updates, each the mean of the first gradients of its step."""
         begin = tf.constant(self.global_step(), tf.int64)
         self._open.assign(begin)
+        # Whoever is late in the inner loop before takes numbers too, and its gradient is dropped.
+        numbers = self._numbers.read_value()
+        lease = (plan_of(self.position), numbers) if self.stream else ()
         for tokens in self._tokens:
             # Nothing waits for them: a slow or dead worker finds its loop ended later.
             self.coordinator.schedule(
-                self._loop, args=(self._iterator, tokens.handle, begin + steps)
+                self._loop, args=(self._iterator, tokens.handle, begin + steps, *lease)
             )
         self._watch.begin()
         try:
-            loss, accepted, dropped = self._updates(tf.constant(steps))
+            loss, accepted, dropped, used = self._updates(tf.constant(steps))
         except tf.errors.OpError as error:
             raise self._watch.error or error from error
         for worker, (taken, refused) in enumerate(
@@ -84,6 +89,10 @@ class SyncParameterServer(Served):
         ):
             self._tally.add(f"worker-{worker}", int(taken + refused))
             self._dropped += int(refused)
+        if self.stream:
+            size = self.config.training.batch_size * self.batches_of_step()
+            each = used.numpy().ravel() - numbers.numpy()
+            self.position = self.position.after((int(n) * size, size) for n in each)
         metrics = {**self._tally.metrics(), "dropped_gradients": self._dropped}
         return Report(loss=float(loss) / steps, metrics=metrics)
 
@@ -91,7 +100,10 @@ class SyncParameterServer(Served):
         gradient = self.gradient(problem)
 
         @tf.function
-        def loop(iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor) -> tf.Tensor:
+        def loop(
+            iterator: tf.data.Iterator, handle: tf.Tensor, end: tf.Tensor, *lease: tf.Tensor
+        ) -> tf.Tensor:
+            held = next(iterator) if lease else ()
             worker, tokens = worker_number(), self._tokens[0].like(handle)
             with tf.device(HUB):
                 worker, end = tf.identity(worker), tf.identity(end)
@@ -100,12 +112,18 @@ class SyncParameterServer(Served):
                 step = self._open.read_value()
                 tokens.put(step)
                 while step < end:
+                    # Atomic on the server, unlike an addition and a read.
+                    number = tf.raw_ops.ResourceCountUpTo(
+                        resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
+                    )
                     with tf.device(None):
                         # The coordinator traces in the scope of its strategy, where Keras updates
                         # state (moving averages, seeds) in a replica's context only.
-                        batch = self.towers.take(iterator)
+                        batch = self._taken(iterator, held, number, *lease)
                         loss, found = self.connected.run(gradient, args=(batch,))
-                    with tf.control_dependencies([self._announce(step, worker, loss, found)]):
+                    with tf.control_dependencies(
+                        [self._announce([step, number, worker], loss, found)]
+                    ):
                         step = self._later(tokens, step)
                 # A slow worker's loop may have taken it from the next loop on the same tokens.
                 tokens.put(step)
@@ -113,16 +131,26 @@ class SyncParameterServer(Served):
 
         return loop  # type: ignore[no-any-return]
 
+    def _taken(self, iterator: Any, held: Any, number: tf.Tensor, *lease: tf.Tensor) -> Any:
+        """Return what one step takes: of a stream, that of the number of its gradient."""
+        stream = self.stream
+        if not (stream and lease):
+            return self.towers.take(iterator)
+        plan, begin = lease
+        size = self.config.training.batch_size
+        first = (number - begin) * self.batches_of_step() * size
+
+        def batch(of_step: int) -> Any:
+            return stream.batch(held, plan, first + of_step * size, size)
+
+        return self.towers.take(_Batches(batch, self.config.training.accumulate))
+
     def _announce(
-        self, step: tf.Tensor, worker: tf.Tensor, loss: tf.Tensor, found: list[Gradient]
+        self, what: Sequence[tf.Tensor], loss: tf.Tensor, found: list[Gradient]
     ) -> tf.Operation:
-        with tf.device(HUB):
-            # Atomic on the server, unlike an addition and a read.
-            number = tf.raw_ops.ResourceCountUpTo(
-                resource=self._numbers.handle, limit=tf.int64.max, T=tf.int64
-            )
-        with tf.control_dependencies(self._staging.put(number, found)), tf.device(HUB):
-            return self._announced.put(tf.stack([step, number, worker]), loss)
+        staged = self._staging.put(what[NUMBER], found)
+        with tf.control_dependencies(staged), tf.device(HUB):
+            return self._announced.put(tf.stack(what), loss)
 
     def _later(self, tokens: NamedQueue, step: tf.Tensor) -> tf.Tensor:
         """Wait for the token of a later step, and skip those of steps that are not open."""
@@ -144,15 +172,17 @@ class SyncParameterServer(Served):
                 steps = tf.identity(steps)
                 total = tf.constant(0.0)
                 accepted = dropped = tf.zeros([self._workers], tf.int64)
-                for _ in tf.range(steps):
+                used = tf.TensorArray(tf.int64, size=steps, element_shape=[self._needed])
+                for index in tf.range(steps):
                     step = self._next_step()
-                    loss, means, taken, refused = self._first(step)
+                    loss, means, taken, refused, numbers = self._first(step)
+                    used = used.write(index, numbers)
                     # The counter moves only when there is something to apply.
                     with tf.control_dependencies([loss]):
                         self.optimizer.apply(means, variables)
                     total, accepted, dropped = total + loss, accepted + taken, dropped + refused
                 self._next_step()
-            return total, accepted, dropped
+                return total, accepted, dropped, used.stack()
 
         return updates  # type: ignore[no-any-return]
 
@@ -171,19 +201,21 @@ class SyncParameterServer(Served):
     def _first(self, step: tf.Tensor) -> tuple[Any, ...]:
         """Return the means of loss and gradient over the first announcements of an open step.
 
-        Next to them the number of gradients that were taken and dropped, by worker.
+        Next to them how many gradients were taken and dropped, by worker, and the numbers of those
+        taken.
         """
         taken = refused = tf.zeros([self._workers], tf.int64)
-        losses, total = tf.constant(0.0), list[Gradient]()
+        losses, total, numbers = tf.constant(0.0), list[Gradient](), list[tf.Tensor]()
         for _ in range(self._needed):
             what, loss, stale = self._next(step)
             gradient = self._staging.take(what[NUMBER])
+            numbers.append(what[NUMBER])
             total = list(map(plus, total, gradient)) if total else gradient
             losses += loss
             taken += self._one_of(what[WORKER])
             refused += stale
         means = [over(each, self._needed) for each in total]
-        return losses / self._needed, means, taken, refused
+        return losses / self._needed, means, taken, refused, tf.stack(numbers)
 
     def _next(self, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
         """Return the next announcement of an open step, its loss, and the drops before it."""
@@ -197,6 +229,22 @@ class SyncParameterServer(Served):
 
     def _one_of(self, worker: tf.Tensor) -> tf.Tensor:
         return tf.one_hot(worker, self._workers, dtype=tf.int64)
+
+
+class _Batches:
+    """Batches by their numbers from 0 on, as from an iterator; for `tf.function`."""
+
+    def __init__(self, batch: Callable[[int], Any], parts: int) -> None:
+        """Return stacks of `parts` batches, where that is above 1."""
+        self._batches = map(batch, count())
+        self._parts = parts
+
+    def __next__(self) -> Any:
+        """Return the next one."""
+        found = list(islice(self._batches, self._parts))
+        if self._parts == 1:
+            return found[0]
+        return tf.nest.map_structure(lambda *each: tf.stack(each), *found)
 
 
 class _Watch:

@@ -24,8 +24,10 @@ from trainer.cluster import completion, loopback, signals
 from trainer.cluster.launcher import Job
 from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
+from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
 from trainer.data.read import evaluation_batches, training_batches
+from trainer.data.shards.random_access import by_number
 from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
@@ -34,11 +36,12 @@ from trainer.models.registry import refused_input
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
+from trainer.strategies.visits import Stream
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import Cluster, Task, topology_of
 from trainer.training import dry_run, trial_task
-from trainer.training.input import PATTERN, VALIDATION_PATTERN, stage_input
+from trainer.training.input import PATTERN, SHARDS, VALIDATION_PATTERN, stage_input
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
 from trainer.training.server import configure_gpus, serve_in_process
@@ -195,8 +198,15 @@ def _problem(config: Config, spec: DatasetSpec, objective: Objective, start: int
         chance_loss=objective.task.chance_loss(),
         batches=partial(_batches, config, spec, start),
         totals=partial(_totals, config, spec, objective),
+        stream=_stream(spec, training.seed) if config.data.partition == DYNAMIC else None,
         weighed=objective.weighed,
     )
+
+
+def _stream(spec: DatasetSpec, seed: int) -> Stream:
+    read = by_number(spec, SHARDS)
+    examples = spec.examples("train")
+    return Stream(examples=examples, seed=seed, held=read.held, read=read.read, run=read.run)
 
 
 def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:

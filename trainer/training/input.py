@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from trainer import storage
 from trainer.cluster.launcher import Job
-from trainer.data.read import stage_shards
+from trainer.config.data import DYNAMIC
+from trainer.data.read import fits_in_memory, stage_shards
+from trainer.data.shards.random_access import write_index
 from trainer.data.spec import DatasetSpec
 from trainer.topology import Cluster, Task
 
 # Graphs of the chief run in the process of a worker, and read the number of the worker from its
 # working folder.
 NUMBER_FILE = "number.txt"
-PATTERN = "shards/*.tfrecord"
+SHARDS = "shards"
+PATTERN = f"{SHARDS}/*.tfrecord"
 VALIDATION_PATTERN = "validation/*.tfrecord"
 
 
@@ -29,6 +32,9 @@ def stage_input(job: Job, cluster: Cluster, task: Task) -> None:
     # In one process all workers share one folder, and each reads all of it.
     disjoint = job.config.data.partition == "disjoint" and task.role == "worker"
     index, of = (task.index, workers) if disjoint else (0, 1)
-    stage_shards(job.dataset, job.workdir / "shards", "train", index=index, of=of)
-    if DatasetSpec.from_manifest(storage.read_manifest(job.dataset)).examples("validation"):
+    paths = stage_shards(job.dataset, job.workdir / SHARDS, "train", index=index, of=of)
+    spec = DatasetSpec.from_manifest(storage.read_manifest(job.dataset))
+    if job.config.data.partition == DYNAMIC and not fits_in_memory(spec):
+        write_index(paths)
+    if spec.examples("validation"):
         stage_shards(job.dataset, job.workdir / "validation", "validation", index=0, of=1)

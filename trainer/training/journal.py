@@ -21,6 +21,8 @@ from trainer.checkpoints.history import History
 from trainer.config.schema import Config
 
 MAX_ROWS = 2000
+# The field of a checkpoint that says which examples were trained on.
+INPUT_POSITION = "input_position"
 log = logging.getLogger(__name__)
 
 
@@ -78,7 +80,6 @@ class Journal:
             "optimizer": config.training.optimizer.name,
             "freeze": list(config.training.freeze),
         }
-        self._batch_size = config.training.step_examples
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         self._newest = self._history.rows[-1] if self._history.rows else {}
@@ -129,12 +130,20 @@ class Journal:
             self._board.add(row)
         self._newest = row
 
-    def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:
-        """Publish a checkpoint and return its URI; raises `UserError`."""
+    def save(
+        self,
+        variables: Mapping[str, tf.Variable],
+        io_device: str | None,
+        visited: Mapping[str, Any],
+    ) -> str:
+        """Publish a checkpoint and return its URI; raises `UserError`.
+
+        `visited` is the position in the examples, where one is kept.
+        """
         last = self._newest
         metrics = {name: value for name, value in last.items() if name != "global_step"}
-        position = {"examples": last.get("global_step", 0) * self._batch_size}
-        fields = {**self._fields, "metrics": metrics, "input_position": position}
+        position = {INPUT_POSITION: dict(visited)} if visited else {}
+        fields = {**self._fields, "metrics": metrics, **position}
         return self._checkpoints.save(variables, io_device=io_device, fields=fields)
 
 
@@ -154,7 +163,12 @@ class UnpublishedJournal(Journal):
         """Keep one row in memory."""
         self._history.rows.append(row)
 
-    def save(self, variables: Mapping[str, tf.Variable], io_device: str | None) -> str:  # noqa: ARG002
+    def save(
+        self,
+        variables: Mapping[str, tf.Variable],
+        io_device: str | None,  # noqa: ARG002
+        visited: Mapping[str, Any],  # noqa: ARG002
+    ) -> str:
         """Save nothing; return the URI of what the publishing task saves."""
         self._checkpoints.last = self._checkpoints.uri_of(variables)
         return self.last_checkpoint

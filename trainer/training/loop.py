@@ -16,6 +16,7 @@ request to stop is noticed at the next barrier; a last checkpoint is saved befor
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -31,8 +32,10 @@ from trainer.config.schema import Config, TrainingConfig
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.strategies.averaging import averaged, begin_averages
 from trainer.strategies.strategy import Problem, Strategy
-from trainer.training.journal import Journal, UnpublishedJournal
+from trainer.strategies.visits import Stream
+from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal
 
+log = logging.getLogger(__name__)
 # Long enough that it costs little when workers wait for each other at the end of an inner loop,
 # short enough that progress is visible and a request to stop is noticed soon.
 INNER_LOOP_SECONDS = 1.0
@@ -113,6 +116,7 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     # A resumed run has weights of its own.
     warm = None if found else warm_start.fetched(config.training.warm_start, checkpoints.scratch)
     problem = hooks.make_problem(found.global_step if found else 0)
+    strategy.begin_visits(_stream(problem, found))
     with ending_at_once():
         strategy.build(problem)
     start = found.global_step if found else -1
@@ -133,6 +137,16 @@ def train(config: Config, strategy: Strategy, checkpoints: Checkpoints, hooks: H
     if not found:
         loop.save()
     return loop.run()
+
+
+def _stream(problem: Problem, found: RestoredCheckpoint | None) -> Stream | None:
+    """Return the stream of the problem at the position of the checkpoint."""
+    saved = found.fields.get(INPUT_POSITION) if found else None
+    if not problem.stream:
+        if found and saved:
+            log.warning("the position of %s in the examples is not used: data.partition", found.uri)
+        return None
+    return problem.stream.resumed(saved, found.uri) if found else problem.stream
 
 
 class _Decision(NamedTuple):
@@ -204,7 +218,8 @@ class _OuterLoop:
         return step
 
     def save(self) -> str:
-        uri = self._journal.save(self._strategy.variables(), self._strategy.io_device)
+        visited = self._strategy.visited()
+        uri = self._journal.save(self._strategy.variables(), self._strategy.io_device, visited)
         self._saved_at = time.monotonic()
         self._stop_early = self._stop_early or self._hooks.should_stop_early()
         # A task that did not wait could not begin again together with a publisher that dies here.
@@ -258,6 +273,8 @@ class _OuterLoop:
             "seconds": round(self._seconds, 3),
             **result.metrics,
         }
+        if stream := self._strategy.stream:
+            row["epoch"] = stream.epoch(self._strategy.position)
         self._journal.progress(row)
         if _crossed(before, step, self._training.validate_every, self._training.steps):
             row |= self._validate(step)

@@ -237,9 +237,30 @@ def test_more_workers_than_shards_are_refused_before_anything_starts():
     assert load_config(None, ["cluster.workers=9", "data.shards=9"]).cluster.workers == 9
 
 
-@pytest.mark.parametrize("enough", ["data.partition=reshuffle", "training.strategy=single"])
+@pytest.mark.parametrize(
+    "enough",
+    ["data.partition=reshuffle", "data.partition=dynamic", "training.strategy=single"],
+)
 def test_shards_are_counted_only_where_workers_part_them(enough):
     assert load_config(None, ["cluster.workers=9", enough]).cluster.workers == 9
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        (
+            "training.strategy=mine.steps:Own",
+            "data.partition: dynamic is for the strategies single,",
+        ),
+        (
+            "data.disk=1GB",
+            "data.disk: with data.partition dynamic a worker may be given any example",
+        ),
+    ],
+)
+def test_what_does_not_go_with_dynamic_is_refused_by_name(other, line):
+    assert line in refused("data.partition=dynamic", other)
+    assert load_config(None, [other])
 
 
 @pytest.mark.parametrize("without", ["training.validate_every=0", "data.validation=0"])

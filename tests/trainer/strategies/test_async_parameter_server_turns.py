@@ -26,7 +26,8 @@ class Handed(AsyncParameterServer):
         self._one_by_one, self._in_turns, self._iterator = "one by one", "in turns", None
         self._tally = Tally(batch_size=1)
         self.cluster = SimpleNamespace(count=lambda _role: 2)
-        self.config = SimpleNamespace(training=SimpleNamespace(pull_every=1))
+        self.config = SimpleNamespace(training=SimpleNamespace(pull_every=1, accumulate=1))
+        self.stream, self.towers = None, ["CPU:0"]
         self.handed, self.warmed = [], []
 
     def dispatch(self, calls):

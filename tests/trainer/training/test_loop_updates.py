@@ -96,9 +96,3 @@ def test_the_scale_is_continued_or_begun(tmp_path, before):
     scale = resume(10).variables()["loss_scale/gradients"].numpy()
     assert scale == (10 if before else 0)
     assert resume(20).variables()["loss_scale/gradients"].numpy() == scale + 10
-
-
-def test_the_history_counts_the_examples_of_all_batches(tmp_path):
-    run = Run(tmp_path)
-    train(run, 10, accumulate=3)
-    assert run.fields(10)["input_position"] == {"examples": 10 * 4 * 3}

@@ -1,0 +1,110 @@
+"""A model that counts its own visits, in weights that a checkpoint holds with its position.
+
+The gradient of the weight of an example is -1 / batch size in each batch that has it, and 0 in all
+others: plain SGD with the batch size as its rate adds 1 for each visit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+import tensorflow_datasets as tfds
+
+from trainer import storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.config.data import DataConfig
+from trainer.data.prepare import prepare
+from trainer.data.spec import DatasetSpec
+
+EXAMPLES = 1000
+BATCH = 16
+WEIGHT = "variables/model.Svisits.Scount/.ATTRIBUTES/VARIABLE_VALUE"
+
+
+class Numbers(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Numbers from 0 on, with nothing to be learnt of them."""
+
+    VERSION = tfds.core.Version("1.0.0")
+    RELEASE_NOTES: ClassVar = {"1.0.0": "all"}
+
+    def _info(self) -> tfds.core.DatasetInfo:
+        features = {"number": np.int64, "even": np.float32}
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features),
+            supervised_keys=("number", "even"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        return {"train": self._examples(0, EXAMPLES), "test": self._examples(EXAMPLES, 20)}
+
+    def _generate_examples(self) -> Any:
+        raise NotImplementedError
+
+    def _examples(self, first: int, count: int) -> Any:
+        for number in range(first, first + count):
+            yield number, {"number": number, "even": float(number % 2)}
+
+
+@keras.saving.register_keras_serializable("tests")
+class Visits(keras.layers.Layer):
+    """One weight for each example."""
+
+    def build(self, _shape: Any) -> None:
+        self.count = self.add_weight(shape=(EXAMPLES,), initializer="zeros", name="count")
+
+    def call(self, numbers: Any) -> Any:
+        found = keras.ops.take(self.count, numbers % EXAMPLES)
+        self.add_loss(-keras.ops.mean(found))
+        return keras.ops.stop_gradient(found) * 0
+
+
+def model(_spec: DatasetSpec) -> keras.Model:
+    """Return a model of nothing but its visits."""
+    given = keras.Input((), dtype="int64", name="number")
+    return keras.Model(given, keras.layers.Reshape((1,))(Visits(name="visits")(given)))
+
+
+def published(folder: Path) -> str:
+    """Publish the numbers in 8 shards; return the URI."""
+    config = DataConfig(dataset="tests.cluster.visited:Numbers", validation=0)
+    return prepare(config, storage.uri_of(folder), folder / "scratch").uri
+
+
+def settings(strategy: str, steps: int, averaged: int = 1, **named: Any) -> dict[str, Any]:
+    """Return the configuration of a run; `named` are sections that differ.
+
+    `averaged` is how many batches make an update.
+    """
+    sections = {
+        "data": {
+            "dataset": "tests.cluster.visited:Numbers",
+            "validation": 0,
+            "partition": "dynamic",
+        },
+        "model": {"name": "tests.cluster.visited:model"},
+        "training": {
+            "strategy": strategy,
+            "steps": steps,
+            "batch_size": BATCH,
+            "checkpoint_every": 100,
+            "validate_every": 0,
+            "keep": 100,
+            "optimizer": {"name": "sgd", "learning_rate": float(BATCH * averaged)},
+        },
+        "cluster": {"parameter_servers": 1, "workers": 2},
+        "gate": {"min": {}, "champion": {}},
+    }
+    return {name: {**keys, **named.get(name, {})} for name, keys in sections.items()}
+
+
+def visits(checkpoints: str) -> tuple[np.ndarray, dict[str, Any]]:
+    """Return the visits of each example by the newest checkpoint, and what its manifest says."""
+    uri, _ = newest_checkpoint(checkpoints)
+    reader = tf.train.load_checkpoint(str(storage.local_path(uri) / "variables"))
+    return np.rint(reader.get_tensor(WEIGHT)), dict(storage.read_manifest(uri).fields)

@@ -1,0 +1,42 @@
+"""Examples by their numbers: those of the files in their order, however they are held."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import tensorflow as tf
+
+from trainer.data.read import evaluation_batches
+from trainer.data.shards.random_access import RUN, by_number, write_index
+
+
+@pytest.fixture
+def in_place(numbered, monkeypatch):
+    """The examples of a split in order, and how its files are read where the graph runs."""
+
+    def read(examples, *, in_memory):
+        spec, files = numbered(examples)
+        monkeypatch.chdir(files[0].parent)
+        write_index(files)
+        batches = evaluation_batches(spec, files, batch_size=examples)
+        ((values, _),) = batches.as_numpy_iterator()
+        return values.tolist(), by_number(spec, ".", in_memory=in_memory)
+
+    return read
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_an_example_is_found_by_its_number(in_place, in_memory):
+    values, found = in_place(50, in_memory=in_memory)
+    (held,) = found.held()
+    draw = random.Random(0)
+    in_turn = [*range(40, 48), *range(3), 3, 3, 49, 48, *range(20, 31)]
+    for numbers in (in_turn, draw.sample(range(50), 50), [7], list(range(50))):
+        read, _ = found.read(held, tf.constant(numbers, tf.int64))
+        assert sorted(read.numpy().tolist()) == sorted(values[number] for number in numbers)
+
+
+@pytest.mark.parametrize(("in_memory", "run"), [(None, 1), (False, RUN)])
+def test_a_small_split_is_held_and_a_large_one_is_read_in_runs(in_place, in_memory, run):
+    assert in_place(20, in_memory=in_memory)[1].run == run

@@ -1,0 +1,110 @@
+"""Examples of the training split by their numbers, for `data.partition: dynamic`.
+
+`by_number` returns two graphs, which run in a worker's process with no Python of ours: `held` is
+what a worker keeps between batches, `read` makes a batch of examples of which the numbers are
+given. A small split is held parsed in memory. Of a larger one the places of its records are held,
+which `write_index` finds, and runs of records are read where they stand.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from trainer.data.read import example_of, fits_in_memory, whole_in_memory
+from trainer.data.spec import DatasetSpec
+
+# Records in a row that are read at once, from a split that is not held in memory.
+RUN = 8
+INDEX_FILE = "examples.index"
+_HEADER = struct.Struct("<QI")
+_FOOTER = 4
+# Fields of a row of the index.
+_FILE, _OFFSET = range(2)
+_READ_AHEAD = 64 << 10
+_AT_ONCE = 4
+
+
+def write_index(paths: Sequence[Path]) -> None:
+    """Write where each record begins next to the shards, which are whole: they were verified."""
+    rows = [np.array([[n, at] for at in _offsets(path)]) for n, path in enumerate(paths)]
+    index = np.concatenate(rows).astype("<i8")
+    (paths[0].parent / INDEX_FILE).write_bytes(index.tobytes())
+
+
+def _offsets(path: Path) -> list[int]:
+    found, at = [], 0
+    with path.open("rb") as file:
+        while header := file.read(_HEADER.size):
+            found.append(at)
+            at += _HEADER.size + _HEADER.unpack(header)[0] + _FOOTER
+            file.seek(at)
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ByNumber:
+    """How a worker reads examples by their numbers.
+
+    Attributes:
+        held: what it keeps: a dataset of one element.
+        read: that element and a vector of numbers to a batch of these examples.
+        run: how many examples with numbers in a row are best read at once.
+    """
+
+    held: Callable[[], tf.data.Dataset]
+    read: Callable[[Any, tf.Tensor], Any]
+    run: int
+
+
+def by_number(spec: DatasetSpec, folder: str, *, in_memory: bool | None = None) -> ByNumber:
+    """Return how the training split in `folder` is read, which is resolved where it is."""
+    files = [f"{folder}/{name}" for name in spec.files("train")]
+    if fits_in_memory(spec) if in_memory is None else in_memory:
+        return ByNumber(held=lambda: whole_in_memory(spec, files), read=_gathered, run=1)
+
+    def read(index: tf.Tensor, numbers: tf.Tensor) -> Any:
+        return example_of(spec, _records(files, index, numbers))
+
+    return ByNumber(held=lambda: _index(f"{folder}/{INDEX_FILE}"), read=read, run=RUN)
+
+
+def _gathered(examples: Any, numbers: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda values: tf.gather(values, numbers), examples)
+
+
+def _index(path: str) -> tf.data.Dataset:
+    def rows(file: tf.Tensor) -> tf.Tensor:
+        return tf.reshape(tf.io.decode_raw(tf.io.read_file(file), tf.int64), (-1, 2))
+
+    return tf.data.Dataset.from_tensors(path).map(rows)
+
+
+def _records(files: Sequence[str], index: tf.Tensor, numbers: tf.Tensor) -> tf.Tensor:
+    """Return records by their numbers; those that follow each other in a file are read at once."""
+    places = tf.gather(index, numbers)
+    count = tf.size(numbers, tf.int64)
+    in_turn = (numbers[1:] == numbers[:-1] + 1) & (places[1:, _FILE] == places[:-1, _FILE])
+    begins = tf.concat([[0], tf.where(~in_turn)[:, 0] + 1], 0)
+    lengths = tf.concat([begins[1:], [count]], 0) - begins
+    firsts = tf.gather(places, begins)
+    names = tf.gather(tf.constant(list(files)), firsts[:, _FILE])
+
+    def run(name: tf.Tensor, offset: tf.Tensor, length: tf.Tensor) -> tf.data.Dataset:
+        variant = tf.raw_ops.TFRecordDatasetV2(
+            filenames=[name], compression_type="", buffer_size=_READ_AHEAD, byte_offsets=[offset]
+        )
+        records = tf.data.experimental.from_variant(variant, tf.TensorSpec([], tf.string))
+        return records.take(length)
+
+    runs = tf.data.Dataset.from_tensor_slices((names, firsts[:, _OFFSET], lengths))
+    records = runs.interleave(
+        run, cycle_length=_AT_ONCE, block_length=RUN, num_parallel_calls=_AT_ONCE
+    )
+    return records.batch(count).get_single_element()
