@@ -63,9 +63,13 @@ def run_step(
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
         settings = Config.model_validate_json(config)
+        from trainer.data.shards.within_disk import streaming_of
         from trainer.data.spec import DatasetSpec, require_slices
 
-        spec = DatasetSpec.from_manifest(storage.read_manifest(dataset))
+        manifest = storage.read_manifest(dataset)
+        spec = DatasetSpec.from_manifest(manifest)
+        # Before a cluster is asked for.
+        streaming_of(settings, manifest, settings.cluster.workers)
         # Of all that is looked at only once the model is trained.
         require_slices(settings, spec.features, spec.targets)
         if settings.cluster.launcher != "local":

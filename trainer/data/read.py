@@ -7,8 +7,7 @@ which a `ClusterCoordinator` can run in a worker's process, where none of our Py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,20 @@ import tensorflow as tf
 from trainer import storage
 from trainer.data.examples import lengths
 from trainer.data.records import parse
+from trainer.data.shards.fed_records import (
+    epoch_of_records,
+    evaluation_records,
+    no_seed_of_the_graph,
+    on_own_threads,
+    training_records,
+)
+from trainer.data.shards.within_disk import AT_ONCE, Streaming
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
 # Of what is held in memory to be shuffled, unless the caller says how many examples.
 SHUFFLE_BYTES = 256 << 20
 _TEXT_BYTES = 1024
-_AT_ONCE = 8
 # What a sequence is taken for, before any is read.
 _LONG = 256
 # Images that one thread decodes at a time.
@@ -56,7 +62,7 @@ def stage_shards(uri: str, directory: Path, split: str, index: int = 0, of: int 
 
 def training_batches(  # noqa: PLR0913
     spec: DatasetSpec,
-    files: Files,
+    files: Files | Streaming,
     *,
     batch_size: int,
     seed: int | tf.Tensor,
@@ -77,10 +83,10 @@ def training_batches(  # noqa: PLR0913
     """
     held = _fitting(spec) if shuffle_buffer is None else shuffle_buffer
     if fits_in_memory(spec, held):
-        batches = _from_memory(spec, _paths(files), seed, spec.examples("train"))
+        batches = _from_memory(spec, _whole(files, seed), seed, spec.examples("train"))
         batches = batches.rebatch(batch_size, drop_remainder=True)
     else:
-        batches = _streamed(_paths(files), seed, held)
+        batches = _shuffled(files, seed, held)
         if buckets and lengths.varying(spec):
             batches = lengths.bucketed(spec, batches, buckets, batch_size)
         else:
@@ -88,21 +94,32 @@ def training_batches(  # noqa: PLR0913
         batches = batches.map(
             lambda records: example_of(spec, records), num_parallel_calls=_parallel(spec)
         )
-    return batches.prefetch(2)
+    batches = batches.prefetch(2)
+    return on_own_threads(batches) if isinstance(files, Streaming) else batches
 
 
 def evaluation_batches(
-    spec: DatasetSpec, files: Files, *, batch_size: int, part: int | tf.Tensor = 0, of: int = 1
+    spec: DatasetSpec,
+    files: Files | Streaming,
+    *,
+    batch_size: int,
+    part: int | tf.Tensor = 0,
+    of: int = 1,
 ) -> tf.data.Dataset:
     """Return batches of each example once, in the order of the files.
 
-    With `of` above 1 it is every `of`-th of these batches, from number `part` on.
+    With `of` above 1 it is every `of`-th of these batches, from number `part` on. Of shards that
+    come and go it is as many of them in a row, so that few shards are needed.
     """
-    records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
-    mine = records.shard(of, tf.cast(part, tf.int64))
-    return mine.map(
-        lambda batch: example_of(spec, batch), num_parallel_calls=_parallel(spec)
-    ).prefetch(2)
+    if isinstance(files, Streaming):
+        shards = spec.shards["validation"]
+        mine = evaluation_records(files, shards, batch_size=batch_size, part=part, of=of)
+    else:
+        records = _paths(files).flat_map(tf.data.TFRecordDataset).batch(batch_size)
+        mine = records.shard(of, tf.cast(part, tf.int64))
+    batches = mine.map(lambda batch: example_of(spec, batch), num_parallel_calls=_parallel(spec))
+    batches = batches.prefetch(2)
+    return on_own_threads(batches) if isinstance(files, Streaming) else batches
 
 
 def labelled_columns(
@@ -155,46 +172,43 @@ def _parallel(spec: DatasetSpec) -> int | None:
 
 
 def _from_memory(
-    spec: DatasetSpec, paths: tf.data.Dataset, seed: int | tf.Tensor, examples: int
+    spec: DatasetSpec, records: tf.data.Dataset, seed: int | tf.Tensor, examples: int
 ) -> tf.data.Dataset:
     def reordered(example: Any, epoch: Any) -> Any:
         count = tf.shape(tf.nest.flatten(example)[0])[0]
         order = tf.random.experimental.stateless_shuffle(tf.range(count), (seed, epoch))
         return tf.nest.map_structure(lambda values: tf.gather(values, order), example)
 
-    parsed = _parsed(spec, paths, examples).cache().repeat()
+    parsed = _parsed(spec, records, examples).cache().repeat()
     return tf.data.Dataset.zip((parsed, tf.data.Dataset.counter())).map(reordered)
 
 
 def whole_in_memory(spec: DatasetSpec, files: Files) -> tf.data.Dataset:
     """Return the training split as one element, in the order of the files."""
-    return _parsed(spec, _paths(files), spec.examples("train"))
+    records = _paths(files).flat_map(tf.data.TFRecordDataset)
+    return _parsed(spec, records, spec.examples("train"))
 
 
-def _parsed(spec: DatasetSpec, paths: tf.data.Dataset, examples: int) -> tf.data.Dataset:
-    records = paths.flat_map(tf.data.TFRecordDataset)
+def _parsed(spec: DatasetSpec, records: tf.data.Dataset, examples: int) -> tf.data.Dataset:
     batches = records.batch(_DECODED if _has_images(spec) else examples)
     parsed = batches.map(lambda each: example_of(spec, each), num_parallel_calls=_parallel(spec))
     return parsed.rebatch(examples)
 
 
-def _streamed(paths: tf.data.Dataset, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
-    with _no_seed_of_the_graph():
+def _whole(files: Files | Streaming, seed: int | tf.Tensor) -> tf.data.Dataset:
+    if isinstance(files, Streaming):
+        return epoch_of_records(files, seed)
+    return _paths(files).flat_map(tf.data.TFRecordDataset)
+
+
+def _shuffled(files: Files | Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
+    if isinstance(files, Streaming):
+        return training_records(files, seed, held)
+    with no_seed_of_the_graph():
         # Even the most paths that a dataset may have are few compared with its examples.
-        mixed = paths.shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
-        records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=_AT_ONCE, block_length=16)
+        mixed = _paths(files).shuffle(1 << 16, seed=seed, reshuffle_each_iteration=True)
+        records = mixed.interleave(tf.data.TFRecordDataset, cycle_length=AT_ONCE, block_length=16)
         return records.shuffle(held, seed=seed, reshuffle_each_iteration=True).repeat()
-
-
-@contextmanager
-def _no_seed_of_the_graph() -> Iterator[None]:
-    """Let a seed be a tensor: TensorFlow compares it with 0, if the seed of the graph is 0."""
-    graph = tf.compat.v1.get_default_graph()
-    before, graph.seed = graph.seed, None
-    try:
-        yield
-    finally:
-        graph.seed = before
 
 
 def example_of(spec: DatasetSpec, records: tf.Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import keras
@@ -26,8 +26,9 @@ from trainer.cluster.lease import NoLease
 from trainer.cluster.liveness import probe_peers
 from trainer.config.data import DYNAMIC
 from trainer.config.schema import Config
+from trainer.data.random_access import by_number
 from trainer.data.read import evaluation_batches, training_batches
-from trainer.data.shards.random_access import by_number
+from trainer.data.shards.within_disk import Streaming
 from trainer.data.spec import DatasetSpec, require_buckets
 from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
@@ -41,7 +42,13 @@ from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
 from trainer.topology import Cluster, Task, topology_of
 from trainer.training import dry_run, trial_task
-from trainer.training.input import PATTERN, SHARDS, VALIDATION_PATTERN, stage_input
+from trainer.training.input import (
+    PATTERN,
+    SHARDS,
+    VALIDATION_PATTERN,
+    stage_input,
+    streaming_to,
+)
 from trainer.training.loop import EarlyStopping, Hooks, train
 from trainer.training.optimizers import build_optimizer
 from trainer.training.server import configure_gpus, serve_in_process
@@ -74,18 +81,20 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
     if precision := job.config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
     configure_gpus(job.config, task)
-    stage_input(job, cluster, task)
+    feed = stage_input(job, cluster, task)
     if job.config.cluster.in_process and task.role == "chief":
         serve_in_process(job.config, cluster)
     strategy = create(job.config, cluster, task)
     watch = StallWatch(strategy, partial(probe_peers, cluster, task), job.workdir)
     checkpoints = _open_checkpoints(job, task, dataset, lease)
-    hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested)
+    streaming = streaming_to(job, cluster)
+    hooks = hooks_of(job.config, dataset, checkpoints, watch, stop_requested, streaming)
     if topology_of(job.config.training.strategy).workers:
         # The strategy makes a server when it connects to the cluster.
         loopback.close_to_others(cluster.address(task))
     watch.begin()
-    with _lost_cluster(strategy), refused_input():
+    fed = feed.reporting() if feed else nullcontext()
+    with fed, _lost_cluster(strategy), refused_input():
         with checkpoints.flushed():
             train(job.config, strategy, checkpoints, hooks)
         _end(job, strategy, checkpoints)
@@ -119,14 +128,15 @@ def _open_checkpoints(job: Job, task: Task, dataset: Manifest, lease: NoLease) -
     return checkpoints
 
 
-def hooks_of(
+def hooks_of(  # noqa: PLR0913, PLR0917
     config: Config,
     dataset: Manifest,
     checkpoints: Checkpoints,
     watch: StallWatch,
     stop_requested: Callable[[], bool],
+    streaming: Streaming | None = None,
 ) -> Hooks:
-    """Return what the outer loop calls; see `Hooks`.
+    """Return what the outer loop calls; see `Hooks`. Without `streaming` all shards are staged.
 
     Where an evaluator runs, its validations are read in place of validating here.
     """
@@ -134,7 +144,7 @@ def hooks_of(
     # A dataset is found again whatever its buckets are.
     require_buckets(config.data.buckets, [n for n in spec.roles if spec.features[n].varies])
     objective = tasks.objective_of(config, spec)
-    make_problem = partial(_problem, config, spec, objective)
+    make_problem = partial(_problem, config, spec, objective, streaming)
     validates = spec.examples("validation") and not config.cluster.evaluator
 
     def should_stop() -> bool:
@@ -188,7 +198,13 @@ def _build_model(
     return model
 
 
-def _problem(config: Config, spec: DatasetSpec, objective: Objective, start: int) -> Problem:
+def _problem(
+    config: Config,
+    spec: DatasetSpec,
+    objective: Objective,
+    streaming: Streaming | None,
+    start: int,
+) -> Problem:
     training = config.training
     return Problem(
         build_model=partial(_build_model, config, spec, objective, []),
@@ -196,8 +212,8 @@ def _problem(config: Config, spec: DatasetSpec, objective: Objective, start: int
         build_optimizer=lambda: build_optimizer(training, objective.optimizer),
         loss=objective.loss,
         chance_loss=objective.task.chance_loss(),
-        batches=partial(_batches, config, spec, start),
-        totals=partial(_totals, config, spec, objective),
+        batches=partial(_batches, config, spec, streaming, start),
+        totals=partial(_totals, config, spec, objective, streaming),
         stream=_stream(spec, training.seed) if config.data.partition == DYNAMIC else None,
         weighed=objective.weighed,
     )
@@ -209,11 +225,13 @@ def _stream(spec: DatasetSpec, seed: int) -> Stream:
     return Stream(examples=examples, seed=seed, held=read.held, read=read.read, run=read.run)
 
 
-def _batches(config: Config, spec: DatasetSpec, start: int) -> tf.data.Dataset:
+def _batches(
+    config: Config, spec: DatasetSpec, streaming: Streaming | None, start: int
+) -> tf.data.Dataset:
     """Return the batches of the task in whose working folder this graph runs."""
     return training_batches(
         spec,
-        PATTERN,
+        streaming or PATTERN,
         batch_size=config.training.batch_size,
         buckets=config.data.buckets,
         # Two workers on the same examples shuffle differently, and so does a resumed attempt.
@@ -225,13 +243,15 @@ def _totals(  # noqa: PLR0913, PLR0917
     config: Config,
     spec: DatasetSpec,
     objective: Objective,
+    streaming: Streaming | None,
     model: keras.Model,
     part: tf.Tensor,
     of: int,
 ) -> tf.Tensor:
     """Return the sums of a validation over a part of the examples."""
     size = config.evaluation.batch_size
-    batches = evaluation_batches(spec, VALIDATION_PATTERN, batch_size=size, part=part, of=of)
+    files = streaming or VALIDATION_PATTERN
+    batches = evaluation_batches(spec, files, batch_size=size, part=part, of=of)
     return objective.totals(model, batches)
 
 

@@ -50,10 +50,10 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
     of this worker, and no others, as `shards/*.tfrecord`.
 
     Raises:
-        UserError: the shards cannot be fetched.
+        UserError: the shards cannot be fetched, now or later.
     """
     configure_gpus(job.config, task)
-    stage_input(job, cluster, task)
+    feed = stage_input(job, cluster, task)
     loopback.close_to_others(cluster.address(task))
     server = tf.distribute.Server(
         tf.train.ClusterSpec(cluster.spec()),
@@ -61,6 +61,8 @@ def serve(job: Job, cluster: Cluster, task: Task) -> None:
         task_index=task.index,
         config=server_settings(job.config),
     )
+    if feed:
+        feed.wait()
     server.join()
 
 

@@ -1,0 +1,75 @@
+"""Numbered examples, and the feed of a worker that has room for some of their shards."""
+
+from __future__ import annotations
+
+import pytest
+import tensorflow as tf
+
+from tests.trainer.data.shards.numbered import BATCH, MEASURED, SPEC
+from trainer import storage
+from trainer.data.shards.shard_feed import ShardFeed
+from trainer.data.shards.within_disk import (
+    SHARDS,
+    TRAIN,
+    VALIDATION,
+    Streaming,
+    order_of,
+    part_range,
+)
+from trainer.storage.local import FileStore
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory):
+    """Publish a dataset whose examples are numbered through each split."""
+    folder = tmp_path_factory.mktemp("published")
+    source = folder / "source"
+    source.mkdir()
+    for split, counts in SPEC.shards.items():
+        numbers = iter(range(sum(counts)))
+        for name, count in zip(SPEC.files(split), counts, strict=True):
+            with tf.io.TFRecordWriter(str(source / name)) as writer:
+                for _ in range(count):
+                    value = tf.train.Int64List(value=[next(numbers)])
+                    features = {"x": tf.train.Feature(int64_list=value)}
+                    example = tf.train.Example(features=tf.train.Features(feature=features))
+                    writer.write(example.SerializeToString())
+    storage.publish(source, storage.uri_of(folder / "dataset"), kind="dataset")
+    return storage.uri_of(folder / "dataset")
+
+
+@pytest.fixture
+def peaks(monkeypatch, tmp_path):
+    """Return the bytes of shards on the disk whenever one has come."""
+    found, download = [], FileStore.download
+
+    def measured(self, uri, target):
+        download(self, uri, target)
+        held = (path for path in (tmp_path / SHARDS).rglob("*") if path.is_file())
+        found.append(sum(path.stat().st_size for path in held))
+
+    monkeypatch.setattr(FileStore, "download", measured)
+    return found
+
+
+@pytest.fixture
+def feed(numbered, tmp_path, monkeypatch):
+    """Feed the graphs of this process, with room for so many shards."""
+    monkeypatch.chdir(tmp_path)
+    largest = max(entry.bytes for entry in storage.read_manifest(numbered).files)
+    made = []
+
+    def begin(shards=3, *, at_once=1, parts=1):
+        def measured(_, part):
+            where = part_range(MEASURED, BATCH, part, parts)
+            return SPEC.files(VALIDATION)[where.first : where.last]
+
+        names = SPEC.files(TRAIN)
+        orders = {TRAIN: lambda seed, epoch: order_of(names, seed, epoch), VALIDATION: measured}
+        limit = shards * largest
+        made.append(ShardFeed(numbered, tmp_path, limit=limit, orders=orders))
+        return made[-1], Streaming(limit=limit, at_once=at_once)
+
+    yield begin
+    for each in made:
+        each.close()

@@ -1,0 +1,24 @@
+"""A dataset whose examples are numbered through each split."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trainer.data.read import training_batches
+from trainer.data.spec import DatasetSpec, FeatureSpec
+
+EXAMPLES = (40, 41, 40, 39, 40, 41, 40)
+MEASURED = (13, 11, 12)
+BATCH = 5
+FEATURE = {"x": FeatureSpec(shape=(), dtype="int64", stored="int")}
+SPEC = DatasetSpec(
+    features=FEATURE,
+    inputs=("x",),
+    targets=("x",),
+    shards={"train": EXAMPLES, "validation": MEASURED},
+)
+
+
+def drawn(streaming, count, *, seed=3, buffer=20):
+    batches = training_batches(SPEC, streaming, batch_size=BATCH, seed=seed, shuffle_buffer=buffer)
+    return np.concatenate([x for x, _ in batches.take(count).as_numpy_iterator()])

@@ -1,0 +1,139 @@
+"""Records of shards that come and go, as a graph: the other side of `ShardFeed`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import tensorflow as tf
+
+from trainer.data.shards.within_disk import (
+    ASK,
+    FAILED,
+    FOLDER,
+    TRAIN,
+    VALIDATION,
+    Streaming,
+    part_range,
+)
+
+# A thread that waits for a shard must not be one that the rest of the process needs.
+_THREADS = 8
+_NOTHING = "nothing"
+# Of one shard, before it is the turn of the next one.
+_BLOCK = 16
+
+
+def epoch_of_records(
+    streaming: Streaming, seed: int | tf.Tensor, epoch: int | tf.Tensor = 0
+) -> tf.data.Dataset:
+    """Return the training records of one epoch, of several shards in turn."""
+    names = _names(streaming, TRAIN, epoch, seed)
+    return names.interleave(
+        lambda name: _records(streaming, TRAIN, name),
+        cycle_length=streaming.at_once,
+        block_length=_BLOCK,
+    )
+
+
+def training_records(streaming: Streaming, seed: int | tf.Tensor, held: int) -> tf.data.Dataset:
+    """Return training records without end, each epoch shuffled within `held` records."""
+
+    def shuffled(epoch: tf.Tensor) -> tf.data.Dataset:
+        with no_seed_of_the_graph():
+            own = tf.cast(seed, tf.int64) + 104_729 * epoch
+            records = epoch_of_records(streaming, seed, epoch)
+            return records.shuffle(held, seed=own, reshuffle_each_iteration=False)
+
+    return tf.data.Dataset.counter().flat_map(shuffled)
+
+
+def evaluation_records(
+    streaming: Streaming,
+    shards: Sequence[int],
+    *,
+    batch_size: int,
+    part: int | tf.Tensor,
+    of: int,
+) -> tf.data.Dataset:
+    """Return batches of the records of one of `of` parts; `shards` are the examples of each."""
+    ranges = [part_range(shards, batch_size, number, of) for number in range(of)]
+    part = tf.cast(part, tf.int64)
+    skip, take = (
+        tf.gather(tf.constant([getattr(each, name) for each in ranges], tf.int64), part)
+        for name in ("skip", "take")
+    )
+    names = _names(streaming, VALIDATION, part, 0)
+    records = names.flat_map(lambda name: _records(streaming, VALIDATION, name))
+    mine = records.skip(skip).take(take)
+    return mine.concatenate(_done(streaming, VALIDATION, tf.constant(""))).batch(batch_size)
+
+
+def on_own_threads(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Let a dataset wait on threads of its own."""
+    options = tf.data.Options()
+    options.threading.private_threadpool_size = _THREADS
+    return batches.with_options(options)
+
+
+@contextmanager
+def no_seed_of_the_graph() -> Iterator[None]:
+    """Let a seed be a tensor: TensorFlow compares it with 0, if the seed of the graph is 0."""
+    graph = tf.compat.v1.get_default_graph()
+    before, graph.seed = graph.seed, None
+    try:
+        yield
+    finally:
+        graph.seed = before
+
+
+def _names(
+    streaming: Streaming, reader: str, epoch: int | tf.Tensor, seed: int | tf.Tensor
+) -> tf.data.Dataset:
+    """Return the paths of shards as they come, until the epoch ends."""
+    epoch, seed = (tf.strings.as_string(tf.cast(each, tf.int64)) for each in (epoch, seed))
+
+    def named(number: tf.Tensor) -> tf.data.Dataset:
+        parts = [reader, streaming.attempt, epoch, tf.strings.as_string(number)]
+        key = tf.strings.join(parts, separator=" ")
+        gate = tf.strings.join([f"{FOLDER}/{reader}.gate", tf.strings.as_string(number % 2)])
+        asked = _said(tf.strings.join(["next ", key, " ", seed, "\n"]))
+        # It has no records: to open it is to wait.
+        passed = tf.data.FixedLengthRecordDataset(gate, record_bytes=1)
+        answer = tf.data.Dataset.from_tensors(tf.strings.join([f"{FOLDER}/", key])).map(_read)
+        answers = tf.data.Dataset.counter().flat_map(
+            lambda _: asked.concatenate(passed).concatenate(answer)
+        )
+        return answers.filter(lambda found: found != _NOTHING).take(1)
+
+    names = tf.data.Dataset.counter().flat_map(named)
+    return names.take_while(lambda name: name != "")
+
+
+def _read(place: tf.Tensor) -> tf.Tensor:
+    """Return the answer at a path, or that there is none."""
+    is_there = tf.size(tf.io.matching_files(place)) > 0
+    answer = tf.cond(is_there, lambda: tf.io.read_file(place), lambda: tf.constant(_NOTHING))
+    has_failed = tf.debugging.Assert(answer != FAILED, ["no more shards come"])
+    with tf.control_dependencies([has_failed]):
+        return tf.identity(answer)
+
+
+def _records(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
+    return tf.data.TFRecordDataset(name).concatenate(_done(streaming, reader, name))
+
+
+def _done(streaming: Streaming, reader: str, name: tf.Tensor) -> tf.data.Dataset:
+    """Say that a shard was read; with no name, that all were."""
+    words = ["done", reader, streaming.attempt, name]
+    return _said(tf.strings.join([tf.strings.join(words, separator=" "), "\n"]))
+
+
+def _said(line: tf.Tensor) -> tf.data.Dataset:
+    """Return no element, but write a line into the pipe when the turn comes."""
+
+    def written(line: tf.Tensor) -> tf.Tensor:
+        with tf.control_dependencies([tf.io.write_file(ASK, line)]):
+            return tf.identity(line)
+
+    return tf.data.Dataset.from_tensors(line).map(written).filter(lambda _: False)
