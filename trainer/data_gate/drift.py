@@ -8,8 +8,9 @@ import numpy as np
 from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, percent
-from trainer.data_gate.profile import CLASS, TEXT, DatasetProfile, FeatureProfile, SplitProfile
+from trainer.data_gate.profile import DatasetProfile, FeatureProfile, SplitProfile
 from trainer.data_gate.two_samples import exceeds, holm, homogeneity, kolmogorov_smirnov
+from trainer.statistics.statistics import CLASS, TEXT
 
 Pair = tuple[str, FeatureProfile, FeatureProfile]
 # Fewer features are tested one by one.
@@ -25,9 +26,9 @@ def compared(new: FeatureProfile, old: FeatureProfile) -> tuple[float, float] | 
     """
     if new.kind in (TEXT, CLASS):
         return homogeneity(_counts(new), _counts(old)) if new.counts and old.counts else None
-    if not len(new.quantiles) or not len(old.quantiles):
+    if not len(new.numbers) or not len(old.numbers):
         return None
-    return kolmogorov_smirnov(new.quantiles, old.quantiles, (new.present, old.present))
+    return kolmogorov_smirnov(new.numbers, old.numbers)
 
 
 def _counts(feature: FeatureProfile) -> Mapping[str, int]:
@@ -94,7 +95,7 @@ def _where(new: FeatureProfile, old: FeatureProfile) -> str:
         worst = max(shares, key=lambda value: abs(shares[value]))
         now, before = (of.counts.get(worst, 0) / max(of.present, 1) for of in (new, old))
         return f"; {worst!r} was {percent(before)} and is {percent(now)}"
-    return f"; median {np.median(old.quantiles):.4g} before and {np.median(new.quantiles):.4g} now"
+    return f"; median {np.median(old.numbers):.4g} before and {np.median(new.numbers):.4g} now"
 
 
 def together(question: Question) -> Iterator[Finding]:
@@ -108,12 +109,12 @@ def together(question: Question) -> Iterator[Finding]:
     pairs = [
         (name, new, old)
         for name, new, old in question.pairs()
-        if name in sample and len(new.quantiles) and len(old.quantiles)
+        if name in sample and len(new.numbers) and len(old.numbers)
     ]
     rows = min((len(sample[name]) for name, _, _ in pairs), default=0)
     if len(pairs) < _FEWEST or rows < _FEWEST_ROWS:
         return
-    lifts = np.array([exceeds(new.quantiles, old.quantiles) - 0.5 for _, new, old in pairs])
+    lifts = np.array([exceeds(new.numbers, old.numbers) - 0.5 for _, new, old in pairs])
     variances = np.array([(n.present + o.present + 1) / (12 * n.present * o.present)
                           for _, n, o in pairs])  # fmt: skip
     total = float(np.sum(lifts**2 / variances))

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question, percent
-from trainer.data_gate.profile import NUMBER, DatasetProfile, SplitProfile
+from trainer.data_gate.profile import DatasetProfile, SplitProfile
+from trainer.statistics.statistics import NUMBER
 
 # A feature with more different values than this share of its examples tells examples apart.
 _TELLS_APART = 0.2

@@ -19,8 +19,9 @@ from pydantic import Field, ValidationError, model_validator
 
 from trainer import storage
 from trainer.config.base import Section
-from trainer.data_gate.profile import CLASS, NUMBER, TEXT, DatasetProfile
+from trainer.data_gate.profile import DatasetProfile
 from trainer.errors import ConfigError
+from trainer.statistics.statistics import CLASS, NUMBER, TEXT
 from trainer.storage.uri import is_uri
 
 FILE = "schema.yaml"

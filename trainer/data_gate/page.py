@@ -12,8 +12,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from trainer.data_gate.profile import CLASS, TEXT, DatasetProfile, FeatureProfile
+from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from trainer.masking import masked
+from trainer.statistics.statistics import CLASS, TEXT
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
 # A page of more features than this is not read; those with findings come first.
@@ -101,8 +102,8 @@ def _counted(new: FeatureProfile, old: FeatureProfile | None) -> list[Bar]:
 
 
 def _binned(new: FeatureProfile, old: FeatureProfile | None) -> tuple[list[Bar], tuple[str, str]]:
-    both = [each.quantiles for each in (new, old) if each and len(each.quantiles)]
-    if not len(new.quantiles):
+    both = [each.numbers for each in (new, old) if each and len(each.numbers)]
+    if not len(new.numbers):
         return [], ("", "")
     ends = [np.quantile(values, _DRAWN) for values in both]
     low, high = min(float(each[0]) for each in ends), max(float(each[1]) for each in ends)

@@ -6,6 +6,7 @@ statistics, as older versions wrote it, has features and classes alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -14,8 +15,14 @@ from numpy.typing import NDArray
 
 from trainer import storage
 from trainer.data.spec import DatasetSpec, FeatureSpec
-
-NUMBER, TEXT, CLASS, TENSOR, IMAGE = "number", "text", "class", "tensor", "image"
+from trainer.statistics import statistics
+from trainer.statistics.statistics import (
+    CLASS,
+    TEXT,
+    ExampleSketch,
+    FeatureStatistics,
+    SplitStatistics,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +34,9 @@ class FeatureProfile:
         examples: of the split.
         missing: examples without a value.
         mean: of the numbers, or of all elements of a tensor; likewise `std`, `least` and `most`.
-        quantiles: numbers at even steps of the distribution, ascending; of a tensor those of the
-            means of its examples.
-        counts: examples by value; `distinct` is how many values there are in all.
+        numbers: a sample of them, ascending; of a tensor the means of its examples.
+        counts: examples by value; `distinct` is how many values there are in all, of numbers as the
+            sample has it.
         association: with each label, from 0 to 1.
     """
 
@@ -40,7 +47,7 @@ class FeatureProfile:
     std: float = float("nan")
     least: float = float("nan")
     most: float = float("nan")
-    quantiles: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    numbers: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
     counts: Mapping[str, int] = field(default_factory=dict)
     distinct: int = 0
     association: Mapping[str, float] = field(default_factory=dict)
@@ -111,15 +118,18 @@ class DatasetProfile:
 
 
 def profile_of(uri: str) -> DatasetProfile:
-    """Return the profile of a published dataset.
+    """Return the profile of a published dataset, by the statistics that are beside its shards.
 
     Raises:
         UserError: it is gone, damaged, or no dataset of this version.
     """
     spec = DatasetSpec.from_manifest(storage.read_manifest(uri))
+    found = statistics.from_bytes(storage.read_file(uri, statistics.FILE), uri).splits
+    data = storage.read_file(uri, statistics.EXAMPLES)
+    sketches = statistics.sketches_from_bytes(data, uri)
     return DatasetProfile(
         uri=uri,
-        splits={split: SplitProfile(examples=spec.examples(split)) for split in spec.shards},
+        splits={split: split_profile(found[split], sketches[split]) for split in spec.shards},
         specs=spec.features,
         inputs=spec.inputs,
         targets=spec.targets,
@@ -128,3 +138,44 @@ def profile_of(uri: str) -> DatasetProfile:
             for target, by_split in spec.target_counts.items()
         },
     )
+
+
+def split_profile(found: SplitStatistics, sketch: ExampleSketch) -> SplitProfile:
+    """Return the profile of a split of which these are the statistics."""
+    return SplitProfile(
+        examples=found.examples,
+        features={
+            name: _feature(each, sketch.sample.get(name, np.empty(0)))
+            for name, each in found.features.items()
+        },
+        hashes=sketch.hashes,
+        copies=sketch.copies,
+        has_all_hashes=sketch.is_whole,
+        sample=sketch.sample,
+    )
+
+
+def _feature(found: FeatureStatistics, sample: NDArray[np.float64]) -> FeatureProfile:
+    is_number = found.kind not in (TEXT, CLASS)
+    numbers = np.sort(sample[np.isfinite(sample)]) if is_number else np.empty(0)
+    distinct = found.distinct
+    if is_number and len(numbers):
+        unlike = np.count_nonzero(np.diff(numbers)) + 1
+        distinct = round(unlike / len(numbers) * (found.examples - found.missing))
+    return FeatureProfile(
+        kind=found.kind,
+        examples=found.examples,
+        missing=found.missing,
+        mean=_or_nan(found.mean),
+        std=_or_nan(found.std),
+        least=_or_nan(found.least),
+        most=_or_nan(found.most),
+        numbers=numbers,
+        counts=found.counts,
+        distinct=distinct,
+        association=found.association,
+    )
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value

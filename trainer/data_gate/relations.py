@@ -8,7 +8,8 @@ from collections.abc import Iterator, Mapping
 from scipy import stats
 
 from trainer.data_gate.findings import Finding, Question
-from trainer.data_gate.profile import NUMBER, FeatureProfile
+from trainer.data_gate.profile import FeatureProfile
+from trainer.statistics.statistics import NUMBER
 
 # An association below this is none that could get lost.
 _LEAST = 0.15

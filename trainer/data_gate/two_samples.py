@@ -17,17 +17,16 @@ _LEAST_EXPECTED = 5.0
 Numbers = NDArray[np.float64]
 
 
-def kolmogorov_smirnov(new: Numbers, old: Numbers, sizes: tuple[int, int]) -> tuple[float, float]:
+def kolmogorov_smirnov(new: Numbers, old: Numbers) -> tuple[float, float]:
     """Return the largest distance of two distributions, and its probability by chance.
 
     Args:
-        new: numbers at even steps of the distribution, ascending.
+        new: a sample, ascending.
         old: likewise.
-        sizes: how many examples each is made of.
     """
     at = np.union1d(new, old)
     distance = float(np.max(np.abs(_at_most(new, at) - _at_most(old, at))))
-    root = np.sqrt(sizes[0] * sizes[1] / (sizes[0] + sizes[1]))
+    root = np.sqrt(len(new) * len(old) / (len(new) + len(old)))
     # Stephens, 1970: the limit distribution is good from some examples on.
     return distance, float(stats.kstwobign.sf((root + 0.12 + 0.11 / root) * distance))
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from trainer.data_gate.findings import Finding, Question, percent, share, some
-from trainer.data_gate.profile import CLASS, NUMBER, TEXT, FeatureProfile
+from trainer.data_gate.profile import FeatureProfile
 from trainer.data_gate.two_samples import kolmogorov_smirnov, more_often, only_in_one
+from trainer.statistics.statistics import CLASS, NUMBER, TEXT
 
 # Factor and offset between units, and what they are. Both directions are tried.
 _UNITS = (
@@ -28,9 +29,9 @@ _CHANCE = 0.01
 def unit(question: Question) -> Iterator[Finding]:
     """Find numbers that are those of the champion's dataset times the factor of a unit."""
     for name, new, old in question.pairs():
-        if new.kind != NUMBER or not len(new.quantiles) or not len(old.quantiles):
+        if new.kind != NUMBER or not len(new.numbers) or not len(old.numbers):
             continue
-        size, chance = kolmogorov_smirnov(new.quantiles, old.quantiles, (new.present, old.present))
+        size, chance = kolmogorov_smirnov(new.numbers, old.numbers)
         if size < _APART or chance > question.significance:
             continue
         found = _factor(new, old)
@@ -40,8 +41,8 @@ def unit(question: Question) -> Iterator[Finding]:
                 rule="unit",
                 feature=name,
                 split="train",
-                value=float(np.median(new.quantiles)),
-                champion=float(np.median(old.quantiles)),
+                value=float(np.median(new.numbers)),
+                champion=float(np.median(old.numbers)),
                 says=f"{name} is that of the champion's dataset {change} ({words}): convert "
                 "it at its source, or set the rule unit to warn where it is meant so",
             )
@@ -49,15 +50,15 @@ def unit(question: Question) -> Iterator[Finding]:
 
 def _factor(new: FeatureProfile, old: FeatureProfile) -> tuple[str, str] | None:
     """Return the change of unit by which the old distribution becomes the new one, if any does."""
-    if len(np.unique(old.quantiles)) < _FEWEST_VALUES:
+    if len(np.unique(old.numbers)) < _FEWEST_VALUES:
         return None
     best: tuple[float, tuple[str, str]] | None = None
     for factor, offset, words in _UNITS:
         for changed, says in (
-            (old.quantiles * factor + offset, (f"times {factor:g}", words)),
-            ((old.quantiles - offset) / factor, (f"divided by {factor:g}", words)),
+            (old.numbers * factor + offset, (f"times {factor:g}", words)),
+            ((old.numbers - offset) / factor, (f"divided by {factor:g}", words)),
         ):
-            size, chance = kolmogorov_smirnov(new.quantiles, changed, (new.present, old.present))
+            size, chance = kolmogorov_smirnov(new.numbers, changed)
             if (size < _ALIKE or chance > _CHANCE) and (best is None or size < best[0]):
                 best = size, says
     return best[1] if best else None
@@ -68,16 +69,16 @@ def beyond(question: Question) -> Iterator[Finding]:
     pairs = [pair for pair in question.pairs() if pair[1].kind == NUMBER]
     alpha = question.significance / max(2 * len(pairs), 1)
     for name, new, old in pairs:
-        if not len(new.quantiles) or not math.isfinite(old.most):
+        if not len(new.numbers) or not math.isfinite(old.most):
             continue
         for bound, outside, word in (
-            (old.least, new.quantiles < old.least, "below"),
-            (old.most, new.quantiles > old.most, "above"),
+            (old.least, new.numbers < old.least, "below"),
+            (old.most, new.numbers > old.most, "above"),
         ):
             part = float(np.mean(outside))
-            count = round(part * new.present)
+            count = int(outside.sum())
             if part > question.limits.limit("range") and count:
-                chance = only_in_one(count, new.present, old.present)
+                chance = only_in_one(count, len(new.numbers), old.present)
                 if chance < alpha:
                     extreme = new.least if word == "below" else new.most
                     yield Finding(

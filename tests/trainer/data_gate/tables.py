@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections import Counter
-
 import numpy as np
 
 from trainer.config.data_gate import DataGateConfig
 from trainer.config.thresholds import GateConfig
 from trainer.data.spec import FeatureSpec
 from trainer.data_gate.findings import Question
-from trainer.data_gate.profile import DatasetProfile, FeatureProfile, SplitProfile
+from trainer.data_gate.profile import DatasetProfile, split_profile
 from trainer.data_gate.validate import findings_of
+from trainer.statistics.accumulator import Accumulator
 
 SHARES = (("train", 0.7), ("validation", 0.1), ("test", 0.2))
 CLASSES = ("no", "yes")
-POINTS = 1000
 
 
 def question(dataset, champion=None, gate=None, **config):
@@ -55,7 +52,7 @@ def profile(splits, label="label", classes=CLASSES):
     is_class = specs[label].num_classes > 0
     return DatasetProfile(
         uri="file:///d",
-        splits={name: _split(columns, inputs, label) for name, columns in splits.items()},
+        splits={name: _split(columns, specs, inputs, label) for name, columns in splits.items()},
         specs=specs,
         inputs=inputs,
         targets=(label,),
@@ -81,95 +78,15 @@ def _spec(column, classes):
     return FeatureSpec(shape=column.shape[1:], dtype=str(column.dtype), stored="raw")
 
 
-def _split(columns, inputs, label):
-    size = len(columns[label])
-    hashes = Counter(
-        int.from_bytes(hashlib.blake2b(row, digest_size=8).digest())
-        for row in _rows([columns[name] for name in inputs], size)
-    )
-    kept = sorted(hashes)
-    rng = np.random.default_rng(7)
-    chosen = rng.choice(size, min(size, POINTS), replace=False) if size else []
-    return SplitProfile(
-        examples=size,
-        features={name: _feature(column, columns[label], name == label)
-                  for name, column in columns.items()},
-        hashes=np.array(kept, np.uint64),
-        copies=np.array([hashes[each] for each in kept], np.int64),
-        sample={name: columns[name][chosen].astype(float) for name in inputs
-                if columns[name].dtype.kind in "fiu" and columns[name].ndim == 1},
-    )  # fmt: skip
+def _split(columns, specs, inputs, label):
+    found = Accumulator(specs, inputs, (label,), vocabulary=10_000)
+    found.add({name: _stored(column) for name, column in columns.items()})
+    return split_profile(found.result(), found.sketch())
 
 
-def _rows(columns, size):
-    texts = [column.astype("U") if column.dtype.kind == "O" else column for column in columns]
-    for place in range(size):
-        yield b"|".join(np.ascontiguousarray(column[place]).tobytes() for column in texts)
-
-
-def _feature(column, label, is_label):
-    size = len(column)
-    if column.ndim > 1:
-        means = column.reshape(size, -1).mean(axis=1)
-        numbers = _numbers(means, size)
-        association = {} if is_label else {"label": _ratio(means, label)}
-        return FeatureProfile(kind="tensor", examples=size, association=association, **numbers)
-    if column.dtype.kind in "UO":
-        there = column[column != ""]
-        counts = dict(Counter(there.tolist()).most_common(10_000))
-        return FeatureProfile(
-            kind="text", examples=size, missing=size - len(there), counts=counts,
-            distinct=len(set(there.tolist())), association={"label": _cramer(column, label)},
-        )  # fmt: skip
-    there = column[~np.isnan(column)] if column.dtype.kind == "f" else column
-    kept = (
-        column
-        if column.dtype.kind != "f"
-        else np.nan_to_num(column, nan=np.nanmean(column) if len(there) else 0)
-    )
-    association = {} if is_label else {"label": _ratio(kept, label)}
-    kind = "class" if is_label and column.dtype.kind in "iu" else "number"
-    return FeatureProfile(
-        kind=kind, missing=size - len(there), examples=size, association=association,
-        **_numbers(there, size),
-    )  # fmt: skip
-
-
-def _numbers(values, _size):
-    values = np.sort(np.asarray(values, float))
-    if not len(values):
-        return {}
-    steps = (np.arange(min(len(values), POINTS)) + 0.5) / min(len(values), POINTS)
-    return {
-        "mean": float(values.mean()), "std": float(values.std()), "least": float(values[0]),
-        "most": float(values[-1]), "distinct": len(np.unique(values)),
-        "quantiles": values[np.minimum((steps * len(values)).astype(int), len(values) - 1)],
-    }  # fmt: skip
-
-
-def _ratio(values, label):
-    """Return the correlation ratio with classes, or the correlation with a number."""
-    values = np.asarray(values, float)
-    if label.dtype.kind == "f":
-        flat = values.std() == 0 or label.std() == 0
-        return 0.0 if flat else abs(float(np.corrcoef(values, label)[0, 1]))
-    whole = np.sum((values - values.mean()) ** 2)
-    between = sum(
-        np.sum(label == each) * (values[label == each].mean() - values.mean()) ** 2
-        for each in np.unique(label)
-    )
-    return float(np.sqrt(between / whole)) if whole else 0.0
-
-
-def _cramer(values, label):
-    if label.dtype.kind == "f":
-        return 0.0
-    names, codes = np.unique(values, return_inverse=True)
-    kinds, marks = np.unique(label, return_inverse=True)
-    if len(names) < 2 or len(kinds) < 2:
-        return 0.0
-    table = np.zeros((len(names), len(kinds)))
-    np.add.at(table, (codes, marks), 1)
-    expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
-    statistic = np.sum((table - expected) ** 2 / expected)
-    return float(np.sqrt(statistic / table.sum() / (min(table.shape) - 1)))
+def _stored(column):
+    if column.dtype.kind not in "UO":
+        return column
+    texts = np.empty(len(column), object)
+    texts[:] = [str(each).encode() for each in column]
+    return texts
