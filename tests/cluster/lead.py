@@ -36,6 +36,7 @@ def main() -> None:
     strategy = create(parse_config(spec["config"]), cluster, task)
     module, _, name = spec["problem"].partition(":")
     problem = getattr(importlib.import_module(module), name)(**spec["arguments"])
+    strategy.begin_visits(problem.stream)
     strategy.build(problem)
     variables = strategy.variables()
     for path, value in spec["start"].items():

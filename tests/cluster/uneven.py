@@ -7,8 +7,9 @@ from dataclasses import replace
 import tensorflow as tf
 from tensorflow.python.data.experimental.ops.testing import sleep
 
-from tests.cluster.problems import equal, number
+from tests.cluster.problems import equal, examples, number
 from trainer.strategies.strategy import Problem
+from trainer.strategies.visits import Stream
 
 FAILURE = "the well is dry"
 
@@ -18,10 +19,29 @@ def slowed(worker: int, times: int, microseconds: int) -> Problem:
     usual = equal()
 
     def batches() -> tf.data.Dataset:
-        factor = tf.where(number() == worker, tf.constant(times, tf.int64), 1)
-        return usual.batches().apply(sleep(factor * microseconds))
+        return usual.batches().apply(sleep(_factor(worker, times) * microseconds))
 
     return replace(usual, batches=batches)
+
+
+def lent(worker: int, times: int, microseconds: int) -> Problem:
+    """The same, of examples that are handed out."""
+    data = examples(800)
+
+    def read(held: tuple[tf.Tensor, tf.Tensor], numbers: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        delay = sleep(_factor(worker, times) * microseconds)
+        wanted = tf.data.Dataset.from_tensors(numbers).apply(delay).get_single_element()
+        inputs, labels = held
+        return tf.gather(inputs, wanted), tf.gather(labels, wanted)
+
+    stream = Stream(
+        examples=len(data[1]), seed=0, held=lambda: tf.data.Dataset.from_tensors(data), read=read
+    )
+    return replace(equal(), stream=stream)
+
+
+def _factor(worker: int, times: int) -> tf.Tensor:
+    return tf.where(number() == worker, tf.constant(times, tf.int64), 1)
 
 
 def failing(worker: int, after: int) -> Problem:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import heapq
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,3 +54,30 @@ def test_where_there_are_enough_steps_only_the_last_is_no_multiple(shares, worke
 )
 def test_portions(steps, workers, turn, expected):
     assert cut_up(steps, workers, turn) == expected
+
+
+@given(steps, workers, turns)
+def test_fine_portions_hand_out_all_steps_too(steps, workers, turn):
+    cut = portions(steps, workers, unit_of(steps, workers, turn), fine=True)
+    assert sum(cut) == steps
+    assert all(0 < size <= MAX_PORTION for size in cut)
+
+
+def spent(cut, costs):
+    """Return when the last of some workers ends, each taking a portion as soon as it is free."""
+    free = [(0.0, cost) for cost in costs]
+    for size in cut:
+        begin, cost = heapq.heappop(free)
+        heapq.heappush(free, (begin + size * cost, cost))
+    return max(end for end, _ in free)
+
+
+@pytest.mark.parametrize("turn", [1, 20])
+@pytest.mark.parametrize("others", [1, 2, 3, 7, 15])
+@pytest.mark.parametrize("each", [40, 100, 300, 1000, 3000])
+def test_a_worker_that_is_four_times_slower_takes_a_quarter(turn, others, each):
+    costs = [*[1.0] * others, 4.0]
+    steps, of = each * others, len(costs)
+    cut = portions(steps, of, unit_of(steps, of, turn), fine=True)
+    ideal = steps / sum(1 / cost for cost in costs)
+    assert spent(cut, costs) <= 1.15 * ideal
