@@ -12,14 +12,14 @@ from tests.cluster import visited
 from tests.cluster.launched import Launched, launched
 from tests.cluster.servers import Trial, serving
 from trainer.config.schema import STRATEGIES
-from trainer.events import AttemptBegin, Progress
+from trainer.events import AttemptBegin, Restart
 from trainer.strategies.async_parameter_server import MAX_PORTION
 
 pytestmark = pytest.mark.cluster
 
 ASYNC, SYNC = "async_parameter_server", "sync_parameter_server"
-# 16,000 visits: 16 epochs.
-STEPS = 1000
+# From one kill to the next.
+STEPS = 150
 KILLED = ("worker-0", "chief-0", "ps-0", "worker-1")
 
 
@@ -99,21 +99,21 @@ def test_disjoint_shards_are_dealt_anew_to_another_number_of_workers(numbers, tm
     assert "input_position" not in fields
 
 
-def killed(numbers: str, folder: Any, strategy: str, names: list[str], steps: int) -> Launched:
-    """Kill tasks one after the other, each after some more steps."""
+def killed(numbers: str, folder: Any, strategy: str, names: list[str]) -> Launched:
+    """Kill tasks one after the other, each when it is back and some steps later."""
+    draw = random.Random(len(names))
     config = visited.settings(
         strategy,
-        steps,
+        STEPS * (len(names) + 1),
         AVERAGED[strategy][0],
         training={"checkpoint_every": 50},
         cluster={"max_restarts": 50},
     )
     with launched(config, numbers, folder) as run:
-        for name in names:
-            seen = len(run.events(Progress))
-            run.wait_for(lambda e: isinstance(e, Progress))
-            assert len(run.events(Progress)) > seen
+        for number, name in enumerate(names):
+            run.wait_for_step(STEPS * number + draw.randint(1, STEPS))
             run.kill(name)
+            run.wait_for(lambda e: isinstance(e, Restart) and e.task == name)  # noqa: B023
         code, said = run.end()
     assert code == 0, said
     return run
@@ -128,17 +128,16 @@ def killed(numbers: str, folder: Any, strategy: str, names: list[str], steps: in
     ],
 )
 def test_each_example_is_visited_once_whatever_was_killed(numbers, tmp_path, strategy, names):
-    run = killed(numbers, tmp_path, strategy, names, 300 * len(names))
+    run = killed(numbers, tmp_path, strategy, names)
     assert len(run.events(AttemptBegin)) >= 2
     require_kept(run, strategy, names)
 
 
 @pytest.mark.long
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("strategy", [ASYNC, SYNC])
 def test_each_example_is_visited_once_after_twenty_random_kills(numbers, tmp_path, strategy):
     names = random.Random(19).choices(KILLED, k=20)
-    run = killed(numbers, tmp_path, strategy, names, 20 * STEPS)
+    run = killed(numbers, tmp_path, strategy, names)
     require_kept(run, strategy, names)
 
 
