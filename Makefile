@@ -8,6 +8,8 @@ PYTHON := $(BIN)/python
 PIP := PYTHONWARNINGS=ignore $(PYTHON) -m pip --quiet --disable-pip-version-check
 PYTEST := $(PYTHON) -m pytest
 SETUP := .venv/.setup
+# Whoever sets it would have pytest rewrite 500 files of tests again in every process.
+export PYTHONDONTWRITEBYTECODE :=
 VARIANT ?= cpu
 RUNS ?= 3
 ON ?= local
@@ -44,11 +46,11 @@ check: style ## style, types, house rules, tests of the changed files: make chec
 	tests=$$($(PYTHON) -m tests.mirror $(SINCE)) && \
 		$(PYTEST) -q -m "not slow and not long and not cluster" $(HOUSE_RULES) $$tests $(ARGS)
 
-# Three processes on two cores: some tests wait. Those that start clusters want both cores to
-# themselves: a second pass. 5: nothing was collected.
+# Four processes on two cores: a third of the time tests wait. Those that start clusters want both
+# cores to themselves: a second pass. 5: nothing was collected.
 test: $(SETUP) ## every test but the slow and the long ones
 	$(PYTEST) -m "not slow and not long and not cluster" --ignore $(HOUSE_RULES) \
-		--numprocesses 3 --dist loadfile $(ARGS)
+		--numprocesses 4 --dist loadfile $(ARGS)
 	$(PYTEST) -m "cluster and not slow and not long" $(ARGS) || test $$? -eq 5
 
 test-slow: $(SETUP) ## the slow tests

@@ -58,7 +58,7 @@ def compile_all(
 
 def compile_pipeline(output: Path, image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> None:
     """Write the IR YAML of the whole pipeline to `output`; raises `UserError` if that fails."""
-    _write(output, _compiled(cluster_pipeline(image, pods)))
+    _write(output, _text_of_pipeline(image, pods))
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:
@@ -76,6 +76,10 @@ def image_remark(image: str) -> str:
         return ""
     remedy = "compile or upload with --image HOST/NAME:TAG"
     return f"no cluster can pull {IMAGE}, which names no registry: {remedy}"
+
+
+def _text_of_pipeline(image: str, pods: StepPods) -> str:
+    return _compiled(cluster_pipeline(image, pods))
 
 
 def _compiled(source: object) -> str:
@@ -157,7 +161,7 @@ def package_of(file: Path | None, image: str, pods: StepPods = NO_SETTINGS) -> P
     """
     if file is None:
         check_image(image)
-        return _package(_compiled(cluster_pipeline(image or IMAGE, pods)), "the pipeline")
+        return _package(_text_of_pipeline(image or IMAGE, pods), "the pipeline")
     if image or pods != NO_SETTINGS:
         option = "--image" if image else "a setting of the pods"
         raise ConfigError(

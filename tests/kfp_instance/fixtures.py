@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import copy
-import functools
 import json
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,8 +57,8 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     (tmp_path / "here").mkdir(exist_ok=True)
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("KF_PIPELINES_ENDPOINT", instance.url)
-    # Compiling takes seconds, and always gives the same.
-    monkeypatch.setattr(compile, "compile_all", _compiled_before)
+    # Compiling takes long, and always gives the same.
+    monkeypatch.setattr(compile, "_text_of_pipeline", _compiled_before)
 
     def call(*words: object) -> CommandResult:
         capsys.readouterr()
@@ -72,23 +69,16 @@ def remote(instance, tmp_path, monkeypatch, capsys) -> Flotilla:
     return call
 
 
-# The fixture below puts another function in its place.
-_COMPILE_ALL = compile.compile_all
+# The fixture above puts another function in its place.
+_COMPILE = compile._text_of_pipeline
+_COMPILED: dict[str, str] = {}
 
 
-def _compiled_before(
-    output: Path, image: str, _components: None, _pods: StepPods
-) -> dict[str, str]:
-    output.write_bytes(_content(image))
-    return {"pipeline": str(output)}
-
-
-@functools.cache
-def _content(image: str) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "pipeline.yaml")
-        _COMPILE_ALL(path, image, None)
-        return path.read_bytes()
+def _compiled_before(image: str, pods: StepPods) -> str:
+    asked = repr((image, pods))
+    if asked not in _COMPILED:
+        _COMPILED[asked] = _COMPILE(image, pods)
+    return _COMPILED[asked]
 
 
 @pytest.fixture(scope="session")
