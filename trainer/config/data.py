@@ -29,6 +29,7 @@ TYPES = ("int", "float", "bool", "text", "class", "time", "image")
 DYNAMIC = "dynamic"
 NEWEST, ALL, SINCE_CHAMPION = "newest", "all", "since_champion"
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_FLAG = re.compile(r"--[A-Za-z]\w*(=.+)?")
 _BYTES = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([KMGT]?)(i?)B?")
 
 
@@ -112,6 +113,20 @@ class RunnerConfig(Whole):
     )
     processes: int = key(0, "how many; 0: one for each core", ge=0, le=1024)
     options: tuple[str, ...] = key((), "options of a Beam pipeline, --runner=FlinkRunner")
+
+    @field_validator("options")
+    @classmethod
+    def _flags(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for each in value:
+            if not _FLAG.fullmatch(each):
+                raise ValueError(f"{each!r}: write each option as --name=value")
+        return value
+
+    @model_validator(mode="after")
+    def _options_of_beam(self) -> RunnerConfig:
+        if self.options and self.name != "beam":
+            raise ValueError("options: they are those of a Beam pipeline; set name to beam")
+        return self
 
 
 class DataConfig(Section):

@@ -23,6 +23,7 @@ from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
 from trainer.data.key import dataset_key
 from trainer.data.listing import list_source
+from trainer.data.preparation.pipeline_options import require_reachable
 from trainer.data.source import Part, Source
 from trainer.data.spec import KIND, SCHEMA
 from trainer.storage import Manifest
@@ -70,6 +71,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         found = _reusable(config, source.identity, root)
         if found:
             return found
+        require_reachable(config, root)
         uri = _place(config, source.identity, root)
         selection = source.select()
         source.fetch()
@@ -177,21 +179,23 @@ def _write(config: DataConfig, source: Source, finished: str, folder: Path) -> W
     from trainer.data.preparation.processes import map_parts  # noqa: PLC0415
 
     parts, places = source.parts(), folder.parent / "parts"
-    is_long = len(parts) >= _LONG
-    taken = {name for name, _ in _finished(finished, places)} if is_long else set()
+    by_beam = config.runner.name == "beam"
+    keeps = by_beam or len(parts) >= _LONG
+    taken = {name for name, _ in _finished(finished, places)} if keeps else set()
+    left = [part for part in parts if part.folder not in taken]
 
     def keep(part: Part, place: Path) -> None:
-        if is_long:
+        if keeps:
             storage.publish(place, storage.join(finished, place.name), kind="part")
         _log.info("%s: part %d of %d is done", source.name, part.number + 1, len(parts))
 
-    map_parts(
-        source,
-        [part for part in parts if f"{part.number:06d}" not in taken],
-        places,
-        config=config,
-        done=keep,
-    )
+    if by_beam:
+        # An extra package.
+        from trainer.data.preparation.beam_parts import map_parts_by_beam  # noqa: PLC0415
+
+        map_parts_by_beam(source, left, places, config=config, uri=finished)
+    else:
+        map_parts(source, left, places, config=config, done=keep)
     folders = sorted(places.iterdir())
     return assemble(source, folders, folder, config)
 

@@ -36,6 +36,11 @@ class Part:
     origin: str
     where: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def folder(self) -> str:
+        """The name of the folder that it is mapped into."""
+        return f"{self.number:06d}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:

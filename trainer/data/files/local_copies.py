@@ -27,7 +27,9 @@ def local(file: Any, scratch: Path) -> Iterator[Path]:
             _check(file, path)
             yield path
         return
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="file-") as folder:
+    # A worker on another machine has no such folder.
+    place = scratch if scratch.is_dir() else None
+    with tempfile.TemporaryDirectory(dir=place, prefix="file-") as folder:
         path = Path(folder) / file.path.rpartition("/")[2]
         with _named(file, path):
             store_for(file.uri).download(file.uri, path)

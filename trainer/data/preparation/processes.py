@@ -49,8 +49,8 @@ def map_parts(
     if count < _FEWEST:
         selection = source.select()
         for part in parts:
-            map_part(source, selection, part, _place(folder, part), vocabulary=vocabulary)
-            done(part, _place(folder, part))
+            map_part(source, selection, part, folder / part.folder, vocabulary=vocabulary)
+            done(part, folder / part.folder)
         return
     stripes = [parts[index::count] for index in range(count)]
     _in_processes(source, stripes, folder, vocabulary, done)
@@ -102,7 +102,7 @@ def _answered(
     if isinstance(failure, Exception):
         raise failure
     part = left.pop(0)
-    done(part, _place(folder, part))
+    done(part, folder / part.folder)
     return True
 
 
@@ -125,7 +125,7 @@ def _work(  # noqa: PLR0913, PLR0917
     try:
         selection = source.select()
         for part in parts:
-            map_part(source, selection, part, _place(folder, part), vocabulary=vocabulary)
+            map_part(source, selection, part, folder / part.folder, vocabulary=vocabulary)
             answers.send(None)
     # Whatever it is, it is raised again in the parent.
     except Exception as error:
@@ -138,6 +138,3 @@ def _end_with(parent: int) -> None:
     if os.getppid() != parent:
         os._exit(1)
 
-
-def _place(folder: Path, part: Part) -> Path:
-    return folder / f"{part.number:06d}"
