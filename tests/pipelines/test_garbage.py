@@ -9,6 +9,7 @@ import pytest
 from components.records.record import recorded
 from components.records.step_record import publish_config, read
 from pipelines.cli.__main__ import main
+from pipelines.garbage import collect
 from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.cluster.lease import ABANDONED_SECONDS, LEASE_SECONDS, Lease, holders, lease_uri, time
@@ -68,3 +69,19 @@ def test_expired_locks_are_removed_and_named(root, monkeypatch, capsys, tmp_path
     assert holders(expired) == {}
     assert [each.run for each in holders(held).values()] == ["digits-2"]
     assert "report.html" in storage.names(storage.join(root, "digits-1"))
+
+
+def test_finished_parts_of_a_forsaken_preparation_are_removed(root, tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "train.records").write_bytes(b"record")
+    old, going_on = (storage.join(root, "preparing", name) for name in ("digits-1", "digits-2"))
+    for folder, number in ((old, "000000"), (going_on, "000000"), (going_on, "000001")):
+        storage.publish(tmp_path / "part", storage.join(folder, number), kind="part")
+    for folder in (old, going_on):
+        place = storage.join(folder, "000000", "MANIFEST.json")
+        tree = json.loads(storage.read_bytes(place))
+        tree["created"] = "2020-01-01T00:00:00.000Z"
+        storage.write_bytes(place, json.dumps(tree).encode())
+    assert collect(root) == (old,)
+    assert storage.names(old) == []
+    assert storage.names(going_on) == ["000000", "000001"]

@@ -112,7 +112,9 @@ class RunnerConfig(Whole):
         "processes", "processes of this machine, or Apache Beam (the extra beam)"
     )
     processes: int = key(0, "how many; 0: one for each core", ge=0, le=1024)
-    options: tuple[str, ...] = key((), "options of a Beam pipeline, --runner=FlinkRunner")
+    options: tuple[str, ...] = key(
+        (), "options of a Beam pipeline, --runner=FlinkRunner", strict=False
+    )
 
     @field_validator("options")
     @classmethod

@@ -314,3 +314,32 @@ class Weighted(Small):
             "shop": f"shop {number % 3}",
         }
         return {**plain, **(self.bad if number == 7 else {})}
+
+
+class ByBeam(tfds.core.BeamBasedBuilder, skip_registration=True):
+    """The examples of `Small`, made by Apache Beam."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        features = {
+            "number": np.int64,
+            "label": tfds.features.ClassLabel(names=CLASSES),
+        }
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict(features),
+            supervised_keys=("number", "label"),
+        )
+
+    def _split_generators(self, dl_manager):
+        del dl_manager
+        return {"train": self._generate_examples(0, 40), "test": self._generate_examples(40, 50)}
+
+    def _generate_examples(self, first, end):
+        beam = tfds.core.lazy_imports.apache_beam
+        return beam.Create(range(first, end)) | beam.Map(_numbered)
+
+
+def _numbered(number):
+    return number, {"number": number, "label": number % len(CLASSES)}

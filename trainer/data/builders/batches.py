@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 import tensorflow_datasets as tfds
 
+from trainer.data.builders import datasets
 from trainer.data.examples.images import UndecodableError, resized, stored_image
 from trainer.data.examples.lengths import with_lengths
 from trainer.data.features import Selection
@@ -155,6 +156,8 @@ def _resized(fit: Fit, images: tf.Tensor) -> tf.Tensor:
 
 def _is_plain(source: tfds.core.DatasetBuilder, selection: Selection) -> bool:
     # An exact type: a subclass may store anything.
+    if datasets.is_folder(source):
+        return False
     return source.info.file_format == tfds.core.FileFormat.TFRECORD and all(
         type(connector) in _PLAIN and path in source.info.features
         for path, connector in selection.connectors.items()

@@ -13,6 +13,7 @@ from trainer.data.builders import datasets
 from trainer.data.builders.download import download
 from trainer.data.builders.png import quicken
 from trainer.data.features import Selection
+from trainer.data.preparation.pipeline_options import pipeline_options
 from trainer.data.source import Batch, Part, Source
 from trainer.data.splits import Plan, plan
 
@@ -31,7 +32,7 @@ class BuilderSource(Source):
         self._config = config
         self._data_dir = data_dir
         self.name = config.dataset
-        self.identity = {"version": str(self._builder.version)}
+        self.identity = {"version": str(self._builder.version)} | datasets.content(self._builder)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the builder out: another process finds its own."""
@@ -48,7 +49,12 @@ class BuilderSource(Source):
     def fetch(self) -> None:
         """Download and prepare the dataset; raises `UserError`."""
         quicken(self.select().connectors.values())
-        download(self.name, self._builder, self._config.manual_dir)
+        if datasets.is_folder(self._builder):
+            return
+        runner = self._config.runner
+        by_beam = runner.name == "beam" or datasets.uses_beam(self._builder)
+        options = pipeline_options(runner) if by_beam else None
+        download(self.name, self._builder, self._config.manual_dir, beam_options=options)
 
     def parts(self) -> Sequence[Part]:
         """Return ranges of the splits that are read."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tensorflow_datasets as tfds
+from tensorflow_datasets.core.dataset_builder import FileReaderBuilder
 
 from trainer import user_code
 from trainer.config.data import DataConfig
@@ -39,8 +42,12 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     name = EMBEDDED.get(config.dataset, config.dataset)
     make = _own_class(name) if ":" in name else partial(tfds.builder, name)
     version = {"version": config.version} if config.version else {}
+    if _reads_a_folder(make):
+        given: dict[str, Any] = {}
+    else:
+        given = {"data_dir": data_dir, **version}
     try:
-        return make(data_dir=data_dir, **version, **config.builder_args)
+        return _of_version(config, make(**given, **config.builder_args))
     except tfds.core.DatasetNotFoundError as error:
         known = [*EMBEDDED, *tfds.list_builders(with_community_datasets=False)]
         raise ConfigError(
@@ -50,6 +57,40 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
     # Whatever a builder's constructor raises: a wrong version, config or argument.
     except Exception as error:
         raise ConfigError(_refusal(config, error)) from error
+
+
+def is_folder(found: tfds.core.DatasetBuilder) -> bool:
+    """Say whether a builder reads a folder in place, as `tfds.ImageFolder` does."""
+    return _reads_a_folder(type(found))
+
+
+def uses_beam(found: tfds.core.DatasetBuilder) -> bool:
+    """Say whether a builder makes its examples by Apache Beam."""
+    return isinstance(found, tfds.core.BeamBasedBuilder)
+
+
+def content(found: tfds.core.DatasetBuilder) -> dict[str, str]:
+    """Return what tells the content of a builder's folder from another; nothing for others."""
+    if not is_folder(found):
+        return {}
+    folder = Path(found.data_dir)
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    stats = ((str(path.relative_to(folder)), path.stat()) for path in files)
+    lines = [f"{name} {stat.st_size} {stat.st_mtime_ns}\n" for name, stat in stats]
+    return {"folder": hashlib.sha256("".join(lines).encode()).hexdigest()}
+
+
+def _reads_a_folder(make: Any) -> bool:
+    if not isinstance(make, type) or issubclass(make, FileReaderBuilder):
+        return False
+    taken = inspect.signature(make).parameters.values()
+    return all(each.name != "data_dir" and each.kind != each.VAR_KEYWORD for each in taken)
+
+
+def _of_version(config: DataConfig, found: tfds.core.DatasetBuilder) -> tfds.core.DatasetBuilder:
+    if config.version and is_folder(found) and str(found.version) != config.version:
+        raise ValueError(f"it has version {found.version} alone")
+    return found
 
 
 def _own_class(name: str) -> type[Any]:

@@ -92,11 +92,14 @@ _BROKEN = (
 )
 
 
-def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> None:
+def download(
+    name: str, builder: tfds.core.DatasetBuilder, manual_dir: str, *, beam_options: Any = None
+) -> None:
     """Make the builder's dataset ready to be read; at once where it is prepared already.
 
     The download goes to the builder's data_dir. Official files that are in the folder `manual_dir`,
-    where it is not empty, are taken from there, without the network.
+    where it is not empty, are taken from there, without the network. A builder that uses Beam runs
+    it by `beam_options`.
 
     Raises:
         ConfigError: there is no such folder.
@@ -111,7 +114,9 @@ def download(name: str, builder: tfds.core.DatasetBuilder, manual_dir: str) -> N
     _refuse_without_manual_files(name, builder, folder)
     _ask_before_download(builder, _reach_or_explain(name, builder, folder))
     tfds.disable_progress_bar()
-    settings = tfds.download.DownloadConfig(manual_dir=folder, try_download_gcs=False)
+    settings = tfds.download.DownloadConfig(
+        manual_dir=folder, try_download_gcs=False, beam_options=beam_options
+    )
     try:
         # TFDS prints; standard output belongs to the results.
         with contextlib.redirect_stdout(sys.stderr):

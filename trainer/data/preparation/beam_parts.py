@@ -5,10 +5,11 @@ A worker needs this package, and where `data.map` or a builder of your own is us
 
 from __future__ import annotations
 
+import logging
 import pickle
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,10 @@ from trainer.data.preparation.pipeline_options import pipeline_options
 from trainer.data.source import Part, Source
 from trainer.errors import TransientError, UserError
 
+# Beam has no types for these.
+_Create: Any = beam.Create
+_Reshuffle: Any = beam.Reshuffle
+_Map: Any = beam.Map
 _FAILED = "failed part"
 _SUFFIX = ".failed"
 
@@ -39,10 +44,11 @@ def map_parts_by_beam(
     if parts:
         work = PartMapper(pickle.dumps(source), uri, config.vocabulary)
         try:
-            with beam.Pipeline(options=pipeline_options(config.runner)) as pipeline:
+            options = pipeline_options(config.runner)
+            with _quiet(), beam.Pipeline(options=options) as pipeline:
                 # What is created is one bundle otherwise, which one worker takes.
-                made = pipeline | beam.Create(list(parts), reshuffle=False) | beam.Reshuffle()
-                _ = made | "map" >> beam.Map(work)
+                made = pipeline | _Create(list(parts), reshuffle=False) | _Reshuffle()
+                _ = made | "map" >> _Map(work)
         # A runner raises whatever it likes.
         except Exception as error:
             _raise_failure(uri)
@@ -89,6 +95,20 @@ class PartMapper:
                     storage.publish(empty, f"{uri}{_SUFFIX}", kind=_FAILED, fields=fields)
                 raise
         return part.number
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what Beam says of its channels, and its traceback of an error that is raised."""
+    levels = {"apache_beam": logging.WARNING, "apache_beam.runners.common": logging.CRITICAL}
+    before = {name: logging.getLogger(name).level for name in levels}
+    try:
+        for name, level in levels.items():
+            logging.getLogger(name).setLevel(level)
+        yield
+    finally:
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)
 
 
 def _raise_failure(uri: str) -> None:

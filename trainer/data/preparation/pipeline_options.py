@@ -58,9 +58,7 @@ def require_reachable(config: DataConfig, root: str) -> None:
         return
     workers = f"data.runner: the workers of {name} do not reach"
     if storage.local_path(root):
-        raise ConfigError(
-            f"{workers} {root}; set storage.root to a bucket, or leave --runner out"
-        )
+        raise ConfigError(f"{workers} {root}; set storage.root to a bucket, or leave --runner out")
     named = [str(each) for each in vars(config.splits).values() if "://" in str(each)]
     for place in filter(None, [config.source, *named]):
         if "://" not in place or place.startswith("file:"):
@@ -83,7 +81,7 @@ def _beam() -> Any:
 
 
 def _runner(name: str) -> Any:
-    from apache_beam.runners import create_runner  # noqa: PLC0415
+    from apache_beam.runners.runner import create_runner  # noqa: PLC0415
 
     return create_runner(name)
 

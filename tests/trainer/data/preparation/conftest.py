@@ -18,7 +18,7 @@ def prepared(tmp_path, monkeypatch):
 
     def make(source, processes=1, **options):
         monkeypatch.setattr(module, "source_of", lambda *_: source)
-        config = DataConfig(shards=2, runner={"processes": processes}, **options)
+        config = DataConfig(**{"shards": 2, "runner": {"processes": processes}, **options})
         return prepare(config, storage.uri_of(tmp_path / "root"), tmp_path / "scratch")
 
     return make
