@@ -54,7 +54,7 @@ def imported_distributions():
 
 
 def undeclared_and_unused():
-    declared = {normal(requirement.name) for requirement in requirements("s3")}
+    declared = {normal(requirement.name) for requirement in requirements("s3", "beam")}
     imported = imported_distributions()
     for top, owners in imported.items():
         if not owners & declared:

@@ -199,7 +199,7 @@ def test_a_damaged_dataset_stays_until_there_is_another(own_digits, monkeypatch)
     published, again = own_digits
     damage(published)
 
-    def fail(*_):
+    def fail(*_, **_options):
         raise UserError("no network")
 
     monkeypatch.setattr(builder_source, "download", fail)
