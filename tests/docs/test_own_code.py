@@ -33,7 +33,7 @@ def guide(name):
 def folder(tmp_path):
     """A user's folder: the files that three guides ask for, and the table of the first."""
     for name, module in MODULES.items():
-        (block,) = guide(name).of("python")
+        block, *_ = guide(name).of("python")
         assert f"`{module}.py`" in guide(name).prose
         (tmp_path / f"{module}.py").write_text(block.text)
     configuration, *_ = guide("own-dataset").of("yaml")
