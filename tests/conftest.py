@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import inspect
 import ipaddress
 import os
@@ -15,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import typer.main
 
 pytest_plugins = ["tests.stores.fixtures"]
 ROOT = Path(__file__).parent.parent
@@ -67,6 +69,8 @@ inspect.stack = _stack
 # Tests end processes and never the machine: what the kernel was given outlives them all, and a
 # disk that others use keeps a sync waiting for seconds.
 os.fsync = lambda _descriptor: None
+# Made of all commands and their options at each call otherwise.
+typer.main.get_command = functools.cache(typer.main.get_command)
 # Before any test module is imported: TensorFlow reads its variables once, when it is loaded.
 _clear_environment()
 

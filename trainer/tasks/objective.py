@@ -103,6 +103,7 @@ class Objective:
             named.loss(name, key, logits=True)
         self._metrics: list[Measured] = []
         self._traced = tf.function(self._sums, reduce_retracing=True)
+        self._traced_alone: dict[str, Any] = {}
         self._shapes: list[list[tuple[int, ...]]] = []
 
     def accept(self, model: keras.Model, outputs: Any) -> None:
@@ -279,10 +280,17 @@ class Objective:
 
     def of_each(self, state: State, part: Part) -> Sums:
         """Return the state [n, size] of a metric that each example would have alone."""
-        measured = state.measured
-        assert measured is not None
+        assert state.measured is not None
         given = [part.labels, part.outputs, *([] if part.weights is None else [part.weights])]
+        if state.name not in self._traced_alone:
+            # Traced again for every part, it would take longer than all that it computes.
+            self._traced_alone[state.name] = tf.function(
+                partial(self._alone, state.measured), reduce_retracing=True
+            )
+        found: Sums = self._traced_alone[state.name](given).numpy()
+        return found
 
+    def _alone(self, measured: Measured, given: Any) -> tf.Tensor:
         def alone(one: Any) -> tf.Tensor:
             labels, outputs, *weights = tf.nest.map_structure(lambda each: each[tf.newaxis], one)
             before = [tf.zeros(v.shape, v.dtype) for v in measured.metric.variables]
@@ -290,9 +298,7 @@ class Objective:
             after = measured.metric.stateless_update_state(before, *taken)
             return tf.concat([tf.reshape(tf.cast(v, tf.float64), [-1]) for v in after], 0)
 
-        arrays = tf.nest.map_structure(tf.convert_to_tensor, given)
-        found: Sums = tf.vectorized_map(alone, arrays).numpy()
-        return found
+        return tf.vectorized_map(alone, tf.nest.map_structure(tf.convert_to_tensor, given))
 
     def tally(self) -> SliceTally:
         """Return what measures the examples of one slice, part by part."""

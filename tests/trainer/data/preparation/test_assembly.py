@@ -33,7 +33,8 @@ def test_counts_are_those_of_the_examples(prepared, source):
 def parts(source, tmp_path):
     source.fetch()
     folder = tmp_path / "parts"
-    map_parts(source, source.parts(), folder, config=DataConfig(), done=lambda *_: None)
+    config = DataConfig(runner={"processes": 1})
+    map_parts(source, source.parts(), folder, config=config, done=lambda *_: None)
     return sorted(folder.iterdir())
 
 
