@@ -77,8 +77,8 @@ def test_of_submit_that_waits(instance, calling, number):
 
 
 @pytest.mark.usefixtures("uploaded")
-def test_of_logs(instance, calling):
-    assert calling("submit").wait(60) == 0
+def test_of_logs(instance, calling, remote):
+    assert remote("submit").code == 0
     looked = begun(instance)
     [run_id] = instance.store.runs
     process = calling("logs", run_id)
@@ -131,8 +131,8 @@ def test_retries_are_not_printed_one_by_one(instance, calling, uploaded):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("uploaded")
-def test_a_reader_that_goes_away(instance, calling):
-    assert calling("submit").wait(60) == 0
+def test_a_reader_that_goes_away(instance, calling, remote):
+    assert remote("submit").code == 0
     [run_id] = instance.store.runs
     workflow = instance.store.workflows[run_id]
     workflow.begin("train_model")

@@ -88,6 +88,7 @@ def test_the_steps_used_what_is_installed(prepared):
     assert "pip install" not in prepared.log
 
 
+@pytest.mark.slow
 def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_path):
     ended = call("prepare", tmp_path / "runs", *setting(data__dataset="digitz"), cwd=tmp_path)
     assert ended.code == 2
@@ -103,6 +104,7 @@ def test_an_unknown_dataset_fails_with_one_line_and_the_code_of_a_mistake(tmp_pa
     ]
 
 
+@pytest.mark.slow
 def test_a_second_run_reuses_the_dataset(prepared):
     before = content(prepared.workdir)
     again = call("prepare", prepared.workdir, cwd=prepared.workdir.parent)

@@ -136,6 +136,7 @@ def test_an_own_class_that_keras_cannot_read_back_is_named(own_run, tmp_path):
     assert message.endswith("or leave keras out of export.formats")
 
 
+@pytest.mark.slow
 def test_a_model_with_convolutions_and_dropout_leaves_too(run, tmp_path):
     args = {"filters": [4], "hidden_units": [8], "dropout": 0.5}
     config = parse_config({"model": {"name": "cnn", "args": args}})
