@@ -16,6 +16,8 @@ from tests.docs.markdown import read
 from tests.pipelines.called import call
 from trainer import storage
 from trainer.config.schema import STRATEGIES
+from trainer.data.spec import FeatureSpec
+from trainer.models.spec import InputSpec
 
 GUIDE = read(ROOT / "docs" / "how-to" / "files.md", ROOT)
 CONFIGS = {yaml.safe_load(block.text)["name"]: block.text for block in GUIDE.of("yaml")}
@@ -90,6 +92,19 @@ def test_files_become_a_blessed_model(tmp_path, name, write):
     assert ended.answer["status"] == "blessed"
 
 
+def test_the_model_of_the_guide_takes_raw_values():
+    _, block = read(ROOT / "docs" / "how-to" / "own-model.md", ROOT).of("python")
+    made = {}
+    exec(block.text, made)
+    columns = {
+        "age": FeatureSpec(shape=(), dtype="float32", stored="float"),
+        "review": FeatureSpec(shape=(), dtype="string", stored="bytes"),
+    }
+    model = made["reviews"](InputSpec.of(columns, ["age", "review"], (2,)), words=3)
+    given = {"age": tf.constant([3.0]), "review": tf.constant(["not bad"])}
+    assert model(given).shape == (1, 2)
+
+
 # Those of parameter servers run above, and in the tests of clusters.
 @pytest.mark.long
 @pytest.mark.cluster
@@ -108,8 +123,7 @@ def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
         "review": tf.constant(["Great,\nwould buy again!", ""]),
     }
     answers = loaded.signatures["serving_default"](**inputs)
-    (probabilities,) = [each for each in answers.values() if each.shape[1:] == (2,)]
     own = keras.saving.load_model(model / "model.keras")
     expected = tf.nn.softmax(own(inputs)).numpy()
-    np.testing.assert_allclose(probabilities.numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(answers["probabilities"].numpy(), expected, atol=1e-5)
     assert expected[0, 1] > 0.5
