@@ -10,7 +10,7 @@ from components.image import component
 from components.locations import output_of, run_at
 from components.records.record import StepOutput, tried
 from trainer.config.schema import Config
-from trainer.promotion import gate
+from trainer.promotion import gate, trained
 
 
 # The word is the single output: KFP's local runner resolves a condition on no other.
@@ -47,6 +47,8 @@ def run_step(
         decision = decided(policy, root, run_id, evaluation)
         word = "blessed" if decision.blessed else "refused"
         judged = {"decision": word, "reasons": list(decision.reasons)}
+        if not decision.blessed:
+            trained.end(root, run_id, word)
         record.done(decision.uri, judged)
         descriptor.describe(artifact, decision.uri, judged)
         Path(uri_path).write_text(decision.uri, encoding="utf-8")

@@ -12,7 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer import storage
+from trainer.config.data import DataConfig
 from trainer.errors import ConfigError, UserError
+from trainer.storage import patterns
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
@@ -61,6 +63,15 @@ def check_shared(root: str) -> None:
         raise ConfigError(
             f"storage.root: {root} is a folder of this pod, which no other step sees: set it to "
             "gs://, s3:// or minio://BUCKET/FOLDER, or leave it empty"
+        )
+
+
+def check_source(data: DataConfig) -> None:
+    """Raise a `ConfigError` where this is a pod and the source a path, which is not there."""
+    if data.source and os.environ.get("KFP_POD_NAME") and patterns.is_local(data.source):
+        raise ConfigError(
+            f"data.source: {data.source} is a path, and there are no files of yours in this pod: "
+            "put them into gs://, s3:// or minio://BUCKET/FOLDER"
         )
 
 

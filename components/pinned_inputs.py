@@ -7,6 +7,7 @@ pinned: KFP passes the outputs of a finished step on to its successors, also whe
 from __future__ import annotations
 
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -15,13 +16,18 @@ from pathlib import Path
 
 from components.locations import RUN_FOLDER
 from trainer import events
-from trainer.config.data import DataConfig
+from trainer.config.data import SINCE_CHAMPION, DataConfig
 from trainer.config.initial_weights import CHAMPION, initial_weights
 from trainer.config.schema import Config
+from trainer.data import listing
 from trainer.errors import UserError
+from trainer.promotion import trained
 from trainer.promotion.registry import champion_checkpoint
 
 FILE = "pinned_inputs.json"
+#: Under which the digest of the listing is pinned.
+FILES = "listing of data.source"
+_log = logging.getLogger(__name__)
 
 
 def with_champion(config: Config, root: str) -> Config:
@@ -54,6 +60,55 @@ def with_version(data: DataConfig) -> DataConfig:
         newest = prepare.newest_version(data, Path(scratch))
     events.emit(events.NewestVersion(dataset=data.name, version=newest))
     return data.model_copy(update={"version": newest})
+
+
+def with_listing(config: Config, root: str) -> Config:
+    """Return the configuration with the digest of the chosen files as its `data.version`.
+
+    The listing is kept below `root`, where preparing finds it: a file that comes meanwhile belongs
+    to the next run.
+
+    Raises:
+        UserError: the source cannot be listed.
+    """
+    data = config.data
+    if not data.source or data.version:
+        return config
+    version = pin_once(FILES, lambda: _listed(config, root))
+    return config.model_copy(update={"data": data.model_copy(update={"version": version})})
+
+
+def _listed(config: Config, root: str) -> str:
+    data, before = config.data, trained.TrainedData(spans={})
+    if data.spans == SINCE_CHAMPION:
+        before = trained.of_champion(root, config.name)
+    found = listing.list_source(data)
+    taken = listing.chosen(found, data.spans, before.spans)
+    spans = ", ".join(taken.spans)
+    if before.version and found.spans and not spans:
+        # What its files were is known, also where some are gone.
+        _log.info("data.source: the champion was trained on all %d spans", len(found.spans))
+        return before.version
+    listing.publish(taken, root)
+    events.emit(events.NewestVersion(dataset=data.source, version=taken.digest))
+    _log.info(
+        "data.source: %d files%s, listing %s",
+        len(taken.files), f" of the spans {spans}" if spans else "", taken.digest,
+    )  # fmt: skip
+    return taken.digest
+
+
+def finished_by(config: Config, root: str, run_id: str) -> str:
+    """Return the earlier run that has finished with what this one would do; empty for none.
+
+    Only files are compared: a dataset of TFDS changes with the image.
+    """
+    if not config.data.source:
+        return ""
+    trained.begin(config, root, run_id)
+    if config.training.when_unchanged == "train":
+        return ""
+    return pin_once("run that has finished", lambda: trained.finished(config, root))
 
 
 def pinned(key: str) -> str:

@@ -13,7 +13,8 @@ from components.locations import is_local_run, output_of, run_at, scratch_folder
 from components.records.record import StepOutput, tried
 from trainer import storage
 from trainer.config.schema import Config
-from trainer.promotion import gate, lineage, registration, registry
+from trainer.data import listing
+from trainer.promotion import gate, lineage, registration, registry, trained
 
 
 @component
@@ -52,12 +53,13 @@ def run_step(
                 root=root,
                 model=model,
                 output=output_of(root, run_id, "registration", model, settings.registry.digest()),
-                lineage=_lineage(settings, run_id, model, image),
+                lineage=_lineage(settings, root, run_id, model, image),
                 by=f"run {run_id}",
                 compare=partial(_compared, settings, root, run_id, model, scratch),
             )
             made = registration.register(request, scratch)
             word = registration.PROMOTED if made.promoted else registration.REFUSED
+            trained.end(root, run_id, word)
             numbers = {"version": made.version, "promotion": made.promotion}
             record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
             descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})
@@ -79,7 +81,7 @@ def _compared(
     return check_gate.decided(config, root, run_id, measured.uri)
 
 
-def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, Any]:
+def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> dict[str, Any]:
     fields = storage.read_manifest(model).fields
     measured = storage.read_manifest(fields["evaluation"]).fields
     checkpoint = fields["made_from"]["checkpoint"]
@@ -87,6 +89,8 @@ def _lineage(config: Config, run_id: str, model: str, image: str) -> dict[str, A
         "run_id": run_id,
         "dataset": fields["made_from"]["dataset"],
         "fingerprint": fields["made_from"]["fingerprint"],
+        "data_version": config.data.version,
+        "spans": listing.spans_of(root, config.data.version) if config.data.source else {},
         "config": config.digest(),
         "commit": lineage.commit(),
         # A local run uses the code of this machine, and no image.

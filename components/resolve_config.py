@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import contract, descriptor, locations, pinned_inputs
+from components import contract, descriptor, locations, pinned_inputs, table
 from components.image import component
 from components.pod_parameters import check_parameters
 from components.records import step_record
@@ -54,7 +54,10 @@ def resolve_config(
     step_tolerations: list = [],  # type: ignore[type-arg] # noqa: B006
 ) -> NamedTuple(
     "Resolved",
-    [("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str)],
+    [
+        ("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str),
+        ("Output", str),
+    ],
 ):
     """Check the run parameters; return the configuration, its data section and where to store."""
     from components.resolve_config import run_step
@@ -64,13 +67,18 @@ def resolve_config(
 
 
 class Resolved(NamedTuple):
-    """What the first step passes on."""
+    """What the first step passes on.
+
+    `Output` is the word, `new` or `unchanged`: KFP's local runner knows no other name in a
+    condition.
+    """
 
     config: str
     data: str
     root: str
     run_id: str
     seal: str
+    Output: str
 
 
 def run_step(values: Mapping[str, Any]) -> Resolved:
@@ -92,15 +100,21 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         artifact, config = values["configuration"], from_parameters(values)
         root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
         locations.check_shared(root)
+        locations.check_source(config.data)
+        config = pinned_inputs.with_listing(config, root)
+        run_id = locations.run_id_of(kfp_run_id)
+        earlier = pinned_inputs.finished_by(config, root, run_id)
         config = pinned_inputs.with_champion(config, root)
         step_record.publish_config(at, config.model_dump_json(indent=2))
         # A local run has no KFP cache, and preparing finds the version itself.
         data = config.data if locations.is_local_run() else pinned_inputs.with_version(config.data)
-        if not locations.is_local_run():
+        if not (earlier or locations.is_local_run()):
             # Here it comes before the pods of any other step; on this machine the chief finds it.
             fitting.require(config.model_copy(update={"data": data}))
         record.metrics = {"name": config.name, "data_version": data.version}
-        run_id = locations.run_id_of(kfp_run_id)
+        if earlier:
+            reason = f"files and configuration are those of {earlier}, which has finished"
+            record.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
         descriptor.write(artifact, config.model_dump(mode="json"))
         artifact.metadata.update({"name": config.name, "root": root, "run_id": run_id})
         return Resolved(
@@ -109,6 +123,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             root=root,
             run_id=run_id,
             seal=_seal(data, root, locations.pipeline_root_in(artifact.uri, kfp_run_id)) or run_id,
+            Output=table.UNCHANGED if earlier else table.NEW,
         )
 
     return tried("resolve_config", at, work)

@@ -19,6 +19,8 @@ Output = Literal[
     "registration",
     "report",
 ]
+#: What the first step says: `unchanged` where an earlier run has done what this one would do.
+NEW, UNCHANGED = "new", "unchanged"
 _HOUR, _DAY = 3600, 24 * 3600
 
 
@@ -32,6 +34,8 @@ class StepSpec:
             None for nothing. On a KFP instance only a step with an output has a log that is read.
         accepts: for a step that judges the data or the model, the word in its record with which the
             run goes on; with any other the run ends as refused. Empty for a step that judges none.
+        completes: the word in the record of the step with which the run ends well, without any of
+            the next steps; empty for none.
         deadline_seconds: limit of one pod: waiting for the image, and all tries in it.
         retries: further tries in a pod after a failure that may pass, and further pods after one
             that was lost; 0 where a second one would find what the first one found.
@@ -44,6 +48,7 @@ class StepSpec:
     name: str
     output: Output | None = None
     accepts: str = ""
+    completes: str = ""
     deadline_seconds: int
     retries: int = 2
     is_light: bool = False
@@ -65,7 +70,9 @@ class StepSpec:
 
 
 STEPS = (
-    StepSpec(name="resolve_config", deadline_seconds=_HOUR, retries=0, is_light=True),
+    StepSpec(
+        name="resolve_config", completes=UNCHANGED, deadline_seconds=_HOUR, retries=0, is_light=True
+    ),
     StepSpec(
         name="prepare_data", output="dataset", deadline_seconds=_DAY, retries=3, is_cached=True
     ),
@@ -108,7 +115,17 @@ def ends_run(name: str, word: object) -> bool:
     """
     row = step_of(name)
     is_last = row is [step for step in STEPS if not step.is_exit_step][-1]
-    return is_last or bool(row.accepts and word != row.accepts)
+    return is_last or ends_well(name, word) or bool(row.accepts and word != row.accepts)
+
+
+def ends_well(name: str, word: object) -> bool:
+    """Say whether the run is done with this step, which has left `word`.
+
+    Raises:
+        LookupError: there is no such step.
+    """
+    completes = step_of(name).completes
+    return bool(completes) and word == completes
 
 
 def published_by(name: str) -> Output | None:

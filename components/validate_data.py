@@ -10,7 +10,6 @@ from components.image import component
 from components.locations import output_of, run_at
 from components.records.record import StepOutput, tried
 from trainer.config.schema import Config
-from trainer.data_gate import validate
 
 
 # The word is the single output, as that of the gate.
@@ -50,6 +49,9 @@ def run_step(
 
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
+        # It loads SciPy, which takes longer than a run that finds nothing new.
+        from trainer.data_gate import validate
+
         settings = Config.model_validate_json(config)
         found = validate.check(settings, dataset, validate.opponent(root, settings.name))
         uri = output_of(root, run_id, "validation", dataset, found.digest)

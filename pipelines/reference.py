@@ -328,8 +328,8 @@ fails. These keys are always present; a command lists what it adds.
 
 """
 _KEYS = {
-    "status": "`done`, `blessed`, `refused`, `failed` or `interrupted`; of a run elsewhere also "
-    "`submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
+    "status": "`done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; of a run "
+    "elsewhere also `submitted`, `running`, `canceling`, `canceled`, `ended` or `unknown`",
     "run_id": "the run, or an empty text",
     "metrics": "metrics of the test split by name, where a model was evaluated",
     "artifacts": f"URI by name: {codes(step.output for step in STEPS if step.output)}, as far as "

@@ -20,7 +20,7 @@ from components.pod_parameters import StepParameter, step_parameters
 from components.prepare_data import prepare_data
 from components.register_model import register_model
 from components.resolve_config import resolve_config
-from components.table import STEPS, Output, StepSpec, maker_of, step_of
+from components.table import NEW, STEPS, Output, StepSpec, maker_of, step_of
 from components.train_model import train_model
 from components.validate_data import validate_data
 from pipelines import step_settings
@@ -89,6 +89,10 @@ class Wiring:
         inputs = {key: resolved[key] for key in ("data", "root", "seal")}
         return flows(self.step(prepare_data, **inputs), "dataset")
 
+    def changed(self, resolved: Any) -> Any:
+        """Return the condition of all steps that an earlier run has not done."""
+        return dsl.If(resolved["Output"] == NEW, name=NEW)
+
     def validated(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> Any:
         """Check the dataset; return the condition of the steps that train on it."""
         word = self.step(validate_data, **run, **dataset).outputs["Output"]
@@ -131,17 +135,21 @@ def training(place: Place, *values: Any) -> None:
     )
     with dsl.ExitHandler(exit_step, name="run"):
         resolved = wiring.resolved()
-        run = run_of(resolved)
-        dataset = wiring.prepared(resolved)
-        with wiring.validated(run, dataset):
-            made = {**dataset, **wiring.trained(run, dataset)}
-            evaluated = wiring.step(evaluate_model, **run, **made)
-            evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
-            gate = wiring.step(check_gate, **run, **evaluation)
-            decision = flows(gate, "decision", uri="decision_uri")
-            with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
-                model = flows(wiring.step(export_model, **run, **made, **decision), "model")
-                wiring.step(register_model, **run, **model, image=given["image"])
+        with wiring.changed(resolved):
+            _trained_on_news(wiring, resolved)
+
+
+def _trained_on_news(wiring: Wiring, resolved: Any) -> None:
+    run, dataset = run_of(resolved), wiring.prepared(resolved)
+    with wiring.validated(run, dataset):
+        made = {**dataset, **wiring.trained(run, dataset)}
+        evaluated = wiring.step(evaluate_model, **run, **made)
+        evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
+        gate = wiring.step(check_gate, **run, **evaluation)
+        decision = flows(gate, "decision", uri="decision_uri")
+        with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
+            model = flows(wiring.step(export_model, **run, **made, **decision), "model")
+            wiring.step(register_model, **run, **model, image=wiring.given["image"])
 
 
 def preparing(place: Place, *values: Any) -> None:

@@ -27,7 +27,7 @@ from components.records.step_record import (
     read,
     tries_of,
 )
-from components.table import EXIT_STEP, STEPS, Output, maker_of
+from components.table import EXIT_STEP, STEPS, UNCHANGED, Output, ends_well, maker_of
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
 from trainer.config.schema import Config
@@ -209,6 +209,8 @@ def _verdict(
         return "failed"
     if registered.get("decision") == "refused":
         return "refused"
+    if any(ends_well(each.step, each.metrics.get("decision")) for each in steps):
+        return UNCHANGED
     # Data that was accepted is no model that was blessed.
     return str(decision.get("decision", "done")).replace("accepted", "done")
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from components.records.step_record import StepRecord, published_records, record_in
-from components.table import EXIT_STEP, STEPS, maker_of, published_by
+from components.table import EXIT_STEP, STEPS, UNCHANGED, maker_of, published_by
 from pipelines.runs.kfp_causes import explained, failed_pods, waiting_pods
 from pipelines.runs.kfp_client import Client, InstanceError
 from pipelines.runs.kfp_nodes import Pod, Step, log_of, object_at, one_line
@@ -162,6 +162,10 @@ def _ended(client: Client, run: RemoteRun, published: _Published) -> tuple[str, 
 
 
 def _without_gate(states: Mapping[str, str], published: _Published) -> tuple[str, int, str]:
+    first = published.of(STEPS[0].name)
+    is_unchanged = first and first.metrics.get("decision") == UNCHANGED
+    if states.get(DATA.name) == "SKIPPED" or (is_unchanged and DATA.name not in states):
+        return UNCHANGED, DONE, _reasons(first)
     if DATA.name not in states or states.get(TRAINER.name, "SKIPPED") != "SKIPPED":
         return "done", DONE, ""
     said = published.of(DATA.name)

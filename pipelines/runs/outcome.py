@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from components.records.step_record import StepRecord, last_start, step_records
-from components.table import EXIT_STEP, STEPS, Output, maker_of, published_by
+from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.events import Event, Interrupted
 
@@ -19,8 +19,8 @@ class RunResult:
 
     Attributes:
         run_id: the run.
-        status: `done`, `blessed`, `refused`, `failed` or `interrupted`; `running` before its end;
-            of a run on a KFP instance also `canceled` or `unknown`.
+        status: `done`, `blessed`, `refused`, `unchanged`, `failed` or `interrupted`; `running`
+            before its end; of a run on a KFP instance also `canceled` or `unknown`.
         exit_code: of the command line.
         message: one line that says why, empty when all went well.
         steps: the last record of every step, in the order in which they began.
@@ -102,6 +102,9 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
         if step is None and accepted and not row.is_exit_step:
             message = f"{accepted}, but {row.name} was not run; see pipeline.log"
             return RunResult(status="failed", exit_code=FAILED, message=message, steps=steps)
+        if step and is_whole and ends_well(row.name, step.metrics.get("decision")):
+            message = "; ".join(map(str, step.metrics.get("reasons", [])))
+            return RunResult(status=row.completes, exit_code=DONE, message=message, steps=steps)
         if step is None or not row.accepts:
             continue
         if step.metrics.get("decision") != row.accepts:

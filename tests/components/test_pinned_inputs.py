@@ -11,9 +11,10 @@ from tests.trainer.promotion.test_registry import exported
 from trainer import events, storage
 from trainer.config.data import DataConfig
 from trainer.config.load import parse_config
+from trainer.data import listing
 from trainer.errors import ConfigError, UserError
 from trainer.events import FromScratch
-from trainer.promotion import registry
+from trainer.promotion import registry, trained
 
 NAME = "digits"
 
@@ -179,3 +180,93 @@ def test_a_folder_that_cannot_be_written_is_one_line(folder):
     folder.write_text("a file")
     with pytest.raises(UserError, match=f"cannot write to {folder}: "):
         pinned_inputs.pin("a", "1")
+
+
+class Nights:
+    """Files that come, and a run each night that becomes champion at once."""
+
+    def __init__(self, tmp_path, root, monkeypatch):
+        self.files, self.root, self._set = tmp_path / "in", root, monkeypatch.setenv
+        self._made, self._number = tmp_path / "made", 0
+        self.files.mkdir()
+
+    def come(self, *spans, text="rows"):
+        for span in spans:
+            (self.files / f"s-{span}.csv").write_text(f"{span} {text}")
+
+    def config(self, **keys):
+        data = {"source": str(self.files / "s-{SPAN}.csv"), "spans": "since_champion", **keys}
+        return parse_config({"name": NAME, "data": data})
+
+    def begin(self):
+        """Begin the run of the next night; return the spans that it takes, and what it says."""
+        self._number += 1
+        self._set(locations.RUN_FOLDER, str(self._made / f"run-{self._number}"))
+        return self.resume()
+
+    def resume(self):
+        config = pinned_inputs.with_listing(self.config(), self.root)
+        earlier = pinned_inputs.finished_by(config, self.root, f"run-{self._number}")
+        return list(listing.spans_of(self.root, config.data.version)), earlier
+
+    def finish(self, word="promoted"):
+        config = pinned_inputs.with_listing(self.config(), self.root)
+        trained.end(self.root, f"run-{self._number}", word)
+        version = config.data.version
+        self._made.mkdir(exist_ok=True)
+        if word == "promoted":
+            model = exported(self._made, f"w{self._number}")
+            lineage = {"data_version": version, "spans": listing.spans_of(self.root, version)}
+            made = registry.register(self.root, NAME, model, lineage=lineage, scratch=self._made)
+            after = registry.newest(self.root, NAME)
+            registry.promote(self.root, NAME, made.number, after=after, by="me")
+
+
+@pytest.fixture
+def nights(tmp_path, root, folder, monkeypatch):  # noqa: ARG001
+    return Nights(tmp_path, root, monkeypatch)
+
+
+def test_each_night_trains_on_what_is_new(nights):
+    nights.come(1, 2)
+    assert nights.begin() == (["1", "2"], "")
+    nights.finish()
+    # Nothing came: the files are those of the champion.
+    assert nights.begin() == (["1", "2"], "run-1")
+    nights.come(4)
+    assert nights.begin() == (["4"], "")
+    nights.finish("refused")
+    assert nights.begin() == (["4"], "run-3")
+    # One that is late, and one that was written again.
+    nights.come(3)
+    nights.come(1, text="other rows")
+    assert nights.begin() == (["1", "3", "4"], "")
+    nights.finish()
+    assert nights.begin() == (["1", "3", "4"], "run-5")
+    # That old spans are removed is no news either.
+    (nights.files / "s-3.csv").unlink()
+    assert nights.begin() == (["1", "3", "4"], "run-5")
+
+
+def test_a_run_that_is_resumed_keeps_its_files_and_its_word(nights):
+    nights.come(1)
+    assert nights.begin() == (["1"], "")
+    nights.finish()
+    nights.come(2)
+    assert nights.resume() == (["1"], "")
+    assert nights.begin() == (["2"], "")
+
+
+def test_another_configuration_is_something_new(nights):
+    nights.come(1)
+    nights.begin()
+    nights.finish()
+    config = pinned_inputs.with_listing(nights.config(), nights.root)
+    for changed in ({"steps": 7}, {"when_unchanged": "train"}):
+        other = config.model_copy(update={"training": config.training.model_copy(update=changed)})
+        assert pinned_inputs.finished_by(other, nights.root, "other") == ""
+
+
+def test_files_that_are_named_by_their_digest_are_not_listed(nights):
+    named = nights.config(version="0" * 32)
+    assert pinned_inputs.with_listing(named, nights.root) == named

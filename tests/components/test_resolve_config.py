@@ -14,6 +14,7 @@ from trainer.config.schema import Config
 from trainer.data.embedded.digits import Digits
 from trainer.data.key import dataset_key
 from trainer.errors import ConfigError
+from trainer.promotion import trained
 
 pytestmark = pytest.mark.usefixtures("emitted")
 
@@ -182,3 +183,32 @@ class TestResolveConfig:
             {**values, **to_parameters(config), "storage_root": "file:///r"}
         )
         assert Config.model_validate_json(resolved.config).training == config.training
+
+    def test_where_nothing_is_new_the_word_is_unchanged(
+        self, values, root, tmp_path, emitted, monkeypatch
+    ):
+        monkeypatch.delenv(locations.RUN_FOLDER, raising=False)
+        (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+        given = {**values, "storage_root": root, "data_source": str(tmp_path / "*.csv")}
+        first = resolve_config.run_step(given)
+        assert first.Output == "new"
+        trained.end(root, "123", "promoted")
+        again = resolve_config.run_step({**given, "kfp_run_id": "124"})
+        assert (again.Output, again.data) == ("unchanged", first.data)
+        metrics = emitted()[-1].metrics
+        assert metrics["decision"] == "unchanged"
+        assert metrics["reasons"] == [
+            "files and configuration are those of 123, which has finished"
+        ]
+        given["training_when_unchanged"] = "train"
+        assert resolve_config.run_step({**given, "kfp_run_id": "125"}).Output == "new"
+        (tmp_path / "b.csv").write_text("a,b\n1,2\n")
+        assert resolve_config.run_step({**values, **given}).data != first.data
+
+    def test_a_path_is_refused_in_a_pod(self, values, monkeypatch, capsys):
+        monkeypatch.setenv("KFP_POD_NAME", "resolve-config-1")
+        given = {**values, "storage_root": "gs://b/r", "data_source": "in/*.csv"}
+        monkeypatch.setattr(locations, "run_at_first", lambda *_: "")
+        code, line = refused(resolve_config.run_step, given, capsys=capsys)
+        assert code == 2
+        assert line.startswith("data.source: in/*.csv is a path, and there are no files of yours")

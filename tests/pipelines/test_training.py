@@ -35,8 +35,13 @@ def main_tasks(spec):
 
 
 @pytest.fixture(scope="module")
-def accepted(spec):
+def news(spec):
     return below(spec, "condition-2")
+
+
+@pytest.fixture(scope="module")
+def accepted(spec):
+    return below(spec, "condition-3")
 
 
 def inputs_of(task):
@@ -130,10 +135,14 @@ def test_the_exit_step_runs_after_everything(spec):
     }
 
 
-def test_each_step_gets_what_the_one_before_has_published(main_tasks, accepted):
+FROM_FIRST = "pipelinechannel--resolve-config-"
+
+
+def test_each_step_gets_what_the_one_before_has_published(news, accepted):
     train, evaluate = accepted["train-model"], accepted["evaluate-model"]
-    assert source_of(main_tasks["prepare-data"], "data") == ("resolve-config", "data")
-    assert source_of(main_tasks["validate-data"], "dataset") == ("prepare-data", "Output")
+    data = {"componentInputParameter": f"{FROM_FIRST}data"}
+    assert inputs_of(news["prepare-data"])["data"] == data
+    assert source_of(news["validate-data"], "dataset") == ("prepare-data", "Output")
     dataset = {"componentInputParameter": "pipelinechannel--prepare-data-Output"}
     assert inputs_of(train)["dataset"] == dataset
     assert inputs_of(evaluate)["dataset"] == dataset
@@ -161,8 +170,8 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
         "evaluate-model": {"dataset_descriptor": "dataset", "checkpoint_descriptor": checkpoint},
         "check-gate": {"evaluation_descriptor": "evaluate-model/evaluation_metrics"},
         # They enter a group under the names that its graph shows.
-        "condition-2": {"dataset": dataset},
-        "condition-3": {
+        "condition-3": {"dataset": dataset},
+        "condition-4": {
             "dataset": "dataset", "checkpoint": checkpoint, "decision": "check-gate/decision",
         },
         "export-model": {
@@ -172,7 +181,7 @@ def test_artifacts_flow_from_step_to_step_next_to_their_uris(spec):
     }  # fmt: skip
     tasks = all_tasks(spec)
     assert {name: artifacts_of(tasks[name]) for name in expected} == expected
-    for name in ("condition-2", "condition-3"):
+    for name in ("condition-3", "condition-4"):
         group = spec["components"][f"comp-{name}"]["inputDefinitions"]["artifacts"]
         assert set(group) == set(expected.pop(name))
     for name, artifacts in expected.items():
@@ -216,40 +225,47 @@ def test_a_step_needs_no_artifact(spec):
 
 
 @pytest.mark.parametrize("step", ["train-model", "evaluate-model", "check-gate"])
-def test_each_step_gets_the_run(main_tasks, accepted, step):
+def test_each_step_gets_the_run(news, accepted, step):
     for name in ("config", "root", "run_id"):
-        assert source_of(main_tasks["validate-data"], name) == ("resolve-config", name)
-        given = {"componentInputParameter": f"pipelinechannel--resolve-config-{name}"}
+        given = {"componentInputParameter": f"{FROM_FIRST}{name}"}
+        assert inputs_of(news["validate-data"])[name] == given
         assert inputs_of(accepted[step])[name] == given
 
 
-def test_preparing_data_depends_on_nothing_but_the_data_section(main_tasks):
-    assert own_inputs_of(main_tasks["prepare-data"]) == {"data", "root", "seal"}
+def test_preparing_data_depends_on_nothing_but_the_data_section(news):
+    assert own_inputs_of(news["prepare-data"]) == {"data", "root", "seal"}
 
 
 def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, accepted):
     for task, names in (
         (accepted["train-model"], ("image", "store_secret")),
-        (below(spec, "condition-3")["register-model"], ("image",)),
+        (below(spec, "condition-4")["register-model"], ("image",)),
     ):
         for name in names:
             given = inputs_of(task)[name]["componentInputParameter"]
             assert given == f"pipelinechannel--{name}"
 
 
-def test_only_accepted_data_is_trained_on(main_tasks, accepted):
+def test_where_nothing_is_new_no_step_runs_but_the_first_and_the_last(main_tasks, news):
     condition = main_tasks["condition-2"]["triggerPolicy"]["condition"]
+    assert condition == f"inputs.parameter_values['{FROM_FIRST}Output'] == 'new'"
+    assert set(main_tasks) == {"resolve-config", "condition-2"}
+    assert set(news) == {"prepare-data", "validate-data", "condition-3"}
+
+
+def test_only_accepted_data_is_trained_on(news, accepted):
+    condition = news["condition-3"]["triggerPolicy"]["condition"]
     assert condition.endswith("== 'accepted'")
     assert "validate-data-Output" in condition
-    assert set(accepted) == {"train-model", "evaluate-model", "check-gate", "condition-3"}
+    assert set(accepted) == {"train-model", "evaluate-model", "check-gate", "condition-4"}
 
 
 def test_only_a_blessed_model_is_exported(spec, accepted):
-    branch = accepted["condition-3"]
+    branch = accepted["condition-4"]
     condition = branch["triggerPolicy"]["condition"]
     assert condition.endswith("== 'blessed'")
     assert "check-gate-Output" in condition
-    steps = below(spec, "condition-3")
+    steps = below(spec, "condition-4")
     assert set(steps) == {"export-model", "register-model"}
     decision = inputs_of(steps["export-model"])["decision"]["componentInputParameter"]
     assert decision.endswith("check-gate-decision_uri")

@@ -16,13 +16,17 @@ import hashlib
 import json
 import logging
 import os
+import re
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from trainer import storage
-from trainer.config.data import DataConfig
+from trainer.config.data import ALL, NEWEST, SINCE_CHAMPION, DataConfig
 from trainer.errors import UserError
 from trainer.storage import patterns
 from trainer.storage.errors import reported
@@ -30,6 +34,8 @@ from trainer.storage.patterns import Pattern
 from trainer.storage.schemes import store_for
 
 SCHEMA = 1
+KIND = "listing"
+_FILE = "listing.json.gz"
 SPLITS = ("train", "validation", "test")
 _PROGRESS = 100_000
 # Many files below this size are read much slower than few large ones.
@@ -84,6 +90,11 @@ class Listing:
                 found.setdefault(file.span, []).append(file)
         return {span: _digest(found[span]) for span in sorted(found, key=span_order)}
 
+    @property
+    def roots(self) -> list[str]:
+        """The folders below which the files are."""
+        return sorted({file.root for file in self.files})
+
     def of_spans(self, spans: Iterable[str]) -> Listing:
         """Return the files of these spans, and those that belong to none."""
         kept = {"", *spans}
@@ -91,7 +102,7 @@ class Listing:
 
     def to_json(self) -> bytes:
         """Return it compressed: a file is a short row."""
-        roots = sorted({file.root for file in self.files})
+        roots = self.roots
         number = {root: place for place, root in enumerate(roots)}
         rows = [[number[f.root], f.path, f.size, f.tag, f.span, f.split] for f in self.files]
         tree = {"schema": SCHEMA, "root": self.root, "roots": roots, "files": rows}
@@ -144,11 +155,75 @@ def list_source(config: DataConfig) -> Listing:
     return Listing(root, tuple(files))
 
 
+def chosen(listing: Listing, spans: str, seen: Mapping[str, str]) -> Listing:
+    """Return the files that `data.spans` takes; those without a span are always taken.
+
+    Args:
+        listing: all files of the source.
+        spans: as in the configuration.
+        seen: the digest of each span that the champion and those before it were trained on. One
+            that is not among them is new, also where it came late or was written again.
+    """
+    there = list(listing.spans)
+    if not there and spans != NEWEST:
+        raise UserError(
+            f"data.spans: {spans}, and no file of data.source has a span: write {patterns.SPAN} or "
+            f"{patterns.DATE} into its pattern, or leave data.spans out"
+        )
+    if not there or spans == ALL or (spans == SINCE_CHAMPION and not seen):
+        return listing
+    if spans == SINCE_CHAMPION:
+        taken = [span for span, digest in listing.spans.items() if seen.get(span) != digest]
+        return listing.of_spans(taken)
+    return listing.of_spans(there[-1 if spans == NEWEST else -int(spans) :])
+
+
+def publish(listing: Listing, root: str) -> None:
+    """Keep a listing below `root`, to be found by its digest; raises `UserError`."""
+    with tempfile.TemporaryDirectory(prefix="listing-") as folder:
+        Path(folder, _FILE).write_bytes(listing.to_json())
+        uri = _place(root, listing.digest)
+        fields = {"spans": dict(listing.spans), "roots": listing.roots}
+        with suppress(storage.NotPublished):
+            if storage.read_manifest(uri).fields == fields:
+                return
+            # The same files were somewhere else.
+            storage.delete(uri)
+        storage.publish(Path(folder), uri, kind=KIND, fields=fields)
+
+
+def published(root: str, digest: str) -> Listing:
+    """Return the listing with a digest; raises `UserError` where none is kept below `root`."""
+    uri = _place(root, digest)
+    try:
+        return Listing.from_json(storage.read_file(uri, _FILE), where=uri)
+    except storage.NotPublished:
+        raise UserError(
+            f"data.version: no listing {digest} is kept below {root}: leave it empty, so that the "
+            "files that are there are listed"
+        ) from None
+
+
+def spans_of(root: str, digest: str) -> dict[str, str]:
+    """Return the digest of each span of a listing that is kept; none where it is not."""
+    try:
+        return dict(storage.read_manifest(_place(root, digest)).fields.get("spans", {}))
+    except storage.NotPublished:
+        return {}
+
+
+def _place(root: str, digest: str) -> str:
+    if not re.fullmatch("[0-9a-f]{32}", digest):
+        raise UserError(f"data.version: {digest!r} is no digest of a listing; leave it empty")
+    return storage.join(root, "listings", digest)
+
+
 def _matching(pattern: Pattern, split: str) -> list[SourceFile]:
     """Return the files that a pattern names; where it names folders, those below them."""
     exact: list[SourceFile] = []
     below: list[SourceFile] = []
     others: list[str] = []
+    spellings: dict[str, str] = {}
     count = 0
     for found in _listed(pattern):
         count += 1
@@ -158,6 +233,12 @@ def _matching(pattern: Pattern, split: str) -> list[SourceFile]:
         if matched is None:
             others = sorted([*others, found.path])[:3]
             continue
+        if spellings.setdefault(matched.span, matched.written) != matched.written:
+            raise UserError(
+                f"{pattern.key}: {spellings[matched.span]!r} and {matched.written!r} (at "
+                f"{found.path}) are the same span {matched.span}: write spans in one way, and "
+                "remove one of the two"
+            )
         root, path = (pattern.root, found.path) if found.path else _apart(pattern.root)
         file = SourceFile(root, path, found.bytes, found.tag, matched.span, split)
         (below if matched.is_below else exact).append(file)

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from trainer import storage
 from trainer.config.data import DataConfig
+from trainer.data import listing
 from trainer.data.builders import datasets
 from trainer.data.builders.builder_source import BuilderSource
 from trainer.data.features import Selection, save_record_features
 from trainer.data.key import dataset_key
-from trainer.data.listing import list_source
 from trainer.data.preparation.pipeline_options import require_reachable
 from trainer.data.source import Part, Source
 from trainer.data.spec import KIND, SCHEMA
@@ -67,7 +67,7 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
     if known:
         return known
     with _folder(scratch) as folder:
-        source = source_of(config, folder)
+        source = source_of(config, root, folder)
         found = _reusable(config, source.identity, root)
         if found:
             return found
@@ -91,27 +91,31 @@ def prepare(config: DataConfig, root: str, scratch: Path) -> PreparedDataset:
         return PreparedDataset(uri, manifest, False)
 
 
-def source_of(config: DataConfig, folder: Path) -> Source:
+def source_of(config: DataConfig, root: str, folder: Path) -> Source:
     """Return what the dataset of a configuration is made from; `folder` is for what it fetches.
+
+    `root` is `storage.root`, below which the listing of `data.version` is; it may be empty.
 
     Raises:
         ConfigError: there is no such dataset.
         UserError: the files cannot be listed.
     """
     if not config.map:
-        return _given(config, folder)
+        return _given(config, root, folder)
     # TensorFlow takes seconds to load.
     from trainer.data.examples.mapped import MappedSource, source_config  # noqa: PLC0415
 
-    return MappedSource(_given(source_config(config), folder), config)
+    return MappedSource(_given(source_config(config), root, folder), config)
 
 
-def _given(config: DataConfig, folder: Path) -> Source:
+def _given(config: DataConfig, root: str, folder: Path) -> Source:
     if config.source:
         # It loads TensorFlow, which takes seconds.
         from trainer.data.files.file_source import FileSource  # noqa: PLC0415
 
-        return FileSource(config, list_source(config), folder)
+        version = config.version if root else ""
+        files = listing.published(root, version) if version else listing.list_source(config)
+        return FileSource(config, files, folder)
     return BuilderSource(config, _tfds_dir(folder))
 
 
@@ -133,7 +137,7 @@ def selected(config: DataConfig, scratch: Path) -> Selection:
         UserError: it is of no use here.
     """
     with _folder(scratch) as folder:
-        return source_of(config, folder).select()
+        return source_of(config, "", folder).select()
 
 
 def _place(config: DataConfig, identity: Mapping[str, Any], root: str) -> str:

@@ -3,7 +3,8 @@
 The facts of a run are plain data; every part may be missing, as it is when a run failed early:
 
     run_id      text
-    verdict     "blessed", "refused", "done", "failed", "interrupted" or "running"
+    verdict     "blessed", "refused", "unchanged", "done", "failed", "interrupted" or
+                "running"
     config      the configuration, nested
     steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error"}], of one
                 that was tried again also "tries" and "earlier_seconds", of one that failed in the
@@ -50,6 +51,7 @@ _CHARTS = (
 HEADLINES = {
     "blessed": "The model keeps to every rule.",
     "refused": "It was refused; the champion stays as it was.",
+    "unchanged": "There is nothing new; an earlier run has done the same.",
     "done": "Every step of the run is done.",
     "failed": "The run failed.",
     "running": "The run is tried again after its end; this page was written while it was going on.",
@@ -211,6 +213,8 @@ def _reasons(
         stand = [_stand(rule) for rule in rules if not rule.get("passed")]
         # A race that was lost broke no rule.
         return stand or [str(reason) for reason in registered.get("reasons") or ()]
+    if verdict == "unchanged":
+        return [str(each) for step in steps for each in step["metrics"].get("reasons", ())]
     failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
     return [f"{formatted(step.get('step'))}: {formatted(step.get('error'))}" for step in failed]
 

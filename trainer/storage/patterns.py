@@ -23,10 +23,11 @@ _QUERY = re.compile(rf"\?(?=(?:{'|'.join(OPTIONS)})=)")
 
 @dataclass(frozen=True)
 class Match:
-    """How a path matches: its span, and whether the pattern names a folder above it."""
+    """How a path matches: its span, as which it is written, and whether a folder above matches."""
 
     span: str
     is_below: bool
+    written: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,9 @@ class Pattern:
         if not found:
             return None
         span = _span_of({name: text or "" for name, text in found.groupdict().items()})
-        return None if span is None else Match(span, is_below=bool(found["below"]))
+        if span is None:
+            return None
+        return Match(span, is_below=bool(found["below"]), written=_written(found))
 
 
 def is_local(source: str) -> bool:
@@ -172,6 +175,13 @@ def _braces(text: str) -> tuple[list[str], str]:
         if depth == 0:
             return found, text[: at + 1]
     raise UserError("a brace is not closed")
+
+
+def _written(found: re.Match[str]) -> str:
+    there = [name for name in found.groupdict() if name != "below" and found[name]]
+    if not there:
+        return ""
+    return found.string[min(map(found.start, there)) : max(map(found.end, there))]
 
 
 def _span_of(groups: dict[str, str]) -> str | None:

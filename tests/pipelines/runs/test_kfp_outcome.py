@@ -64,6 +64,12 @@ GATE_REFUSED = [
     *done("finish"),
     over(),
 ]
+UNCHANGED = [
+    *done("resolve_config", decision="unchanged", reasons=["those of digits-1"]),
+    skip,
+    *done("finish"),
+    over(),
+]
 REGISTRY_REFUSED = [
     *done("check_gate", decision="blessed", reasons=[]),
     *done("export_model"),
@@ -122,6 +128,12 @@ def test_refused_is_3_with_its_reasons(waits):
     answer = waits(GATE_REFUSED)
     assert (answer.code, answer.json["status"]) == (3, "refused")
     assert answer.json["message"] == "accuracy 0.5 is below 0.95"
+
+
+def test_nothing_new_is_0_and_says_so(waits):
+    answer = waits(UNCHANGED)
+    assert (answer.code, answer.json["status"]) == (0, "unchanged")
+    assert answer.json["message"] == "those of digits-1"
 
 
 def test_refused_by_the_registry_is_3(waited):

@@ -32,6 +32,7 @@ TREE = {
         "shards": 16,
         "validation": 0.25,
         "partition": "reshuffle",
+        "spans": "all",
         "schema_file": f"gs://bucket/{AWKWARD}.yaml",
         "gate": {"rules": {"drift": "off"}, "limits": {"drift": 0.25}},
         "seed": 2**31 - 1,
@@ -67,6 +68,7 @@ TREE = {
         "stall_timeout": 60.5,
         "mixed_precision": "float16",
         "ema": 0.5,
+        "when_unchanged": "train",
         "jit_compile": True,
         "warm_start": {
             "from": "gs://bucket/a run/checkpoints/step-00000005",

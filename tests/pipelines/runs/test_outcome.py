@@ -52,6 +52,19 @@ def test_blessed_but_not_exported():
     assert judge(events) == ("failed", 1, message)
 
 
+UNCHANGED = {"decision": "unchanged", "reasons": ["those of digits-1, which has finished"]}
+
+
+def test_nothing_new_is_a_run_that_ended_well():
+    events = [*done("resolve_config", metrics=UNCHANGED), *FINISHED]
+    assert judge(events) == ("unchanged", 0, "those of digits-1, which has finished")
+
+
+def test_a_command_for_some_steps_runs_them_whatever_is_new():
+    events = [*done("resolve_config", metrics=UNCHANGED), *done("prepare_data")]
+    assert judge(events) == ("done", 0, "")
+
+
 def test_without_a_gate_it_is_done():
     assert judge([*done("resolve_config"), *done("prepare_data")]) == ("done", 0, "")
 

@@ -7,8 +7,8 @@ from tests.stores.fixtures import bucket_name
 from tests.trainer.storage.places import BucketPlace
 from trainer import storage
 from trainer.config.data import DataConfig
-from trainer.data.listing import Listing, list_source
-from trainer.errors import UserError
+from trainer.data.listing import Listing, chosen, list_source, publish, published, spans_of
+from trainer.errors import ConfigError, UserError
 from trainer.storage import bucket
 
 NEXT_PAGE = "continuation-token=|pageToken="
@@ -154,3 +154,50 @@ def test_a_pattern_that_matches_nothing_says_what_is_there(folder):
 def test_a_damaged_listing_is_one_line(data):
     with pytest.raises(UserError, match="here is no listing of this version"):
         Listing.from_json(data, "here")
+
+
+def test_spans_are_asked_for_where_there_are_some(folder):
+    with pytest.raises(UserError, match=r"data\.spans: 3, and no file of data\.source has a span"):
+        chosen(listed(folder("a.csv")), "3", {})
+
+
+def test_two_spellings_of_a_span_are_one_line(folder):
+    at = folder("s-9/a.csv", "s-09/a.csv")
+    with pytest.raises(UserError, match=r"are the same span 9: write spans in one way") as error:
+        listed(at / "s-{SPAN}")
+    assert "\n" not in str(error.value)
+    at = folder("d/20261123.csv", "d/2026-11-23.csv")
+    with pytest.raises(UserError, match="are the same span 2026-11-23"):
+        listed(at / "d" / "{DATE}.csv")
+
+
+@pytest.mark.parametrize("pattern", ["{SPAN}/{SPAN}.csv", "{SPAN}-{DATE}.csv"])
+def test_a_span_is_written_once(folder, pattern):
+    with pytest.raises(ConfigError, match=r"data\.source: .* write \{SPAN\} or \{DATE\} once"):
+        listed(folder("a.csv") / pattern)
+
+
+@pytest.mark.parametrize(
+    ("spans", "taken"), [("newest", ["10"]), ("2", ["9", "10"]), ("9", ["2", "9", "10"])]
+)
+def test_the_newest_spans(folder, spans, taken):
+    found = listed(folder("s-9.csv", "s-10.csv", "s-2.csv") / "s-{SPAN}.csv")
+    assert list(chosen(found, spans, {}).spans) == taken
+
+
+def test_a_listing_is_kept_and_follows_its_files_elsewhere(tmp_path, place):
+    root = storage.uri_of(tmp_path / "root")
+    kept = {}
+    for name in ("here", "there"):
+        place.put(f"{place.root}/{name}/s-1.csv", b"same")
+        kept[name] = listed(f"{place.root}/{name}/s-{{SPAN}}.csv")
+        publish(kept[name], root)
+        publish(kept[name], root)
+        assert published(root, kept[name].digest) == kept[name]
+    assert kept["here"].digest == kept["there"].digest
+    assert spans_of(root, kept["here"].digest) == kept["here"].spans
+    assert spans_of(root, "0" * 32) == {}
+    with pytest.raises(UserError, match=r"data\.version: no listing 0{32} is kept below"):
+        published(root, "0" * 32)
+    with pytest.raises(UserError, match=r"data\.version: '1\.0' is no digest of a listing"):
+        published(root, "1.0")

@@ -40,7 +40,7 @@ class FileSource(Source):
     def __init__(self, config: DataConfig, listing: Any, scratch: Path) -> None:
         """Read the files of a listing; copies of remote ones are in `scratch` meanwhile."""
         self.name = f"data.source: {config.source}"
-        self.identity: Mapping[str, Any] = {"listing": listing.digest}
+        self.identity: Mapping[str, Any] = {"version": listing.digest}
         self._config = config
         self._files = of_listing(config, listing.files, scratch)
         self._said: dict[str, str] = dict(config.types)

@@ -1,0 +1,130 @@
+"""What models were trained on: the data of champions, and what runs have finished with.
+
+A run that reaches its decision, whichever it is, leaves a mark below the model's place in the
+registry, under a digest of its configuration with the listing of its files. A later run with the
+same digest would repeat it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer import storage, user_code
+from trainer.config.schema import Config
+from trainer.promotion import registry
+
+_MARK = "finished"
+_PURPOSE = "purpose.json"
+# What has no effect on a model.
+_APART: Mapping[str, Any] = {"storage": True, "training": {"when_unchanged"}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainedData:
+    """What the champion was trained on.
+
+    Attributes:
+        version: `data.version` of the champion, or of the newest one before it that has one.
+        spans: the digest of each span that it and the champions before it were trained on; where
+            several were trained on one, that of the newest.
+    """
+
+    version: str = ""
+    spans: Mapping[str, str]
+
+
+def of_champion(root: str, name: str) -> TrainedData:
+    """Return what the champion was trained on; empty without one.
+
+    What a champion was trained on that was rolled back since is not part of it.
+    """
+    return of_lineages(_lineages(root, name))
+
+
+def of_lineages(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
+    """Return what the first of these was trained on; the others are the champions before it."""
+    version, spans = "", dict[str, str]()
+    for lineage in lineages:
+        version = version or str(lineage.get("data_version", ""))
+        for span, files in lineage.get("spans", {}).items():
+            spans.setdefault(span, files)
+    return TrainedData(version=version, spans=spans)
+
+
+def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the lineage of the champion and of those that it followed, newest first."""
+    made = {each.number: each for each in registry.promotions(root, name)}
+    known = {each.number: each for each in registry.versions(root, name)} if made else {}
+    number = max(made, default=0)
+    while number:
+        promotion = made.get(number)
+        if promotion and promotion.restores:
+            number = promotion.restores
+            continue
+        if promotion and promotion.version in known:
+            yield known[promotion.version].manifest.fields.get("lineage", {})
+        number -= 1
+
+
+def digest(config: Config) -> str:
+    """Return what two runs have in common of which the second would repeat the first.
+
+    `data.version` has to name the files, and a warm start the word `champion`: its checkpoint is
+    another one after each promotion.
+
+    Raises:
+        ConfigError: a module of the user's that the configuration names is not there.
+    """
+    tree = config.model_dump(mode="json", exclude=_APART)
+    named = {
+        "data.map": config.data.map,
+        "model.name": config.model.name,
+        "task.name": config.task.name,
+    }
+    code = {
+        key: user_code.digest(key, value.partition(":")[0])
+        for key, value in named.items()
+        if ":" in value
+    }
+    text = json.dumps({**tree, "code": code}, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def begin(config: Config, root: str, run_id: str) -> None:
+    """Remember which configuration a run is to finish with."""
+    tree = {"name": config.name, "digest": digest(config)}
+    storage.write_bytes(_purpose(root, run_id), json.dumps(tree).encode())
+
+
+def end(root: str, run_id: str, decision: str) -> None:
+    """Mark that a run has reached its decision; of a run that did not begin with files nothing."""
+    purpose = _read(_purpose(root, run_id))
+    if purpose:
+        uri = _mark(root, purpose["name"], purpose["digest"])
+        storage.write_bytes(uri, json.dumps({"run_id": run_id, "decision": decision}).encode())
+
+
+def finished(config: Config, root: str) -> str:
+    """Return which run has finished with this configuration; empty where none has."""
+    return _read(_mark(root, config.name, digest(config))).get("run_id", "")
+
+
+def _read(uri: str) -> dict[str, str]:
+    try:
+        return {key: str(value) for key, value in json.loads(storage.read_bytes(uri)).items()}
+    except storage.Missing:
+        return {}
+    except (ValueError, AttributeError):
+        raise storage.Corrupt(f"{uri} is damaged: delete it, and the run trains again") from None
+
+
+def _purpose(root: str, run_id: str) -> str:
+    return storage.join(root, run_id, _PURPOSE)
+
+
+def _mark(root: str, name: str, digest: str) -> str:
+    return storage.join(registry.home(root, name), _MARK, f"{digest}.json")
