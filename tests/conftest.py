@@ -75,6 +75,16 @@ typer.main.get_command = functools.cache(typer.main.get_command)
 _clear_environment()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Refuse a test that starts clusters where the Makefile does not find it by its marker."""
+    for path in {item.path for item in items if item.get_closest_marker("cluster")}:
+        if "mark.cluster" not in path.read_text(encoding="utf-8"):
+            raise pytest.UsageError(
+                f"write pytest.mark.cluster in {path}: `make test` looks for it"
+            )
+
+
 @pytest.fixture(scope="session")
 def mnist_dir() -> Path:
     """The folder with the four official MNIST files."""
