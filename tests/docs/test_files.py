@@ -17,6 +17,7 @@ from tests.pipelines.called import call
 from trainer import storage
 from trainer.config.schema import STRATEGIES
 from trainer.data.spec import FeatureSpec
+from trainer.models import tabular
 from trainer.models.spec import InputSpec
 
 GUIDE = read(ROOT / "docs" / "how-to" / "files.md", ROOT)
@@ -31,11 +32,9 @@ def write_people(folder):
         rows.writerow(["age", "city", "review", "bought"])
         for _ in range(ROWS):
             good = random.random() < 0.5
-            review = random.choice(
-                ["Great,\nwould buy again!", "good thing: “works”"]
-                if good
-                else ["bad quality; broke", "awful, does not work"]
-            )
+            said = random.choice(["Great,\nwould buy again!", "good: “works”"] if good else
+                                 ["bad quality; broke", "awful, does not work"])  # fmt: skip
+            review = f"{said} {random.integers(1000)} days"
             city = random.choice(["Rome", "Köln", "São Paulo"])
             age = "" if random.random() < 0.05 else f"{random.normal(40, 12):.1f}"
             chance = 0.95 if good and city != "Rome" else 0.05
@@ -120,9 +119,11 @@ def test_every_strategy_exports_what_was_learnt(tmp_path, strategy):
     inputs = {
         "age": tf.constant([40.0, np.nan]),
         "city": tf.constant(["Köln", "a town that nobody knows"]),
-        "review": tf.constant(["Great,\nwould buy again!", ""]),
+        "review": tf.constant(["Great,\nwould buy again! 7 days", ""]),
     }
     answers = loaded.signatures["serving_default"](**inputs)
+    # Its layers are registered by this.
+    assert tabular
     own = keras.saving.load_model(model / "model.keras")
     expected = tf.nn.softmax(own(inputs)).numpy()
     np.testing.assert_allclose(answers["probabilities"].numpy(), expected, atol=1e-5)

@@ -1,8 +1,9 @@
 """Network over the columns of a table: numbers, classes and texts, as they come.
 
 Numbers are normalized, those to be predicted too, and those that are missing are marked. Values of
-texts and classes have rows of an embedding, and texts of several words the mean of the rows of
-their words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text Classification").
+texts and classes that come again and again have rows of an embedding, and other texts the mean of
+the rows of their words (a bag of words: Joulin et al. 2016, "Bag of Tricks for Efficient Text
+Classification").
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from trainer.errors import ConfigError
 from trainer.models.classifiers import hidden, outputs
 from trainer.models.sharded_embedding import ShardedEmbedding
 from trainer.models.spec import InputSpec, size
-from trainer.statistics.statistics import NUMBER
+from trainer.statistics.statistics import NUMBER, FeatureStatistics
+
+# So few values are categories; of more, those that examples have so many times.
+_FEW_VALUES, _TIMES = 20, 10
 
 
 def tabular(
@@ -61,6 +65,11 @@ def _scaled(spec: InputSpec, target: str, x: Any) -> Any:
     )(x)
 
 
+def _is_category(text: FeatureStatistics) -> bool:
+    """Say whether the values of a text come again and again, as names of towns do."""
+    return text.distinct <= max(_FEW_VALUES, text.examples // _TIMES)
+
+
 class _Places:
     """Rows of numbers [n, units] for each input."""
 
@@ -83,7 +92,7 @@ class _Places:
     def _text(self, name: str, x: Any, shape: tuple[int, ...]) -> list[Any]:
         if shape:
             raise ConfigError(f"takes one text an example, and {name!r} is {list(shape)} of them")
-        if not self._spec.statistics(name).words:
+        if _is_category(self._spec.statistics(name)):
             layer = self._spec.vocabulary(name)
             return [self._rows(name, layer(x), layer.size)]
         layer = self._spec.words(name, self._words)

@@ -290,8 +290,7 @@ def _texts_of(value: Any) -> list[bytes]:
 def _words(texts: Iterable[bytes]) -> Iterable[bytes]:
     """Yield the words of texts, as often as they are in different texts."""
     for text in texts:
-        if b" " in text:
-            yield from set(_PUNCTUATION.sub(b"", text.lower()).split())
+        yield from set(_PUNCTUATION.sub(b"", text.lower()).split())
 
 
 def _projected(rows: NDArray[np.float64]) -> list[NDArray[np.float64]]:

@@ -40,7 +40,7 @@ class FeatureStatistics:
             tensor those of the means of its examples.
         counts: examples by value, the most frequent first; of a class by its name.
         distinct: how many values there are; at most so many, where it is more than `counts` has.
-        words: examples by word, of texts that have several; lower case, without punctuation.
+        words: examples by word, of texts that are inputs; lower case, without punctuation.
         association: with each label, from 0 to 1, by a sample: a correlation, a correlation ratio,
             or Cramér's V.
     """

@@ -30,7 +30,7 @@ KNOWN = {
     "rooms": FeatureStatistics(kind="number", examples=9, mean=3.0, std=1.0),
     "city": FeatureStatistics(kind="text", examples=9, counts={"Rome": 5, "Oslo": 4}),
     "review": FeatureStatistics(
-        kind="text", examples=9, counts={"good film": 9}, words={"good": 9, "film": 9}
+        kind="text", examples=90, distinct=80, counts={"a": 1}, words={"good": 9, "film": 9}
     ),
     "grade": FeatureStatistics(kind="class", examples=9, counts={"0": 9}),
     "price": FeatureStatistics(kind="number", examples=9, mean=1e5, std=1e4),
@@ -95,6 +95,11 @@ def test_a_number_is_predicted_in_its_own_units():
     several = built("age", output={"price": (1,), "other": (2,)})(given("age"))
     assert np.all(np.abs(several["price"].numpy() - 1e5) < 1e5)
     assert np.all(np.abs(several["other"].numpy()) < 1e3)
+
+
+def test_values_that_come_again_are_categories_whatever_words_they_have():
+    layers = {layer.name for layer in built("city", "review").layers}
+    assert {"city_vocabulary", "review_words"} <= layers
 
 
 def test_every_row_of_an_embedding_gets_a_gradient():

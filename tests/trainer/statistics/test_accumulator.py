@@ -64,7 +64,7 @@ def test_texts():
     # How many texts have a word, not how often they have it.
     assert review.words["film"] == 2000
     assert review.words["good"] == review.counts["Good, good film!"]
-    assert not city.words
+    assert city.words == {name.lower(): count for name, count in city.counts.items()}
     assert review.association["label"] == pytest.approx(1, abs=1e-3)
 
 
