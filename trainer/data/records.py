@@ -6,7 +6,7 @@ Reading is the inner loop of training. A batch is parsed by one op, and a tensor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,13 +24,12 @@ def encode(features: Mapping[str, FeatureSpec], batch: Mapping[str, Any]) -> Ite
 
     An image that is stored encoded is bytes that `images.stored_image` has returned, or pixels.
     """
-    columns = [_column(feature, batch[name]) for name, feature in features.items()]
+    # The order of a map is free, and the same content has to give the same bytes.
+    names = sorted(features, key=str.encode)
+    columns = [_entries(name, features[name], batch[name]) for name in names]
     for values in zip(*columns, strict=True):
-        example = tf.train.Example(
-            features=tf.train.Features(feature=dict(zip(features, values, strict=True)))
-        )
-        # The order of a map is free otherwise, and the same content has to give the same bytes.
-        yield example.SerializeToString(deterministic=True)
+        content = b"".join(values)
+        yield b"".join((_MAP, _varint(len(content)), content)) if content else b""
 
 
 def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, tf.Tensor]:
@@ -42,31 +41,71 @@ def parse(features: Mapping[str, FeatureSpec], records: tf.Tensor) -> dict[str, 
     return {name: _restore(feature, parsed[name]) for name, feature in features.items()}
 
 
-def _column(feature: FeatureSpec, values: Any) -> Iterator[Any]:
+# Of protobuf: field 1 of a message, with a length (https://protobuf.dev/programming-guides/encoding).
+_MAP = _FIRST = b"\x0a"
+_SECOND, _THIRD = b"\x12", b"\x1a"
+_BITS, _MORE, _WORD = 7, 0x80, (1 << 64) - 1
+_KNOWN = 4096
+
+
+def _entries(name: str, feature: FeatureSpec, values: Any) -> Iterator[bytes]:
+    """Yield one feature of each example as protobuf writes it: an entry of the map by name.
+
+    This is ten times as fast as messages of protobuf, which cost more than all else of preparing.
+    """
+    if feature.stored == "float":
+        # All have the same length, so that only their last bytes differ.
+        numbers = np.asarray(values, _dtype(feature)).astype("<f4").tobytes()
+        fixed = _entry(name, _SECOND, _sized(_FIRST, b"0000"))[:-4]
+        return (fixed + numbers[at : at + 4] for at in range(0, len(numbers), 4))
+    if feature.stored == "int":
+        kind = np.asarray(values, _dtype(feature))
+        known: dict[int, bytes] = {}
+        return (_int_entry(name, int(value), known) for value in kind.tolist())
+    return (_entry(name, _FIRST, body) for body in _bodies(feature, values))
+
+
+def _int_entry(name: str, value: int, known: dict[int, bytes]) -> bytes:
+    found = known.get(value)
+    if found is None:
+        found = _entry(name, _THIRD, _sized(_FIRST, _varint(value & _WORD)))
+        if len(known) < _KNOWN:
+            known[value] = found
+    return found
+
+
+def _bodies(feature: FeatureSpec, values: Any) -> Iterator[bytes]:
     if feature.stored == "image":
-        return map(_image_feature, values)
-    dtype = object if feature.dtype == "string" else tf.as_dtype(feature.dtype).as_numpy_dtype
-    if feature.stored == "sequence":
-        make = _MAKERS["bytes" if feature.dtype == "string" else "raw"]
-        return (make(np.asarray(value, dtype)) for value in values)
-    return map(_MAKERS[feature.stored], np.asarray(values, dtype))
+        # Pixels come back the same: a PNG loses nothing.
+        given = (each if isinstance(each, bytes) else images.encode(each) for each in values)
+        return (_sized(_FIRST, each) for each in given)
+    dtype, is_text = _dtype(feature), feature.dtype == "string"
+    varies = feature.stored == "sequence"
+    rows = (np.asarray(each, dtype) for each in values) if varies else np.asarray(values, dtype)
+    if is_text:
+        return (b"".join(_sized(_FIRST, each) for each in np.ravel(row).tolist()) for row in rows)
+    return (_sized(_FIRST, row.tobytes()) for row in rows)
 
 
-def _bytes_feature(values: list[bytes]) -> Any:
-    return tf.train.Feature(bytes_list=tf.train.BytesList(value=values))
+def _dtype(feature: FeatureSpec) -> Any:
+    return object if feature.dtype == "string" else tf.as_dtype(feature.dtype).as_numpy_dtype
 
 
-def _image_feature(image: Any) -> Any:
-    # Pixels come back the same: a PNG loses nothing.
-    return _bytes_feature([image if isinstance(image, bytes) else images.encode(image)])
+def _entry(name: str, kind: bytes, body: bytes) -> bytes:
+    return _sized(_FIRST, _sized(_FIRST, name.encode()) + _sized(_SECOND, _sized(kind, body)))
 
 
-_MAKERS: dict[str, Callable[[Any], Any]] = {
-    "raw": lambda value: _bytes_feature([value.tobytes()]),
-    "bytes": lambda value: _bytes_feature(np.ravel(value).tolist()),
-    "int": lambda value: tf.train.Feature(int64_list=tf.train.Int64List(value=[int(value)])),
-    "float": lambda value: tf.train.Feature(float_list=tf.train.FloatList(value=[float(value)])),
-}
+def _sized(tag: bytes, content: bytes) -> bytes:
+    return b"".join((tag, _varint(len(content)), content))
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value >= _MORE:
+        found.append(value & (_MORE - 1) | _MORE)
+        value >>= _BITS
+    found.append(value)
+    return bytes(found)
 
 
 def _wire(feature: FeatureSpec) -> Any:

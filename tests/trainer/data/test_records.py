@@ -104,6 +104,35 @@ def test_a_record_is_a_plain_example():
     assert example.features.feature["label"].int64_list.value[:] == [7]
 
 
+@pytest.mark.parametrize("size", [0, 1, 200, 70_000])
+def test_a_record_is_what_protobuf_writes(size):
+    """Also where lengths take several bytes, and numbers are negative."""
+    features = {
+        "zebra": feature((), "int64"),
+        "ä" * 100: feature((), "float32"),
+        "raw": feature((size,), "uint8"),
+        "texts": feature((2,), "string"),
+        "flag": feature((), "bool"),
+    }
+    numbers = np.array([0, 1, 127, 128, 300, -1, 2**63 - 1, -(2**63), 1, 2**31])
+    batch = {
+        "zebra": numbers,
+        "ä" * 100: (numbers / 7).astype(np.float32),
+        "raw": np.full((10, size), 7, np.uint8),
+        "texts": np.array([[b"x" * size, b""]] * 10, object),
+        "flag": numbers % 2 == 0,
+    }
+    for index, record in enumerate(encode(features, batch)):
+        example = tf.train.Example()
+        wire = example.features.feature
+        wire["zebra"].int64_list.value.append(int(numbers[index]))
+        wire["ä" * 100].float_list.value.append(float(batch["ä" * 100][index]))
+        wire["raw"].bytes_list.value.append(b"\x07" * size)
+        wire["texts"].bytes_list.value.extend([b"x" * size, b""])
+        wire["flag"].int64_list.value.append(int(batch["flag"][index]))
+        assert record == example.SerializeToString(deterministic=True)
+
+
 def test_the_same_content_gives_the_same_bytes():
     features = {name: feature((), "int64") for name in "zyxabc"}
     batch = {name: np.arange(3) for name in features}
