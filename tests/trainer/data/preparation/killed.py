@@ -1,0 +1,27 @@
+"""Prepare tables by two processes, in a process that a test kills: `killed.py SOURCE ROOT`."""
+
+import logging
+import sys
+from pathlib import Path
+
+from trainer import storage
+from trainer.config.data import DataConfig
+from trainer.data import prepare as module
+from trainer.data.files import file_pieces
+
+FEW_BYTES = 10_000
+
+
+def main(source: str, root: str) -> None:
+    """Say on standard output when a part is done."""
+    file_pieces.PART_BYTES = FEW_BYTES
+    module._log.addHandler(logging.StreamHandler(sys.stdout))
+    module._log.setLevel(logging.INFO)
+    config = DataConfig(
+        source=source, format="parquet", label=("label",), runner={"processes": 2}, shards=2
+    )
+    module.prepare(config, storage.uri_of(root), Path(root) / "scratch")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
