@@ -24,6 +24,9 @@ from trainer.export.export import Exported, export
 from trainer.models import registry
 from trainer.models.spec import InputSpec
 from trainer.promotion import gate
+from trainer.statistics import statistics
+from trainer.statistics.accumulator import Accumulator
+from trainer.statistics.statistics import Statistics
 
 TEST_EXAMPLES = 97
 CLASSES = 10
@@ -96,16 +99,22 @@ def publish_dataset(  # noqa: PLR0913
     source = folder.with_name(f"{folder.name}-source")
     source.mkdir(parents=True)
     parts = {"train": (slice(test, test + 40), 2), "test": (slice(0, test), 3)}
-    splits = {}
+    splits, known = {}, {}
     for split, (rows, count) in parts.items():
         writer = ShardWriter(source, split, count)
         batch = {"image": images[rows], "label": labels[rows]}
         for record in encode(FEATURES, batch):
             writer.add(record)
         writer.flush()
+        known[split] = Accumulator(FEATURES, ["image"], ["label"], vocabulary=10)
+        known[split].add(batch)
         splits[split] = {"examples": sum(writer.examples), "shards": writer.examples}
     if claimed is not None:
         splits["test"]["shards"][0] += claimed - test
+    results = Statistics(splits={split: each.result() for split, each in known.items()})
+    sketches = {split: each.sketch() for split, each in known.items()}
+    (source / statistics.FILE).write_bytes(statistics.to_bytes(results))
+    (source / statistics.EXAMPLES).write_bytes(statistics.sketches_to_bytes(sketches))
     names = [str(i) for i in range(classes)] if label_names is None else label_names
     fields = {
         "dataset": "digits",

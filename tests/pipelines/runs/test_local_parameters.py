@@ -17,7 +17,7 @@ from trainer.config.schema import Config
 ROOT = Path(__file__).parents[3]
 # What a shell, a template, YAML, JSON or KFP could take for its own. KFP keeps `{{` to itself.
 AWKWARD = 'it\'s "quoted" $HOME `id` %s \\n \\ {x} #é 漢字 🚢 python3 <&> -- ;\tend\n'
-# No value here is the default, but of the one key that excludes another.
+# No value here is the default, but of keys that exclude another.
 TREE = {
     "name": "every-key.1",
     "data": {
@@ -28,7 +28,19 @@ TREE = {
         "label": [AWKWARD],
         "weight": AWKWARD,
         "group": "query",
+        "format": "jsonl",
+        "builder_args": {"root_dir": AWKWARD},
+        "drop": [f"no {AWKWARD}"],
+        "types": {AWKWARD: "text"},
+        "map": "my.möbel.rows:example",
         "shapes": {AWKWARD: [3, 4]},
+        "buckets": [5, 10],
+        "image": {"size": [32, 48], "channels": 1},
+        "bad_rows": 0.125,
+        "splits": {"test": 0.25, "time": AWKWARD},
+        "disk": "300MB",
+        "vocabulary": 123,
+        "runner": {"processes": 3},
         "shards": 16,
         "validation": 0.25,
         "partition": "reshuffle",
@@ -146,8 +158,9 @@ def kept(tmp_path_factory, config):
 def test_no_value_of_these_is_the_default(config):
     default = to_parameters(Config())
     same = {name for name, value in to_parameters(config).items() if value == default[name]}
-    # Servers are either joined or started in one process; pull_every says how many batches already.
-    assert same == {"cluster_existing_servers", "training_accumulate"}
+    # Servers are either joined or started in one process; pull_every says how many batches already;
+    # data are a dataset by name or files.
+    assert same == {"cluster_existing_servers", "training_accumulate", "data_source"}
 
 
 def test_every_run_parameter_arrives(kept, config):

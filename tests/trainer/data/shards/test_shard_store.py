@@ -51,6 +51,10 @@ def stores(uri, tmp_path):
     yield store
     for each in made:
         each.close()
+    # A fetch that has begun must not be seen by the next test.
+    for thread in threading.enumerate():
+        if thread.name == "shards":
+            thread.join(timeout=30)
 
 
 def on_disk(folder):
