@@ -191,5 +191,5 @@ def test_a_bucket_that_vanishes_while_it_is_written_is_one_line(
         lambda: storage.publish(make(files={"a": bytes(size)}), uri, kind="x"),
         lambda: storage.write_bytes(uri, b"1"),
     ):
-        with pytest.raises(UserError, match=r"there is no bucket .*; create it, or set"):
+        with pytest.raises(UserError, match=r"there is no bucket .*; create it, or name"):
             act()
