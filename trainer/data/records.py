@@ -24,8 +24,9 @@ def encode(features: Mapping[str, FeatureSpec], batch: Mapping[str, Any]) -> Ite
 
     An image that is stored encoded is bytes that `images.stored_image` has returned, or pixels.
     """
-    # The order of a map is free, and the same content has to give the same bytes.
-    names = sorted(features, key=str.encode)
+    # The order of a map is free, and the same content has to give the same bytes: protobuf's order,
+    # where a name comes after the longer ones that begin with it.
+    names = sorted(features, key=lambda name: name.encode() + b"\xff")
     columns = [_entries(name, features[name], batch[name]) for name in names]
     for values in zip(*columns, strict=True):
         content = b"".join(values)

@@ -113,6 +113,8 @@ def test_a_record_is_what_protobuf_writes(size):
         "raw": feature((size,), "uint8"),
         "texts": feature((2,), "string"),
         "flag": feature((), "bool"),
+        "flag1": feature((), "bool"),
+        "flag10": feature((), "bool"),
     }
     numbers = np.array([0, 1, 127, 128, 300, -1, 2**63 - 1, -(2**63), 1, 2**31])
     batch = {
@@ -120,7 +122,7 @@ def test_a_record_is_what_protobuf_writes(size):
         "ä" * 100: (numbers / 7).astype(np.float32),
         "raw": np.full((10, size), 7, np.uint8),
         "texts": np.array([[b"x" * size, b""]] * 10, object),
-        "flag": numbers % 2 == 0,
+        **dict.fromkeys(("flag", "flag1", "flag10"), numbers % 2 == 0),
     }
     for index, record in enumerate(encode(features, batch)):
         example = tf.train.Example()
@@ -129,7 +131,8 @@ def test_a_record_is_what_protobuf_writes(size):
         wire["ä" * 100].float_list.value.append(float(batch["ä" * 100][index]))
         wire["raw"].bytes_list.value.append(b"\x07" * size)
         wire["texts"].bytes_list.value.extend([b"x" * size, b""])
-        wire["flag"].int64_list.value.append(int(batch["flag"][index]))
+        for flag in ("flag", "flag1", "flag10"):
+            wire[flag].int64_list.value.append(int(batch[flag][index]))
         assert record == example.SerializeToString(deterministic=True)
 
 
