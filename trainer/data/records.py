@@ -52,7 +52,7 @@ _KNOWN = 4096
 def _entries(name: str, feature: FeatureSpec, values: Any) -> Iterator[bytes]:
     """Yield one feature of each example as protobuf writes it: an entry of the map by name.
 
-    This is ten times as fast as messages of protobuf, which cost more than all else of preparing.
+    Messages of protobuf take several times as long, more than all else of preparing.
     """
     if feature.stored == "float":
         # All have the same length, so that only their last bytes differ.
