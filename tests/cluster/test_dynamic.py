@@ -122,7 +122,7 @@ def killed(numbers: str, folder: Any, strategy: str, names: list[str]) -> Launch
 @pytest.mark.parametrize(
     ("strategy", "names"),
     [
-        (ASYNC, ["worker-1", "chief-0"]),
+        pytest.param(ASYNC, ["worker-1", "chief-0"], marks=pytest.mark.slow),
         pytest.param(ASYNC, ["ps-0", "worker-0", "chief-0"], marks=pytest.mark.long),
         pytest.param(SYNC, ["worker-1", "chief-0", "ps-0"], marks=pytest.mark.long),
     ],

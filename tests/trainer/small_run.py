@@ -99,22 +99,18 @@ def publish_dataset(  # noqa: PLR0913
     source = folder.with_name(f"{folder.name}-source")
     source.mkdir(parents=True)
     parts = {"train": (slice(test, test + 40), 2), "test": (slice(0, test), 3)}
-    splits, known = {}, {}
+    splits, batches = {}, {}
     for split, (rows, count) in parts.items():
         writer = ShardWriter(source, split, count)
         batch = {"image": images[rows], "label": labels[rows]}
         for record in encode(FEATURES, batch):
             writer.add(record)
         writer.flush()
-        known[split] = Accumulator(FEATURES, ["image"], ["label"], vocabulary=10)
-        known[split].add(batch)
+        batches[split] = batch
         splits[split] = {"examples": sum(writer.examples), "shards": writer.examples}
     if claimed is not None:
         splits["test"]["shards"][0] += claimed - test
-    results = Statistics(splits={split: each.result() for split, each in known.items()})
-    sketches = {split: each.sketch() for split, each in known.items()}
-    (source / statistics.FILE).write_bytes(statistics.to_bytes(results))
-    (source / statistics.EXAMPLES).write_bytes(statistics.sketches_to_bytes(sketches))
+    write_statistics(source, batches)
     names = [str(i) for i in range(classes)] if label_names is None else label_names
     fields = {
         "dataset": "digits",
@@ -127,15 +123,24 @@ def publish_dataset(  # noqa: PLR0913
         },
         "inputs": ["image"],
         "targets": ["label"],
-        "weight": "",
-        "group": "",
-        "target_counts": {},
-        "target_moments": {},
+        **dict.fromkeys(("weight", "group"), ""),
+        **dict.fromkeys(("target_counts", "target_moments"), {}),
         "fingerprint": "0" * 8,
     }
     uri = storage.uri_of(folder)
     storage.publish(source, uri, kind="dataset", fields=fields)
     return uri
+
+
+def write_statistics(folder: Path, batches: dict[str, dict[str, np.ndarray]]) -> None:
+    """Write what preparing learns of the examples of each split."""
+    known = {split: Accumulator(FEATURES, ["image"], ["label"], vocabulary=10) for split in batches}
+    for split, batch in batches.items():
+        known[split].add(batch)
+    results = Statistics(splits={split: each.result() for split, each in known.items()})
+    sketches = {split: each.sketch() for split, each in known.items()}
+    (folder / statistics.FILE).write_bytes(statistics.to_bytes(results))
+    (folder / statistics.EXAMPLES).write_bytes(statistics.sketches_to_bytes(sketches))
 
 
 def template_model(config: Config, images: np.ndarray, labels: np.ndarray) -> keras.Model:

@@ -16,7 +16,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(400)]
 
 STEPS = 200
 FEW = setting(training__steps=STEPS, training__checkpoint_every=100, training__validate_every=100)
-ALL = ["resolve_config", "prepare_data", "train_model", "evaluate_model", "check_gate"]
+ALL = [
+    "resolve_config", "prepare_data", "validate_data", "train_model", "evaluate_model",
+    "check_gate",
+]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +62,8 @@ class TestBlessed:
         kinds = {name: storage.verify(uri).kind for name, uri in artifacts.items()}
         assert kinds == {name: name for name in kinds}
         assert set(kinds) == {
-            "dataset", "checkpoint", "evaluation", "decision", "model", "registration",
+            "dataset", "validation", "checkpoint", "evaluation", "decision", "model",
+            "registration",
         }  # fmt: skip
 
     def test_a_descriptor_of_each_went_through_kfp(self, blessed):
