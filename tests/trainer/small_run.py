@@ -124,7 +124,8 @@ def publish_dataset(  # noqa: PLR0913
         "inputs": ["image"],
         "targets": ["label"],
         **dict.fromkeys(("weight", "group"), ""),
-        **dict.fromkeys(("target_counts", "target_moments"), {}),
+        "target_counts": {},
+        "target_moments": {},
         "fingerprint": "0" * 8,
     }
     uri = storage.uri_of(folder)
