@@ -45,9 +45,15 @@ class FileStore:
     def read(self, uri: str) -> bytes:
         """Return the content of one file; of what is no file, such as a pipe, nothing is read."""
         path = _path(uri)
+        try:
+            mode = path.stat().st_mode
+        except OSError:
+            if path.is_symlink():
+                raise NotAFileError(errno.EINVAL, str(path)) from None
+            raise
         # To open a pipe would wait for its writer.
-        if not path.is_file() and os.path.lexists(path):
-            raise NotAFileError(errno.EISDIR if path.is_dir() else errno.EINVAL, str(path))
+        if not stat.S_ISREG(mode):
+            raise NotAFileError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, str(path))
         return path.read_bytes()
 
     def write(self, uri: str, data: bytes) -> None:
