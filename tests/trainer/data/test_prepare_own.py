@@ -12,12 +12,22 @@ import tensorflow_datasets as tfds
 
 from tests.trainer.data import made_builders as builders
 from trainer import storage
+from trainer.config.data import DataConfig
 from trainer.data.builders import batches, builder_source
+from trainer.data.prepare import prepare
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 
 # TFDS reads a dataset's description with a method that protobuf has deprecated.
 READS_AGAIN = pytest.mark.filterwarnings(r"ignore:label\(\) is deprecated:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """All kinds of features, prepared once; to be read only."""
+    folder = tmp_path_factory.mktemp("everything")
+    config = DataConfig(dataset="tests.trainer.data.made_builders:Everything", shards=2)
+    return prepare(config, storage.uri_of(folder / "root"), folder / "scratch")
 
 
 def refusal(prepared, name, **options):
@@ -42,9 +52,8 @@ def plain(value):
 
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
-def test_every_value_is_the_builders(prepared, contents, split):
-    dataset = prepared("Everything")
-    found = contents(dataset, split)
+def test_every_value_is_the_builders(everything, contents, split):
+    found = contents(everything, split)
     numbers = (2**64 - 1 - found["large"]).tolist()
     expected = [builders.flat(builders.example(number)) for number in numbers]
     assert set(found) == set(expected[0])
@@ -52,21 +61,19 @@ def test_every_value_is_the_builders(prepared, contents, split):
         assert [plain(row[name]) for row in expected] == values.tolist(), name
 
 
-def test_every_type_is_the_builders(prepared, contents):
-    dataset = prepared("Everything")
-    found = contents(dataset, "train")
-    for name, feature in DatasetSpec.from_manifest(dataset.manifest).features.items():
+def test_every_type_is_the_builders(everything, contents):
+    found = contents(everything, "train")
+    for name, feature in DatasetSpec.from_manifest(everything.manifest).features.items():
         dtype = "object" if feature.dtype == "string" else feature.dtype
         assert found[name].dtype == dtype, name
         assert found[name].shape[1:] == feature.shape, name
 
 
-def test_every_example_is_in_one_place(prepared, contents):
-    dataset = prepared("Everything")
+def test_every_example_is_in_one_place(everything, contents):
     numbers = [
         (2**64 - 1 - value)
         for split in ("train", "validation", "test")
-        for value in contents(dataset, split)["large"].tolist()
+        for value in contents(everything, split)["large"].tolist()
     ]
     assert sorted(numbers) == list(range(50))
 
@@ -89,16 +96,15 @@ def test_pictures_are_read_the_short_way(prepared, monkeypatch):
     assert used == ["train", "test"]
 
 
-def test_tfds_reads_the_records_by_the_features_file(prepared, contents):
-    dataset = prepared("Everything")
-    folder = storage.local_path(dataset.uri)
+def test_tfds_reads_the_records_by_the_features_file(everything, contents):
+    folder = storage.local_path(everything.uri)
     features = tfds.features.FeaturesDict.from_config(folder)
     # TFDS cannot decode tensors of uint32, whoever wrote them.
     features = tfds.features.FeaturesDict({n: features[n] for n in features if n != "counts"})
-    names = DatasetSpec.from_manifest(dataset.manifest).files("test")
+    names = DatasetSpec.from_manifest(everything.manifest).files("test")
     records = tf.data.TFRecordDataset([str(folder / name) for name in names])
     theirs = [features.deserialize_example(record) for record in records]
-    found = contents(dataset, "test")
+    found = contents(everything, "test")
     for name in features:
         assert [np.asarray(example[name]).tolist() for example in theirs] == found[name].tolist(), (
             name
@@ -112,8 +118,8 @@ def test_the_features_file_names_the_classes(prepared):
     assert features["image"].shape == (4, 5, 3)
 
 
-def test_the_manifest_names_the_features(prepared):
-    fields = prepared("Everything").manifest.fields
+def test_the_manifest_names_the_features(everything):
+    fields = everything.manifest.fields
     assert fields["features"]["box"] == {
         "shape": [3],
         "dtype": "int32",

@@ -1,6 +1,7 @@
 """Drift: many features that depend on each other are no reason to be alarmed."""
 
 import numpy as np
+import pytest
 
 from tests.trainer.data_gate.tables import profile, question, split_of
 from trainer.data_gate import drift
@@ -13,6 +14,7 @@ def dependent(seed, size=1000, width=40):
     return profile(split_of({**columns, "label": (rng.random(size) < 0.5).astype(int)}))
 
 
+@pytest.mark.slow
 def test_columns_that_repeat_each_other_count_as_one():
     found = [list(drift.together(question(dependent(n), dependent(n + 100)))) for n in range(40)]
     assert not any(found)

@@ -123,6 +123,7 @@ def test_a_recurrent_layer_takes_one_example_at_a_time(subject, tmp_path, layer)
     assert proof["formats"]["tflite"]["max_difference"] <= 1e-4
 
 
+@pytest.mark.slow
 class TestSmoke:
     """A fresh process, and what it finds out."""
 

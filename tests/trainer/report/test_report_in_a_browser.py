@@ -15,6 +15,7 @@ from tests.trainer.report.test_report import EVIL, FACTS
 from tests.trainer.report.test_views import CHAMPION, evaluation_of, pictures_of
 from trainer.report import report
 
+pytestmark = pytest.mark.slow
 WINDOWS = [(360, 740), (1280, 900)]
 LONG = "x" * 300
 SPACED = "a long name of a class with many words in it"
