@@ -91,6 +91,23 @@ def test_files_become_a_blessed_model(tmp_path, name, write):
     assert ended.answer["status"] == "blessed"
 
 
+@pytest.mark.slow
+@pytest.mark.cluster
+@pytest.mark.timeout(300)
+def test_data_in_another_unit_are_refused_before_training(tmp_path):
+    write_people(tmp_path)
+    assert ran(tmp_path, "people", "training.steps=100").code == 0
+    path = tmp_path / "people.csv"
+    table = list(csv.reader(path.open(newline="")))
+    for row in table[1:]:
+        row[0] = row[0] and str(1000 * float(row[0]))
+    csv.writer(path.open("w", newline="")).writerows(table)
+    ended = ran(tmp_path, "people")
+    assert (ended.code, ended.answer["status"]) == (3, "refused")
+    assert "unit: age is that of the champion's dataset times 1000" in ended.answer["message"]
+    assert "train_model" not in ended.statuses()
+
+
 def test_the_model_of_the_guide_takes_raw_values():
     _, block = read(ROOT / "docs" / "how-to" / "own-model.md", ROOT).of("python")
     made = {}

@@ -31,6 +31,7 @@ def classes(question: Question) -> Iterator[Finding]:
         for split in dataset.class_counts[target]:
             before, at = (champion, split) if champion and known else (dataset, "train")
             yield from _gone(question, target, split, before.by_class(target, at))
+            yield from _alone(dataset, target, split)
 
 
 def _with_examples(dataset: DatasetProfile, target: str) -> set[str]:
@@ -63,6 +64,20 @@ def _gone(question: Question, target: str, split: str, before: dict[str, int]) -
             )
 
 
+def _alone(dataset: DatasetProfile, target: str, split: str) -> Iterator[Finding]:
+    there = {name: count for name, count in dataset.by_class(target, split).items() if count}
+    if len(there) == 1 < len(_with_examples(dataset, target)):
+        ((name, count),) = there.items()
+        yield Finding(
+            rule="class_gone",
+            feature=target,
+            split=split,
+            value=0,
+            says=f"all {count} examples of {split} are {name!r} of {target}: nothing can be "
+            "learnt or measured there; give it more examples, or another share",
+        )
+
+
 def shares(question: Question) -> Iterator[Finding]:
     """Find classes so rare that accuracy hides them, and shares that have moved."""
     for target in question.dataset.class_counts:
@@ -89,13 +104,18 @@ def _imbalance(question: Question, target: str, counts: dict[str, int]) -> Itera
             limit=limit / len(there),
             says=f"{percent(share(there[name], examples))} of the examples are {name!r} of "
             f"{target}: a model that never says so has a high accuracy; bound a metric that sees "
-            "it, as gate.min: {recall: 0.8}, and think of training.class_weights: balanced",
+            f"it, as gate.min: {{accuracy@{target}: 0.8}}, and think of training.class_weights: "
+            "balanced",
         )
 
 
 def _has_metric(question: Question) -> bool:
     names = [each.partition("@") for each in (*question.gate.min, *question.gate.max)]
-    return any(part or metric.endswith(_OF_RARE) for metric, _, part in names)
+    # A mean that is weighted by the size of a class does not see a rare one either.
+    return any(
+        part or (metric.endswith(_OF_RARE) and not metric.startswith("weighted"))
+        for metric, _, part in names
+    )
 
 
 def _balance(

@@ -1,7 +1,6 @@
-"""What the rules see of a dataset: its features, its classes, and its statistics where it has them.
+"""What the rules see of a dataset: its features, its classes, and its statistics.
 
-A profile is made of the manifest and of `statistics.json` of a published dataset. One without
-statistics, as older versions wrote it, has features and classes alone.
+A profile is made of the manifest, of `statistics.json` and `examples.npz` of a published dataset.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
 """Labels: a class that is gone by chance is not gone."""
 
 import numpy as np
+import pytest
 
-from tests.trainer.data_gate.tables import profile, question
+from tests.trainer.data_gate.tables import profile, question, split_of
+from trainer.config.thresholds import GateConfig
 from trainer.data_gate import labels
+from trainer.data_gate.validate import findings_of
 
 
 def counted(train, test):
@@ -38,3 +41,20 @@ def test_many_classes_of_equal_size_are_not_rare():
     even = counted([10, 10, 10], [10, 10, 10])
     assert rules(even) == set()
     assert ("imbalance", "train") in rules(counted([990, 5, 5], [100, 1, 1]))
+
+
+def test_a_split_of_one_class_is_refused_however_probable_it_is():
+    rng = np.random.default_rng(0)
+    columns = {"x": rng.normal(size=300), "label": (np.arange(300) == 5).astype(int)}
+    found = [each for each in findings_of(question(profile(split_of(columns)))) if
+             each.rule == "class_gone"]  # fmt: skip
+    assert {each.split for each in found} == {"validation", "test"}
+    assert "examples of test are 'no' of label" in found[-1].says
+
+
+@pytest.mark.parametrize(("metric", "warns"), [("weighted_recall", True), ("macro_recall", False)])
+def test_a_metric_that_does_not_see_a_rare_class_is_none(metric, warns):
+    rng = np.random.default_rng(0)
+    columns = {"x": rng.normal(size=3000), "label": (np.arange(3000) % 100 == 5).astype(int)}
+    asked = question(profile(split_of(columns)), gate=GateConfig(min={metric: 0.8}))
+    assert ("imbalance" in {each.rule for each in findings_of(asked)}) is warns

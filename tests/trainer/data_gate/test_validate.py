@@ -57,7 +57,7 @@ def test_one_percent_of_a_class_is_a_warning_that_names_a_metric():
         part["label"] = (np.arange(len(part["label"])) % 100 == 0).astype(int)
     new = profile(columns)
     (found,) = [each for each in validate.findings_of(question(new)) if each.rule == "imbalance"]
-    assert "gate.min: {recall" in found.says
+    assert "gate.min: {accuracy@label: 0.8}" in found.says
     assert "'yes'" in found.says
     watched = question(new, gate=GateConfig(min={"recall": 0.8}))
     assert not [each for each in validate.findings_of(watched) if each.rule == "imbalance"]
