@@ -23,7 +23,9 @@ def made_in_a_session_of_its_own():
     return keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name="early")])
 
 
-@pytest.mark.parametrize("build", [made_before(), made_in_a_session_of_its_own])
+@pytest.mark.parametrize(
+    "build", [made_before(), pytest.param(made_in_a_session_of_its_own, marks=pytest.mark.slow)]
+)
 def test_a_model_whose_variables_escape_is_refused(build):
     with pytest.raises(ConfigError, match=r"early/\w+ cannot be placed .* clear_session"):
         placement.place(build, 2, {})

@@ -227,7 +227,7 @@ def test_an_area_counts_an_example_as_often_as_it_weighs():
         assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("classes", [2, 6, 1000])
+@pytest.mark.parametrize("classes", [2, 6, pytest.param(1000, marks=pytest.mark.slow)])
 def test_areas_from_steps_are_close_to_the_exact_ones(classes):
     labels, logits = predictions(count=3000, classes=classes, lift=3)
     areas, weights = metrics.Areas(classes), np.ones(len(labels))

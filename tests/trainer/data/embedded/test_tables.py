@@ -75,6 +75,7 @@ def test_a_digit_has_its_properties(prepared):
     assert 0.3 < looped < 0.5
 
 
+@pytest.mark.slow
 def test_places_are_as_deep_as_brackets_are_open(tmp_path):
     config = DataConfig(dataset="brackets")
     builder = datasets.builder(config, tmp_path)
