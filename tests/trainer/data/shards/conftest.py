@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+
 import pytest
 import tensorflow as tf
 
@@ -52,10 +56,18 @@ def peaks(monkeypatch, tmp_path):
     return found
 
 
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """A folder for what graphs write that end after their test; the folder of before at the end."""
+    before = Path.cwd()
+    yield tmp_path_factory.mktemp("elsewhere")
+    os.chdir(before)
+
+
 @pytest.fixture
-def feed(numbered, tmp_path, monkeypatch):
+def feed(numbered, tmp_path, elsewhere):
     """Feed the graphs of this process, with room for so many shards."""
-    monkeypatch.chdir(tmp_path)
+    os.chdir(tmp_path)
     largest = max(entry.bytes for entry in storage.read_manifest(numbered).files)
     made = []
 
@@ -73,3 +85,6 @@ def feed(numbered, tmp_path, monkeypatch):
     yield begin
     for each in made:
         each.close()
+    # Ends the graphs that wait or are about to ask, which know this folder only.
+    gc.collect()
+    os.chdir(elsewhere)
