@@ -58,7 +58,8 @@ test: $(SETUP) ## every test but the slow and the long ones
 
 test-slow: $(SETUP) ## the slow tests
 	$(PYTEST) -m "slow and not long and not cluster" --numprocesses 2 --dist loadfile $(ARGS) || test $$? -eq 5
-	$(PYTEST) -m "slow and not long and cluster" $(CLUSTER) $(ARGS) || test $$? -eq 5
+	$(PYTEST) -m "slow and not long and cluster" --numprocesses 2 --dist loadfile \
+		$(CLUSTER) $(ARGS) || test $$? -eq 5
 
 test-long: $(SETUP) ## what takes longest, before a release
 	$(PYTEST) -m long $(ARGS) || test $$? -eq 5

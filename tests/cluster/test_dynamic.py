@@ -86,7 +86,7 @@ def test_epochs_go_on_with_another_number_of_workers(numbers, tmp_path, strategy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_disjoint_shards_are_dealt_anew_to_another_number_of_workers(numbers, tmp_path, workers):
     for steps, count in ((40, 2), (80, workers)):
         named = {"data": {"partition": "disjoint"}, "cluster": {"workers": count}}

@@ -84,6 +84,7 @@ def test_the_steps_after_it_were_left_out(interrupted, before):
     assert statuses == {
         "resolve_config": "done",
         "prepare_data": "done",
+        "validate_data": "done",
         "train_model": "interrupted",
         "finish": "done",
     }
