@@ -98,10 +98,12 @@ def test_data_in_another_unit_are_refused_before_training(tmp_path):
     write_people(tmp_path)
     assert ran(tmp_path, "people", "training.steps=100").code == 0
     path = tmp_path / "people.csv"
-    table = list(csv.reader(path.open(newline="")))
+    with path.open(newline="") as file:
+        table = list(csv.reader(file))
     for row in table[1:]:
         row[0] = row[0] and str(1000 * float(row[0]))
-    csv.writer(path.open("w", newline="")).writerows(table)
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(table)
     ended = ran(tmp_path, "people")
     assert (ended.code, ended.answer["status"]) == (3, "refused")
     assert "unit: age is that of the champion's dataset times 1000" in ended.answer["message"]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer import storage, user_code
-from trainer.config.schema import Config
+from trainer.config.schema import Config, OutputConfig, TaskConfig
 from trainer.promotion import registry
 
 _MARK = "finished"
@@ -80,18 +80,27 @@ def digest(config: Config) -> str:
         ConfigError: a module of the user's that the configuration names is not there.
     """
     tree = config.model_dump(mode="json", exclude=_APART)
-    named = {
-        "data.map": config.data.map,
-        "model.name": config.model.name,
-        "task.name": config.task.name,
-    }
     code = {
-        key: user_code.digest(key, value.partition(":")[0])
-        for key, value in named.items()
-        if ":" in value
+        f"{key} {name}": user_code.digest(key, name.partition(":")[0])
+        for key, name in _named(config)
+        if ":" in name
     }
     text = json.dumps({**tree, "code": code}, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _named(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what may be the user's own code, with the key that names it."""
+    yield "data.map", config.data.map
+    yield "model.name", config.model.name
+    yield "training.strategy", config.training.strategy
+    tasks: dict[str, TaskConfig | OutputConfig] = {"task": config.task}
+    tasks |= {f"task.outputs.{label}": each for label, each in config.task.outputs.items()}
+    for key, task in tasks.items():
+        yield f"{key}.name", task.name
+        yield f"{key}.loss", task.loss
+        for metric in task.metrics:
+            yield f"{key}.metrics", metric
 
 
 def begin(config: Config, root: str, run_id: str) -> None:

@@ -110,3 +110,10 @@ def test_a_damaged_record_is_named(tmp_path: Path) -> None:
     path.write_bytes(data[: size * 120 - 3])
     with pytest.raises(UserError, match=r"a\.tfrecord, record 120 cannot be read: it is cut off"):
         opened(tmp_path)
+
+
+def test_half_a_pair_of_surrogates_is_a_broken_line(tmp_path: Path) -> None:
+    lines = [json.dumps({"x": f"a{i}", "label": i % 2}) for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*lines, '{"x": "\\ud800", "label": 1}']) + "\n")
+    with pytest.raises(UserError, match=r"a\.jsonl, row 41.*half of a pair of surrogates"):
+        opened(tmp_path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -181,3 +182,46 @@ def test_what_a_scan_found_is_remembered(tmp_path: Path) -> None:
     again.restore(pickle.loads(pickle.dumps(made.state())))
     (tmp_path / "a.csv").rename(tmp_path / "gone")
     assert again.select() == first
+
+
+def refused(folder: Path, text: str, **keys: Any) -> str:
+    write(folder, text)
+    with pytest.raises(UserError) as found:
+        opened(folder, **keys)
+    return str(found.value)
+
+
+def test_a_split_that_none_is_called_is_named_with_its_row(tmp_path: Path) -> None:
+    rows = "x,part,label\n1,train,0\n2,test,1\n3,dev,0\n4,live,1\n"
+    line = refused(tmp_path, rows, splits={"column": "part"})
+    assert line.startswith("data.splits.column: 'live' names no split (")
+    assert "a.csv, row 5" in line
+
+
+def test_times_that_are_none_are_refused_with_their_places(tmp_path: Path) -> None:
+    rows = "x,day,label\n" + "".join(f"{i},monday,{i % 2}\n" for i in range(9))
+    line = refused(tmp_path, rows, splits={"time": "day"})
+    assert "data.splits.time: 'day' of" in line
+    assert "holds no times" in line
+    assert "'monday'" in line
+
+
+def test_a_label_without_any_value_is_refused(tmp_path: Path) -> None:
+    rows = "x,label\n" + "1,\n" * 9
+    assert "'label' has no value in any row; name another column" in refused(tmp_path, rows)
+
+
+def test_a_table_of_broken_rows_alone_has_no_share_to_allow(tmp_path: Path) -> None:
+    rows = "x,label\n" + "".join(f"inf,{i % 2}\n" for i in range(9))
+    line = refused(tmp_path, rows, label="x")
+    assert "9 of 9 rows are broken" in line
+    assert "set data.bad_rows" not in line
+
+
+def test_integers_keep_their_type_up_to_64_bits(tmp_path: Path) -> None:
+    most, least = 2**63 - 1, -(2**63)
+    rows = [(most, most + 1, 0), (least, 7, 1), (1, 8, 0)] * 20
+    write(tmp_path, "a,b,label\n" + "".join(f"{a},{b},{c}\n" for a, b, c in rows))
+    selection, found = opened(tmp_path)
+    assert [selection.specs[each].dtype for each in "ab"] == ["int64", "float32"]
+    assert set(found["a"].tolist()) == {most, least, 1}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.trainer.promotion.test_registry import exported
-from trainer import storage
+from trainer import storage, user_code
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.data.listing import Listing, SourceFile, chosen
@@ -129,6 +129,33 @@ def test_what_a_run_has_decided_needs_no_second_run(root: str) -> None:
     assert trained.finished(configured(steps=7), root) == ""
     # One that was not begun with files leaves no mark.
     trained.end(root, "second", "refused")
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"model": {"name": "mine:it"}},
+        {"training": {"strategy": "mine:it"}},
+        {"task": {"name": "mine:it"}},
+        {"task": {"loss": "mine:it"}},
+        {"task": {"metrics": ["mine:it"]}},
+        {"task": {"outputs": {"y": {"loss": "mine:it"}}}},
+        {"task": {"outputs": {"y": {"name": "mine:it"}}}},
+        {"task": {"outputs": {"y": {"metrics": ["mine:it"]}}}},
+    ],
+)
+def test_own_code_that_was_written_again_is_news(
+    named: dict[str, Any], root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
+    (tmp_path / "mine.py").write_text("def it(): return 1\n")
+    data = {"source": "s.csv", "version": "0" * 32}
+    config = parse_config({"name": NAME, "data": data, **named})
+    trained.begin(config, root, "first")
+    trained.end(root, "first", "refused")
+    assert trained.finished(config, root) == "first"
+    (tmp_path / "mine.py").write_text("def it(): return 2\n")
+    assert trained.finished(config, root) == ""
 
 
 def test_a_mark_that_is_damaged_is_one_line(root: str) -> None:

@@ -42,9 +42,10 @@ class BrokenRows:
             return
         where = "; ".join(self.first(place))
         limit = f"more than data.bad_rows ({allowed:g}) allows" if allowed else "none may be"
+        more = f", or set data.bad_rows to {_share(self.count, self.rows)}"
         raise UserError(
             f"{name}: {self.count} of {self.rows} rows are broken, and {limit}: {where}; fix "
-            f"them, or set data.bad_rows to {_share(self.count, self.rows)}"
+            f"them{more if self.count < self.rows else ''}"
         )
 
     def to_json(self, place: Callable[[Piece, int], str]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ FEW_VALUES = 20
 _NEARLY_ALL = 0.9
 _FEWEST_IDS = 2
 _NUMBERS = ("int", "float")
+_COMMA = re.compile(r"[+-]?\d+(\.\d{3})*,\d+(\.\d+)?$")
 _TENSORS = {"float": "float32", "int": "int64", "bool": "bool"}
 
 
@@ -83,6 +85,8 @@ def decide(name: str, scan: ColumnScan, request: Request) -> Column:
     if single:
         kind = scan.tensor or "text"
     if request.is_label:
+        if not scan.kinds:
+            raise UserError(f"data.label: {name!r} has no value in any row; name another column")
         kind, why = _as_label(kind, why, scan, said=bool(request.said))
     if kind == "image":
         spec = spec_for(name, request.image, scan.shapes)
@@ -141,7 +145,7 @@ def _inferred(name: str, scan: ColumnScan, request: Request) -> tuple[str, str]:
         only = next(iter(kinds))
         return ("text", "numbers with leading zeros") if only == "code" else (only, "all values")
     if set(kinds) <= set(_NUMBERS):
-        return "float", "numbers, some with a fraction"
+        return "float", "numbers, some with a fraction or beyond 64 bits"
     counted = sum(kinds.get(each, 0) for each in _NUMBERS)
     if set(kinds) <= {*_NUMBERS, "code"}:
         return "text", "numbers, some with leading zeros"
@@ -174,6 +178,8 @@ def _hint(scan: ColumnScan, kind: str) -> str:
     missing = bool(scan.empty + scan.words)
     if not scan.many and len(scan.values) == 1 and scan.rows > 1 and not missing:
         return f"always {next(iter(scan.values))!r}"
+    if kind == "text" and scan.texts and all(_COMMA.match(text) for _, _, text in scan.texts):
+        return "numbers with a comma are texts; write 1234.5"
     if kind == "text" and not missing and _FEWEST_IDS < scan.rows == len(scan.values):
         return "another text in each row, as an id"
     return ""

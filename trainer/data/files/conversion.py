@@ -70,9 +70,9 @@ def converted(column: Column, array: pa.Array, *, required: bool) -> Values:
         return _texts(column, array, required=required)
     values, bad = _numbers(column.type, array)
     missing = np.isnan(values) if values.dtype.kind == "f" else np.zeros(len(values), np.bool_)
-    if required:
-        bad = bad | missing
     dtype = spec_of(column).dtype
+    if required:
+        bad = bad | missing | (np.isinf(values) if dtype.startswith("float") else False)
     if dtype == "float32":
         large = np.abs(values) > _LARGEST
         bad = bad | (large & np.isfinite(values))
@@ -140,11 +140,13 @@ def _seconds(array: pa.Array) -> NDArray[np.float64]:
 
 
 def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
+    why = "is missing"
     # Of bytes that are no texts in a column that is said to hold texts, all are broken.
     try:
         texts = array if _is_text(array.type) else pc.cast(array, pa.string())
     except pa.ArrowInvalid:
         texts, required = pa.nulls(len(array), pa.string()), True
+        why = "is neither a text nor an image"
     texts = pc.fill_null(texts, "")
     if column.type == "class":
         found = pc.index_in(text_values.trimmed(texts), value_set=pa.array(column.classes))
@@ -154,7 +156,7 @@ def _texts(column: Column, array: pa.Array, *, required: bool) -> Values:
     if required:
         bad = pc.equal(texts, "").to_numpy(zero_copy_only=False)
     values = texts.cast(pa.binary()).to_numpy(zero_copy_only=False)
-    return Values(values.astype(object), bad, "is missing")
+    return Values(values.astype(object), bad, why)
 
 
 def _tensor(column: Column, array: pa.Array) -> Values:

@@ -66,6 +66,7 @@ class FileSource(Source):
         }
         self._verify(roles, scan)
         if roles.time:
+            self._check_times(roles.time, scan)
             self._bounds = self._time_bounds(scan)
         self._tell(roles)
         self._selection = Selection(
@@ -93,10 +94,11 @@ class FileSource(Source):
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a part; broken rows were counted by the scan, and are left out."""
-        for _, columns, bad in self._read(part):
+        for (piece, numbers), columns, bad in self._read(part):
             kept = {name: array[~bad] for name, array in columns.items()}
             if not bad.all():
                 splits = self._splits(part.origin, kept, int((~bad).sum()))
+                self._check_named(splits, kept, piece, numbers[~bad])
                 yield Batch(columns={name: kept[name] for name in selection.specs}, splits=splits)
 
     def place(self, part: Part, number: int) -> str:
@@ -265,7 +267,9 @@ class FileSource(Source):
         if origin in SPLITS[1:]:
             return np.full(count, SPLITS.index(origin), np.int8)
         if roles.split:
-            return np.array([split_of(each) for each in columns[roles.split]], np.int8)
+            return np.array(
+                [drawing.split_named(_text(each)) for each in columns[roles.split]], np.int8
+            )
         if roles.time:
             return drawing.by_bounds(columns[roles.time], self._bounds)
         validation, test = self._shares()
@@ -273,10 +277,37 @@ class FileSource(Source):
         found = hashes({name: columns[name] for name in drawn}, self._config.seed)
         return drawing.by_share(found, validation=validation, test=test)
 
+    def _check_named(
+        self,
+        splits: NDArray[np.int8],
+        columns: Mapping[str, NDArray[Any]],
+        piece: Piece,
+        numbers: NDArray[np.int64],
+    ) -> None:
+        assert self._roles
+        for place in np.flatnonzero(splits < 0)[:1]:
+            raise UserError(
+                f"data.splits.column: {_text(columns[self._roles.split][place])!r} names no split "
+                f"({self._files.place(piece, int(numbers[place]))}); write train, validation or "
+                "test"
+            )
+
     def _shares(self) -> tuple[float, float]:
         assert self._scan
         named = {file.split for file in self._files.files}
         return drawing.shares(self._config, self._scan.broken.rows, named)
+
+    def _check_times(self, name: str, scan: Scan) -> None:
+        if self._columns[name].type in ("time", "int", "float"):
+            return
+        places = "; ".join(
+            f"{self._files.place(piece, row)}: {text!r}"
+            for piece, row, text in scan.columns[name].texts
+        )
+        raise UserError(
+            f"data.splits.time: {name!r} of {self._config.source} holds no times"
+            f"{f' ({places})' if places else ''}; write them as 2026-11-23 10:30, or as numbers"
+        )
 
     def _time_bounds(self, scan: Scan) -> tuple[float, float]:
         times = np.array(sorted(scan.times), np.float64)
@@ -292,15 +323,8 @@ class FileSource(Source):
         _log.info("%s: inputs %s; label %s", self.name, inputs, targets)
 
 
-def split_of(value: Any) -> int:
-    """Return the split that the value of a column names; raises `UserError`."""
-    text = value.decode() if isinstance(value, bytes) else str(value)
-    found = drawing.split_named(text)
-    if found < 0:
-        raise UserError(
-            f"data.splits.column: {text!r} names no split; write train, validation or test"
-        )
-    return found
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
 
 
 def _why(values: Values, value: Any) -> str:

@@ -12,7 +12,14 @@ from numpy.typing import NDArray
 
 # Of a column of numbers; of a column of texts only an empty one is missing.
 MISSING = ("", "NA", "N/A", "n/a", "#N/A", "nan", "NaN", "NAN", "null", "NULL", "None", "?")
-INT = r"^[+-]?\d{1,18}$"
+_MOST = str(2**63 - 1)
+# What has 19 digits fits where it is below the largest one in its first digit that differs.
+_BELOW = "|".join(
+    rf"{_MOST[:place]}[0-{int(digit) - 1}]\d{{{len(_MOST) - 1 - place}}}"
+    for place, digit in enumerate(_MOST)
+    if digit != "0"
+)
+INT = rf"^([+-]?(\d{{1,{len(_MOST) - 1}}}|{_BELOW}|{_MOST})|-{2**63})$"
 NUMBER = r"^[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,4})?$|^[+-]?inf$"
 # 007 is a code and not a number; Arrow reads 0x10 as one.
 _CODE = r"^[+-]?0[0-9xX]"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import bz2
 import gzip
+import lzma
 import zipfile
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_compressed_files(tmp_path: Path) -> None:
     data = b"a,b\n1,2\n"
     (tmp_path / "a.csv.gz").write_bytes(gzip.compress(data))
     (tmp_path / "a.csv.bz2").write_bytes(bz2.compress(data))
+    (tmp_path / "a.csv.xz").write_bytes(lzma.compress(data))
     with zipfile.ZipFile(tmp_path / "a.csv.zip", "w") as archive:
         archive.writestr("inner.csv", data)
     for path in sorted(tmp_path.iterdir()):
@@ -105,5 +107,6 @@ def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
     whole = gzip.compress(b"a,b\n" + bytes(f"{'1,2' * 999}\n", "ascii"))
     cut = file(tmp_path, whole[:30], "cut.csv.gz")
     assert "cannot be decompressed" in refusal(cut)
-    none = file(tmp_path, b"a,b\n1,2\n", "none.csv.zip")
-    assert "cannot be decompressed" in refusal(none)
+    for suffix in (".zip", ".xz"):
+        none = file(tmp_path, b"a,b\n1,2\n", f"none.csv{suffix}")
+        assert "cannot be decompressed" in refusal(none)

@@ -89,7 +89,7 @@ def _file(path: Path) -> Iterator[pq.ParquetFile]:
     if is_compressed(path):
         raise UserError(f"data.source: {path} is compressed as a whole; unpack it")
     try:
-        with pq.ParquetFile(path) as file:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowKeyError) as error:
         reason = str(error).splitlines()[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import lzma
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pyarrow as pa
 
 from trainer.errors import UserError
 
-SUFFIXES = (".gz", ".bz2", ".zst", ".zip")
+SUFFIXES = (".gz", ".bz2", ".zst", ".xz", ".zip")
 # DEFLATE cannot exceed 1,032 to 1 in one layer; texts of tables stay below 100.
 _MOST_RATIO = 200
 _FREE_BYTES = 256 << 20
@@ -43,7 +44,7 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with _raw(path) as raw:
             yield io.BufferedReader(_Bounded(raw, path), 1 << 20) if is_compressed(path) else raw
-    except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
+    except (zipfile.BadZipFile, lzma.LZMAError, EOFError, zlib.error, NotImplementedError) as error:
         raise UserError(f"data.source: {path} cannot be decompressed: {error}") from error
     except OSError as error:
         if error.errno is None:
@@ -57,6 +58,8 @@ def _raw(path: Path) -> Any:
         return gzip.open(path)
     if low.endswith(".bz2"):
         return bz2.open(path)
+    if low.endswith(".xz"):
+        return lzma.open(path)
     if low.endswith(".zst"):
         return pa.CompressedInputStream(pa.OSFile(str(path)), "zstd")
     if low.endswith(".zip"):

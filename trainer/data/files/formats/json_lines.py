@@ -108,7 +108,17 @@ def _record(line: bytes) -> dict[str, Any] | str:
         return "it is not UTF-8"
     except (ValueError, RecursionError) as error:
         return f"it is no JSON ({error})"
+    if b"\\ud" in line.lower() and not _is_unicode(found):
+        return "it has half of a pair of surrogates (\\ud800), which is no character"
     return found if isinstance(found, dict) else f"it is a {type(found).__name__}, and no object"
+
+
+def _is_unicode(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _flat(record: Mapping[str, Any], before: str = "") -> dict[str, Any]:
