@@ -32,7 +32,7 @@ def _write(task: str, line: str) -> None:
 
 def _tfjob(job: Job, defaults: PodDefaults) -> None:
     # Importing the client of Kubernetes takes half a second, which a local run does not need.
-    from components.tfjob.launcher import launch
+    from components.kubernetes.launcher import launch
     from components.tfjob.manifest import leading
 
     launch(job, defaults)
@@ -60,6 +60,6 @@ def end(launcher: str, kubernetes: str, run_id: str) -> None:
     except ConfigError:
         # The first step refused it, so that nothing was launched.
         return
-    from components.tfjob.launcher import delete_jobs
+    from components.kubernetes.launcher import delete_jobs
 
     delete_jobs(config.cluster.kubernetes, run_id)

@@ -15,8 +15,8 @@ from typing import Any
 from kfp import kubernetes
 
 from components.image import SECRET_KEYS
+from components.kubernetes import names
 from components.table import StepSpec, maker_of
-from components.tfjob import names
 from trainer.config import pod_fields
 from trainer.errors import ConfigError
 

@@ -13,9 +13,9 @@ import yaml
 from kfp import dsl, kubernetes
 
 from components.image import SECRET_KEYS
+from components.kubernetes import names
 from components.pod_parameters import Default, StepParameter, check_parameters, step_parameters
 from components.table import StepSpec
-from components.tfjob import names
 from trainer.config import pod_fields
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.storage.uri import scheme_of

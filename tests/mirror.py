@@ -29,9 +29,13 @@ ELSEWHERE = {
     "CHANGELOG.md": ("tests/docs",),
     "README.md": ("tests/docs",),
     "benchmarks/ports.py": ("tests/benchmarks",),
+    "components/kubernetes": ("tests/components/kubernetes",),
     "components/tfjob": ("tests/components/tfjob",),
     "configs": ("tests/test_configs.py", "tests/docs"),
-    "deploy": ("tests/test_deploy.py", "tests/components/tfjob/test_client_permissions.py"),
+    "deploy": (
+        "tests/test_deploy.py",
+        "tests/components/kubernetes/api/test_client_permissions.py",
+    ),
     "docs": ("tests/docs", "tests/golden/test_reference.py"),
     "pipelines/cli": (
         "tests/pipelines/cli",

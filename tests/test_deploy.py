@@ -14,7 +14,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from components.tfjob.rbac import BASE, FILE
+from components.kubernetes.api.rbac import BASE, FILE
 from tests.conftest import ROOT
 from tests.docs.markdown import read
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from components.image import DEFAULTS, SECRET_KEYS, PodDefaults
-from components.tfjob import names
-from components.tfjob.names import Tree
+from components.kubernetes import names
+from components.kubernetes.names import Tree
 from trainer import storage
 from trainer.cluster import lease, termination
 from trainer.cluster.launcher import Job
@@ -260,7 +260,7 @@ def _container(
 ) -> Tree:
     folder = pod.working_folder or WORKING_FOLDER
     command = list(pod.command) or ["python", "-m", "trainer", "task"]
-    guard = ["python", "-m", "components.tfjob.guard", "--"]
+    guard = ["python", "-m", "components.kubernetes.pods.guard", "--"]
     resources = _resources(config, role, pod)
     own = _task_variables(config, role, resources)
     return _without_empty(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from http import HTTPStatus
 from urllib.parse import quote
 
-from components.tfjob.names import PLURAL, Tree
+from components.kubernetes.names import PLURAL, Tree
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from components.image import IMAGE, PodDefaults
+from components.kubernetes.api.rbac import LAUNCHER, TRAINER
 from components.tfjob.manifest import document, leading
-from components.tfjob.rbac import LAUNCHER, TRAINER
 from pipelines.doctor import (
     admission,
     configuration,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
-from components.tfjob.names import GROUP, PLURAL, VERSION, Tree
+from components.kubernetes.names import GROUP, PLURAL, VERSION, Tree
 from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import OPERATOR, Kubernetes, unexpected

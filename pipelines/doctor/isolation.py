@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote
 
-from components.tfjob import names
+from components.kubernetes import names
+from components.kubernetes.api.rbac import BASE, POLICIES, POLICIES_GROUP
+from components.kubernetes.names import Tree
 from components.tfjob.manifest import PORT, PORT_NAME
-from components.tfjob.names import Tree
-from components.tfjob.rbac import BASE, POLICIES, POLICIES_GROUP
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 

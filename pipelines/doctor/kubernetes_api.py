@@ -12,8 +12,8 @@ from urllib.parse import quote
 
 import urllib3
 
-from components.tfjob.client import Api, Connection, UnreachableError, connect
-from components.tfjob.names import GROUP, PLURAL, VERSION, Tree
+from components.kubernetes.api.client import Api, Connection, UnreachableError, connect
+from components.kubernetes.names import GROUP, PLURAL, VERSION, Tree
 from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from trainer.errors import UserError

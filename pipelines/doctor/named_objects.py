@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from urllib.parse import quote
 
 from components.image import IMAGE
-from components.tfjob.names import Tree
-from components.tfjob.rbac import TRAINER, granting
+from components.kubernetes.api.rbac import TRAINER, granting
+from components.kubernetes.names import Tree
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 

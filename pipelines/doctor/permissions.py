@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
 
-from components.tfjob.names import Tree
-from components.tfjob.rbac import (
+from components.kubernetes.api.rbac import (
     FILE,
     LAUNCHER,
     NEEDED,
@@ -21,6 +20,7 @@ from components.tfjob.rbac import (
     Permission,
     granting,
 )
+from components.kubernetes.names import Tree
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 from trainer.errors import ConfigError

@@ -15,7 +15,7 @@ from decimal import Decimal
 
 from kubernetes.utils.quantity import parse_quantity
 
-from components.tfjob.names import GROUP, PLURAL, Tree
+from components.kubernetes.names import GROUP, PLURAL, Tree
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 

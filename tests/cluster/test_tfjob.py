@@ -8,8 +8,8 @@ import signal
 
 import pytest
 
-from components.tfjob.launcher import delete_jobs
-from tests.components.tfjob.attempts import step
+from components.kubernetes.launcher import delete_jobs
+from tests.components.kubernetes.attempts import step
 from tests.kubernetes.cluster import real_cluster
 from tests.pipelines.called import call, setting
 from trainer import storage

@@ -10,8 +10,8 @@ import signal
 
 import pytest
 
-from components.tfjob import names
-from tests.components.tfjob.attempts import step
+from components.kubernetes import names
+from tests.components.kubernetes.attempts import step
 from tests.kubernetes.cluster import NAMESPACE, real_cluster
 from trainer import events, storage
 from trainer.checkpoints.index import newest_checkpoint

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.tfjob import names
+from components.kubernetes import names
 from tests.kubernetes import events, pods, rbac
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.network import Network

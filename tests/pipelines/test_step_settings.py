@@ -5,9 +5,9 @@ import re
 import pytest
 import yaml
 
+from components.kubernetes import names
 from components.pod_parameters import step_parameters
 from components.table import STEPS
-from components.tfjob import names
 from pipelines.compile import compile_pipeline
 from pipelines.step_settings import RUN_SECONDS
 from pipelines.training import PIPELINES

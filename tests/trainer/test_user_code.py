@@ -110,7 +110,7 @@ def test_a_module_that_was_found_and_failed_is_not_sought_elsewhere(monkeypatch)
         ([str(Path(sys.executable).with_name("flotilla")), "--version"], "flotilla 0"),
         ([sys.executable, "-m", "pipelines.cli", "--version"], "flotilla 0"),
         ([sys.executable, "-m", "trainer", "--help"], "python -m trainer"),
-        ([sys.executable, "-m", "components.tfjob.guard"], "guard: usage"),
+        ([sys.executable, "-m", "components.kubernetes.pods.guard"], "guard: usage"),
         ([sys.executable, "-P", "-m", "kfp.dsl.executor_main", "--help"], "executor_input"),
     ],
 )

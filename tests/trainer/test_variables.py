@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from components.tfjob import guard
+from components.kubernetes.pods import guard
 from pipelines.cli.app import called
 from trainer import variables
 from trainer.errors import USAGE, ConfigError

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as tried
 from kubeflow import training
 
-from components.tfjob import names
+from components.kubernetes import names
 from components.tfjob.manifest import REPLICAS, Place, document, leading, manifest, replicas
-from tests.components.tfjob.settings import configurations
+from tests.components.kubernetes.settings import configurations
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
 from trainer.config.schema import Config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.components.tfjob.attempts import Attempt, job_of, settings
+from tests.components.kubernetes.attempts import Attempt, job_of, settings
 from tests.components.tfjob.test_manifest import container, made, template
 from tests.kubernetes.admission import ENFORCE, refusal
 from tests.kubernetes.cluster import NAMESPACE

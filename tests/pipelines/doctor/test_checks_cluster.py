@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from components.tfjob.names import GROUP
-from components.tfjob.rbac import LAUNCHER, NEEDED, TRAINER
+from components.kubernetes.api.rbac import LAUNCHER, NEEDED, TRAINER
+from components.kubernetes.names import GROUP
 from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER

@@ -10,7 +10,7 @@ from hypothesis import given
 
 from components.tfjob.manifest import document
 from pipelines.doctor.named_objects import named
-from tests.components.tfjob import settings
+from tests.components.kubernetes import settings
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.load import parse_config
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.tfjob import launcher
+from components.kubernetes import launcher
 from trainer.cluster import local
 from trainer.cluster.launcher import Job, Launcher
 from trainer.config.schema import Config

@@ -1,0 +1,326 @@
+"""The Kubernetes API of one namespace: how to connect to it, TFJobs, pods, logs and events.
+
+Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. A stream
+is read line by line with a timeout, and a line that a broken connection cut off is recognized by
+its missing newline, which the package's own watch does not show.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import os
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from urllib.parse import quote
+
+import urllib3
+from kubernetes import client, config
+from kubernetes.client.rest import RESTClientObject
+
+from components.kubernetes import names
+from components.kubernetes.names import Tree
+from trainer.errors import UserError
+
+_SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
+# One log stream for every task of a large job, and the other requests.
+_CONNECTIONS = 256
+_TIMEOUT = urllib3.Timeout(connect=5, read=30)
+_QUICK_TIMEOUT = urllib3.Timeout(connect=2, read=5)
+# A silent stream is opened again after so long: a dead peer is silent too.
+STREAM_SECONDS = 60
+# What may pass: an expired token (401) is renewed on its node after a while, 500 is also a webhook
+# that does not answer, 502 to 504 come from proxies and overload. A method or a protocol that the
+# server does not know (501, 505) it will not learn.
+_RETRYABLE = (
+    HTTPStatus.UNAUTHORIZED, HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_MANY_REQUESTS,
+    HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
+    HTTPStatus.GATEWAY_TIMEOUT,
+)  # fmt: skip
+# Of the kinds that are not of the API's core.
+_GROUPS = {
+    names.PLURAL: f"apis/{names.GROUP}/{names.VERSION}",
+    "networkpolicies": "apis/networking.k8s.io/v1",
+}
+# An internal error (500) of the API server, when its request to the operator has failed.
+_SILENT_OPERATOR = re.compile(r"failed calling webhook .*training-operator")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Connection:
+    """The address and credentials of the API, and the identity of this process.
+
+    The service account is that of this pod, and empty outside a pod.
+    """
+
+    configuration: client.Configuration
+    namespace: str
+    service_account: str
+
+
+def connect() -> Connection:
+    """Return the connection of this pod, or of the kubeconfig; raises `UserError`."""
+    configuration = client.Configuration()
+    # The caller decides what to retry, and for how long.
+    configuration.retries = False
+    try:
+        if os.environ.get("KUBERNETES_SERVICE_HOST") and not os.environ.get("KUBECONFIG"):
+            config.load_incluster_config(client_configuration=configuration)
+            namespace = (_SERVICE_ACCOUNT / "namespace").read_text(encoding="utf-8").strip()
+            token = (_SERVICE_ACCOUNT / "token").read_text(encoding="utf-8")
+            return Connection(
+                configuration=configuration,
+                namespace=namespace,
+                service_account=_service_account(token),
+            )
+        path = os.environ.get("KUBECONFIG") or None
+        config.load_kube_config(config_file=path, client_configuration=configuration)
+        _, active = config.list_kube_config_contexts(config_file=path)
+    # The loader raises many kinds of errors on a file that is no kubeconfig.
+    except Exception as error:
+        raise UserError(
+            f"no Kubernetes API to launch on: {' '.join(str(error).split())}; "
+            "run in a cluster, or set KUBECONFIG, or choose cluster.launcher local"
+        ) from None
+    namespace = active["context"].get("namespace") or "default"
+    return Connection(configuration=configuration, namespace=namespace, service_account="")
+
+
+def _service_account(token: str) -> str:
+    """Return the service account of a token (RFC 7519), or an empty string."""
+    try:
+        body = token.split(".")[1]
+        claims = json.loads(base64.urlsafe_b64decode(body + "=" * (-len(body) % 4)))
+        *_, kind, _, name = claims["sub"].split(":")
+    except (IndexError, KeyError, ValueError, binascii.Error):
+        return ""
+    return name if kind == "serviceaccount" else ""
+
+
+class RefusedError(Exception):
+    """The API has answered that it does not do what was requested.
+
+    Attributes:
+        is_unserved: whether it does not know the resource at all.
+    """
+
+    def __init__(self, code: int, message: str, *, is_unserved: bool = False) -> None:
+        """Take the HTTP status and the message of the API."""
+        super().__init__(f"{message} (HTTP {code})")
+        self.code = code
+        self.is_unserved = is_unserved
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether the object does not exist."""
+        return self.code == HTTPStatus.NOT_FOUND
+
+
+class UnreachableError(Exception):
+    """The API has not answered, or is too busy; the same request may succeed later.
+
+    Attributes:
+        retry_after: seconds to wait before the next request, as the API says.
+    """
+
+    def __init__(self, message: str, retry_after: float = 0.0) -> None:
+        """Take the cause and the seconds."""
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class SilentOperatorError(UnreachableError):
+    """The training operator does not answer the API, which has it judge every TFJob."""
+
+
+class Api:
+    """The API in one namespace; its methods raise `RefusedError` and `UnreachableError`.
+
+    Without a namespace it is that of the connection.
+
+    Attributes:
+        answered_at: monotonic time of the last answer.
+    """
+
+    def __init__(self, connection: Connection, namespace: str) -> None:
+        """Open no connection yet."""
+        self._configuration = connection.configuration
+        pool = RESTClientObject(connection.configuration, maxsize=_CONNECTIONS)
+        self._pool = pool.pool_manager
+        self._namespace = quote(namespace or connection.namespace)
+        self.answered_at = time.monotonic()
+
+    def create_job(self, job: Tree) -> Tree:
+        """Create a TFJob; a conflict where one of its name exists."""
+        return self._ask("POST", self._path(names.PLURAL), body=job)
+
+    def create_policy(self, policy: Tree) -> None:
+        """Create a network policy, unless it exists."""
+        try:
+            self._ask("POST", self._path("networkpolicies"), body=policy)
+        except RefusedError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+
+    def get_job(self, name: str) -> Tree:
+        """Return a TFJob."""
+        return self._ask("GET", self._path(names.PLURAL, name))
+
+    def patch_job(self, name: str, patch: Tree, *, quick: bool = False) -> Tree:
+        """Merge a patch into a TFJob."""
+        timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
+        return self._ask("PATCH", self._path(names.PLURAL, name), body=patch, timeout=timeout)
+
+    def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> None:
+        """Delete a TFJob if it exists, only the one with `uid` if given."""
+        body: Tree = {
+            "kind": "DeleteOptions",
+            "apiVersion": "v1",
+            "propagationPolicy": "Background",
+        }
+        if uid:
+            body["preconditions"] = {"uid": uid}
+        try:
+            timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
+            self._ask("DELETE", self._path(names.PLURAL, name), body=body, timeout=timeout)
+        except RefusedError as error:
+            if not error.is_missing and not (uid and error.code == HTTPStatus.CONFLICT):
+                raise
+
+    def post(self, path: str, body: Tree) -> Tree:
+        """Return the answer to an object that is only asked about, such as an access review."""
+        return self._ask("POST", path, body=body)
+
+    def get_pod(self, name: str) -> Tree:
+        """Return a pod."""
+        return self._ask("GET", self._path("pods", name))
+
+    def list_of(self, kind: str, query: Mapping[str, str]) -> tuple[list[Tree], str]:
+        """Return the objects of a kind that a query selects, and the version of the list."""
+        found = self._ask("GET", self._path(kind), query)
+        return found["items"], found["metadata"]["resourceVersion"]
+
+    def labelled(self, kind: str, label: str) -> list[Tree]:
+        """Return the objects of a kind that a label selects."""
+        return self.list_of(kind, {"labelSelector": label})[0]
+
+    def watch(self, kind: str, query: Mapping[str, str], version: str) -> Iterator[Tree]:
+        """Yield the events of the objects of a kind after a version, until the stream ends."""
+        parameters = {
+            **query,
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": str(STREAM_SECONDS - 10),
+        }
+        for line in self._lines(self._path(kind), parameters):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+    def recent_log(self, pod: str, seconds: int) -> Iterator[str]:
+        """Yield what a pod has written to its log in so many seconds."""
+        query = {"container": names.CONTAINER, "sinceSeconds": str(seconds)}
+        return self._lines(f"{self._path('pods', pod)}/log", query)
+
+    def log(self, pod: str, *, since: str, follow: bool, previous: bool) -> Iterator[str]:
+        """Yield the lines of a pod's log with their times; a line cut off has no newline."""
+        query = {
+            "container": names.CONTAINER,
+            "timestamps": "true",
+            "follow": str(follow).lower(),
+            "previous": str(previous).lower(),
+            **({"sinceTime": since} if since else {}),
+        }
+        return self._lines(f"{self._path('pods', pod)}/log", query)
+
+    def request(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Tree | None = None,
+        timeout: urllib3.Timeout = _TIMEOUT,
+        *,
+        stream: bool = False,
+    ) -> urllib3.BaseHTTPResponse:
+        """Return the answer, whatever its status; raises only `UnreachableError`."""
+        kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
+        # Looked up for each request: a renewed token is read again.
+        token = self._configuration.auth_settings().get("BearerToken", {}).get("value")
+        try:
+            return self._pool.request(
+                method,
+                f"{self._configuration.host}{path}",
+                fields=query,
+                json=body,
+                headers={"Content-Type": kind, **({"authorization": token} if token else {})},
+                timeout=timeout,
+                preload_content=not stream,
+                retries=False,
+            )
+        except urllib3.exceptions.HTTPError as error:
+            raise UnreachableError(f"{method} {path}: {error}") from None
+
+    def _path(self, kind: str, name: str = "") -> str:
+        path = f"/{_GROUPS.get(kind, 'api/v1')}/namespaces/{self._namespace}/{kind}"
+        return f"{path}/{quote(name)}" if name else path
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        query: Mapping[str, str] | None = None,
+        body: Tree | None = None,
+        timeout: urllib3.Timeout = _TIMEOUT,
+    ) -> Tree:
+        answer = self.request(method, path, query, body, timeout)
+        tree: Tree = self._checked(answer, f"{method} {path}").json()
+        return tree
+
+    def _lines(self, path: str, query: Mapping[str, str]) -> Iterator[str]:
+        timeout = urllib3.Timeout(connect=5, read=STREAM_SECONDS)
+        opened = self.request("GET", path, query, timeout=timeout, stream=True)
+        with closing(self._checked(opened, f"GET {path}")) as answer:
+            rest = b""
+            try:
+                for chunk in answer.stream(2**16, decode_content=True):
+                    *lines, rest = (rest + chunk).split(b"\n")
+                    for line in lines:
+                        yield f"{line.decode(errors='replace')}\n"
+            except urllib3.exceptions.HTTPError as error:
+                raise UnreachableError(str(error)) from None
+            if rest:
+                yield rest.decode(errors="replace")
+
+    def _checked(self, answer: urllib3.BaseHTTPResponse, request: str) -> urllib3.BaseHTTPResponse:
+        failure = None
+        if answer.status >= HTTPStatus.MULTIPLE_CHOICES:
+            with closing(answer):
+                failure = _error_of(answer, request)
+        if not isinstance(failure, UnreachableError):
+            self.answered_at = time.monotonic()
+        if failure:
+            raise failure
+        return answer
+
+
+def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
+    try:
+        message, is_object = json.loads(answer.data).get("message"), True
+    except (ValueError, AttributeError, urllib3.exceptions.HTTPError):
+        message, is_object = "", False
+    text = f"{request}: {' '.join(str(message or answer.reason or '').split())}"
+    if _SILENT_OPERATOR.search(text):
+        return SilentOperatorError(text)
+    if answer.status in _RETRYABLE:
+        seconds = answer.headers.get("Retry-After", "")
+        return UnreachableError(text, float(seconds) if seconds.isdigit() else 0.0)
+    # What the API server has no resource for, its HTTP server refuses without an object.
+    is_unserved = answer.status == HTTPStatus.NOT_FOUND and not is_object
+    return RefusedError(answer.status, text, is_unserved=is_unserved)

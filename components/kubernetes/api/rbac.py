@@ -1,0 +1,132 @@
+"""What Flotilla asks of the Kubernetes API: the permissions that deploy/base/rbac.yaml grants.
+
+The doctor reviews them, and the launcher does before it creates a job: without `patch` it could not
+renew its heartbeat, and the guard of the leading task would take a healthy job for an orphan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.names import GROUP, PLURAL, Tree
+from trainer.errors import UserError
+
+BASE = "deploy/base"
+FILE = f"{BASE}/rbac.yaml"
+LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
+REVIEWS = "/apis/authorization.k8s.io/v1"
+WHO = "/apis/authentication.k8s.io/v1/selfsubjectreviews"
+
+
+@dataclass(frozen=True)
+class Permission:
+    """One verb on one kind of object; a run continues without an optional one."""
+
+    verb: str
+    resource: str
+    group: str = ""
+    is_optional: bool = False
+
+    def __str__(self) -> str:
+        """Write it as `kubectl auth can-i` takes it."""
+        resource, _, part = self.resource.partition("/")
+        named = f"{resource}.{self.group}" if self.group else resource
+        return f"{self.verb} {named}" + (f"/{part}" if part else "")
+
+    def attributes(self, namespace: str) -> Tree:
+        """Return it as the API takes it."""
+        resource, _, part = self.resource.partition("/")
+        named = {"verb": self.verb, "group": self.group, "resource": resource}
+        return {"namespace": namespace, **named, **({"subresource": part} if part else {})}
+
+
+POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
+# Without it the tasks of other jobs of Flotilla in the namespace reach those of this one.
+ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
+# What the file grants, role by role.
+NEEDED = {
+    LAUNCHER: (
+        *(
+            Permission(verb, PLURAL, GROUP)
+            for verb in ("create", "delete", "get", "list", "patch", "watch")
+        ),
+        *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
+        Permission("get", "pods/log"),
+        # A report of a failure leaves the events out.
+        Permission("list", "events", is_optional=True),
+        ISOLATION,
+    ),
+    # Without them an abandoned job ends by its deadline alone, and a cancelled one at once.
+    TRAINER: tuple(
+        Permission(verb, PLURAL, GROUP, is_optional=True)
+        for verb in ("delete", "get", "list", "watch")
+    ),
+}
+
+
+def require(api: Api, namespace: str) -> None:
+    """Raise a `UserError` that names every verb which the launcher needs and may not use.
+
+    An API that does not review permissions is not asked further: it refuses what it forbids.
+    """
+    needed = [each for each in NEEDED[LAUNCHER] if not each.is_optional]
+    try:
+        missing = [each for each in needed if not _may(api, each, namespace)]
+        if not missing:
+            return
+        user = _user(api)
+    except (RefusedError, UnreachableError):
+        return
+    raise UserError(refusal(missing, user, namespace))
+
+
+def may_isolate(api: Api, namespace: str) -> bool:
+    """Return whether the launcher may make network policies; not where the API does not say."""
+    try:
+        return _may(api, ISOLATION, namespace)
+    except (RefusedError, UnreachableError):
+        return False
+
+
+def refusal(missing: Sequence[Permission], user: str, namespace: str) -> str:
+    """Return the line about permissions that a user lacks, with the remedy."""
+    return (
+        f"{user} may not in the namespace {namespace}: {', '.join(map(str, missing))}; "
+        f"no job is launched. Grant it: {granting(namespace, user, LAUNCHER)}"
+    )
+
+
+def granting(namespace: str, user: str, role: str) -> str:
+    """Return the commands that make a role and bind a user to it."""
+    if user.startswith("system:serviceaccount:"):
+        *_, its_namespace, name = user.split(":")
+        subject = f"--serviceaccount {its_namespace}:{name}"
+    else:
+        name = "user"
+        subject = f"--user '{user or 'USER'}'"
+    return (
+        f"kubectl apply --namespace {namespace} --kustomize {BASE} && kubectl create rolebinding "
+        f"{role}-{name} --namespace {namespace} --role {role} {subject}"
+    )
+
+
+def _user(api: Api) -> str:
+    """Return as whom the API knows this process; before Kubernetes 1.28 it does not say."""
+    try:
+        answer = api.post(WHO, _body("authentication", "SelfSubjectReview"))
+    except RefusedError:
+        return "this user"
+    return str(answer.get("status", {}).get("userInfo", {}).get("username") or "this user")
+
+
+def _may(api: Api, permission: Permission, namespace: str) -> bool:
+    body = _body("authorization", "SelfSubjectAccessReview")
+    body["spec"] = {"resourceAttributes": permission.attributes(namespace)}
+    answer = api.post(f"{REVIEWS}/selfsubjectaccessreviews", body)
+    return bool(answer["status"]["allowed"])
+
+
+def _body(group: str, kind: str) -> Tree:
+    return {"apiVersion": f"{group}.k8s.io/v1", "kind": kind}

@@ -1,0 +1,180 @@
+"""The deadlines of a job: to be taken up, to be scheduled, to start, to make progress, to end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Collection
+
+from components.kubernetes.api.retry import silent_operator
+from components.kubernetes.names import Tree
+from components.kubernetes.pods import pod_state
+from trainer.config.kubernetes import DeadlinesConfig
+
+log = logging.getLogger(__name__)
+_ADMISSION = "it is suspended; Kueue admits it once its queue has room: kubectl get workloads"
+_REMEDIES = {
+    "image": (
+        "correct --image or cluster.kubernetes.pod.image, or name the secret of its registry in "
+        "cluster.kubernetes.pod.image_pull_secrets"
+    ),
+    "container": "correct what it names, or cluster.kubernetes.pod",
+}
+
+
+class Deadlines:
+    """The stage of a job as a whole, and how long it may last.
+
+    A job that has run once stays in the stage `running`: when a worker is lost and its replacement
+    waits for a node, training continues, and if it does not, it stalls. Only a job that is
+    suspended begins to queue again.
+
+    Attributes:
+        is_taken_up: whether the operator has reacted to the job.
+    """
+
+    def __init__(
+        self,
+        config: DeadlinesConfig,
+        expected_pods: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin in the stage `queueing`.
+
+        Args:
+            config: in seconds, 0 for none.
+            expected_pods: number of pods of the job.
+            clock: monotonic seconds.
+        """
+        self._config = config
+        self._expected_pods = expected_pods
+        self._clock = clock
+        self._stage = pod_state.QUEUEING
+        self._entered_at = self._progressed_at = clock()
+        self._uid = ""
+        self._made_at = clock()
+        self.is_taken_up = self._is_suspended = False
+        # When each pod that cannot start was first seen so.
+        self._failing_since: dict[str, float] = {}
+        # Seconds for which earlier jobs of this run have run.
+        self._ran = 0.0
+
+    def begin_again(self) -> None:
+        """Return to the stage `queueing`: the job is made again, and its training goes on."""
+        if self._stage == pod_state.RUNNING:
+            self._ran += self._clock() - self._entered_at
+        self._stage = pod_state.QUEUEING
+        self._entered_at = self._progressed_at = self._clock()
+        self._failing_since = {}
+
+    @property
+    def has_run(self) -> bool:
+        """Whether all tasks have run."""
+        return self._stage == pod_state.RUNNING
+
+    def observe_job(self, job: Tree) -> None:
+        """Note whether the operator has taken up the job, and whether it is suspended."""
+        uid = job["metadata"]["uid"]
+        if uid != self._uid:
+            self._uid, self._made_at, self.is_taken_up = uid, self._clock(), False
+        if job.get("status", {}).get("conditions"):
+            self.take_up()
+        suspended = pod_state.is_suspended(job)
+        if suspended and not self._is_suspended:
+            log.info("the job waits for admission: it is suspended")
+            self._enter(pod_state.QUEUEING)
+        self._is_suspended = suspended
+
+    def take_up(self) -> None:
+        """Note that the operator has reacted to the job."""
+        self.is_taken_up = True
+
+    def observe(self, pods: Collection[Tree]) -> None:
+        """Update the stage from the current pods."""
+        if pods:
+            self.take_up()
+        now = self._clock()
+        failing = [each["metadata"]["uid"] for each in pods if pod_state.start_failure(each)]
+        self._failing_since = {uid: self._failing_since.get(uid, now) for uid in failing}
+        if self._stage == pod_state.RUNNING:
+            return
+        stages = [pod_state.stage(pod) for pod in pods]
+        if len(stages) < self._expected_pods or pod_state.QUEUEING in stages:
+            self._enter(pod_state.QUEUEING)
+        else:
+            self._enter(pod_state.STARTING if pod_state.STARTING in stages else pod_state.RUNNING)
+
+    def lacks_pods(self, pods: Collection[Tree]) -> bool:
+        """Return whether the operator should have made more pods."""
+        return len(pods) < self._expected_pods and not self._is_suspended
+
+    def progressed(self) -> None:
+        """Restart the deadline for progress: the global step has changed."""
+        self._progressed_at = self._clock()
+
+    def seconds_left(self) -> float:
+        """Return the seconds to the next deadline; infinite where there is none."""
+        return min(self._ends().values(), default=math.inf) - self._clock()
+
+    def exceeded(self, pods: Collection[Tree]) -> str:
+        """Return one line about what cannot start, or about the deadline that was exceeded."""
+        malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
+        if malformed and not self.has_run:
+            return _not_starting(malformed, "")
+        late = [key for key, end in self._ends().items() if end <= self._clock()]
+        return self._past(late[0], pods) if late else ""
+
+    def _past(self, key: str, pods: Collection[Tree]) -> str:
+        seconds = getattr(self._config, key)
+        limit = f"{seconds:g} s (cluster.kubernetes.deadlines.{key})"
+        of_the_job = {
+            "operator": silent_operator(seconds, "the job has neither a condition nor a pod"),
+            "stalling": f"training has made no progress for {limit}",
+            "running": f"training was not done after {limit}",
+        }
+        if key in of_the_job:
+            return of_the_job[key]
+        if key == "container":
+            return _not_starting([pod for pod in pods if pod_state.start_failure(pod)], limit)
+        return self._waiting(pods, key, limit)
+
+    def _waiting(self, pods: Collection[Tree], stage: str, limit: str) -> str:
+        waiting = [pod for pod in pods if pod_state.stage(pod) == stage]
+        if stage == pod_state.QUEUEING and self._is_suspended:
+            return f"the job was not admitted after {limit}: {_ADMISSION}"
+        missing = self._expected_pods - len(pods)
+        if stage == pod_state.QUEUEING and missing > 0:
+            return f"{missing} of {self._expected_pods} pods were not made after {limit}"
+        what = "has no node" if stage == pod_state.QUEUEING else "has not started"
+        return _sentence(waiting, f"{what} after {limit}")
+
+    def _enter(self, stage: str) -> None:
+        if stage != self._stage:
+            self._stage = stage
+            self._entered_at = self._progressed_at = self._clock()
+
+    def _ends(self) -> dict[str, float]:
+        since = {self._stage: self._entered_at}
+        if not self.is_taken_up:
+            since["operator"] = self._made_at
+        if self._stage == pod_state.RUNNING:
+            since["stalling"] = self._progressed_at
+        elif self._failing_since:
+            since["container"] = min(self._failing_since.values())
+        limits = {key: getattr(self._config, key) for key in since}
+        if self._stage == pod_state.RUNNING:
+            since[pod_state.RUNNING] -= self._ran
+        return {key: since[key] + limit for key, limit in limits.items() if limit}
+
+
+def _not_starting(pods: Collection[Tree], limit: str) -> str:
+    kind = "image" if any("Image" in pod_state.start_failure(pod) for pod in pods) else "container"
+    what = f"cannot start, for {limit}" if limit else "cannot start"
+    return f"{_sentence(pods, what)}; {_REMEDIES[kind]}"
+
+
+def _sentence(pods: Collection[Tree], what: str) -> str:
+    tasks = ", ".join(sorted(str(pod_state.task_of(pod)) for pod in pods))
+    reason = next(filter(None, map(pod_state.waiting_reason, pods)), "")
+    return ": ".join(filter(None, [f"{tasks} {what}", " ".join(reason.split())]))

@@ -1,0 +1,101 @@
+"""What Kubernetes writes about the job and its pods: its events, by the uid of their object.
+
+The operator reports on the job, and nowhere else, why it cannot make a pod. The job has no
+condition then: its status is written once all pods are made. Events are optional: without the
+permission to list them a job goes on, and a report says that they are missing.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable
+from http import HTTPStatus
+
+from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.deadlines import Deadlines
+from components.kubernetes.names import Tree
+
+log = logging.getLogger(__name__)
+# So many events are part of a report.
+REPORTED = 3
+# How often the events of a job are read while pods are missing.
+LOOK_SECONDS = 5.0
+_REFUSAL = "FailedCreatePod"
+# Admission that refuses the manifest itself: the operator tries for ever, with the same answer.
+_FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
+# Room that others may free, and a pod of the same name that has not ended yet.
+_TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
+
+
+def last_events(api: Api, uid: str) -> str:
+    """Return the last events of an object; empty for none, or if the API does not answer."""
+    try:
+        found = _events(api, uid)
+    except UnreachableError:
+        return ""
+    except RefusedError as error:
+        if error.code == HTTPStatus.FORBIDDEN:
+            return "; its events may not be read with these permissions"
+        return ""
+    lines = (f"{each.get('reason')}: {each.get('message')}" for each in found[-REPORTED:])
+    text = " ".join(" | ".join(lines).split())
+    return f"; last events: {text}" if text else ""
+
+
+def _events(api: Api, uid: str) -> list[Tree]:
+    found, _ = api.list_of("events", {"fieldSelector": f"involvedObject.uid={uid}"})
+    return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
+
+
+def is_final(refusal: str) -> bool:
+    """Return whether the message of a refused pod says that waiting does not help."""
+    return bool(_FINAL.search(refusal)) and not _TEMPORARY.search(refusal)
+
+
+class PodRefusals:
+    """Looks for the reason why pods of a job are missing."""
+
+    def __init__(
+        self,
+        api: Api,
+        uid: str,
+        deadlines: Deadlines,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Take the uid of the job, and its deadlines, which learn that the operator is there."""
+        self._api = api
+        self._uid = uid
+        self._deadlines = deadlines
+        self._clock = clock
+        self._look_at = clock() + LOOK_SECONDS
+        self._logged: set[str] = set()
+
+    def final(self) -> str:
+        """Return why pods will never be made, or an empty string; log what may pass, once.
+
+        A job that has run is not ended for a lost pod that cannot be made again: the others train.
+        """
+        if self._clock() < self._look_at:
+            return ""
+        self._look_at = self._clock() + LOOK_SECONDS
+        try:
+            found = _events(self._api, self._uid)
+        except (RefusedError, UnreachableError) as error:
+            log.debug("the events of the job cannot be read: %s", error)
+            return ""
+        if found:
+            self._deadlines.take_up()
+        messages = [str(each.get("message")) for each in found if each.get("reason") == _REFUSAL]
+        if not messages:
+            return ""
+        newest = " ".join(messages[-1].split())
+        if is_final(newest) and not self._deadlines.has_run:
+            return newest
+        # Names and numbers change from one attempt of the operator to the next.
+        key = re.sub(r'"[^"]*"|\d+', "", newest)
+        if key not in self._logged:
+            self._logged.add(key)
+            log.warning("the operator cannot make all pods yet: %s", newest)
+        return ""

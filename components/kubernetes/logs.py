@@ -1,0 +1,215 @@
+"""Follow the logs of all tasks: each line once, across broken connections, and progress in them.
+
+The API can repeat a log only from a whole second on. Lines that were read before are recognized by
+their time, and lines with the same time by their number. The leading task writes its events to its
+log: from there they reach the events of the run and the deadline for progress.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.names import Tree
+from components.kubernetes.pods import pod_state
+from trainer import events
+from trainer.cluster.event_lines import LogLines
+from trainer.topology import Task
+
+log = logging.getLogger(__name__)
+# So many lines of a failed task are part of its report.
+TAIL = 5
+_RETRY_SECONDS = 1.0
+_TIME = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d+))?(Z|[+-]\d\d:\d\d)")
+# The events of training; any other event in the log of the leading task is just a line.
+_TRAINING_EVENTS = (
+    events.AttemptBegin,
+    events.Progress,
+    events.CheckpointPublished,
+    events.CheckpointPassedOver,
+    events.Validation,
+    events.UserCodeFailed,
+)
+
+LogSink = Callable[[Task, str], None]
+# Seconds and nanoseconds, each as text that sorts by time.
+_Timestamp = tuple[str, str]
+
+
+class LogPosition:
+    """How far a log has been read; `take` returns only lines that are new."""
+
+    def __init__(self) -> None:
+        """Begin with the first line."""
+        self._last: _Timestamp = ("", "")
+        self._zone = ""
+        # Lines with the last time: read in all, and repeated by the current request.
+        self._read = self._repeated = 0
+        self._catching_up = False
+
+    def since(self) -> str:
+        """Begin a new request, and return its `sinceTime`; empty for the whole log."""
+        self._repeated, self._catching_up = 0, True
+        return f"{self._last[0]}{self._zone}" if self._last[0] else ""
+
+    def take(self, line: str) -> str | None:
+        """Return the text of a line that is new, None for one that was read before."""
+        time, _, text = line.partition(" ")
+        match = _TIME.fullmatch(time)
+        if not match:
+            return line
+        timestamp = (match[1], (match[2] or "").ljust(9, "0"))
+        if self._catching_up:
+            if timestamp < self._last:
+                return None
+            if timestamp == self._last and self._repeated < self._read:
+                self._repeated += 1
+                return None
+            self._catching_up = False
+        self._read = self._read + 1 if timestamp == self._last else 1
+        self._last, self._zone = timestamp, match[3]
+        return text
+
+
+class LogFollower(threading.Thread):
+    """A daemon thread that reads the log of one container, up to its next restart."""
+
+    def __init__(self, api: Api, pod: Tree, sink: LogSink) -> None:
+        """Do not start yet."""
+        self.task = pod_state.task_of(pod)
+        super().__init__(name=f"log {self.task}", daemon=True)
+        self._api = api
+        self._pod = pod["metadata"]["name"]
+        self._uid = pod["metadata"]["uid"]
+        self._restart_count = pod_state.restart_count(pod)
+        self._sink = sink
+        self._position = LogPosition()
+        self._partial = ""
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        """Read until the container has ended, then the rest of its log, or until `stopped`."""
+        while not self.stopped.is_set():
+            try:
+                pod = self._api.get_pod(self._pod)
+                if pod["metadata"]["uid"] != self._uid:
+                    break
+                restarted = pod_state.restart_count(pod) > self._restart_count
+                ended = restarted or pod_state.has_ended(pod)
+                self._read(follow=not ended, previous=restarted)
+                if ended:
+                    break
+            except RefusedError as error:
+                if error.is_missing:
+                    break
+                self.stopped.wait(_RETRY_SECONDS)
+            except UnreachableError as error:
+                self.stopped.wait(max(_RETRY_SECONDS, error.retry_after))
+        if self._partial:
+            self._sink(self.task, self._partial)
+
+    def _read(self, *, follow: bool, previous: bool) -> None:
+        since = self._position.since()
+        for line in self._api.log(self._pod, since=since, follow=follow, previous=previous):
+            if not line.endswith("\n"):
+                self._cut_off(line)
+                return
+            self._partial = ""
+            text = self._position.take(line[:-1])
+            if text is not None:
+                self._sink(self.task, text)
+            if self.stopped.is_set():
+                return
+
+    def _cut_off(self, line: str) -> None:
+        """Keep a line that the next request repeats, unless the task died while writing it."""
+        timestamp, _, partial = line.partition(" ")
+        is_of_the_task = bool(_TIME.fullmatch(timestamp))
+        self._partial = partial if is_of_the_task else ""
+        if not is_of_the_task:
+            # The answer of a kubelet that no longer has the log.
+            log.warning("the log of %s (pod %s) is lost: %s", self.task, self._pod, line)
+
+
+class Logs:
+    """The log followers of all tasks, and the last lines of each task."""
+
+    def __init__(self, api: Api, sink: LogSink) -> None:
+        """Take the API, and what receives every line."""
+        self._api = api
+        self._sink = sink
+        self._followers: dict[tuple[str, int], LogFollower] = {}
+        self._tails: dict[Task, deque[str]] = {}
+        self._lock = threading.Lock()
+
+    def follow(self, pod: Tree) -> None:
+        """Follow a pod whose container has started, once for each restart."""
+        key = (pod["metadata"]["uid"], pod_state.restart_count(pod))
+        if pod_state.has_started(pod) and key not in self._followers:
+            self._followers[key] = LogFollower(self._api, pod, self._write)
+            self._followers[key].start()
+
+    def tail(self, task: Task) -> list[str]:
+        """Return the last lines of a task."""
+        with self._lock:
+            return list(self._tails.get(task, ()))
+
+    def drain(self, seconds: float, task: Task | None = None) -> None:
+        """Wait until the logs of a task, or of all tasks, are read; at most `seconds`."""
+        end = time.monotonic() + seconds
+        for follower in list(self._followers.values()):
+            if task in (None, follower.task):
+                follower.join(max(0.0, end - time.monotonic()))
+
+    def stop(self) -> None:
+        """Read no further."""
+        for follower in self._followers.values():
+            follower.stopped.set()
+
+    def _write(self, task: Task, text: str) -> None:
+        with self._lock:
+            self._tails.setdefault(task, deque(maxlen=TAIL)).append(text)
+            self._sink(task, text)
+
+
+class EventRelay:
+    """Emits the events in the log of the leading task again, in this process.
+
+    Attributes:
+        traceback: of an error in the user's code that ended the task; empty where there is none.
+    """
+
+    def __init__(
+        self, on_progress: Callable[[], None], on_published: Callable[[int], None]
+    ) -> None:
+        """Take what is called whenever the global step has changed, and at each checkpoint."""
+        self._on_progress, self._on_published = on_progress, on_published
+        self.traceback = ""
+        self._step = -1
+        self._lines = LogLines()
+
+    def take(self, text: str) -> None:
+        """Take one line of the log."""
+        event = events.parse(text)
+        if not isinstance(event, _TRAINING_EVENTS):
+            return
+        if isinstance(event, events.UserCodeFailed):
+            self.traceback = event.traceback
+        step = getattr(event, "global_step", self._step)
+        if step != self._step:
+            self._step = step
+            self._on_progress()
+        if isinstance(event, events.CheckpointPublished):
+            self._on_published(event.global_step)
+        if os.environ.get(events.VARIABLE):
+            # With the clock of this machine, as all events of the file.
+            events.emit(replace(event, time=events.now()))
+        elif line := self._lines.take(event):
+            log.info("%s", line)

@@ -1,0 +1,1 @@
+"""What the pods of a job are made of, run, and say."""

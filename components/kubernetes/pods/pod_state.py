@@ -1,0 +1,324 @@
+"""What the status of a pod or of a job means: pure functions of the API's objects."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime, timedelta
+
+from components.kubernetes.names import CONTAINER, REPLICA_INDEX, REPLICA_TYPE, Tree
+from trainer.errors import DONE
+from trainer.topology import Task
+
+QUEUEING, STARTING, RUNNING = "queueing", "starting", "running"
+_SIGNAL_BASE = 128
+# An exit code above 128 means a signal only where it is one that kills: 130 and 138 are Flotilla's.
+_SIGNALS = (
+    signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL,
+)  # fmt: skip
+# The kubelet's reasons why a container is not made; it tries again, with growing pauses.
+MALFORMED = "InvalidImageName"
+_START_FAILURES = (
+    MALFORMED, "ErrImagePull", "ImagePullBackOff", "ErrImageNeverPull", "ImageInspectError",
+    "RegistryUnavailable", "CreateContainerConfigError", "CreateContainerError",
+    "RunContainerError",
+)  # fmt: skip
+# On the way to its start every container waits for these.
+_USUAL = ("ContainerCreating", "PodInitializing")
+_ENDED_PHASES = ("Succeeded", "Failed")
+# What Kubernetes does to a pod, by the reason of its condition `DisruptionTarget`.
+_DISRUPTIONS = {
+    "EvictionByEvictionAPI": "evicted",
+    "PreemptionByScheduler": "preempted",
+    "DeletionByTaintManager": "deleted for a taint of its node",
+    "DeletionByPodGC": "deleted after the loss of its node",
+    "TerminationByKubelet": "evicted",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskEnd:
+    """How a container of a task ended.
+
+    Attributes:
+        uid: of its pod.
+        restart_count: how often the container had been restarted in this pod before.
+        code: exit code; None where the pod was lost without one.
+        reason: Kubernetes' reason, such as `OOMKilled` or `Evicted`.
+        message: last line of the termination message, or what the node reported.
+        pod_deleted: whether it ended after the deletion of its pod was requested, by the end of the
+            job or by someone else.
+    """
+
+    task: Task
+    pod: str
+    uid: str
+    restart_count: int
+    code: int | None
+    reason: str
+    message: str
+    pod_deleted: bool
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the task has ended by itself with exit code 0."""
+        return self.code == DONE and not self.pod_deleted
+
+    @property
+    def cause(self) -> str:
+        """Return the cause in a few words."""
+        if self.reason == "OOMKilled":
+            return f"out of memory (OOMKilled, exit code {self.code})"
+        if self.code is None:
+            reason = self.reason.lower() or "loss of its pod"
+            return f"{reason}: {self.message}" if self.message else reason
+        number = self.code - _SIGNAL_BASE
+        if number in _SIGNALS:
+            return f"exit code {self.code} (signal {signal.Signals(number).name})"
+        return f"exit code {self.code}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """A pod that was taken away: deleted, evicted, preempted.
+
+    Attributes:
+        uid: of the pod.
+        how: in a few words, with Kubernetes' reason where it says one.
+        explained: whether Kubernetes says why; the pods of a job that ends are deleted without.
+        requested: when the deletion was requested, as far as that is known.
+        version: of the pod when the loss was first seen, 0 where it is no number.
+    """
+
+    task: Task
+    pod: str
+    uid: str
+    how: str
+    explained: bool
+    requested: datetime | None
+    version: int
+
+    @property
+    def cause(self) -> str:
+        """Return the cause of a restart."""
+        return f"loss of its pod: {self.how}"
+
+
+def loss(pod: Tree) -> Loss | None:
+    """Return how a pod was taken away; None where it was not."""
+    status = pod.get("status", {})
+    true = [each for each in status.get("conditions") or [] if each["status"] == "True"]
+    target: Tree = next((each for each in true if each["type"] == "DisruptionTarget"), {})
+    evicted = _phase(pod) == "Failed" and status.get("reason")
+    requested = _deletion_requested(pod)
+    if not (target or evicted or requested):
+        return None
+    reason = str(target.get("reason") or evicted or "")
+    how = _DISRUPTIONS.get(reason, "deleted" if requested else "evicted")
+    return Loss(
+        task=task_of(pod),
+        pod=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        how=f"{how} ({reason})" if reason else how,
+        explained=bool(reason),
+        requested=requested,
+        version=_version(pod),
+    )
+
+
+def loss_of_absent(pod: Tree) -> Loss:
+    """Return the loss of a pod that is gone, from the last that was seen of it."""
+    return loss(pod) or Loss(
+        task=task_of(pod),
+        pod=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        how="deleted",
+        explained=False,
+        requested=None,
+        version=_version(pod),
+    )
+
+
+def first_loss(losses: Iterable[Loss]) -> Loss | None:
+    """Return the loss that others followed.
+
+    Times are whole seconds, within which the pods of a failed job are deleted as well: then the
+    versions of the pods have the order.
+    """
+    latest = datetime.max.replace(tzinfo=UTC)
+    return min(
+        losses,
+        key=lambda each: (not each.explained, each.requested or latest, each.version),
+        default=None,
+    )
+
+
+def task_of(pod: Tree) -> Task:
+    """Return the task that a pod runs."""
+    labels = pod["metadata"]["labels"]
+    return Task(role=labels[REPLICA_TYPE], index=int(labels[REPLICA_INDEX]))
+
+
+def is_owned_by(pod: Tree, uid: str) -> bool:
+    """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
+    return uid in [owner["uid"] for owner in pod["metadata"].get("ownerReferences") or []]
+
+
+def restart_count(pod: Tree) -> int:
+    """Return how often the kubelet has restarted the container in its pod."""
+    return int(_container(pod).get("restartCount", 0))
+
+
+def has_started(pod: Tree) -> bool:
+    """Return whether the container runs or has run."""
+    container_state = _container(pod).get("state", {})
+    return "running" in container_state or "terminated" in container_state
+
+
+def has_ended(pod: Tree) -> bool:
+    """Return whether the container has terminated and is not restarted yet."""
+    return "terminated" in _container(pod).get("state", {}) or _phase(pod) in _ENDED_PHASES
+
+
+def is_running(pod: Tree) -> bool:
+    """Return whether the container runs and the deletion of its pod is not requested."""
+    is_deleted = bool(pod["metadata"].get("deletionTimestamp"))
+    return has_started(pod) and not has_ended(pod) and not is_deleted
+
+
+def ends(pod: Tree) -> list[TaskEnd]:
+    """Return the ends that the status of a pod holds: before the last restart, and after it."""
+    container = _container(pod)
+    current, previous = (container.get(key, {}).get("terminated") for key in ("state", "lastState"))
+    count = restart_count(pod)
+    found = [_end(pod, previous, count - 1)] if previous and count else []
+    if current:
+        found.append(_end(pod, current, count))
+    elif _phase(pod) == "Failed":
+        found.append(_end(pod, {}, count))
+    return found
+
+
+def end_by_deletion(pod: Tree) -> TaskEnd:
+    """Return the end of a pod that was deleted before its status held one."""
+    return replace(
+        _end(pod, {}, restart_count(pod)), reason="Deletion of its pod", pod_deleted=True
+    )
+
+
+def stage(pod: Tree) -> str:
+    """Return the stage of a pod: queueing, starting or running."""
+    if has_started(pod) or _phase(pod) in _ENDED_PHASES:
+        return RUNNING
+    return STARTING if pod["spec"].get("nodeName") else QUEUEING
+
+
+def waiting_reason(pod: Tree) -> str:
+    """Return Kubernetes' reason why a pod does not run, or an empty string."""
+    waiting = _waiting(pod)
+    if waiting:
+        return ": ".join(filter(None, [waiting.get("reason"), waiting.get("message")]))
+    for each in pod.get("status", {}).get("conditions") or []:
+        if each["type"] == "PodScheduled" and each["status"] == "False":
+            return str(each.get("message") or each.get("reason") or "")
+    return ""
+
+
+def waits_as_usual(pod: Tree) -> bool:
+    """Return whether a pod is on the way to its start: its image is pulled, its volumes mounted."""
+    return _waiting(pod).get("reason") in _USUAL
+
+
+def start_failure(pod: Tree) -> str:
+    """Return why the kubelet cannot make the container, such as `ErrImagePull`; else empty."""
+    reason = str(_waiting(pod).get("reason", ""))
+    return reason if reason in _START_FAILURES else ""
+
+
+def is_suspended(job: Tree) -> bool:
+    """Return whether a job waits until someone, such as Kueue, lets it run."""
+    return bool(job["spec"].get("runPolicy", {}).get("suspend"))
+
+
+def condition(job: Tree, kind: str) -> Tree | None:
+    """Return a condition of a job, such as `Failed`, if it is true."""
+    every = job.get("status", {}).get("conditions") or []
+    true = (each for each in every if each["type"] == kind and each["status"] == "True")
+    found: Tree | None = next(true, None)
+    return found
+
+
+def is_past_its_deadline(failed: Tree) -> bool:
+    """Return whether the condition of a failed job names its active deadline.
+
+    The operator gives every failure the same reason, and says the cause in words.
+    """
+    return "active longer than specified deadline" in str(failed.get("message"))
+
+
+def is_finished(job: Tree) -> bool:
+    """Return whether a job has succeeded or failed."""
+    return bool(condition(job, "Succeeded") or condition(job, "Failed"))
+
+
+def failed_roles(job: Tree) -> set[str]:
+    """Return the roles of which the operator has counted a task as failed."""
+    counts = job.get("status", {}).get("replicaStatuses") or {}
+    return {str(role).lower() for role, each in counts.items() if (each or {}).get("failed")}
+
+
+def _phase(pod: Tree) -> str:
+    return str(pod.get("status", {}).get("phase", ""))
+
+
+def _waiting(pod: Tree) -> Tree:
+    found: Tree = _container(pod).get("state", {}).get("waiting") or {}
+    return found
+
+
+def _container(pod: Tree) -> Tree:
+    every = pod.get("status", {}).get("containerStatuses") or []
+    found: Tree = next((each for each in every if each["name"] == CONTAINER), {})
+    return found
+
+
+def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
+    status = pod.get("status", {})
+    # A pod that its node evicted is evicted, whatever exit code its container has.
+    evicted = status.get("reason") or ""
+    lines = str(terminated.get("message") or "").strip().splitlines()
+    message = status.get("message", "") if evicted else (lines[-1] if lines else "")
+    requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
+    finished = _time(terminated["finishedAt"]) if terminated.get("finishedAt") else None
+    # Times are whole seconds: a task that failed in the same one has failed by itself.
+    failed_before = finished == requested and code is not None and code < _SIGNAL_BASE
+    by_deletion = requested and (not finished or finished >= requested) and not failed_before
+    return TaskEnd(
+        task=task_of(pod),
+        pod=pod["metadata"]["name"],
+        uid=pod["metadata"]["uid"],
+        restart_count=count,
+        code=code,
+        reason=evicted or terminated.get("reason", ""),
+        message=" ".join(message.split()),
+        pod_deleted=bool(by_deletion),
+    )
+
+
+def _deletion_requested(pod: Tree) -> datetime | None:
+    """Return when the deletion of a pod was requested: its time stamp is the end of the grace."""
+    metadata = pod["metadata"]
+    if not metadata.get("deletionTimestamp"):
+        return None
+    grace = timedelta(seconds=int(metadata.get("deletionGracePeriodSeconds") or 0))
+    return _time(metadata["deletionTimestamp"]) - grace
+
+
+def _version(pod: Tree) -> int:
+    version = str(pod["metadata"].get("resourceVersion", ""))
+    return int(version) if version.isdecimal() else 0
+
+
+def _time(text: str) -> datetime:
+    return datetime.fromisoformat(text)

@@ -1,0 +1,221 @@
+"""The end of a job before its time, so that the chief can save what the servers hold.
+
+A stop. The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody
+behind a channel that it first opens then: after the restart of a worker or a server, the channels
+of the last checkpoint. So a cancelled job is not deleted first. It gets an annotation (`Stop`), by
+which the guard of the leading task ends training; the job is deleted when that task has ended, by
+its guard and by who asked for the stop. Where no guard answers, the job is deleted at once.
+
+The shutdown connection. When a job is deleted, Kubernetes sends SIGTERM to all of its pods at the
+same time. The guard of the leading task accepts a connection from the guard of every server. One
+byte on it announces that the leader is shutting down, and its end says that the leader has ended. A
+server that receives SIGTERM keeps serving in between. Without a connection it ends at once, and the
+last checkpoint is the one that was published before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from components.kubernetes import names
+from components.kubernetes.names import Tree
+from components.kubernetes.pods import pod_state
+
+# The client is slow to import, and the guard of a server does without.
+if TYPE_CHECKING:
+    from components.kubernetes.api.client import Api
+
+log = logging.getLogger(__name__)
+# How long the guard may take to answer the request of a stop, and how often its end is looked for.
+ANSWER_SECONDS = 8.0
+POLL_SECONDS = 0.5
+_PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
+# The guard itself refuses one that is no number.
+_named_port = os.environ.get(_PORT_VARIABLE, "")
+PORT = int(_named_port) if _named_port.isdecimal() else 2223
+_SHUTTING_DOWN = b"e"
+# Leader and server receive SIGTERM together; a server that is ended alone waits this long.
+NOTICE_SECONDS = 5.0
+CONNECT_SECONDS = 2.0
+# Connections past one for each server.
+SPARE = 8
+
+
+class Stop:
+    """The stop of a job: the request, and the wait for the end of its leading task."""
+
+    def __init__(self, job: Tree) -> None:
+        """Take the job as the API returned it."""
+        self._name, self._uid = job["metadata"]["name"], job["metadata"]["uid"]
+        roles = job["spec"]["tfReplicaSpecs"]
+        role = "Chief" if "Chief" in roles else "Worker"
+        self._leader = f"{self._name}-{role.lower()}-0"
+        pod = roles.get(role, {}).get("template", {}).get("spec", {})
+        self._grace = float(pod.get("terminationGracePeriodSeconds", 30))
+
+    def leader_runs(self, api: Api) -> bool:
+        """Return whether the leading task runs, and so has something to save."""
+        return pod_state.is_running(api.get_pod(self._leader))
+
+    def request(self, api: Api) -> None:
+        """Ask the guard of the leading task to end training, and then the job."""
+        # The API refuses the UID of another job that has this name by now.
+        metadata = {"uid": self._uid, "annotations": {names.STOP: "cancelled"}}
+        api.patch_job(self._name, {"metadata": metadata}, quick=True)
+
+    def wait(self, api: Api, pause: Callable[[float], object]) -> None:
+        """Return once the leading task has ended, or as soon as nothing says that it will.
+
+        `pause` waits for so many seconds; if it returns true, this returns at once.
+        """
+        from components.kubernetes.api.client import RefusedError, UnreachableError
+
+        began, limit = time.monotonic(), ANSWER_SECONDS
+        while not pause(POLL_SECONDS):
+            try:
+                if self._has_ended(api):
+                    return
+                if time.monotonic() - began < limit:
+                    continue
+                if limit == ANSWER_SECONDS and self._is_answered(api):
+                    limit += self._grace
+                    continue
+            except RefusedError as error:
+                if error.is_missing:
+                    return
+                log.warning("the end of the leading task is not seen: %s", error)
+            except UnreachableError:
+                if time.monotonic() - began < limit:
+                    continue
+            log.warning("the leading task of the job %s does not end by itself", self._name)
+            return
+
+    def _has_ended(self, api: Api) -> bool:
+        job = api.get_job(self._name)
+        metadata = job["metadata"]
+        is_other = metadata["uid"] != self._uid or metadata.get("deletionTimestamp")
+        if is_other or pod_state.is_finished(job):
+            return True
+        return pod_state.has_ended(api.get_pod(self._leader))
+
+    def _is_answered(self, api: Api) -> bool:
+        recent = api.recent_log(self._leader, round(max(self._grace, 2 * ANSWER_SECONDS)))
+        return any(names.STOPPING in line for line in recent)
+
+
+class ShutdownServer:
+    """The leader's side: accepts a connection from every server.
+
+    Anybody who reaches the port can open connections, so there are at most as many as servers and
+    `SPARE` for those that reconnect. Past that, the address with the most loses its oldest one.
+    """
+
+    def __init__(self, servers: int, port: int = PORT) -> None:
+        """Listen on `port`; if it is taken, servers end without waiting for the leader."""
+        self._limit = servers + SPARE
+        # With the address of the peer, the oldest first.
+        self._connections: dict[socket.socket, str] = {}
+        self._shutting_down = False
+        with suppress(OSError):
+            self._server = socket.create_server(("", port), backlog=self._limit)
+            threading.Thread(target=self._accept, name="shutdown-server", daemon=True).start()
+
+    def announce(self) -> None:
+        """Announce to all servers that the leader is shutting down."""
+        self._shutting_down = True
+        for connection in list(self._connections):
+            _announce(connection)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, (host, *_) = self._server.accept()
+                _expect_end(connection)
+            except OSError:
+                # The peer has left already, or this process has no descriptor to spare.
+                time.sleep(CONNECT_SECONDS / 2)
+                continue
+            self._make_room()
+            self._connections[connection] = host
+            if self._shutting_down:
+                _announce(connection)
+
+    def _make_room(self) -> None:
+        for connection in [each for each in self._connections if _has_ended(each)]:
+            self._close(connection)
+        if len(self._connections) >= self._limit:
+            ((crowded, _),) = Counter(self._connections.values()).most_common(1)
+            self._close(next(each for each, host in self._connections.items() if host == crowded))
+
+    def _close(self, connection: socket.socket) -> None:
+        del self._connections[connection]
+        connection.close()
+
+
+class ShutdownConnection:
+    """The server's side: one connection to the leader, renewed while it lasts."""
+
+    def __init__(self, host: str, port: int = PORT) -> None:
+        """Connect, and reconnect whenever the connection is lost, in a daemon thread."""
+        self._address = (host, port)
+        self._announced = threading.Event()
+        self._ended = threading.Event()
+        threading.Thread(target=self._connect, name="shutdown-connection", daemon=True).start()
+
+    def wait(self, notice: float, timeout: float) -> None:
+        """Return when the leader has ended, is not shutting down, or takes too long.
+
+        Args:
+            notice: seconds in which a leader that is shutting down announces it.
+            timeout: seconds that it may take to end.
+        """
+        if self._announced.wait(notice):
+            self._ended.wait(timeout)
+
+    def _connect(self) -> None:
+        while not self._ended.is_set():
+            with (
+                suppress(OSError),
+                socket.create_connection(self._address, CONNECT_SECONDS) as connection,
+            ):
+                connection.settimeout(None)
+                _expect_end(connection)
+                if connection.recv(1) == _SHUTTING_DOWN:
+                    self._announced.set()
+                    with suppress(OSError):
+                        connection.recv(1)
+                    self._ended.set()
+            time.sleep(CONNECT_SECONDS / 2)
+
+
+def _announce(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.send(_SHUTTING_DOWN)
+
+
+def _expect_end(connection: socket.socket) -> None:
+    """Find out within a minute that the peer is gone, although neither side says anything."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Not every system has these.
+    for name, value in (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6)):
+        if option := getattr(socket, name, None):
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Say whether the peer has left, or says something, which no server does."""
+    try:
+        connection.recv(1, socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True

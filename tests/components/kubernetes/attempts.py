@@ -1,0 +1,121 @@
+"""One attempt of a step to train as a TFJob, in a thread of the test or as a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from components.kubernetes.launcher import launch
+from tests.kubernetes.cluster import Cluster
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
+from trainer.errors import UserError
+
+SECONDS = 60
+ROOT = Path(__file__).parents[3]
+LAUNCH = (
+    "import json, sys\n"
+    "from components.launchers import launch\n"
+    "from tests.components.kubernetes.attempts import job_of\n"
+    "from trainer.errors import UserError\n"
+    "try:\n"
+    "    launch(job_of(**json.loads(sys.argv[1])))\n"
+    "except UserError as error:\n"
+    "    sys.stderr.write(f'{error}\\n'); sys.exit(error.exit_code)\n"
+)
+
+
+def job_of(tree: dict[str, Any], root: str = "gs://b/run-1", dataset: str = "gs://b/d") -> Job:
+    config = {**tree, "cluster": {"launcher": "tfjob", **tree.get("cluster", {})}}
+    return Job(
+        config=parse_config(config),
+        dataset=dataset,
+        checkpoints=f"{root}/checkpoints",
+        workdir=Path(),
+    )
+
+
+def settings(max_restarts: int = 3, **deadlines: int) -> dict[str, Any]:
+    """Return a configuration with one task of each role, and with these deadlines."""
+    kubernetes = {"deadlines": deadlines}
+    return {"cluster": {"workers": 1, "max_restarts": max_restarts, "kubernetes": kubernetes}}
+
+
+class Attempt(threading.Thread):
+    """`launch` in a thread, which no signal reaches."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(daemon=True)
+        self._job = job
+        self.error: BaseException | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            launch(self._job)
+        except BaseException as error:
+            self.error = error
+
+    def succeed(self) -> None:
+        """Wait for the end of a launcher that must succeed."""
+        self.join(SECONDS)
+        assert not self.is_alive(), "the launcher has not ended"
+        if self.error:
+            raise self.error
+
+    def failure(self) -> str:
+        """Wait for the end of a launcher that must fail; return its error of one line."""
+        self.join(SECONDS)
+        assert not self.is_alive(), "the launcher has not ended"
+        assert isinstance(self.error, UserError), repr(self.error)
+        assert "\n" not in str(self.error)
+        return str(self.error)
+
+
+def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
+    """Start an attempt, and return it once it watches the cluster."""
+    attempt = Attempt(job_of(settings(**deadlines)))
+    kube.wait_watched()
+    return attempt
+
+
+class Step:
+    """`launch` in a process, as a pipeline step runs it."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str, str]:
+        """Return the exit code, standard output, and the last line of standard error."""
+        out, err = self.process.communicate(timeout=2 * SECONDS)
+        return self.process.returncode, out, (err.strip().splitlines() or [""])[-1]
+
+
+@contextmanager
+def step(kube: Cluster, tree: dict[str, Any], **job: str) -> Iterator[Step]:
+    """Start an attempt as a process; it is killed at the end of the block."""
+    environment = {**os.environ, "KUBECONFIG": str(kube.kubeconfig), "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", LAUNCH, json.dumps({"tree": tree, **job})],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Step(process)
+    finally:
+        process.kill()
+        process.communicate()

@@ -1,0 +1,329 @@
+"""The first process of a pod: the task it starts, the signals it forwards, how it ends orphans."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from components.kubernetes import names
+from components.kubernetes.pods.guard import Guard, HeartbeatAge, _grace_seconds
+from components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
+from tests.components.kubernetes.attempts import ROOT
+from tests.kubernetes.cluster import NAMESPACE
+from trainer.cluster import termination
+from trainer.cluster.local import free_port
+from trainer.topology import Task
+
+pytestmark = pytest.mark.cluster
+ENDS_AT_SIGTERM = (
+    "import pathlib, signal, threading; term = threading.Event()\n"
+    "signal.signal(signal.SIGTERM, lambda *_: term.set())\n"
+    "print('ready', flush=True); term.wait()\n"
+    f"pathlib.Path({termination.FILE!r}).write_text('interrupted at global step 7')\n"
+    "raise SystemExit(130)"
+)
+SERVES = "import time; print('ready', flush=True); time.sleep(100)"
+MODULE = "components.kubernetes.pods.guard"
+CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
+
+
+def tf_config(role):
+    return json.dumps({"cluster": CLUSTER, "task": {"type": role, "index": 0}})
+
+
+@contextmanager
+def guard(folder, code, *, ready=True, **variables):
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE, "--", sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **variables},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        if ready:
+            for line in process.stdout:
+                if line == "ready\n":
+                    break
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def exit_code_of(process):
+    process.communicate(timeout=60)
+    return process.returncode
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [
+        ("raise SystemExit(138)", 138),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
+    ],
+)
+def test_the_guard_ends_with_the_code_of_its_task(tmp_path, code, exit_code):
+    with guard(tmp_path, code, ready=False) as process:
+        assert exit_code_of(process) == exit_code
+
+
+@pytest.mark.parametrize(("role", "exit_code", "starts"), [("chief", 0, 3), ("ps", 138, 1)])
+def test_a_leader_that_loses_its_cluster_at_its_start_begins_again_in_its_pod(
+    tmp_path, role, exit_code, starts
+):
+    code = (
+        "import pathlib; starts = pathlib.Path('starts'); starts.open('a').write('x')\n"
+        f"message = pathlib.Path({termination.FILE!r}); assert not message.exists()\n"
+        "message.write_text('a task of the cluster is gone'); print('ready', flush=True)\n"
+        "raise SystemExit(138 if len(starts.read_text()) < 3 else 0)"
+    )
+    with guard(tmp_path, code, TF_CONFIG=tf_config(role)) as process:
+        assert exit_code_of(process) == exit_code
+    assert len((tmp_path / "starts").read_text()) == starts
+
+
+def test_a_leader_that_is_asked_to_end_does_not_begin_again(tmp_path):
+    code = ENDS_AT_SIGTERM.replace("SystemExit(130)", "SystemExit(138)")
+    with guard(tmp_path, code, TF_CONFIG=tf_config("chief")) as process:
+        process.send_signal(signal.SIGTERM)
+        assert exit_code_of(process) == 138
+
+
+def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
+    code = "import os; print(open('config.json').read(), 'FLOTILLA_CONFIG' in os.environ)"
+    with guard(tmp_path, code, ready=False, FLOTILLA_CONFIG='{"name": "a"}') as process:
+        assert process.stdout.read() == '{"name": "a"} False\n'
+
+
+def test_wrong_usage_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "components.kubernetes.pods.guard", "python"]
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    with guard(tmp_path, "", ready=False) as process:
+        assert exit_code_of(process) == 0
+
+
+def test_a_leader_gets_the_signal_at_once(tmp_path):
+    port = str(free_port())
+    with guard(
+        tmp_path, ENDS_AT_SIGTERM, TF_CONFIG=tf_config("chief"), FLOTILLA_GUARD_PORT=port
+    ) as chief:
+        chief.send_signal(signal.SIGTERM)
+        assert exit_code_of(chief) == 130
+
+
+def test_a_parameter_server_stays_up_until_its_leader_has_saved(tmp_path):
+    port = str(free_port())
+    saving = ENDS_AT_SIGTERM.replace(
+        "term.wait()", "term.wait(); print('saving', flush=True); input()"
+    )
+    saving = f"import sys; sys.stdin = open(0)\n{saving}"
+    os.mkfifo(tmp_path / "go")
+    saving = saving.replace("input()", "open('go').read()")
+    more = {"FLOTILLA_GUARD_PORT": port}
+    with (
+        guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
+        guard(tmp_path, SERVES, TF_CONFIG=tf_config("ps"), **more) as server,
+    ):
+        for process in (chief, server):
+            process.send_signal(signal.SIGTERM)
+        assert chief.stdout.readline() == "saving\n"
+        assert server.poll() is None
+        (tmp_path / "go").write_text("go")
+        assert exit_code_of(chief) == 130
+        assert exit_code_of(server) == 128 + signal.SIGTERM
+
+
+def test_a_parameter_server_without_a_leader_ends(tmp_path):
+    port = str(free_port())
+    more = {"TF_CONFIG": tf_config("ps"), "FLOTILLA_GUARD_PORT": port}
+    with guard(tmp_path, SERVES, **more) as server:
+        server.send_signal(signal.SIGTERM)
+        assert exit_code_of(server) == 128 + signal.SIGTERM
+
+
+def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
+    port = free_port()
+    server = ShutdownServer(1, port)
+    server.announce()
+    connection = ShutdownConnection("127.0.0.1", port)
+    waited = threading.Thread(target=connection.wait, args=(30, 30))
+    waited.start()
+    # The leader has not ended yet.
+    waited.join(0.2)
+    assert waited.is_alive()
+    # As the end of its process does.
+    for accepted in server._connections:
+        accepted.close()
+    waited.join(30)
+    assert not waited.is_alive()
+
+
+@pytest.fixture
+def watched(kube):
+    """The variables of the leading pod of a job with a heartbeat."""
+    annotations = {names.HEARTBEAT: "a-1"}
+    job = {
+        "metadata": {"name": "job", "annotations": annotations},
+        "spec": {"runPolicy": {}, "tfReplicaSpecs": {}},
+    }
+    kube.store.create("tfjobs", NAMESPACE, job)
+    place = {"namespace": NAMESPACE, "job": "job", "seconds": "1"}
+    return {
+        "KUBECONFIG": str(kube.kubeconfig),
+        "FLOTILLA_LAUNCHER": json.dumps(place),
+        "FLOTILLA_GUARD_PORT": str(free_port()),
+        "TF_CONFIG": tf_config("chief"),
+    }
+
+
+def limit(seconds):
+    """Return the variable that names the limit of the heartbeat."""
+    place = {"namespace": NAMESPACE, "job": "job", "seconds": str(seconds)}
+    return {"FLOTILLA_LAUNCHER": json.dumps(place)}
+
+
+def ask_to_stop(kube):
+    stop = {"metadata": {"annotations": {names.STOP: "cancelled"}}}
+    kube.store.patch("tfjobs", NAMESPACE, "job", stop)
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_an_orphan_ends_with_a_checkpoint_and_its_job(kube, watched, tmp_path, allowed):
+    if not allowed:
+        kube.faults.add("DELETE", 403)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        # With 1 the operator does not restart the leader, and the job fails.
+        assert exit_code_of(process) == 1
+    message = termination.read(tmp_path)
+    assert message == "no heartbeat of the launcher for 1 s; interrupted at global step 7"
+    assert bool(kube.jobs()) is not allowed
+
+
+def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, tmp_path):
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        kube.store.wait(lambda: len(kube.server.requests) >= 3)
+        for number in range(2, 6):
+            heartbeat = {"metadata": {"annotations": {names.HEARTBEAT: f"a-{number}"}}}
+            kube.store.patch("tfjobs", NAMESPACE, "job", heartbeat)
+            seen = len(kube.server.requests)
+            kube.store.wait(lambda seen=seen: len(kube.server.requests) >= seen + 4)
+        kube.server.go_down()
+        kube.store.wait(lambda: kube.faults.hits.get("down", 0) >= 15)
+        assert process.poll() is None
+        kube.faults.clear()
+        assert exit_code_of(process) == 1
+
+
+def test_a_stop_ends_the_task_with_a_checkpoint_and_then_the_job(kube, watched, tmp_path):
+    with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
+        ask_to_stop(kube)
+        out, _ = process.communicate(timeout=60)
+    # From 128 on the operator would start it again.
+    assert process.returncode == 1
+    assert names.STOPPING in out
+    assert termination.read(tmp_path) == "interrupted at global step 7"
+    assert not kube.jobs()
+
+
+def test_a_stop_that_was_asked_for_before_the_pod_began_is_seen(kube, watched, tmp_path):
+    ask_to_stop(kube)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
+        assert exit_code_of(process) == 1
+    assert not kube.jobs()
+
+
+def test_a_task_that_is_done_when_it_is_stopped_is_done(kube, watched, tmp_path):
+    done = ENDS_AT_SIGTERM.replace("SystemExit(130)", "SystemExit(0)")
+    with guard(tmp_path, done, **{**watched, **limit(1000)}) as process:
+        ask_to_stop(kube)
+        assert exit_code_of(process) == 0
+
+
+@pytest.mark.parametrize("beats", [names.heartbeat("a", 0), names.heartbeat("b", 1)])
+def test_the_heartbeat_of_the_creation_differs_from_a_renewed_one(beats):
+    assert names.is_renewed(beats) is beats.startswith("b")
+
+
+def test_a_job_whose_launcher_died_before_its_first_renewal_ends_after_two_limits(
+    kube, watched, tmp_path
+):
+    beat = {"metadata": {"annotations": {names.HEARTBEAT: names.heartbeat("a", 0)}}}
+    kube.store.patch("tfjobs", NAMESPACE, "job", beat)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        assert exit_code_of(process) == 1
+    assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 2 s")
+
+
+@pytest.mark.parametrize("status", [422, 429, 500, 503])
+def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(
+    kube, watched, tmp_path, status
+):
+    kube.faults.add("GET .*tfjobs/job", status, times=3)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        assert exit_code_of(process) == 1
+    assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 1 s")
+
+
+def test_a_job_that_is_gone_is_not_watched(kube, watched, tmp_path):
+    kube.store.delete("tfjobs", NAMESPACE, "job")
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        for line in process.stdout:
+            if "the job is gone" in line:
+                break
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        assert exit_code_of(process) == 130
+
+
+@pytest.mark.parametrize(("seconds", "term"), [(0, 110.0), (25, 20.0), (600, 590.0)])
+def test_a_task_is_killed_in_time_before_the_end_of_its_grace_period(seconds, term):
+    tree = {"cluster": {"kubernetes": {"pod": {"grace_seconds": seconds}}}}
+    grace = _grace_seconds(json.dumps(tree), Task(role="chief", index=0))
+    assert grace == (seconds or 120)
+    process = Guard([sys.executable, "-c", ""], {}, grace)
+    assert process.wait() == 0
+    assert process.term_seconds == term
+
+
+def test_without_permission_the_launcher_is_not_watched_and_training_continues(
+    kube, watched, tmp_path
+):
+    kube.faults.add("GET .*tfjobs", 403)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
+        for line in process.stdout:
+            if "the launcher is not watched" in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert exit_code_of(process) == 130
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.sampled_from(["same", "new", "unreadable"]))))
+def test_the_age_counts_only_time_in_which_the_same_heartbeat_was_read(course):
+    now, age, number, expected, readable = 0.0, HeartbeatAge(lambda: now), 0, 0.0, False
+    for seconds, kind in course:
+        now += seconds
+        if kind == "unreadable":
+            age.unreadable()
+            readable = False
+            continue
+        number += kind == "new"
+        expected = 0.0 if kind == "new" else expected + seconds * readable
+        found = age.read(f"heartbeat-{number}")
+        if not readable and expected == 0.0:
+            assert found >= 0.0
+        assert abs(found - expected) < 1e-6
+        readable = True

@@ -1,0 +1,67 @@
+"""The port of the shutdown connection under attack: it holds few connections, and its own."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from components.kubernetes.pods.shutdown import SPARE, ShutdownServer
+from trainer.cluster.local import free_port
+
+SERVERS = 2
+LIMIT = SERVERS + SPARE
+FEW_SECONDS = 30
+
+
+@pytest.fixture
+def leader():
+    """The port of a leader, and its server."""
+    port = free_port()
+    server = ShutdownServer(SERVERS, port)
+    yield port, server
+    # Its thread waits for connections as long as the process lives.
+    for connection in list(server._connections):
+        connection.close()
+
+
+@pytest.fixture
+def connect(leader):
+    """Connect to the leader from an address."""
+    port, _ = leader
+    with ExitStack() as stack:
+        yield lambda host: stack.enter_context(
+            socket.create_connection(("127.0.0.1", port), FEW_SECONDS, (host, 0))
+        )
+
+
+def is_closed(client):
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_a_stranger_has_few_connections_and_takes_none_from_a_server(leader, connect):
+    _, server = leader
+    servers = [connect(f"127.0.0.{10 + index}") for index in range(SERVERS)]
+    strangers = [connect("127.0.0.99") for _ in range(5 * LIMIT)]
+    # Its own oldest ones make room for each further one.
+    assert all(map(is_closed, strangers[: -(LIMIT - SERVERS)]))
+    late = connect("127.0.0.12")
+    assert is_closed(strangers[-(LIMIT - SERVERS)])
+    assert len(server._connections) <= LIMIT
+    server.announce()
+    assert [each.recv(1) for each in [*servers, late]] == [b"e"] * (SERVERS + 1)
+
+
+def test_a_peer_that_has_left_or_that_says_something_makes_room(leader, connect):
+    _, server = leader
+    talker, leaver = connect("127.0.0.50"), connect("127.0.0.51")
+    talker.send(b"GET / HTTP/1.1\r\n")
+    leaver.close()
+    servers = [connect("127.0.0.10") for _ in range(LIMIT)]
+    assert is_closed(talker)
+    server.announce()
+    assert [each.recv(1) for each in servers] == [b"e"] * LIMIT

@@ -1,0 +1,256 @@
+"""What keeps a job from its start is said in one line, as soon as it is known."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from components.kubernetes import supervisor
+from components.kubernetes.deadlines import Deadlines
+from components.kubernetes.launcher import launch
+from components.kubernetes.names import REPLICA_INDEX, REPLICA_TYPE
+from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
+from tests.kubernetes import pods
+from tests.kubernetes.cluster import NAMESPACE
+from trainer import events
+from trainer.config.kubernetes import DeadlinesConfig
+from trainer.errors import UserError
+
+PULL = 'Back-off pulling image "nowhere": ErrImagePull: not found'
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch):
+    monkeypatch.setattr(supervisor, "CHECK_SECONDS", 0.2)
+
+
+def suspended(**deadlines):
+    tree = settings(**deadlines)
+    tree["cluster"]["kubernetes"]["job"] = {"suspend": True, "queue_name": "gpus"}
+    return job_of(tree)
+
+
+def test_an_operator_that_is_not_running_is_named_at_once(kube):
+    kube.operator.down = True
+    attempt = Attempt(job_of(settings(operator=1, queueing=3600)))
+    message = attempt.failure()
+    assert message.startswith(
+        "the training operator has not reacted for 1 s (cluster.kubernetes.deadlines.operator): "
+        "the job has neither a condition nor a pod; is it running? kubectl get deployments"
+    )
+    kube.wait_until_deleted()
+
+
+def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
+    attempt = Attempt(job_of(settings(operator=2)))
+    kube.store.wait(
+        lambda: any(each.startswith("POST /apis/kubeflow") for each in kube.server.requests)
+    )
+    kube.server.go_down()
+    before = kube.faults.hits.get("down", 0)
+    # The verdict is due while the API is away, and is not given without it.
+    attempt.join(3)
+    assert attempt.is_alive()
+    kube.store.wait(lambda: kube.faults.hits["down"] > before)
+    kube.faults.clear()
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+
+
+def test_a_suspended_job_waits_for_admission_and_not_for_the_operator(kube, caplog):
+    caplog.set_level(logging.INFO)
+    message = Attempt(suspended(operator=1, queueing=3)).failure()
+    assert message.startswith(
+        "the job was not admitted after 3 s (cluster.kubernetes.deadlines.queueing): it is "
+        "suspended; Kueue admits it once its queue has room: kubectl get workloads"
+    )
+    assert caplog.messages.count("the job waits for admission: it is suspended") == 1
+    kube.wait_until_deleted()
+
+
+def test_a_suspended_job_without_the_operator_waits_for_that(kube):
+    kube.operator.down = True
+    message = Attempt(suspended(operator=1, queueing=3)).failure()
+    assert message.startswith("the training operator has not reacted for 1 s")
+
+
+def test_pending_pods_are_reported_with_the_schedulers_message(kube, caplog):
+    attempt = watching_attempt(kube, queueing=2)
+    words = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
+    for pod in kube.all_pods().values():
+        pods.unschedulable(kube.store, pod, words)
+    message = attempt.failure()
+    assert message.startswith("chief-0, ps-0, worker-0 has no node after 2 s (cluster.kubernetes.")
+    assert f"deadlines.queueing): {words}" in message
+    # An autoscaler may add such a node: it is said at once, and ends the job at its deadline only.
+    assert f"worker-0 waits: {words}" in caplog.messages
+    kube.wait_until_deleted()
+
+
+@pytest.mark.parametrize(
+    ("reason", "words", "remedy"),
+    [
+        ("ImagePullBackOff", PULL, "correct --image or cluster.kubernetes.pod.image, or name"),
+        ("CreateContainerConfigError", 'secret "keys" not found', "correct what it names, or"),
+        ("CreateContainerError", "no such file", "correct what it names, or"),
+    ],
+)
+def test_a_container_that_fails_to_start_has_a_deadline_of_its_own(kube, reason, words, remedy):
+    attempt = watching_attempt(kube, container=1, starting=900)
+    tasks = kube.all_pods()
+    pods.waiting(kube.store, tasks["worker-0"], reason, words)
+    for task in ("chief-0", "ps-0"):
+        pods.running(kube.store, tasks[task])
+    kube.event(tasks["worker-0"]["metadata"]["name"], "Failed", "not found")
+    message = attempt.failure()
+    limit = "1 s (cluster.kubernetes.deadlines.container)"
+    assert message.startswith(f"worker-0 cannot start, for {limit}: {reason}: {words}; {remedy}")
+    kube.wait_until_deleted()
+
+
+def test_a_malformed_image_ends_the_job_at_once(kube):
+    attempt = watching_attempt(kube)
+    words = 'Failed to apply default image tag "A B": invalid reference format'
+    pods.waiting(kube.store, kube.all_pods()["chief-0"], "InvalidImageName", words)
+    assert f"chief-0 cannot start: InvalidImageName: {words}; correct --image" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+def test_a_registry_that_hiccups_is_waited_for():
+    now = [0.0]
+    deadlines = Deadlines(DeadlinesConfig(container=120, starting=900), 1, lambda: now[0])
+
+    def waiting(reason):
+        state = {"waiting": {"reason": reason}}
+        status = {"containerStatuses": [{"name": "tensorflow", "state": state}]}
+        labels = {REPLICA_TYPE: "worker", REPLICA_INDEX: "0"}
+        return {
+            "metadata": {"uid": "p", "labels": labels},
+            "spec": {"nodeName": "n"},
+            "status": status,
+        }
+
+    deadlines.observe([waiting("ErrImagePull")])
+    assert deadlines.seconds_left() == 120
+    now[0] = 100.0
+    deadlines.observe([waiting("ContainerCreating")])
+    assert deadlines.seconds_left() == 800
+    now[0] = 110.0
+    deadlines.observe([waiting("ImagePullBackOff")])
+    # Between two tries the reason changes, and the pod fails all the same.
+    now[0] = 200.0
+    failing = waiting("ErrImagePull")
+    deadlines.observe([failing])
+    assert (deadlines.seconds_left(), deadlines.exceeded([failing])) == (30, "")
+    now[0] = 230.0
+    assert deadlines.exceeded([failing]).startswith("worker-0 cannot start, for 120 s (cluster.")
+
+
+def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
+    caplog.set_level(logging.INFO)
+    attempt = watching_attempt(kube)
+    for reason in ("ContainerCreating", "PodInitializing"):
+        for pod in kube.all_pods().values():
+            pods.waiting(kube.store, pod, reason)
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    waits = [each for each in caplog.records if "waits" in each.getMessage()]
+    assert {each.levelno for each in waits} == {logging.INFO}
+
+
+def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
+    now = [0.0]
+    deadlines = Deadlines(DeadlinesConfig(operator=60), 2, lambda: now[0])
+    job = {"metadata": {"uid": "1"}, "spec": {}}
+    deadlines.observe_job(job)
+    now[0] = 40.0
+    deadlines.observe_job({**job, "status": {}})
+    assert deadlines.seconds_left() == 20
+    deadlines.observe_job({**job, "metadata": {"uid": "2"}})
+    assert deadlines.seconds_left() == 60
+    deadlines.take_up()
+    assert deadlines.seconds_left() == 3600 - 40
+
+
+def test_a_job_that_is_suspended_again_queues_again():
+    now = [0.0]
+    deadlines = Deadlines(DeadlinesConfig(queueing=100, stalling=10), 1, lambda: now[0])
+    job = {"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}}
+    running = {
+        "metadata": {"uid": "p"},
+        "spec": {"nodeName": "n"},
+        "status": {"containerStatuses": [{"name": "tensorflow", "state": {"running": {}}}]},
+    }
+    deadlines.observe_job(job)
+    deadlines.observe([running])
+    assert (deadlines.has_run, deadlines.seconds_left()) == (True, 10)
+    now[0] = 5.0
+    deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
+    deadlines.observe([])
+    assert (deadlines.has_run, deadlines.seconds_left()) == (False, 100)
+    now[0] = 106.0
+    assert deadlines.exceeded([]).startswith("the job was not admitted after 100 s")
+
+
+def test_a_job_that_is_made_again_queues_again_and_has_run_before():
+    now = 0.0
+    limits = DeadlinesConfig(queueing=50, running=100, stalling=0, operator=0)
+    deadlines = Deadlines(limits, 1, clock=lambda: now)
+    node = {"name": "tensorflow", "state": {"running": {}}}
+    pod = {
+        "metadata": {"uid": "a", "labels": {}},
+        "spec": {"nodeName": "node-1"},
+        "status": {"phase": "Running", "containerStatuses": [node]},
+    }
+    deadlines.observe([pod])
+    assert deadlines.seconds_left() == 100
+    now = 60.0
+    deadlines.begin_again()
+    assert not deadlines.has_run
+    assert deadlines.seconds_left() == 50
+    now = 80.0
+    deadlines.observe([pod])
+    # It ran for 60 s, and not for the 20 s in which the job was made again.
+    assert deadlines.seconds_left() == 40
+
+
+def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    attempt = Attempt(job_of(settings(max_restarts=0)))
+    kube.wait_watched()
+    kube.run_all()
+    job = kube.job()["metadata"]["name"]
+
+    def suspend(value):
+        def change(tree):
+            tree["spec"]["runPolicy"]["suspend"] = value
+
+        kube.store.change("tfjobs", NAMESPACE, job, change)
+
+    kube.store.wait(lambda: sum("/log?" in each for each in kube.server.requests) >= 3)
+    asked = len(kube.server.requests)
+    suspend(True)
+    kube.store.wait(lambda: not kube.pods())
+
+    def looks():
+        asks = (each for each in kube.server.requests[asked:] if each.startswith("GET"))
+        return sum(each.endswith(f"/tfjobs/{job}") for each in asks)
+
+    # The launcher looks at the job for each of its pods that goes.
+    kube.store.wait(lambda: looks() == 3)
+    suspend(False)
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    assert not [each for each in events.read(path) if isinstance(each, events.Restart)]
+
+
+def test_launch_raises_what_the_operator_leaves_undone(kube):
+    kube.operator.down = True
+    with pytest.raises(UserError, match="the training operator has not reacted"):
+        launch(job_of(settings(operator=1)))
+    assert kube.store.all("tfjobs", NAMESPACE) == []

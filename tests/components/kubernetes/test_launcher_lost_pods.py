@@ -1,0 +1,303 @@
+"""Pods that are taken away: the operator fails the job, and the launcher makes it again."""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import pytest
+
+from components.kubernetes import names
+from components.tfjob.manifest import Place, manifest
+from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
+from tests.kubernetes import pods
+from tests.kubernetes.cluster import NAMESPACE
+from tests.kubernetes.conditions import condition, is_true
+from trainer import events
+from trainer.errors import INTERRUPTED
+from trainer.events import CheckpointPublished, Restart, to_tree
+
+
+@pytest.fixture(autouse=True)
+def restarts(tmp_path, monkeypatch, kube):
+    """Leave the end of a deleted pod to the test; return what reads the restarts of the run."""
+    kube.store.graceful.add("pods")
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    return lambda: [each for each in events.read(path) if isinstance(each, Restart)]
+
+
+def start(kube, workers=2, **more):
+    tree = settings(**more)
+    tree["cluster"]["workers"] = workers
+    attempt = Attempt(job_of(tree))
+    kube.wait_watched()
+    kube.run_all()
+    return attempt
+
+
+def uid(kube):
+    jobs = kube.jobs()
+    return jobs[0]["metadata"]["uid"] if jobs else ""
+
+
+def made_again(kube, before):
+    """End the pods of the job that is deleted, and run those of the job that follows.
+
+    Return how often the log of a chief was asked for before.
+    """
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    kube.store.wait(lambda: uid(kube) not in ("", before))
+    followed = sum("chief-0/log" in each for each in kube.server.requests)
+    kube.run_all()
+    return followed
+
+
+def failure(kube, attempt):
+    """End the pods of a job that has failed; return the error of its launcher."""
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    return attempt.failure()
+
+
+def published(kube, global_step, followed):
+    """Let the chief write that it has published a checkpoint, where the launcher reads it."""
+    event = CheckpointPublished(uri=f"gs://b/step-{global_step}", global_step=global_step)
+    kube.write_log("chief-0", f"INFO {json.dumps(to_tree(event))}")
+    kube.wait_followed("chief-0", times=1 + followed)
+
+
+@pytest.mark.parametrize("task", ["worker-1", "ps-0", "chief-0"])
+def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
+    attempt = start(kube)
+    first = kube.job()
+    kube.take_away(task)
+    kube.store.wait(lambda: not kube.jobs())
+    # Its pods still have their grace period: no second job trains next to them.
+    assert kube.pods()
+    made_again(kube, first["metadata"]["uid"])
+    second = kube.job()
+    assert second["spec"] == first["spec"]
+    for key in ("name", "labels"):
+        assert second["metadata"][key] == first["metadata"][key]
+    annotations = [job["metadata"]["annotations"] for job in (first, second)]
+    assert annotations[0][names.MANIFEST] == annotations[1][names.MANIFEST]
+    assert annotations[0][names.HEARTBEAT] != annotations[1][names.HEARTBEAT]
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    (restart,) = restarts()
+    assert (restart.task, restart.cause) == (task, "loss of its pod: deleted")
+    kube.wait_until_deleted()
+
+
+@pytest.mark.parametrize(
+    ("reason", "how"),
+    [
+        ("EvictionByEvictionAPI", "evicted"),
+        ("PreemptionByScheduler", "preempted"),
+        ("DeletionByTaintManager", "deleted for a taint of its node"),
+        ("SomethingNew", "deleted"),
+    ],
+)
+def test_the_cause_is_what_kubernetes_says(kube, restarts, reason, how):
+    attempt = start(kube)
+    before = uid(kube)
+    kube.take_away("worker-1", reason)
+    made_again(kube, before)
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    (restart,) = restarts()
+    assert restart.task == "worker-1"
+    assert restart.cause == f"loss of its pod: {how} ({reason})"
+
+
+def test_an_evicted_pod_whose_task_ended_with_a_low_code_is_a_loss(kube, restarts):
+    attempt = start(kube)
+    before = uid(kube)
+    with kube.store.changed:
+        # The kubelet has ended the task with SIGTERM: the operator takes its code for a failure.
+        worker = kube.finish("worker-1", 1)
+        pods.evicted(kube.store, worker, "The node was low on resource: memory.", code=1)
+    made_again(kube, before)
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    assert [each.task for each in restarts()] == ["worker-1"]
+
+
+def test_losses_without_a_new_checkpoint_exceed_the_limit(kube, restarts):
+    attempt = start(kube, max_restarts=1)
+    before = uid(kube)
+    kube.take_away("worker-1")
+    made_again(kube, before)
+    kube.wait_followed("chief-0")
+    name = kube.take_away("ps-0", "PreemptionByScheduler")["metadata"]["name"]
+    assert failure(kube, attempt) == (
+        f"cluster.max_restarts (1) is exceeded: ps-0 lost its pod {name}: preempted "
+        "(PreemptionByScheduler); pods lost since the newest checkpoint: ps-0 1, worker-1 1"
+    )
+    assert len(restarts()) == 1
+    kube.wait_until_deleted()
+
+
+def test_a_new_checkpoint_restores_what_losses_have_drawn(kube, restarts):
+    attempt = start(kube, max_restarts=1)
+    followed = 0
+    for number in range(1, 5):
+        before = uid(kube)
+        published(kube, 10 * number, followed)
+        kube.take_away("worker-1")
+        followed = made_again(kube, before)
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    assert [each.restarts for each in restarts()] == [1, 2, 3, 4]
+
+
+def test_a_task_that_fails_in_the_same_second_fails_the_run(kube, restarts):
+    attempt = start(kube)
+    with kube.store.changed:
+        kube.take_away("worker-1")
+        kube.finish("worker-0", 1, "the loss is nan")
+    message = failure(kube, attempt)
+    assert message.startswith("the loss is nan (worker-0, pod ")
+    assert not restarts()
+    kube.wait_until_deleted()
+
+
+def test_what_a_task_ends_with_after_the_deletion_does_not_matter(kube, restarts):
+    attempt = start(kube)
+    before = uid(kube)
+    kube.take_away("worker-1")
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted({"chief-0": 130, "worker-0": 138, "ps-0": 143, "worker-1": 143})
+    kube.store.wait(lambda: uid(kube) not in ("", before))
+    kube.run_all()
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    assert len(restarts()) == 1
+
+
+def test_a_pod_that_is_gone_when_the_failure_is_seen_is_a_loss(kube, restarts):
+    attempt = start(kube)
+    before = uid(kube)
+    kube.server.go_down()
+    kube.take_away("worker-1")
+    kube.store.wait(lambda: is_true(kube.job(), "Failed"))
+    kube.end_deleted()
+    kube.faults.clear()
+    made_again(kube, before)
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    assert len(restarts()) == 1
+
+
+def test_an_exceeded_deadline_is_no_loss(kube):
+    tree = settings()
+    tree["cluster"]["kubernetes"]["job"] = {"active_deadline_seconds": 2}
+    attempt = Attempt(job_of(tree))
+    kube.run_all()
+    assert "was not done after 2 s" in failure(kube, attempt)
+    kube.wait_until_deleted()
+
+
+def test_a_job_that_someone_deletes_is_not_made_again(kube, restarts):
+    attempt = start(kube)
+    job = kube.job()["metadata"]["name"]
+    kube.store.delete("tfjobs", NAMESPACE, job)
+    message = failure(kube, attempt)
+    assert message.startswith(f"the job {job} was deleted by someone else, which ends the run")
+    assert not restarts()
+    kube.wait_until_deleted()
+
+
+def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
+    attempt = start(kube)
+    before = uid(kube)
+    kube.faults.add("(POST|DELETE) .*tfjobs", 503, times=4)
+    kube.faults.add("POST .*tfjobs", 500, late=True, times=1)
+    kube.take_away("worker-1")
+    made_again(kube, before)
+    # The answer to its creation was lost: the launcher adopts it.
+    kube.wait_renewed()
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    attempt.succeed()
+    assert len(restarts()) == 1
+    kube.wait_until_deleted()
+
+
+def test_no_job_is_created_next_to_the_pods_of_an_earlier_one(kube):
+    tree = manifest(job_of(settings()), Place(namespace=NAMESPACE))
+    before = kube.store.create("tfjobs", NAMESPACE, tree)["metadata"]["uid"]
+    kube.run_all()
+    kube.store.delete("tfjobs", NAMESPACE, tree["metadata"]["name"])
+    retry = Attempt(job_of(settings()))
+    listed = "GET /api/v1/namespaces/models/pods?labelSelector"
+    kube.store.wait(lambda: sum(each.startswith(listed) for each in kube.server.requests) >= 2)
+    assert not kube.jobs()
+    made_again(kube, before)
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    retry.succeed()
+
+
+@pytest.mark.cluster
+def test_cancelled_while_the_job_is_made_again_no_job_follows(kube):
+    with step(kube, settings()) as process:
+        kube.wait_watched()
+        kube.run_all()
+        kube.wait_followed("chief-0")
+        kube.take_away("worker-0")
+        kube.store.wait(lambda: not kube.jobs())
+        process.signal()
+        kube.finish("chief-0", 130, "interrupted at global step 7; checkpoint gs://b/step-7")
+        kube.end_deleted({"chief-0": 130})
+        code, _, message = process.end()
+    assert (code, message) == (
+        INTERRUPTED,
+        "interrupted at global step 7; checkpoint gs://b/step-7",
+    )
+    kube.wait_until_deleted()
+
+
+@pytest.mark.cluster
+def test_killed_while_the_job_is_made_again_the_retry_goes_on(kube):
+    with step(kube, settings()) as process:
+        kube.wait_watched()
+        kube.run_all()
+        before = uid(kube)
+        kube.take_away("worker-0")
+        kube.store.wait(lambda: not kube.jobs())
+        process.signal(signal.SIGKILL)
+        process.end()
+    retry = Attempt(job_of(settings()))
+    made_again(kube, before)
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobs())
+    kube.end_deleted()
+    retry.succeed()
+    kube.wait_until_deleted()
+
+
+def test_a_failure_without_a_lost_pod_fails_the_run(kube):
+    attempt = start(kube)
+    job = kube.job()["metadata"]["name"]
+    kube.store.change(
+        "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "X", "no backoff left")
+    )
+    assert f"the job {job} failed: no backoff left" in failure(kube, attempt)
+    kube.wait_until_deleted()

@@ -1,0 +1,269 @@
+"""Time lines of a job: each has the right end, the right message, and leaves no job behind."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from components.kubernetes import names
+from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
+from tests.kubernetes import pods
+from tests.kubernetes.cluster import NAMESPACE
+from tests.kubernetes.conditions import condition
+from trainer import events, storage
+from trainer.cluster import completion
+from trainer.errors import FAILED, TRY_AGAIN, TransientError, UserError
+from trainer.events import Progress, Restart, StepEnd, UserCodeFailed, to_tree
+
+
+@pytest.fixture(autouse=True)
+def run_events(tmp_path, monkeypatch):
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
+
+
+def progress(step):
+    fields = {
+        "event": "progress",
+        "time": 1.0,
+        "global_step": step,
+        "steps": 10,
+        "loss": 0.5,
+        "steps_per_second": 2.0,
+        "seconds_left": 1.0,
+    }
+    return f"2026-01-01 00:00:00,000 INFO {json.dumps(fields)}"
+
+
+def test_a_job_succeeds_with_all_logs_and_the_chiefs_progress(kube, capfd, run_events, monkeypatch):
+    monkeypatch.setattr(completion, "is_over", lambda _job: True)
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.write_log("worker-0", "ready", "{not json", progress(99))
+    kube.write_log(
+        "chief-0", '{"event": "step_end", "step": "train_model"}', '{"event": "progress"}'
+    )
+    kube.write_log("chief-0", progress(5), progress(10))
+    kube.finish("worker-0", 0)
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+    out = capfd.readouterr().out.splitlines()
+    for line in ("[worker-0] ready", "[worker-0] {not json", f"[chief-0] {progress(5)}"):
+        assert out.count(line) == 1
+    assert [each.global_step for each in run_events(Progress)] == [5, 10]
+    # An event that a model prints is not one of the step.
+    assert not run_events(StepEnd)
+
+
+def test_a_worker_that_ends_with_0_during_training_fails_the_job(kube, tmp_path):
+    attempt = Attempt(job_of(settings(), storage.uri_of(tmp_path / "run-1")))
+    kube.wait_watched()
+    kube.run_all()
+    name = kube.pod("worker-0")["metadata"]["name"]
+    kube.finish("worker-0", 0)
+    assert attempt.failure().startswith(
+        f"worker-0 (pod {name}) ended with exit code 0 before training was over: "
+    )
+    kube.wait_until_deleted()
+
+
+def test_an_evicted_worker_is_restarted_and_counted(kube, run_events):
+    attempt = watching_attempt(kube)
+    worker = kube.run_all()["worker-0"]
+    kube.wait_followed("worker-0", times=1)
+    pods.evicted(kube.store, worker, "The node was low on resource: memory")
+    pods.running(kube.store, kube.pod("worker-0", but=worker["metadata"]["uid"]))
+    kube.wait_followed("worker-0", times=2)
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+    (restart,) = run_events(Restart)
+    assert restart.task == "worker-0"
+    assert restart.cause == "evicted: The node was low on resource: memory"
+
+
+def test_a_lost_parameter_server_and_the_restart_of_the_chief_are_one_incident(kube, run_events):
+    attempt = watching_attempt(kube, max_restarts=1)
+    tasks = kube.run_all()
+    kube.finish("ps-0", 137, reason="Error")
+    pods.running(kube.store, kube.pod("ps-0", but=tasks["ps-0"]["metadata"]["uid"]))
+    kube.wait_followed("chief-0", times=1)
+    kube.finish("chief-0", 138)
+    pods.running(kube.store, kube.pod("chief-0", but=tasks["chief-0"]["metadata"]["uid"]))
+    kube.wait_followed("chief-0", times=2)
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    assert [(e.task, e.restarts) for e in run_events(Restart)] == [
+        ("ps-0", 1),
+        ("chief-0", 1),
+    ]
+    kube.wait_until_deleted()
+
+
+def test_a_chief_out_of_memory_is_reported_past_the_limit_of_restarts(kube):
+    attempt = watching_attempt(kube, max_restarts=1)
+    first = kube.run_all()["chief-0"]["metadata"]["uid"]
+    kube.wait_followed("chief-0", times=1)
+    kube.finish("chief-0", 137, reason="OOMKilled")
+    pods.running(kube.store, kube.pod("chief-0", but=first))
+    kube.wait_followed("chief-0", times=2)
+    kube.write_log("chief-0", "allocating", "more")
+    name = kube.pod("chief-0")["metadata"]["name"]
+    kube.event(name, "Killing", "memory")
+    kube.finish("chief-0", 137, reason="OOMKilled")
+    assert attempt.failure() == (
+        "cluster.max_restarts (1) is exceeded: chief-0 ended with out of memory (OOMKilled, exit "
+        f"code 137) (pod {name}); last events: Killing: memory; its last lines: allocating | more"
+    )
+    kube.wait_until_deleted()
+
+
+def test_the_termination_message_is_the_report(kube):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    name = kube.pod("chief-0")["metadata"]["name"]
+    kube.finish("chief-0", 1, "the loss is nan")
+    assert attempt.failure() == f"the loss is nan (chief-0, pod {name})"
+    kube.wait_until_deleted()
+
+
+def test_the_traceback_of_the_users_code_comes_with_the_error(kube):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    failed = UserCodeFailed(error="bad shape (blocks.py:14)", traceback="Traceback ...")
+    kube.write_log("chief-0", f"2026-01-01 00:00:00,000 INFO {json.dumps(to_tree(failed))}")
+    kube.finish("chief-0", 1, "bad shape (blocks.py:14)")
+    assert attempt.failure().startswith("bad shape (blocks.py:14) (chief-0, pod ")
+    assert attempt.error.traceback == "Traceback ..."
+    kube.wait_until_deleted()
+
+
+def test_a_segfault_is_reported_with_its_signal(kube):
+    attempt = watching_attempt(kube, max_restarts=0)
+    kube.run_all()
+    kube.finish("worker-0", 139)
+    assert "worker-0 ended with exit code 139 (signal SIGSEGV)" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+def test_a_failed_job_fails_the_step(kube):
+    attempt = watching_attempt(kube)
+    job = kube.job()["metadata"]["name"]
+    kube.run_all()
+    kube.store.change(
+        "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "X", "no backoff left")
+    )
+    assert f"the job {job} failed: no backoff left" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+def test_an_exceeded_active_deadline_is_reported(kube):
+    attempt = watching_attempt(kube)
+    job = kube.job()["metadata"]["name"]
+    kube.run_all()
+    words = f"Job {job} has failed because it was active longer than specified deadline"
+    kube.store.change(
+        "tfjobs", NAMESPACE, job, lambda tree: condition(tree, "Failed", "TFJobFailed", words)
+    )
+    assert attempt.failure() == (
+        f"the job {job} was not done after 604800 s "
+        f"(cluster.kubernetes.job.active_deadline_seconds): {words}"
+    )
+    kube.wait_until_deleted()
+
+
+def test_a_leader_that_is_done_ends_the_job_without_the_operator(kube):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.operator.down = True
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    kube.wait_until_deleted()
+
+
+def test_a_step_that_fails_ends_after_its_pods(kube):
+    kube.store.graceful.add("pods")
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.finish("chief-0", 1, "the loss is nan")
+    kube.store.wait(lambda: all(_is_ending(each) for each in kube.pods().values()))
+    attempt.join(1)
+    assert attempt.is_alive()
+    for name in (each["metadata"]["name"] for each in kube.pods().values()):
+        kube.store.remove("pods", NAMESPACE, name)
+    assert "the loss is nan" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+def _is_ending(pod):
+    return bool(pod["metadata"].get("deletionTimestamp"))
+
+
+def test_the_deletion_by_someone_else_is_reported(kube):
+    attempt = watching_attempt(kube, max_restarts=0)
+    job = kube.job()["metadata"]["name"]
+    kube.run_all()
+    kube.store.delete("tfjobs", NAMESPACE, job)
+    assert attempt.failure() == (
+        f"the job {job} was deleted by someone else, which ends the run; Retry in the KFP UI, or "
+        "flotilla run --resume, trains on from its newest checkpoint"
+    )
+    kube.wait_until_deleted()
+
+
+def test_training_without_progress_is_ended(kube):
+    attempt = watching_attempt(kube, stalling=2)
+    kube.run_all()
+    kube.write_log("chief-0", progress(1), progress(1))
+    assert "no progress for 2 s (cluster.kubernetes.deadlines.stalling)" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+def test_training_that_takes_too_long_is_ended(kube):
+    attempt = watching_attempt(kube, running=2)
+    kube.run_all()
+    assert "not done after 2 s (cluster.kubernetes.deadlines.running)" in attempt.failure()
+    kube.wait_until_deleted()
+
+
+@pytest.mark.slow
+def test_two_runs_at_the_same_time_are_separate(kube):
+    first = Attempt(job_of(settings(), root="gs://b/run-1"))
+    second = Attempt(job_of(settings(), root="gs://b/run-2"))
+    kube.store.wait(lambda: len(kube.store.all("pods", NAMESPACE)) == 6)
+    jobs = {each["metadata"]["name"]: each for each in kube.jobs()}
+    assert len(jobs) == 2
+    runs = {each["metadata"]["labels"][names.RUN] for each in jobs.values()}
+    assert runs == {"run-1", "run-2"}
+    for pod in kube.store.all("pods", NAMESPACE):
+        pods.running(kube.store, pod)
+    for pod in kube.store.all("pods", NAMESPACE):
+        if "chief" in pod["metadata"]["name"]:
+            pods.finished(kube.store, pod, 0)
+    first.succeed()
+    second.succeed()
+    kube.wait_until_deleted()
+
+
+def test_a_chiefless_job_is_led_by_worker_0(kube, run_events):
+    tree = settings()
+    tree["cluster"]["kubernetes"]["chiefless"] = True
+    attempt = Attempt(job_of(tree))
+    assert set(kube.run_all()) == {"ps-0", "worker-0"}
+    kube.write_log("worker-0", progress(3))
+    kube.finish("worker-0", 0)
+    attempt.succeed()
+    assert [each.global_step for each in run_events(Progress)] == [3]
+    kube.wait_until_deleted()
+
+
+@pytest.mark.parametrize(("code", "kind"), [(TRY_AGAIN, TransientError), (FAILED, UserError)])
+def test_a_task_says_whether_the_job_may_succeed_later(kube, code, kind):
+    attempt = watching_attempt(kube)
+    kube.run_all()
+    kube.finish("chief-0", code, "cannot write gs://b/step-7: the store is out")
+    assert attempt.failure().startswith("cannot write gs://b/step-7: the store is out (chief-0, ")
+    assert type(attempt.error) is kind
