@@ -178,6 +178,16 @@ class Restart(Event):
     restarts: int
 
 
+class Suspended(Event):
+    """The job waits for room, which someone gave to another; `was_running`: it had trained."""
+
+    was_running: bool
+
+
+class Resumed(Event):
+    """A job that was suspended may run: its tasks are started."""
+
+
 class TaskFailed(Event):
     """A training task failed for good."""
 

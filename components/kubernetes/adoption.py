@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
-from components.kubernetes import names
+from components.kubernetes import names, stop
 from components.kubernetes.api.client import Api, RefusedError
 from components.kubernetes.api.retry import refused, with_retry
+from components.kubernetes.api.kinds import PODS
+from components.kubernetes.engine import Engine
 from components.kubernetes.names import Tree
-from components.kubernetes.pods import pod_state
-from components.kubernetes.pods.shutdown import Stop
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 
@@ -33,8 +34,15 @@ class Adoption:
         is_adopted: whether it is the job of an earlier attempt, whose tasks may run already.
     """
 
-    def __init__(self, api: Api, deadlines: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Take the API, how long it and the operator may be silent, and a function that sleeps."""
+    def __init__(
+        self,
+        engine: Engine,
+        api: Api,
+        deadlines: DeadlinesConfig,
+        wait: Callable[[float], None],
+    ) -> None:
+        """Take the API, how long it and the controller may be silent, and what sleeps."""
+        self._engine, self._kind = engine, engine.kind
         self._api = api
         self._deadlines = deadlines
         self._wait = wait
@@ -45,30 +53,30 @@ class Adoption:
 
         Args:
             manifest: the job as it should be.
-            own: metadata of this attempt: the owner reference and the heartbeat.
+            own: metadata of this attempt: the owner reference.
             delete_seconds: how long the deletion of another job of this name may take.
 
         Raises:
-            UserError: the API refuses or does not answer, or the other job is not deleted in time.
+            UserError: the API refuses or does not answer, the other job is not deleted in time, or
+                it is none of Flotilla.
         """
         metadata = manifest["metadata"]
         name = metadata["name"]
-        annotations = {**metadata["annotations"], **own["annotations"]}
-        job = {**manifest, "metadata": {**metadata, **own, "annotations": annotations}}
+        resource = self._kind.resource
+        job = {**manifest, "metadata": {**metadata, **own}}
         while True:
             found = self._get(name)
             if found is None:
                 self.wait_until_deleted(name, delete_seconds)
                 # It may exist by now, perhaps since the answer of a call was lost.
-                created = self._ask(lambda: self._api.create_job(job), unless=HTTPStatus.CONFLICT)
+                create = partial(self._api.create, resource, job, strict=self._engine.is_strict)
+                created = self._ask(create, unless=HTTPStatus.CONFLICT)
                 if created is not None:
                     return created
                 continue
-            if _is_same(found, metadata) and not pod_state.is_finished(found):
-                adopted = self._ask(
-                    lambda: self._api.patch_job(name, {"metadata": own}),
-                    unless=HTTPStatus.NOT_FOUND,
-                )
+            self._require_own(found)
+            if self._may_adopt(found, metadata):
+                adopted = self._owned(found, own)
                 if adopted is None:
                     continue
                 log.info("adopted the job %s of an earlier attempt", name)
@@ -78,9 +86,9 @@ class Adoption:
 
     def wait_until_deleted(self, name: str, seconds: float) -> None:
         """Wait until no pod of a job is left; raises `UserError` after so many seconds."""
-        label = f"{names.JOB_NAME}={name}"
+        label = self._kind.selector(name)
         left = seconds
-        while self._get(name) or self._ask(lambda: self._api.labelled("pods", label)):
+        while self._get(name) or self._ask(lambda: self._api.labelled(PODS, label)):
             if left == seconds:
                 log.info("waiting until the earlier job %s and its pods are gone", name)
             if left <= 0:
@@ -91,35 +99,55 @@ class Adoption:
             self._wait(POLL_SECONDS)
             left -= POLL_SECONDS
 
+    def _require_own(self, found: Tree) -> None:
+        metadata = found["metadata"]
+        if names.MANAGED not in (metadata.get("labels") or {}):
+            raise UserError(
+                f"the {self._kind.kind} {metadata['name']} is not one of Flotilla, and is left as "
+                "it is: delete it, or give the model another name"
+            )
+
+    def _may_adopt(self, found: Tree, metadata: Tree) -> bool:
+        """Return whether a job is unfinished, and as it should be."""
+        annotations = found["metadata"].get("annotations") or {}
+        same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
+        if not same or found["metadata"].get("deletionTimestamp") or self._engine.end(found):
+            return False
+        return not self._ask(partial(stop.is_requested, self._api, found))
+
+    def _owned(self, found: Tree, own: Tree) -> Tree | None:
+        """Return a job with the metadata of this attempt; None where it is gone."""
+        if not own:
+            return found
+        patch = partial(
+            self._api.patch, self._kind.resource, found["metadata"]["name"], {"metadata": own}
+        )
+        owned: Tree | None = self._ask(patch, unless=HTTPStatus.NOT_FOUND)
+        return owned
+
     def _delete(self, found: Tree, seconds: float) -> None:
         metadata = found["metadata"]
-        if _is_stopping(found) and not pod_state.is_finished(found):
+        if not self._engine.end(found) and self._ask(partial(stop.is_requested, self._api, found)):
             # Its chief still saves.
-            Stop(found).wait(self._api, self._wait)
+            self._engine.stop(found).wait(self._api, self._wait)
         if not metadata.get("deletionTimestamp"):
-            self._ask(lambda: self._api.delete_job(metadata["name"], metadata["uid"]))
+            resource = self._kind.resource
+            self._ask(partial(self._api.delete, resource, metadata["name"], metadata["uid"]))
         self.wait_until_deleted(metadata["name"], seconds)
 
     def _get(self, name: str) -> Tree | None:
-        found: Tree | None = self._ask(lambda: self._api.get_job(name), unless=HTTPStatus.NOT_FOUND)
+        get = partial(self._api.get, self._kind.resource, name)
+        found: Tree | None = self._ask(get, unless=HTTPStatus.NOT_FOUND)
         return found
 
     def _ask(self, call: Callable[[], Any], unless: HTTPStatus | None = None) -> Any:
         """Return the result of a call; None where the API refuses it with the status `unless`."""
         try:
             limits = self._deadlines
-            return with_retry(call, limits.unreachable, self._wait, limits.operator)
+            return with_retry(
+                call, limits.unreachable, self._wait, self._kind, limits.operator
+            )
         except RefusedError as error:
             if error.code == unless:
                 return None
-            raise UserError(refused(error)) from None
-
-
-def _is_same(found: Tree, metadata: Tree) -> bool:
-    annotations = found["metadata"].get("annotations", {})
-    same = annotations.get(names.MANIFEST) == metadata["annotations"][names.MANIFEST]
-    return same and not found["metadata"].get("deletionTimestamp") and not _is_stopping(found)
-
-
-def _is_stopping(found: Tree) -> bool:
-    return names.STOP in found["metadata"].get("annotations", {})
+            raise UserError(refused(error, self._kind)) from None

@@ -7,9 +7,11 @@ import math
 import time
 from collections.abc import Callable, Collection
 
-from components.kubernetes.api.retry import silent_operator
+from components.kubernetes.api.retry import silent_controller
+from components.kubernetes.engine import Engine
 from components.kubernetes.names import Tree
 from components.kubernetes.pods import pod_state
+from trainer import events
 from trainer.config.kubernetes import DeadlinesConfig
 
 log = logging.getLogger(__name__)
@@ -31,11 +33,12 @@ class Deadlines:
     suspended begins to queue again.
 
     Attributes:
-        is_taken_up: whether the operator has reacted to the job.
+        is_taken_up: whether the engine's controller has reacted to the job.
     """
 
     def __init__(
         self,
+        engine: Engine,
         config: DeadlinesConfig,
         expected_pods: int,
         clock: Callable[[], float] = time.monotonic,
@@ -43,10 +46,12 @@ class Deadlines:
         """Begin in the stage `queueing`.
 
         Args:
+            engine: of the job.
             config: in seconds, 0 for none.
-            expected_pods: number of pods of the job.
+            expected_pods: number of tasks of the job, each with a pod.
             clock: monotonic seconds.
         """
+        self._engine = engine
         self._config = config
         self._expected_pods = expected_pods
         self._clock = clock
@@ -54,7 +59,7 @@ class Deadlines:
         self._entered_at = self._progressed_at = clock()
         self._uid = ""
         self._made_at = clock()
-        self.is_taken_up = self._is_suspended = False
+        self.is_taken_up = self._is_suspended = self._is_put_back = False
         # When each pod that cannot start was first seen so.
         self._failing_since: dict[str, float] = {}
         # Seconds for which earlier jobs of this run have run.
@@ -74,30 +79,43 @@ class Deadlines:
         return self._stage == pod_state.RUNNING
 
     def observe_job(self, job: Tree) -> None:
-        """Note whether the operator has taken up the job, and whether it is suspended."""
+        """Note whether the controller has taken up the job, and whether it is suspended."""
         uid = job["metadata"]["uid"]
         if uid != self._uid:
             self._uid, self._made_at, self.is_taken_up = uid, self._clock(), False
-        if job.get("status", {}).get("conditions"):
+        if self._engine.is_taken_up(job):
             self.take_up()
-        suspended = pod_state.is_suspended(job)
+        suspended = self._engine.is_suspended(job)
         if suspended and not self._is_suspended:
-            log.info("the job waits for admission: it is suspended")
+            self._is_put_back = self.has_run
+            if self.has_run:
+                self._ran += self._clock() - self._entered_at
+            log.info(
+                "the job is suspended: it waits %s",
+                "until its queue has room again" if self._is_put_back else "for admission",
+            )
+            events.emit(events.Suspended(was_running=self._is_put_back))
             self._enter(pod_state.QUEUEING)
+        elif self._is_suspended and not suspended:
+            log.info("the job is resumed: its pods start")
+            events.emit(events.Resumed())
+            self._is_put_back = False
+            self._entered_at = self._progressed_at = self._clock()
         self._is_suspended = suspended
 
     def take_up(self) -> None:
-        """Note that the operator has reacted to the job."""
+        """Note that the controller has reacted to the job."""
         self.is_taken_up = True
 
-    def observe(self, pods: Collection[Tree]) -> None:
+    def observe(self, every: Collection[Tree]) -> None:
         """Update the stage from the current pods."""
+        pods = self._of_tasks(every)
         if pods:
             self.take_up()
         now = self._clock()
         failing = [each["metadata"]["uid"] for each in pods if pod_state.start_failure(each)]
         self._failing_since = {uid: self._failing_since.get(uid, now) for uid in failing}
-        if self._stage == pod_state.RUNNING:
+        if self._stage == pod_state.RUNNING or self._is_suspended:
             return
         stages = [pod_state.stage(pod) for pod in pods]
         if len(stages) < self._expected_pods or pod_state.QUEUEING in stages:
@@ -106,8 +124,8 @@ class Deadlines:
             self._enter(pod_state.STARTING if pod_state.STARTING in stages else pod_state.RUNNING)
 
     def lacks_pods(self, pods: Collection[Tree]) -> bool:
-        """Return whether the operator should have made more pods."""
-        return len(pods) < self._expected_pods and not self._is_suspended
+        """Return whether the controller should have made more pods."""
+        return len(self._of_tasks(pods)) < self._expected_pods and not self._is_suspended
 
     def progressed(self) -> None:
         """Restart the deadline for progress: the global step has changed."""
@@ -117,8 +135,9 @@ class Deadlines:
         """Return the seconds to the next deadline; infinite where there is none."""
         return min(self._ends().values(), default=math.inf) - self._clock()
 
-    def exceeded(self, pods: Collection[Tree]) -> str:
+    def exceeded(self, every: Collection[Tree]) -> str:
         """Return one line about what cannot start, or about the deadline that was exceeded."""
+        pods = self._of_tasks(every)
         malformed = [pod for pod in pods if pod_state.start_failure(pod) == pod_state.MALFORMED]
         if malformed and not self.has_run:
             return _not_starting(malformed, "")
@@ -129,7 +148,9 @@ class Deadlines:
         seconds = getattr(self._config, key)
         limit = f"{seconds:g} s (cluster.kubernetes.deadlines.{key})"
         of_the_job = {
-            "operator": silent_operator(seconds, "the job has neither a condition nor a pod"),
+            "operator": silent_controller(
+                self._engine.kind, seconds, "the job has neither a status nor a pod"
+            ),
             "stalling": f"training has made no progress for {limit}",
             "running": f"training was not done after {limit}",
         }
@@ -149,13 +170,18 @@ class Deadlines:
         what = "has no node" if stage == pod_state.QUEUEING else "has not started"
         return _sentence(waiting, f"{what} after {limit}")
 
+    def _of_tasks(self, pods: Collection[Tree]) -> list[Tree]:
+        """Return the pod of each task that counts."""
+        return list(pod_state.newest(pods).values())
+
     def _enter(self, stage: str) -> None:
         if stage != self._stage:
             self._stage = stage
             self._entered_at = self._progressed_at = self._clock()
 
     def _ends(self) -> dict[str, float]:
-        since = {self._stage: self._entered_at}
+        # Who has taken the place of a job that ran decides how long that lasts.
+        since = {} if self._is_put_back else {self._stage: self._entered_at}
         if not self.is_taken_up:
             since["operator"] = self._made_at
         if self._stage == pod_state.RUNNING:

@@ -1,7 +1,7 @@
 """What Kubernetes writes about the job and its pods: its events, by the uid of their object.
 
-The operator reports on the job, and nowhere else, why it cannot make a pod. The job has no
-condition then: its status is written once all pods are made. Events are optional: without the
+The training operator reports on the job, and the Job controller on the child Job of a JobSet, why a
+pod cannot be made. The job has no condition then. Events are optional: without the
 permission to list them a job goes on, and a report says that they are missing.
 """
 
@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.api.kinds import EVENTS, JobKind
 from components.kubernetes.deadlines import Deadlines
 from components.kubernetes.names import Tree
 
@@ -22,8 +23,9 @@ log = logging.getLogger(__name__)
 REPORTED = 3
 # How often the events of a job are read while pods are missing.
 LOOK_SECONDS = 5.0
-_REFUSAL = "FailedCreatePod"
-# Admission that refuses the manifest itself: the operator tries for ever, with the same answer.
+# Of the training operator, and of the Job controller.
+_REFUSALS = ("FailedCreatePod", "FailedCreate")
+# Admission that refuses the manifest itself: the controller tries for ever, with the same answer.
 _FINAL = re.compile(r" is forbidden: | is invalid: |admission webhook .* denied the request")
 # Room that others may free, and a pod of the same name that has not ended yet.
 _TEMPORARY = re.compile(r"exceeded quota: |object is being deleted|already exists")
@@ -45,7 +47,7 @@ def last_events(api: Api, uid: str) -> str:
 
 
 def _events(api: Api, uid: str) -> list[Tree]:
-    found, _ = api.list_of("events", {"fieldSelector": f"involvedObject.uid={uid}"})
+    found, _ = api.list_of(EVENTS, {"fieldSelector": f"involvedObject.uid={uid}"})
     return sorted(found, key=lambda each: str(each.get("lastTimestamp") or each.get("eventTime")))
 
 
@@ -60,13 +62,17 @@ class PodRefusals:
     def __init__(
         self,
         api: Api,
-        uid: str,
+        kind: JobKind,
+        reporters: Callable[[], Sequence[str]],
         deadlines: Deadlines,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Take the uid of the job, and its deadlines, which learn that the operator is there."""
-        self._api = api
-        self._uid = uid
+        """Take the deadlines of the job, which learn that its controller is there.
+
+        `reporters` returns the uids of the objects on which the controllers report.
+        """
+        self._api, self._kind = api, kind
+        self._reporters = reporters
         self._deadlines = deadlines
         self._clock = clock
         self._look_at = clock() + LOOK_SECONDS
@@ -81,21 +87,21 @@ class PodRefusals:
             return ""
         self._look_at = self._clock() + LOOK_SECONDS
         try:
-            found = _events(self._api, self._uid)
+            found = [each for uid in self._reporters() for each in _events(self._api, uid)]
         except (RefusedError, UnreachableError) as error:
             log.debug("the events of the job cannot be read: %s", error)
             return ""
         if found:
             self._deadlines.take_up()
-        messages = [str(each.get("message")) for each in found if each.get("reason") == _REFUSAL]
+        messages = [str(each.get("message")) for each in found if each.get("reason") in _REFUSALS]
         if not messages:
             return ""
         newest = " ".join(messages[-1].split())
         if is_final(newest) and not self._deadlines.has_run:
             return newest
-        # Names and numbers change from one attempt of the operator to the next.
+        # Names and numbers change from one attempt to the next.
         key = re.sub(r'"[^"]*"|\d+', "", newest)
         if key not in self._logged:
             self._logged.add(key)
-            log.warning("the operator cannot make all pods yet: %s", newest)
+            log.warning("the %s cannot make all pods yet: %s", self._kind.controller, newest)
         return ""

@@ -1,35 +1,36 @@
-"""The TFJob launcher: creates or adopts the job of a run, watches it, and never leaves an orphan.
+"""The launcher of an engine: creates or adopts the job of a run, watches it, leaves no orphan.
 
 A job must not outlive its launcher, however that one ends. Each of these ends it, and the first
-that works is enough: the signal handler asks for a stop before anything else (`shutdown.Stop`), or
+that works is enough: the signal handler asks for a stop before anything else (`stop.Stop`), or
 deletes the job where nobody would answer; `launch` deletes it on every return; the exit step ends
 what has the run's label; the guard of the leading task ends the job when it is asked to, and when
-the heartbeat stops; the job has an owner reference to the step's pod; and an active deadline.
+the lease is not renewed; the job has an owner reference to the step's pod; and an active deadline.
 
-The heartbeat is an annotation on the job, which needs no permission beyond those on the job itself.
-It is renewed for the first time before training can begin: a launcher that may not is refused.
+The lease is renewed for the first time before training can begin: a launcher that may not is
+refused.
 
-The operator fails the whole job when a pod of it is deleted, evicted or preempted. The launcher
+An engine may fail the whole job when a pod of it is deleted, evicted or preempted. The launcher
 then deletes the job, waits until its pods are gone, and makes it again from the same manifest:
 training resumes from the newest checkpoint, which the chief has published in its grace period.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
 import queue
-import secrets
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
+from http import HTTPStatus
 
 from components.image import DEFAULTS, PodDefaults
-from components.kubernetes import names
+from components.kubernetes import names, owned_objects, stop
 from components.kubernetes.adoption import Adoption
 from components.kubernetes.api import rbac
 from components.kubernetes.api.client import (
@@ -39,34 +40,26 @@ from components.kubernetes.api.client import (
     UnreachableError,
     connect,
 )
-from components.kubernetes.api.retry import deleted_by_another, refused, with_retry
+from components.kubernetes.api.kinds import NETWORK_POLICIES, PODS, Resource
+from components.kubernetes.api.retry import refused, with_retry
 from components.kubernetes.api.watch import Watch
 from components.kubernetes.deadlines import Deadlines
+from components.kubernetes.engine import Engine
+from components.kubernetes.heartbeat import Heartbeat
 from components.kubernetes.logs import EventRelay, Logs
 from components.kubernetes.names import Tree
-from components.kubernetes.pods import pod_state
 from components.kubernetes.pods.pod_state import Loss
-from components.kubernetes.pods.shutdown import Stop
-from components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Restarts, Supervisor
-from components.tfjob.manifest import (
-    GRACE_SECONDS,
-    Place,
-    isolated,
-    leading,
-    manifest,
-    network_policy,
-    replicas,
-)
+from components.kubernetes.pods.template import Place, grace_seconds, leading, replicas
+from components.kubernetes.restarts import Restarts
+from components.kubernetes.supervisor import DRAIN_SECONDS, JobEvents, Supervisor
+from trainer import events
 from trainer.cluster.launcher import Job
 from trainer.cluster.signals import on_interrupt
-from trainer.config.kubernetes import DeadlinesConfig, KubernetesConfig
+from trainer.config.kubernetes import KubernetesConfig
 from trainer.errors import ConfigError, RunInterruptedError, UserError
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
-# Several heartbeats may be lost before the guard takes the job for an orphan.
-HEARTBEATS = 10
-MAX_HEARTBEAT_SECONDS = 20.0
 # Variables of the step that address the object store; its credentials come from secrets.
 ENDPOINTS = (
     "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION",
@@ -78,25 +71,27 @@ REMOVAL_SECONDS = 60
 DELETE_SECONDS = 120.0
 
 
-def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` as a TFJob; see `trainer.cluster.launcher.Launcher`.
+def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
+    """Train `job` as a job of an engine; see `trainer.cluster.launcher.Launcher`.
 
     After SIGINT or SIGTERM the chief publishes a last checkpoint within its grace period, and the
     job is deleted; a second signal deletes it without that. `defaults` hold where the
     configuration does not.
 
     Raises:
-        ConfigError: the configuration asks for servers that are not pods of the job.
+        ConfigError: the configuration asks for what the engine does not have, such as servers that
+            are not pods of the job.
     """
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
-            raise ConfigError(f"cluster.{key}: not with cluster.launcher tfjob; leave it out")
+            raise ConfigError(f"cluster.{key}: not with cluster.launcher {engine.name}; leave it out")
+    engine.check(job.config)
     connection = connect()
     namespace = job.config.cluster.kubernetes.namespace or connection.namespace
-    _Launch(job, connection, namespace, defaults).run()
+    _Launch(engine, job, connection, namespace, defaults).run()
 
 
-def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
+def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list[str]:
     """End the jobs of a run that are left, and return their names; raises `UserError`.
 
     This process may have ten seconds: a job whose leading task runs is asked to end by itself, with
@@ -105,16 +100,15 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
     connection = connect()
     api = Api(connection, settings.namespace or connection.namespace)
     label = f"{names.RUN}={names.label_value(run_id)}"
+    resource = engine.kind.resource
     try:
-        orphans = with_retry(partial(api.labelled, names.PLURAL, label), DELETE_SECONDS, time.sleep)
+        orphans = with_retry(partial(api.labelled, resource, label), DELETE_SECONDS, time.sleep)
         for orphan in orphans:
             name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
             log.warning("ending the job %s, which its launcher has left", name)
-            if not pod_state.is_finished(orphan) and not orphan["metadata"].get(
-                "deletionTimestamp"
-            ):
-                _stop(api, orphan)
-            with_retry(partial(api.delete_job, name, uid), DELETE_SECONDS, time.sleep)
+            if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
+                _stop(engine, api, orphan)
+            with_retry(partial(api.delete, resource, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
         # Where the kind is not served there is no job.
         if error.is_unserved:
@@ -123,120 +117,57 @@ def delete_jobs(settings: KubernetesConfig, run_id: str) -> list[str]:
     return [orphan["metadata"]["name"] for orphan in orphans]
 
 
-def _stop(api: Api, job: Tree) -> None:
+def _stop(engine: Engine, api: Api, job: Tree) -> None:
     """Have the leading task of a job end with a last checkpoint, where it runs, and wait for it."""
-    stop = Stop(job)
+    ending = engine.stop(job)
     with suppress(RefusedError, UnreachableError):
-        if stop.leader_runs(api):
-            stop.request(api)
-            stop.wait(api, time.sleep)
-
-
-class Heartbeat(threading.Thread):
-    """Renews the heartbeat of a job until `stopped` is set."""
-
-    def __init__(
-        self, api: Api, name: str, limit: float, on_refused: Callable[[RefusedError], None]
-    ) -> None:
-        """Send `HEARTBEATS` in the `limit` seconds after which the guard ends the job.
-
-        `on_refused` is called when half of them in a row were refused.
-        """
-        super().__init__(name="heartbeat", daemon=True)
-        self._api = api
-        self._name = name
-        self._limit = limit
-        self._interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
-        self._on_refused = on_refused
-        self._token = secrets.token_hex(4)
-        self._count = -1
-        self.stopped = threading.Event()
-
-    def annotation(self) -> dict[str, str]:
-        """Return the next heartbeat; two launchers never send the same."""
-        self._count += 1
-        return {names.HEARTBEAT: names.heartbeat(self._token, self._count)}
-
-    def renew_first(self, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
-        """Renew the heartbeat of the job's creation: no guard relies on one that never was.
-
-        Raises:
-            UserError: it is refused, or the API does not answer in the time after which a guard
-                may take the job for an orphan.
-        """
-        seconds = min(limits.unreachable or self._limit, self._limit)
-        heartbeat = self.annotation()
-        patch = {"metadata": {"annotations": heartbeat}}
-        try:
-            call = partial(self._api.patch_job, self._name, patch)
-            job = with_retry(call, seconds, wait, limits.operator)
-        except RefusedError as error:
-            is_gone = error.is_missing and not error.is_unserved
-            message = deleted_by_another(self._name) if is_gone else refused(error)
-            raise UserError(message) from None
-        if not heartbeat.items() <= (job["metadata"].get("annotations") or {}).items():
-            raise UserError(
-                f"the annotation {names.HEARTBEAT} of the job {self._name} is not kept by the "
-                "Kubernetes API: exempt it from what changes objects in this namespace"
-            )
-
-    def run(self) -> None:
-        """Send heartbeats."""
-        refusals = 0
-        while not self.stopped.wait(self._interval):
-            try:
-                self._api.patch_job(self._name, {"metadata": {"annotations": self.annotation()}})
-                refusals = 0
-            except UnreachableError as error:
-                log.debug("a heartbeat was not sent: %s", error)
-            except RefusedError as error:
-                if error.is_missing:
-                    return
-                # Any other refusal may be temporary; without heartbeats the guard ends the job.
-                refusals += 1
-                if refusals * self._interval >= self._limit / 2:
-                    self._on_refused(error)
-                    return
-                if refusals == 1:
-                    log.warning("a heartbeat was refused, retrying: %s", error)
+        if stop.is_requested(api, job):
+            ending.wait(api, time.sleep)
+        elif ending.leader_runs(api):
+            ending.request(api)
+            ending.wait(api, time.sleep)
 
 
 class _Launch:
     """The job of a run from its creation to its deletion, made again whenever it loses a pod."""
 
     def __init__(
-        self, job: Job, connection: Connection, namespace: str, defaults: PodDefaults
+        self,
+        engine: Engine,
+        job: Job,
+        connection: Connection,
+        namespace: str,
+        defaults: PodDefaults,
     ) -> None:
         settings = job.config.cluster.kubernetes
+        self._engine, self._kind = engine, engine.kind
         self._job, self._settings = job, settings
-        self._manifest = manifest(job, _place(connection, namespace, defaults))
+        self._manifest = engine.manifest(job, _place(connection, namespace, defaults))
         self._name = self._manifest["metadata"]["name"]
         self._namespace = namespace
         self._api = Api(connection, namespace)
         # The handler may run while a thread holds the lock of the other pool.
         self._handler_api = Api(connection, namespace)
         self._is_own_namespace = namespace == connection.namespace
-        grace = max(
-            settings.of(role).grace_seconds or GRACE_SECONDS for role in replicas(job.config)
-        )
+        grace = max(grace_seconds(job.config, role) for role in replicas(job.config))
         self._deletion_seconds = grace + REMOVAL_SECONDS
         self._uid = ""
         self._is_interrupted = self._is_stopping = False
         self._is_interrupted_again = threading.Event()
-        self._stop: Stop | None = None
+        self._stop: stop.Stop | None = None
         self._is_adopted = False
         self._leader_runs: Callable[[], bool] = lambda: False
         # What the leading task said last, to whom an interrupt comes while there is no job.
         self._message = ""
         self._job_events: JobEvents = queue.SimpleQueue()
         self._heartbeat = self._new_heartbeat()
-        self._deadlines = Deadlines(settings.deadlines, sum(replicas(job.config).values()))
-        self._restarts = Restarts(job.config)
+        self._deadlines = Deadlines(engine, settings.deadlines, sum(replicas(job.config).values()))
+        self._restarts = Restarts(job.config, engine)
 
     def run(self) -> None:
         with on_interrupt(self._on_interrupt):
             try:
-                rbac.require(self._api, self._namespace)
+                rbac.require(self._api, self._namespace, self._kind)
                 self._isolate()
                 while self._supervise(self._adopt_or_create()):
                     self._deadlines.begin_again()
@@ -246,7 +177,7 @@ class _Launch:
 
     def _new_heartbeat(self) -> Heartbeat:
         limit = self._settings.deadlines.heartbeat
-        return Heartbeat(self._api, self._name, limit, self._job_events.put)
+        return Heartbeat(self._api, self._kind, limit, self._job_events.put)
 
     def _adopt_or_create(self) -> Tree:
         if self._is_interrupted:
@@ -254,29 +185,25 @@ class _Launch:
         self._uid = ""
         self._stop = None
         self._heartbeat = self._new_heartbeat()
-        own: Tree = {"annotations": self._heartbeat.annotation()}
-        name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
-        # The deletion of the step's own pod deletes the job. An owner in another namespace does not
-        # exist for Kubernetes: it would collect the job.
-        if name and uid and self._is_own_namespace:
-            owner = {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
-            own["ownerReferences"] = [owner]
+        owner = owned_objects.step_pod() if self._is_own_namespace else None
+        own: Tree = {"ownerReferences": [owner]} if owner else {}
         limits = self._settings.deadlines
-        adoption = Adoption(self._api, limits, self._wait)
+        adoption = Adoption(self._engine, self._api, limits, self._wait)
         # A pod on a node that is gone stays until Kubernetes notices: as long as one without a node
         # may wait.
         patience = max(self._deletion_seconds, limits.queueing or math.inf)
         created = adoption.adopt_or_create(self._manifest, own, patience)
         self._uid, self._is_adopted = created["metadata"]["uid"], adoption.is_adopted
-        self._stop = Stop(created)
+        self._stop = self._engine.stop(created)
+        self._heartbeat.hold(created, limits, self._wait)
         self._make_policy(created)
-        self._heartbeat.renew_first(limits, self._wait)
         return created
 
     def _isolate(self) -> None:
         """Leave the pods to a network policy of the job, where it may be made."""
         if rbac.may_isolate(self._api, self._namespace):
-            self._manifest = isolated(self._manifest)
+            self._manifest = copy.deepcopy(self._manifest)
+            owned_objects.isolate(self._engine.templates(self._manifest))
             return
         log.warning(
             "the launcher may not %s in the namespace %s: other jobs of Flotilla there reach the "
@@ -285,15 +212,19 @@ class _Launch:
 
     def _make_policy(self, job: Tree) -> None:
         """Make the network policy of a job; an isolated one is not left open."""
-        policy = network_policy(job)
+        templates = self._engine.templates(job)
+        policy = owned_objects.network_policy(self._kind, job, templates)
         if policy is None:
             return
         try:
             limit = self._settings.deadlines.unreachable
-            with_retry(partial(self._api.create_policy, policy), limit, self._wait)
+            with_retry(partial(self._api.create, NETWORK_POLICIES, policy), limit, self._wait)
         except RefusedError as error:
+            # It is there, perhaps since the answer of a call was lost.
+            if error.code == HTTPStatus.CONFLICT:
+                return
             raise UserError(
-                f"{refused(error)}; the network policy of the job {self._name} cannot be made"
+                f"{refused(error, self._kind)}; the network policy of the job {self._name} cannot be made"
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -305,16 +236,27 @@ class _Launch:
             # The log of the step, in which the user looks for the logs of all tasks.
             sys.stdout.write(f"[{task}] {text}\n")
             sys.stdout.flush()
-            if task == leader:
+            restart = events.parse(text)
+            if isinstance(restart, events.Restart):
+                self._job_events.put(restart)
+            elif task == leader:
                 relay.take(text)
 
         logs = Logs(self._api, write)
+        by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
-            self._watch("TFJob", names.PLURAL, {"fieldSelector": f"metadata.name={self._name}"}),
-            self._watch("Pod", "pods", {"labelSelector": f"{names.JOB_NAME}={self._name}"}),
+            self._watch(self._kind.kind, self._kind.resource, by_name),
+            self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]
         supervisor = Supervisor(
-            self._job, created, self._api, logs, self._deadlines, self._restarts, self._job_events
+            self._engine,
+            self._job,
+            created,
+            self._api,
+            logs,
+            self._deadlines,
+            self._restarts,
+            self._job_events,
         )
         self._leader_runs = supervisor.leader_runs
         self._heartbeat.start()
@@ -351,8 +293,8 @@ class _Launch:
 
     def _report(self, lost: Loss) -> None:
         log.warning(
-            "%s lost its pod %s: %s; the operator failed the job %s for it, which is made again",
-            lost.task, lost.pod, lost.how, self._name,
+            "%s lost its pod %s: %s; the %s failed the job %s for it, which is made again",
+            lost.task, lost.pod, lost.how, self._kind.controller, self._name,
         )  # fmt: skip
 
     def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
@@ -384,7 +326,9 @@ class _Launch:
         self._is_stopping = not again and self._is_stop_requested()
         if not self._is_stopping:
             with suppress(RefusedError, UnreachableError):
-                self._handler_api.delete_job(self._name, quick=True)
+                self._handler_api.delete(
+                    self._kind.resource, self._name, self._uid, quick=True
+                )
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:
@@ -404,14 +348,27 @@ class _Launch:
 
     def _delete(self) -> bool:
         """Delete the job, unless it is gone or another job has its name by now; say whether."""
+        call = partial(self._api.delete, self._kind.resource, self._name)
         try:
-            with_retry(
-                lambda: self._api.delete_job(self._name, self._uid), REMOVAL_SECONDS, time.sleep
-            )
+            uid = self._uid or with_retry(self._uid_of_own, REMOVAL_SECONDS, time.sleep)
+            if uid:
+                with_retry(partial(call, uid), REMOVAL_SECONDS, time.sleep)
         except (RefusedError, UserError) as error:
             log.warning("the job %s could not be deleted: %s", self._name, error)
             return False
         return True
+
+    def _uid_of_own(self) -> str:
+        """Return the uid of the job that was created last, where the answer to that was lost."""
+        try:
+            found = self._api.get(self._kind.resource, self._name)["metadata"]
+        except RefusedError as error:
+            if error.is_missing:
+                return ""
+            raise
+        own = self._manifest["metadata"]["annotations"][names.MANIFEST]
+        is_own = (found.get("annotations") or {}).get(names.MANIFEST) == own
+        return str(found["uid"]) if is_own else ""
 
     def _wait(self, seconds: float) -> None:
         """Sleep; raise `RunInterruptedError` at a signal."""
@@ -419,12 +376,12 @@ class _Launch:
             if self._job_events.get(timeout=seconds) is None:
                 raise self._interruption()
 
-    def _watch(self, kind: str, plural: str, query: Mapping[str, str]) -> Watch:
+    def _watch(self, kind: str, resource: Resource, query: Mapping[str, str]) -> Watch:
         def put(item: Tree, deleted: bool) -> None:
             # The items of a list do not have a kind.
             self._job_events.put(({**item, "kind": kind}, deleted))
 
-        return Watch(self._api, plural, query, put, self._job_events.put)
+        return Watch(self._api, resource, query, put, self._job_events.put)
 
 
 def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:

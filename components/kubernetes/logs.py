@@ -17,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.api.kinds import PODS
 from components.kubernetes.names import Tree
 from components.kubernetes.pods import pod_state
 from trainer import events
@@ -98,7 +99,7 @@ class LogFollower(threading.Thread):
         """Read until the container has ended, then the rest of its log, or until `stopped`."""
         while not self.stopped.is_set():
             try:
-                pod = self._api.get_pod(self._pod)
+                pod = self._api.get(PODS, self._pod)
                 if pod["metadata"]["uid"] != self._uid:
                     break
                 restarted = pod_state.restart_count(pod) > self._restart_count

@@ -10,13 +10,11 @@ from typing import Any
 # A Kubernetes object, or a part of one, as JSON.
 Tree = dict[str, Any]
 
-GROUP, VERSION, PLURAL = "kubeflow.org", "v1", "tfjobs"
-# The operator finds the container by this name.
+# The controllers find the container by this name.
 CONTAINER = "tensorflow"
-# Labels that the operator sets on every pod.
-JOB_NAME = "training.kubeflow.org/job-name"
-REPLICA_TYPE = "training.kubeflow.org/replica-type"
-REPLICA_INDEX = "training.kubeflow.org/replica-index"
+# Labels that the controllers set on every pod: of its role, and of its index among those of a role.
+ROLE_LABELS = ("training.kubeflow.org/replica-type", "jobset.sigs.k8s.io/replicatedjob-name")
+INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-index")
 # Labels of Flotilla, on the job and on its pods.
 RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
@@ -24,16 +22,16 @@ MANAGED = "flotilla/launcher"
 NETWORK = "flotilla/network"
 # The prefix of the labels that Kubernetes recommends.
 APP = "app.kubernetes.io/"
-# Annotations of Flotilla, on the job.
+# Annotations of Flotilla: the digest of a job, and the request to end it, on its lease or on itself.
 MANIFEST = "flotilla/manifest"
-HEARTBEAT = "flotilla/heartbeat"
 STOP = "flotilla/stop"
 # What the guard of the leading task writes to its log when it has seen `STOP`.
 STOPPING = "the run is cancelled: training ends with a last checkpoint"
 
 # Names of pods and services, and values of labels, have at most 63 characters.
 MAX_LENGTH = 63
-_LONGEST_SUFFIX = len("-evaluator-9999")
+# With the index of the only pod of a child Job and its random end, which pods of a JobSet have.
+_LONGEST_SUFFIX = max(len("-evaluator-0-0-abcde"), len("-worker-9999-0-abcde"))
 _DIGEST_LENGTH = 12
 
 
@@ -77,16 +75,6 @@ def app_labels(component: str, instance: str) -> dict[str, str]:
         "version": label_value(version("flotilla")),
     }
     return {f"{APP}{name}": value for name, value in values.items()}
-
-
-def heartbeat(token: str, number: int) -> str:
-    """Return a heartbeat of the launcher with this token; 0 is that of the job's creation."""
-    return f"{token}-{number}"
-
-
-def is_renewed(heartbeat: str) -> bool:
-    """Return whether a launcher has renewed its heartbeat since it created or adopted the job."""
-    return not heartbeat.endswith("-0")
 
 
 def _digest(text: str) -> str:

@@ -1,49 +1,35 @@
 """Watch one job to its end: handle its events and those of its pods, and report its failure.
 
-A restart of a task is the operator's work, but for one case: a pod that is deleted, evicted or
-preempted counts as failed for the operator, which fails the whole job. `Supervisor.run` returns
-that loss, and the launcher makes the job again.
-
-Flotilla counts the restarts of all tasks, since the operator's `backoffLimit` counts those of
-running pods only, and ends the job past `cluster.max_restarts`. A failure is reported in one line:
-which task, how it ended, what it and Kubernetes wrote about it.
+A task that dies is started again by the guard in its pod. A pod that is lost is made again by the
+engine's controller, which is asked to do so at once; or it costs the job, where the engine fails a
+job with its pod: `Supervisor.run` returns that loss then, and the launcher makes the job again. A
+failure is reported in one line: which task, how it ended, what it and Kubernetes wrote about it.
 """
 
 from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
-from collections import Counter
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import replace
 
-from components.kubernetes import names
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.api.kinds import PODS
 from components.kubernetes.api.retry import deleted_by_another, refused, unreachable
 from components.kubernetes.deadlines import Deadlines
+from components.kubernetes.engine import Engine
 from components.kubernetes.kubernetes_events import PodRefusals, last_events
 from components.kubernetes.logs import Logs
 from components.kubernetes.names import Tree
 from components.kubernetes.pods import pod_state
 from components.kubernetes.pods.pod_state import Loss, TaskEnd
-from components.tfjob.manifest import leading, restart_policy
+from components.kubernetes.pods.template import leading
+from components.kubernetes.restarts import Restarts, report_of
 from trainer import events
 from trainer.cluster import completion
 from trainer.cluster.launcher import Job
-from trainer.config.schema import Config
-from trainer.errors import (
-    BEGIN_AGAIN,
-    DONE,
-    FAILED,
-    TRY_AGAIN,
-    USAGE,
-    RunInterruptedError,
-    TransientError,
-    UserError,
-)
+from trainer.errors import DONE, TRY_AGAIN, RunInterruptedError, TransientError, UserError
 from trainer.topology import Task
 
 log = logging.getLogger(__name__)
@@ -53,102 +39,11 @@ CHECK_SECONDS = 5.0
 DRAIN_SECONDS = 10.0
 # How long the events of pods that are gone are waited for once the job has failed.
 SETTLE_SECONDS = 10.0
-# The operator's policy `ExitCode` restarts a task that ends with this code or a higher one.
-RETRYABLE = 128
 
-# An object and whether it was deleted, what the API refused to watch, or None: interrupted.
-JobEvent = tuple[Tree, bool] | RefusedError | None
+# An object and whether it was deleted, a restart that a guard has written to the log of its pod,
+# what the API refused to watch, or None: interrupted.
+JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | None
 JobEvents = queue.SimpleQueue[JobEvent]
-
-
-def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
-    """Return the report of a task that has failed."""
-    if end.code in (FAILED, TRY_AGAIN, USAGE) and end.message:
-        return f"{end.message} ({end.task}, pod {end.pod})"
-    report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
-    lines = " | ".join(log_tail) or end.message
-    return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
-
-
-class Restarts:
-    """The restarts of all tasks of a run together.
-
-    Pods that are taken away are no fault of training: they draw on `cluster.max_restarts` only
-    until training has published a newer checkpoint. So a job on machines that come and go trains
-    on, and one that never gets as far as a checkpoint ends.
-    """
-
-    def __init__(self, config: Config) -> None:
-        """Count from 0 up to `cluster.max_restarts`."""
-        self.limit = config.cluster.max_restarts
-        self._config = config
-        # Progress is reported by the thread that reads the leader's log.
-        self._lock = threading.Lock()
-        self._count = self._drawn = 0
-        self._newest = -1
-        # Pods that were taken away since the newest checkpoint.
-        self._losses: Counter[Task] = Counter()
-        # The pods whose end is counted: the operator may notice their deletion after it.
-        self._counted: set[str] = set()
-        # The count at the time when each task was last started.
-        self._count_at_start: dict[Task, int] = {}
-
-    def is_final(self, end: TaskEnd) -> bool:
-        """Return whether the operator does not restart the task, so that the job fails."""
-        policy = restart_policy(self._config, end.task.role)
-        if policy == "ExitCode":
-            return end.code is not None and end.code < RETRYABLE
-        return policy == "Never"
-
-    def progressed(self, step: int) -> None:
-        """Take note of a published checkpoint: a newer one than all before is progress."""
-        with self._lock:
-            if step > self._newest:
-                self._newest = step
-                self._drawn -= self._losses.total()
-                self._losses.clear()
-
-    def count(self, end: TaskEnd) -> bool:
-        """Count the restart of a task; False where the limit had been reached before."""
-        if self.is_final(end):
-            return True
-        # A task that begins again because another one was lost belongs to the same incident.
-        same = end.code == BEGIN_AGAIN and self._count_at_start.get(end.task, 0) < self._count
-        # Training does not depend on the evaluator.
-        if not same and end.task.role != "evaluator":
-            taken = end.pod_deleted or end.code is None
-            if not self._draw(end.task if taken else None):
-                return False
-        self._counted.add(end.uid)
-        self._count_at_start[end.task] = self._count
-        self._emit(end.task, end.cause)
-        return True
-
-    def count_loss(self, loss: Loss) -> None:
-        """Count a lost pod with which the job has failed; raises `UserError` past the limit."""
-        if loss.uid in self._counted:
-            return
-        if not self._draw(loss.task):
-            losses = self._losses + Counter([loss.task])
-            each = ", ".join(f"{task} {count}" for task, count in sorted(losses.items(), key=str))
-            raise UserError(
-                f"cluster.max_restarts ({self.limit}) is exceeded: {loss.task} lost its pod "
-                f"{loss.pod}: {loss.how}; pods lost since the newest checkpoint: {each}"
-            )
-        self._emit(loss.task, loss.cause)
-
-    def _draw(self, lost: Task | None) -> bool:
-        with self._lock:
-            if self._drawn >= self.limit:
-                return False
-            self._drawn += 1
-            self._count += 1
-            if lost:
-                self._losses[lost] += 1
-            return True
-
-    def _emit(self, task: Task, cause: str) -> None:
-        events.emit(events.Restart(task=str(task), cause=cause, restarts=self._count))
 
 
 class Supervisor:
@@ -156,6 +51,7 @@ class Supervisor:
 
     def __init__(
         self,
+        engine: Engine,
         job: Job,
         created: Tree,
         api: Api,
@@ -164,10 +60,11 @@ class Supervisor:
         restarts: Restarts,
         job_events: JobEvents,
     ) -> None:
-        """Take the run, the job as the API created it, and the queue that its watches fill.
+        """Take the engine, the run, the job as the API created it, and the queue of its events.
 
         `deadlines` and `restarts` are those of the run, over all jobs that it needs.
         """
+        self._engine, self._kind = engine, engine.kind
         self._name = created["metadata"]["name"]
         self._uid = created["metadata"]["uid"]
         self._job, self._leader = job, leading(job.config)
@@ -177,17 +74,25 @@ class Supervisor:
         self._deadlines = deadlines
         self._job_events = job_events
         self._restarts = restarts
-        self._refusals = PodRefusals(api, self._uid, deadlines)
+        self._refusals = PodRefusals(
+            api, engine.kind, lambda: engine.reporters(api, created), deadlines
+        )
+        self._created = created
         self._interrupts = 0
         self._is_blind = self._is_holding = False
         self._is_job_deleted = False
         self._pods: dict[str, Tree] = {}
+        # The pods, and how each was seen last.
+        self._last_seen: dict[str, Tree] = {}
         self._gone: set[str] = set()
         self._ends: dict[tuple[str, int], TaskEnd] = {}
         self._losses: dict[str, Loss] = {}
         # The pods of each task, in the order in which they appeared.
         self._seen: dict[Task, list[str]] = {}
         self._logged_reasons: set[tuple[str, str]] = set()
+        # Lost pods that their controller is to make again, and those whose end is no loss.
+        self._to_bring_back: dict[str, Tree] = {}
+        self._suspended: set[str] = set()
 
     def run(self) -> Loss | None:
         """Return None when the job has succeeded, or the loss with which the operator failed it.
@@ -203,11 +108,13 @@ class Supervisor:
                 raise RunInterruptedError("interrupted")
             if job_event is None:
                 self._check_deadlines()
+            elif isinstance(job_event, events.Restart):
+                self._count_in_pod(job_event)
             elif self._handle(*job_event):
                 # The job's event may come before those of its pods, whose logs are deleted with it.
                 self._refresh_pods()
                 item = job_event[0]
-                if item["kind"] == "TFJob" and pod_state.condition(item, "Failed"):
+                if item["kind"] == self._kind.kind and self._has_failed(item):
                     return self._lost(item)
                 self._logs.drain(DRAIN_SECONDS, self._leader)
                 return None
@@ -220,9 +127,9 @@ class Supervisor:
             if left <= 0 or self._is_blind:
                 return False
             job_event = self._next(min(left, CHECK_SECONDS))
-            if job_event is not None:
+            if isinstance(job_event, tuple):
                 self._observe(*job_event)
-            else:
+            elif job_event is None:
                 self._forget_absent()
             if self._interrupts > 1:
                 raise RunInterruptedError(
@@ -240,7 +147,7 @@ class Supervisor:
         messages = [end.message for end in self._ends.values() if end.task == self._leader]
         return messages[-1] if messages else ""
 
-    def _next(self, seconds: float) -> tuple[Tree, bool] | None:
+    def _next(self, seconds: float) -> tuple[Tree, bool] | events.Restart | None:
         """Return the next event; None where none comes in time, or the launcher is interrupted."""
         try:
             job_event = self._job_events.get(timeout=max(seconds, 0.0))
@@ -248,7 +155,7 @@ class Supervisor:
             return None
         if isinstance(job_event, RefusedError):
             self._is_blind = True
-            raise UserError(refused(job_event))
+            raise UserError(refused(job_event, self._kind))
         self._interrupts += job_event is None
         return job_event
 
@@ -256,12 +163,13 @@ class Supervisor:
         """React to an event; return whether the job is over."""
         new_ends = self._observe(item, deleted)
         if item["metadata"]["uid"] == self._uid:
-            if pod_state.condition(item, "Succeeded"):
+            end = self._engine.end(item)
+            if end and end.is_done:
                 return True
             if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(deleted_by_another(self._name))
-            return bool(pod_state.condition(item, "Failed"))
-        # The operator writes no status while it is away, or may not make a pod of another task.
+            return end is not None
+        # The controller writes no status while it is away, or may not make a pod of another task.
         if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
         for end in new_ends:
@@ -272,13 +180,16 @@ class Supervisor:
     def _observe(self, item: Tree, deleted: bool) -> list[TaskEnd]:
         """Record an object; return the ends of tasks that were not known before."""
         uid = item["metadata"]["uid"]
-        if item["kind"] == "TFJob":
+        if item["kind"] == self._kind.kind:
             self._is_job_deleted = self._is_job_deleted or (deleted and uid == self._uid)
             if uid == self._uid and not deleted:
                 self._deadlines.observe_job(item)
+                if self._engine.is_suspended(item):
+                    self._suspended |= self._pods.keys()
             return []
-        if uid in self._gone or not pod_state.is_owned_by(item, self._uid):
+        if uid in self._gone or not self._engine.owns(self._uid, item):
             return []
+        self._last_seen[uid] = item
         self._logs.follow(item)
         self._observe_loss(item, deleted)
         ends = {(end.uid, end.restart_count): end for end in pod_state.ends(item)}
@@ -318,28 +229,77 @@ class Supervisor:
             level = logging.INFO if pod_state.waits_as_usual(pod) else logging.WARNING
             log.log(level, "%s waits: %s", pod_state.task_of(pod), reason)
 
+    def _has_failed(self, job: Tree) -> bool:
+        end = self._engine.end(job)
+        return end is not None and not end.is_done
+
+    def _count_in_pod(self, restart: events.Restart) -> None:
+        """Count a restart that a guard has made; raise `UserError` past the limit."""
+        if not self._restarts.count_in_pod(restart):
+            raise UserError(
+                f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {restart.task} ended "
+                f"with {restart.cause}"
+            )
+
     def _count_restart(self, end: TaskEnd) -> None:
         """Count the restart of a task; raise `UserError` past the limit."""
         if end.is_done and end.task.role != "evaluator" and not self._is_ending():
             completion.require(self._job, f"{end.task} (pod {end.pod})")
         # A job that has failed ends all of its tasks, with whatever code.
-        if end.code == DONE or self._is_ending() or self._restarts.count(end):
+        if end.is_done or end.uid in self._suspended or self._is_ending():
+            return
+        if self._engine.fails_with_a_pod and end.code == DONE:
+            return
+        if self._restarts.count(end, self._cause(end)):
+            self._lose(end)
             return
         self._logs.drain(DRAIN_SECONDS, end.task)
         report = report_of(self._api, end, self._logs.tail(end.task))
         raise UserError(f"cluster.max_restarts ({self._restarts.limit}) is exceeded: {report}")
 
+    def _cause(self, end: TaskEnd) -> str:
+        """Return why a pod is gone where that costs no more than the pod; else empty."""
+        loss = self._losses.get(end.uid)
+        is_taken = loss and not self._engine.fails_with_a_pod and end.pod_deleted
+        return loss.cause if loss and is_taken else ""
+
+    def _lose(self, end: TaskEnd) -> None:
+        """Note that the pod of a task has to be made again, where it has ended for good."""
+        pod = self._last_seen.get(end.uid)
+        if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
+            return
+        is_newest = self._seen[end.task][-1] == end.uid
+        if is_newest and (end.uid in self._gone or pod_state.has_ended(pod)):
+            self._to_bring_back[end.uid] = pod
+            self._bring_back()
+
+    def _bring_back(self) -> None:
+        """Have lost pods made again; one that cannot be asked for now is asked for later."""
+        for uid, pod in list(self._to_bring_back.items()):
+            task = pod_state.task_of(pod)
+            try:
+                self._engine.bring_back(self._api, pod)
+            except UnreachableError as error:
+                log.debug("%s is made again later: %s", task, error)
+                continue
+            except RefusedError as error:
+                log.warning("%s comes back only after a back-off of Kubernetes: %s", task, error)
+            else:
+                log.warning("%s lost its pod %s, which is made again", task, pod["metadata"]["name"])
+            del self._to_bring_back[uid]
+
     def _is_ending(self) -> bool:
         """Return whether the job has no use for its pods: finished, deleted, or suspended again."""
         try:
-            job = self._api.get_job(self._name)
+            job = self._api.get(self._kind.resource, self._name)
         except UnreachableError:
             return False
         except RefusedError as error:
             return error.is_missing
         metadata = job["metadata"]
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
-        return is_deleted or pod_state.is_finished(job) or pod_state.is_suspended(job)
+        is_over = self._engine.end(job) is not None
+        return is_deleted or is_over or self._engine.is_suspended(job)
 
     def _lost(self, job: Tree) -> Loss | None:
         """Return the loss with which a job has failed; None where its leader was done before.
@@ -350,7 +310,8 @@ class Supervisor:
         """
         if any(end.task == self._leader and end.is_done for end in self._ends.values()):
             return None
-        roles = pod_state.failed_roles(job)
+        end_of_job = self._engine.end(job)
+        roles = end_of_job.roles if end_of_job else frozenset()
         loss = pod_state.first_loss(
             each
             for each in self._losses.values()
@@ -365,10 +326,10 @@ class Supervisor:
 
     def _job_failure(self, job: Tree) -> str:
         """Return the report of a job that has failed."""
-        condition = pod_state.condition(job, "Failed") or {}
-        message = " ".join(str(condition.get("message", "")).split())
-        if pod_state.is_past_its_deadline(condition):
-            limit = job["spec"]["runPolicy"].get("activeDeadlineSeconds")
+        end_of_job = self._engine.end(job)
+        message = end_of_job.message if end_of_job else ""
+        if end_of_job and end_of_job.is_past_deadline:
+            limit = self._job.config.cluster.kubernetes.job.active_deadline_seconds
             return (
                 f"the job {self._name} was not done after {limit} s "
                 f"(cluster.kubernetes.job.active_deadline_seconds): {message}"
@@ -386,14 +347,14 @@ class Supervisor:
     def _refresh_pods(self) -> None:
         """Record the pods as they are now, those that are gone by their last events."""
         try:
-            pods = self._api.labelled("pods", f"{names.JOB_NAME}={self._name}")
+            pods = self._api.labelled(PODS, self._kind.selector(self._name))
         except (RefusedError, UnreachableError):
             return
         listed = {pod["metadata"]["uid"] for pod in pods}
         end = time.monotonic() + SETTLE_SECONDS
         while self._pods.keys() - listed and not self._interrupts and time.monotonic() < end:
             job_event = self._next(end - time.monotonic())
-            if job_event is not None:
+            if isinstance(job_event, tuple):
                 self._observe(*job_event)
         for pod in pods:
             self._observe({**pod, "kind": "Pod"}, False)
@@ -401,17 +362,19 @@ class Supervisor:
     def _forget_absent(self) -> None:
         """Forget the pods, and the job, that are gone: a watch after an outage never saw them."""
         with suppress(RefusedError, UnreachableError):
-            there = self._api.labelled("pods", f"{names.JOB_NAME}={self._name}")
+            there = self._api.labelled(PODS, self._kind.selector(self._name))
             uids = {pod["metadata"]["uid"] for pod in there}
             self._pods = {uid: pod for uid, pod in self._pods.items() if uid in uids}
         try:
-            self._is_job_deleted |= self._api.get_job(self._name)["metadata"]["uid"] != self._uid
+            job = self._api.get(self._kind.resource, self._name)
+            self._is_job_deleted |= job["metadata"]["uid"] != self._uid
         except RefusedError as error:
             self._is_job_deleted |= error.is_missing
         except UnreachableError as error:
             log.debug("whether the job is deleted is not known: %s", error)
 
     def _check_deadlines(self) -> None:
+        self._bring_back()
         pods = self._pods.values()
         refusal = self._refusals.final() if self._deadlines.lacks_pods(pods) else ""
         if refusal:
@@ -432,8 +395,8 @@ class Supervisor:
         if not seen:
             return ""
         try:
-            self._deadlines.observe_job(self._api.get_job(self._name))
-            pods = self._api.labelled("pods", f"{names.JOB_NAME}={self._name}")
+            self._deadlines.observe_job(self._api.get(self._kind.resource, self._name))
+            pods = self._api.labelled(PODS, self._kind.selector(self._name))
         except RefusedError:
             return seen
         except UnreachableError:

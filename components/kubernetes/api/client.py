@@ -1,4 +1,4 @@
-"""The Kubernetes API of one namespace: how to connect to it, TFJobs, pods, logs and events.
+"""The Kubernetes API of one namespace: how to connect to it, its objects, and logs of pods.
 
 Addresses and credentials come from the `kubernetes` package; the requests are plain HTTP. A stream
 is read line by line with a timeout, and a line that a broken connection cut off is recognized by
@@ -25,6 +25,7 @@ from kubernetes import client, config
 from kubernetes.client.rest import RESTClientObject
 
 from components.kubernetes import names
+from components.kubernetes.api.kinds import PODS, Resource
 from components.kubernetes.names import Tree
 from trainer.errors import UserError
 
@@ -43,13 +44,9 @@ _RETRYABLE = (
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
-# Of the kinds that are not of the API's core.
-_GROUPS = {
-    names.PLURAL: f"apis/{names.GROUP}/{names.VERSION}",
-    "networkpolicies": "apis/networking.k8s.io/v1",
-}
-# An internal error (500) of the API server, when its request to the operator has failed.
-_SILENT_OPERATOR = re.compile(r"failed calling webhook .*training-operator")
+# An internal error (500) of the API server, when its request to the controller of a kind of jobs has
+# failed: that of the training operator, or of JobSet.
+_SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +118,11 @@ class RefusedError(Exception):
         """Whether the object does not exist."""
         return self.code == HTTPStatus.NOT_FOUND
 
+    @property
+    def is_of_unknown_fields(self) -> bool:
+        """Whether the object has a field that the API, asked to be strict, does not know."""
+        return "unknown field" in str(self)
+
 
 class UnreachableError(Exception):
     """The API has not answered, or is too busy; the same request may succeed later.
@@ -135,8 +137,8 @@ class UnreachableError(Exception):
         self.retry_after = retry_after
 
 
-class SilentOperatorError(UnreachableError):
-    """The training operator does not answer the API, which has it judge every TFJob."""
+class SilentControllerError(UnreachableError):
+    """The controller of a kind of jobs does not answer the API, which has it judge each of them."""
 
 
 class Api:
@@ -156,29 +158,25 @@ class Api:
         self._namespace = quote(namespace or connection.namespace)
         self.answered_at = time.monotonic()
 
-    def create_job(self, job: Tree) -> Tree:
-        """Create a TFJob; a conflict where one of its name exists."""
-        return self._ask("POST", self._path(names.PLURAL), body=job)
+    def create(self, resource: Resource, tree: Tree, *, strict: bool = False) -> Tree:
+        """Create an object; a conflict where one of its name exists.
 
-    def create_policy(self, policy: Tree) -> None:
-        """Create a network policy, unless it exists."""
-        try:
-            self._ask("POST", self._path("networkpolicies"), body=policy)
-        except RefusedError as error:
-            if error.code != HTTPStatus.CONFLICT:
-                raise
+        The API drops fields that it does not know without a word; with `strict` it refuses them.
+        """
+        query = {"fieldValidation": "Strict"} if strict else None
+        return self._ask("POST", self._path(resource), query, body=tree)
 
-    def get_job(self, name: str) -> Tree:
-        """Return a TFJob."""
-        return self._ask("GET", self._path(names.PLURAL, name))
+    def get(self, resource: Resource, name: str) -> Tree:
+        """Return an object."""
+        return self._ask("GET", self._path(resource, name))
 
-    def patch_job(self, name: str, patch: Tree, *, quick: bool = False) -> Tree:
-        """Merge a patch into a TFJob."""
+    def patch(self, resource: Resource, name: str, patch: Tree, *, quick: bool = False) -> Tree:
+        """Merge a patch into an object."""
         timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
-        return self._ask("PATCH", self._path(names.PLURAL, name), body=patch, timeout=timeout)
+        return self._ask("PATCH", self._path(resource, name), body=patch, timeout=timeout)
 
-    def delete_job(self, name: str, uid: str = "", *, quick: bool = False) -> None:
-        """Delete a TFJob if it exists, only the one with `uid` if given."""
+    def delete(self, resource: Resource, name: str, uid: str = "", *, quick: bool = False) -> None:
+        """Delete an object if it exists, only the one with `uid` if given, and what it owns."""
         body: Tree = {
             "kind": "DeleteOptions",
             "apiVersion": "v1",
@@ -188,7 +186,7 @@ class Api:
             body["preconditions"] = {"uid": uid}
         try:
             timeout = _QUICK_TIMEOUT if quick else _TIMEOUT
-            self._ask("DELETE", self._path(names.PLURAL, name), body=body, timeout=timeout)
+            self._ask("DELETE", self._path(resource, name), body=body, timeout=timeout)
         except RefusedError as error:
             if not error.is_missing and not (uid and error.code == HTTPStatus.CONFLICT):
                 raise
@@ -197,20 +195,18 @@ class Api:
         """Return the answer to an object that is only asked about, such as an access review."""
         return self._ask("POST", path, body=body)
 
-    def get_pod(self, name: str) -> Tree:
-        """Return a pod."""
-        return self._ask("GET", self._path("pods", name))
-
-    def list_of(self, kind: str, query: Mapping[str, str]) -> tuple[list[Tree], str]:
+    def list_of(self, resource: Resource, query: Mapping[str, str]) -> tuple[list[Tree], str]:
         """Return the objects of a kind that a query selects, and the version of the list."""
-        found = self._ask("GET", self._path(kind), query)
+        found = self._ask("GET", self._path(resource), query)
         return found["items"], found["metadata"]["resourceVersion"]
 
-    def labelled(self, kind: str, label: str) -> list[Tree]:
+    def labelled(self, resource: Resource, label: str) -> list[Tree]:
         """Return the objects of a kind that a label selects."""
-        return self.list_of(kind, {"labelSelector": label})[0]
+        return self.list_of(resource, {"labelSelector": label})[0]
 
-    def watch(self, kind: str, query: Mapping[str, str], version: str) -> Iterator[Tree]:
+    def watch(
+        self, resource: Resource, query: Mapping[str, str], version: str
+    ) -> Iterator[Tree]:
         """Yield the events of the objects of a kind after a version, until the stream ends."""
         parameters = {
             **query,
@@ -219,14 +215,14 @@ class Api:
             "allowWatchBookmarks": "true",
             "timeoutSeconds": str(STREAM_SECONDS - 10),
         }
-        for line in self._lines(self._path(kind), parameters):
+        for line in self._lines(self._path(resource), parameters):
             if line.endswith("\n"):
                 yield json.loads(line)
 
     def recent_log(self, pod: str, seconds: int) -> Iterator[str]:
         """Yield what a pod has written to its log in so many seconds."""
         query = {"container": names.CONTAINER, "sinceSeconds": str(seconds)}
-        return self._lines(f"{self._path('pods', pod)}/log", query)
+        return self._lines(f"{self._path(PODS, pod)}/log", query)
 
     def log(self, pod: str, *, since: str, follow: bool, previous: bool) -> Iterator[str]:
         """Yield the lines of a pod's log with their times; a line cut off has no newline."""
@@ -237,7 +233,7 @@ class Api:
             "previous": str(previous).lower(),
             **({"sinceTime": since} if since else {}),
         }
-        return self._lines(f"{self._path('pods', pod)}/log", query)
+        return self._lines(f"{self._path(PODS, pod)}/log", query)
 
     def request(
         self,
@@ -267,8 +263,8 @@ class Api:
         except urllib3.exceptions.HTTPError as error:
             raise UnreachableError(f"{method} {path}: {error}") from None
 
-    def _path(self, kind: str, name: str = "") -> str:
-        path = f"/{_GROUPS.get(kind, 'api/v1')}/namespaces/{self._namespace}/{kind}"
+    def _path(self, resource: Resource, name: str = "") -> str:
+        path = resource.path(self._namespace)
         return f"{path}/{quote(name)}" if name else path
 
     def _ask(
@@ -316,8 +312,8 @@ def _error_of(answer: urllib3.BaseHTTPResponse, request: str) -> Exception:
     except (ValueError, AttributeError, urllib3.exceptions.HTTPError):
         message, is_object = "", False
     text = f"{request}: {' '.join(str(message or answer.reason or '').split())}"
-    if _SILENT_OPERATOR.search(text):
-        return SilentOperatorError(text)
+    if _SILENT_CONTROLLER.search(text):
+        return SilentControllerError(text)
     if answer.status in _RETRYABLE:
         seconds = answer.headers.get("Retry-After", "")
         return UnreachableError(text, float(seconds) if seconds.isdigit() else 0.0)

@@ -1,7 +1,8 @@
 """What Flotilla asks of the Kubernetes API: the permissions that deploy/base/rbac.yaml grants.
 
-The doctor reviews them, and the launcher does before it creates a job: without `patch` it could not
-renew its heartbeat, and the guard of the leading task would take a healthy job for an orphan.
+The doctor reviews them, and the launcher does before it creates a job: without those on leases it
+could not renew its heartbeat, and the guard of the leading task would take a healthy job for an
+orphan.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
-from components.kubernetes.names import GROUP, PLURAL, Tree
+from components.kubernetes.api.kinds import JobKind
+from components.kubernetes.names import Tree
 from trainer.errors import UserError
 
 BASE = "deploy/base"
@@ -45,35 +47,51 @@ class Permission:
 POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
 # Without it the tasks of other jobs of Flotilla in the namespace reach those of this one.
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
-# What the file grants, role by role.
-NEEDED = {
-    LAUNCHER: (
-        *(
-            Permission(verb, PLURAL, GROUP)
-            for verb in ("create", "delete", "get", "list", "patch", "watch")
-        ),
+_LEASES = "coordination.k8s.io"
+# Of the child Jobs of a job that has them: a lost pod comes back at once when its Job is deleted.
+_JOBS = tuple(
+    Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "get", "list")
+)
+
+
+def needed(role: str, kind: JobKind) -> tuple[Permission, ...]:
+    """Return what a role needs for the jobs of a kind."""
+    resource = kind.resource
+
+    def on_jobs(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
+        return tuple(
+            Permission(verb, resource.plural, resource.group, is_optional) for verb in verbs
+        )
+
+    def on_leases(*verbs: str, is_optional: bool = False) -> tuple[Permission, ...]:
+        return tuple(Permission(verb, "leases", _LEASES, is_optional) for verb in verbs)
+
+    if role == TRAINER:
+        # Without them an abandoned job ends by its deadline alone, and a cancelled one at once.
+        return (
+            *on_jobs("delete", "get", is_optional=True),
+            *on_leases("get", "list", "watch", is_optional=True),
+        )
+    return (
+        *on_jobs("create", "delete", "get", "list", "patch", "watch"),
+        *on_leases("create", "get", "patch"),
         *(Permission(verb, "pods") for verb in ("get", "list", "watch")),
         Permission("get", "pods/log"),
+        *(_JOBS if kind.has_child_jobs else ()),
         # A report of a failure leaves the events out.
         Permission("list", "events", is_optional=True),
         ISOLATION,
-    ),
-    # Without them an abandoned job ends by its deadline alone, and a cancelled one at once.
-    TRAINER: tuple(
-        Permission(verb, PLURAL, GROUP, is_optional=True)
-        for verb in ("delete", "get", "list", "watch")
-    ),
-}
+    )
 
 
-def require(api: Api, namespace: str) -> None:
+def require(api: Api, namespace: str, kind: JobKind) -> None:
     """Raise a `UserError` that names every verb which the launcher needs and may not use.
 
     An API that does not review permissions is not asked further: it refuses what it forbids.
     """
-    needed = [each for each in NEEDED[LAUNCHER] if not each.is_optional]
+    asked = [each for each in needed(LAUNCHER, kind) if not each.is_optional]
     try:
-        missing = [each for each in needed if not _may(api, each, namespace)]
+        missing = [each for each in asked if not _may(api, each, namespace)]
         if not missing:
             return
         user = _user(api)

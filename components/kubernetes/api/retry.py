@@ -9,7 +9,12 @@ from typing import TypeVar
 
 import tenacity
 
-from components.kubernetes.api.client import RefusedError, SilentOperatorError, UnreachableError
+from components.kubernetes.api.client import (
+    RefusedError,
+    SilentControllerError,
+    UnreachableError,
+)
+from components.kubernetes.api.kinds import JobKind
 from trainer.errors import TransientError
 
 log = logging.getLogger(__name__)
@@ -21,7 +26,8 @@ def with_retry(
     call: Callable[[], _Result],
     seconds: float,
     sleep: Callable[[float], None],
-    operator: float = 0.0,
+    kind: JobKind | None = None,
+    silent_seconds: float = 0.0,
 ) -> _Result:
     """Return the result of `call`, retried while the API does not answer.
 
@@ -29,16 +35,18 @@ def with_retry(
         call: may raise `UnreachableError`; any other exception propagates.
         seconds: how long to retry; 0: without end.
         sleep: waits between two attempts, and may raise to stop them.
-        operator: the same for what the training operator has to judge; 0: `seconds`.
+        kind: of the job that is written, which its controller has to judge.
+        silent_seconds: how long that controller may be silent; 0: `seconds`.
 
     Raises:
-        TransientError: the API, or the operator, did not answer in time.
+        TransientError: the API, or the controller, did not answer in time.
     """
+    who = kind.controller if kind else "controller"
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
 
     def stop(state: tenacity.RetryCallState) -> bool:
         error = state.outcome.exception() if state.outcome else None
-        limit = (isinstance(error, SilentOperatorError) and operator) or seconds
+        limit = (isinstance(error, SilentControllerError) and silent_seconds) or seconds
         return bool(limit) and (state.seconds_since_start or 0.0) >= limit
 
     def pause(state: tenacity.RetryCallState) -> float:
@@ -47,9 +55,9 @@ def with_retry(
 
     def warn(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        silent = isinstance(error, SilentOperatorError)
-        who = "training operator does not answer" if silent else "Kubernetes API is unreachable"
-        log.warning("the %s, retrying: %s", who, error)
+        silent = isinstance(error, SilentControllerError)
+        what = f"{who} does not answer" if silent else "Kubernetes API is unreachable"
+        log.warning("the %s, retrying: %s", what, error)
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnreachableError),
@@ -61,28 +69,24 @@ def with_retry(
     )
     try:
         return retrying(call)
-    except SilentOperatorError as error:
-        raise TransientError(silent_operator(operator or seconds, str(error))) from None
+    except SilentControllerError as error:
+        text = silent_controller(kind, silent_seconds or seconds, str(error))
+        raise TransientError(text) from None
     except UnreachableError as error:
         raise TransientError(unreachable(seconds, str(error))) from None
 
 
-_OPERATOR = (
-    "kubectl get deployments --all-namespaces --selector control-plane=kubeflow-training-operator"
-)
-
-
-def refused(error: RefusedError) -> str:
+def refused(error: RefusedError, kind: JobKind) -> str:
     """Return the message for a request that the API refuses, with the remedy."""
-    return "; ".join(filter(None, [f"the Kubernetes API refuses: {error}", _remedy(error)]))
+    remedy = _remedy(error, kind)
+    return "; ".join(filter(None, [f"the Kubernetes API refuses: {error}", remedy]))
 
 
-def _remedy(error: RefusedError) -> str:
+def _remedy(error: RefusedError, kind: JobKind) -> str:
     if error.is_unserved:
-        return (
-            "this cluster does not serve TFJobs: the training operator, or its CRD "
-            "tfjobs.kubeflow.org, is not installed; flotilla doctor shows how to install it"
-        )
+        return kind.remedy
+    if error.is_of_unknown_fields:
+        return kind.outdated
     if error.is_missing:
         return "correct the namespace: flotilla doctor shows which one is missing"
     if error.code == HTTPStatus.FORBIDDEN and " cannot " in str(error):
@@ -98,11 +102,12 @@ def deleted_by_another(job: str) -> str:
     )
 
 
-def silent_operator(seconds: float, detail: str) -> str:
-    """Return the message for an operator that has left a job alone for so many seconds."""
+def silent_controller(kind: JobKind | None, seconds: float, detail: str) -> str:
+    """Return the message for a controller that has left a job alone for so many seconds."""
+    look = f"; is it running? {kind.show}" if kind else ""
     return (
-        f"the training operator has not reacted for {seconds:g} s "
-        f"(cluster.kubernetes.deadlines.operator): {detail}; is it running? {_OPERATOR}"
+        f"the {kind.controller if kind else 'controller'} has not reacted for {seconds:g} s "
+        f"(cluster.kubernetes.deadlines.operator): {detail}{look}"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from http import HTTPStatus
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.api.kinds import Resource
 from components.kubernetes.names import Tree
 
 log = logging.getLogger(__name__)
@@ -25,15 +26,15 @@ class Watch(threading.Thread):
     def __init__(
         self,
         api: Api,
-        kind: str,
+        resource: Resource,
         query: Mapping[str, str],
         on_event: Callable[[Tree, bool], None],
         on_refused: Callable[[RefusedError], None],
     ) -> None:
         """Do not start yet; `on_refused` is called once if the API refuses, and ends the watch."""
-        super().__init__(name=f"watch {kind}", daemon=True)
+        super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
-        self._kind = kind
+        self._resource = resource
         self._query = query
         self._on_event = on_event
         self._on_refused = on_refused
@@ -56,12 +57,12 @@ class Watch(threading.Thread):
                     return
                 self._version = ""
             except UnreachableError as error:
-                log.warning("the watch of %s broke off, retrying: %s", self._kind, error)
+                log.warning("the watch of %s broke off, retrying: %s", self._resource.plural, error)
                 self.stopped.wait(max(self._wait, error.retry_after))
                 self._wait = min(2 * self._wait, LONGEST_WAIT)
 
     def _list(self) -> None:
-        items, self._version = self._api.list_of(self._kind, self._query)
+        items, self._version = self._api.list_of(self._resource, self._query)
         listed = {item["metadata"]["uid"]: item for item in items}
         for uid in self._known.keys() - listed.keys():
             self._report(self._known[uid], deleted=True)
@@ -70,7 +71,7 @@ class Watch(threading.Thread):
 
     def _watch(self) -> None:
         """Follow the stream to its end."""
-        for event in self._api.watch(self._kind, self._query, self._version):
+        for event in self._api.watch(self._resource, self._query, self._version):
             item = event["object"]
             if event["type"] == "ERROR":
                 raise RefusedError(int(item.get("code", HTTPStatus.GONE)), str(item.get("message")))

@@ -1,4 +1,4 @@
-"""What the status of a pod or of a job means: pure functions of the API's objects."""
+"""What the status of a pod means: pure functions of the API's objects, whatever its job is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 
-from components.kubernetes.names import CONTAINER, REPLICA_INDEX, REPLICA_TYPE, Tree
+from components.kubernetes.names import CONTAINER, INDEX_LABELS, ROLE_LABELS, Tree
 from trainer.errors import DONE
 from trainer.topology import Task
 
@@ -157,7 +157,21 @@ def first_loss(losses: Iterable[Loss]) -> Loss | None:
 def task_of(pod: Tree) -> Task:
     """Return the task that a pod runs."""
     labels = pod["metadata"]["labels"]
-    return Task(role=labels[REPLICA_TYPE], index=int(labels[REPLICA_INDEX]))
+    role, index = (
+        next(labels[name] for name in each if name in labels) for each in (ROLE_LABELS, INDEX_LABELS)
+    )
+    return Task(role=role, index=int(index))
+
+
+def newest(pods: Iterable[Tree]) -> dict[Task, Tree]:
+    """Return the pod of each task that counts: the newest that is not being deleted.
+
+    A Job keeps its pods that have failed.
+    """
+    found: dict[Task, Tree] = {}
+    for pod in sorted(pods, key=_age):
+        found[task_of(pod)] = pod
+    return found
 
 
 def is_owned_by(pod: Tree, uid: str) -> bool:
@@ -236,36 +250,10 @@ def start_failure(pod: Tree) -> str:
     return reason if reason in _START_FAILURES else ""
 
 
-def is_suspended(job: Tree) -> bool:
-    """Return whether a job waits until someone, such as Kueue, lets it run."""
-    return bool(job["spec"].get("runPolicy", {}).get("suspend"))
-
-
-def condition(job: Tree, kind: str) -> Tree | None:
-    """Return a condition of a job, such as `Failed`, if it is true."""
-    every = job.get("status", {}).get("conditions") or []
-    true = (each for each in every if each["type"] == kind and each["status"] == "True")
-    found: Tree | None = next(true, None)
-    return found
-
-
-def is_past_its_deadline(failed: Tree) -> bool:
-    """Return whether the condition of a failed job names its active deadline.
-
-    The operator gives every failure the same reason, and says the cause in words.
-    """
-    return "active longer than specified deadline" in str(failed.get("message"))
-
-
-def is_finished(job: Tree) -> bool:
-    """Return whether a job has succeeded or failed."""
-    return bool(condition(job, "Succeeded") or condition(job, "Failed"))
-
-
-def failed_roles(job: Tree) -> set[str]:
-    """Return the roles of which the operator has counted a task as failed."""
-    counts = job.get("status", {}).get("replicaStatuses") or {}
-    return {str(role).lower() for role, each in counts.items() if (each or {}).get("failed")}
+def _age(pod: Tree) -> tuple[bool, str, int]:
+    metadata = pod["metadata"]
+    created = str(metadata.get("creationTimestamp", ""))
+    return not metadata.get("deletionTimestamp"), created, _version(pod)
 
 
 def _phase(pod: Tree) -> str:

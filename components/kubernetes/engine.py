@@ -1,0 +1,144 @@
+"""The interface of an engine: what a kind of jobs on Kubernetes is made of, and what it says.
+
+All that engines share is in this package; an engine is a pure manifest, and the meaning of what the
+API says of its jobs. It knows nothing of the other engines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from components.image import DEFAULTS, PodDefaults
+from components.kubernetes import names
+from components.kubernetes.api.client import Api
+from components.kubernetes.api.kinds import JobKind
+from components.kubernetes.names import Tree
+from components.kubernetes.pods.pod_state import TaskEnd
+from components.kubernetes.pods.template import Place
+from components.kubernetes.stop import Stop
+from trainer import storage
+from trainer.cluster.launcher import Job
+from trainer.config.schema import Config
+
+# Placeholders of a document without a run.
+_RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobEnd:
+    """How a job has ended, as its controller says.
+
+    Attributes:
+        is_done: whether it has succeeded.
+        message: of its controller.
+        is_past_deadline: whether it was active for longer than it may.
+        roles: of which the controller counts a task as failed.
+    """
+
+    is_done: bool
+    message: str = ""
+    is_past_deadline: bool = False
+    roles: frozenset[str] = frozenset()
+
+
+class Engine(ABC):
+    """One kind of jobs.
+
+    Attributes:
+        name: the value of `cluster.launcher`.
+        kind: of the jobs.
+        is_strict: whether the API is to refuse a field of a job that it does not know.
+        fails_with_a_pod: whether the controller fails the whole job when a pod is taken away. Else
+            the pod comes back, as soon as `bring_back` asks for it.
+    """
+
+    name: ClassVar[str]
+    kind: ClassVar[JobKind]
+    is_strict: ClassVar[bool]
+    fails_with_a_pod: ClassVar[bool]
+
+    @abstractmethod
+    def check(self, config: Config) -> None:
+        """Raise a `ConfigError` for a setting that this kind of jobs does not have."""
+
+    @abstractmethod
+    def manifest(self, job: Job, place: Place) -> Tree:
+        """Return the job that trains `job`, the same for the same arguments."""
+
+    @abstractmethod
+    def templates(self, tree: Tree) -> Sequence[Tree]:
+        """Return the pod templates of a job, role by role."""
+
+    @abstractmethod
+    def owns(self, uid: str, pod: Tree) -> bool:
+        """Return whether a pod belongs to the job with this uid, and not to an earlier one."""
+
+    @abstractmethod
+    def is_taken_up(self, tree: Tree) -> bool:
+        """Return whether the controller has reacted to a job."""
+
+    @abstractmethod
+    def is_suspended(self, tree: Tree) -> bool:
+        """Return whether a job waits until someone, such as Kueue, lets it run."""
+
+    @abstractmethod
+    def end(self, tree: Tree) -> JobEnd | None:
+        """Return how a job has ended; None before that."""
+
+    @abstractmethod
+    def is_final(self, config: Config, end: TaskEnd) -> bool:
+        """Return whether a task that ended so is not started again, so that the job fails."""
+
+    @abstractmethod
+    def stop(self, tree: Tree) -> Stop:
+        """Return what ends a job with a last checkpoint."""
+
+    @abstractmethod
+    def bring_back(self, api: Api, pod: Tree) -> None:
+        """Have the controller make a pod that is lost again, at once."""
+
+    @abstractmethod
+    def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
+        """Return the uids of the objects whose events say why pods of a job are missing."""
+
+
+def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -> Tree:
+    """Return the job of `config`, with placeholders for what only a run knows.
+
+    Without a namespace where the configuration names none: that is what `kubectl apply -n` sets.
+    `defaults` are the image and the secret of pods for which the configuration names none.
+    """
+    root = config.storage.root or _ROOT
+    job = Job(
+        config=config,
+        dataset=storage.join(root, "datasets", _DATASET),
+        checkpoints=storage.join(root, _RUN_ID, "checkpoints"),
+        workdir=Path(),
+    )
+    return engine.manifest(job, Place(namespace="", defaults=defaults))
+
+
+def with_digest(tree: Tree) -> Tree:
+    """Return a job with the digest of all of it: a retry adopts the job that has the same.
+
+    A label that only isolates its pods is no part of it: a launcher that may make network policies
+    adopts the job of one that may not.
+    """
+    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    metadata = tree["metadata"]
+    annotations = {**metadata["annotations"], names.MANIFEST: digest}
+    return {**tree, "metadata": {**metadata, "annotations": annotations}}
+
+
+def condition(tree: Tree, kind: str) -> Tree | None:
+    """Return a condition of a job, such as `Failed`, if it is true."""
+    every = tree.get("status", {}).get("conditions") or []
+    true = (each for each in every if each["type"] == kind and each["status"] == "True")
+    found: Tree | None = next(true, None)
+    return found

@@ -1,0 +1,161 @@
+"""The heartbeat of a launcher: a lease of the job's name, which the job owns.
+
+It is no annotation of the job: with its controller away a job can be read, and not written, so that
+the guard of a healthy run would take its launcher for gone. A lease (coordination.k8s.io/v1) says who
+holds the job, since when, and when that was last renewed.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from http import HTTPStatus
+
+from components.kubernetes import names
+from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.api.kinds import LEASES, JobKind
+from components.kubernetes.api.retry import deleted_by_another, refused, with_retry
+from components.kubernetes.names import Tree
+from components.kubernetes.owned_objects import own_labels
+from trainer.config.kubernetes import DeadlinesConfig
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+# Several heartbeats may be lost before the guard takes the job for an orphan.
+HEARTBEATS = 10
+MAX_HEARTBEAT_SECONDS = 20.0
+
+
+class Heartbeat(threading.Thread):
+    """Renews the lease of a job until `stopped` is set."""
+
+    def __init__(
+        self, api: Api, kind: JobKind, limit: float, on_refused: Callable[[RefusedError], None]
+    ) -> None:
+        """Renew `HEARTBEATS` times in the `limit` seconds after which the guard ends the job.
+
+        `on_refused` is called when half of them in a row were refused.
+        """
+        super().__init__(name="heartbeat", daemon=True)
+        self._api = api
+        self._kind = kind
+        self._limit = limit
+        self._interval = min(limit / HEARTBEATS, MAX_HEARTBEAT_SECONDS)
+        self._on_refused = on_refused
+        # Two launchers never hold the same.
+        self._holder = f"flotilla-launcher-{secrets.token_hex(4)}"
+        self._job: Tree = {}
+        self.stopped = threading.Event()
+
+    def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
+        """Take the lease of a job, and renew it: no guard relies on one that was never renewed.
+
+        Raises:
+            UserError: it is refused, or the API does not answer in the time after which a guard
+                may take the job for an orphan.
+        """
+        self._job = job
+        seconds = min(limits.unreachable or self._limit, self._limit)
+        try:
+            with_retry(self._take, seconds, wait)
+            renewed = with_retry(self._renew, seconds, wait)
+        except RefusedError as error:
+            name = job["metadata"]["name"]
+            is_gone = error.is_missing and not error.is_unserved
+            raise UserError(
+                deleted_by_another(name) if is_gone else refused(error, self._kind)
+            ) from None
+        if renewed["spec"].get("holderIdentity") != self._holder:
+            raise UserError(
+                f"the lease {job['metadata']['name']} is not kept by the Kubernetes API as it was "
+                "written: exempt it from what changes objects in this namespace"
+            )
+
+    def run(self) -> None:
+        """Send heartbeats."""
+        refusals = 0
+        while not self.stopped.wait(self._interval):
+            try:
+                self._renew()
+                refusals = 0
+            except UnreachableError as error:
+                log.debug("a heartbeat was not sent: %s", error)
+            except RefusedError as error:
+                if error.is_missing:
+                    return
+                # Any other refusal may be temporary; without heartbeats the guard ends the job.
+                refusals += 1
+                if refusals * self._interval >= self._limit / 2:
+                    self._on_refused(error)
+                    return
+                if refusals == 1:
+                    log.warning("a heartbeat was refused, retrying: %s", error)
+
+    def _take(self) -> None:
+        """Create the lease, or take over the one of an earlier launcher."""
+        job = self._job["metadata"]
+        now = _now()
+        spec = {
+            "holderIdentity": self._holder,
+            "leaseDurationSeconds": round(self._limit),
+            "acquireTime": now,
+            "renewTime": now,
+            "leaseTransitions": 0,
+        }
+        metadata = {
+            "name": job["name"],
+            "labels": own_labels(self._job),
+            "ownerReferences": [self._kind.owner(self._job)],
+        }
+        tree = {"apiVersion": LEASES.api_version, "kind": "Lease"}
+        try:
+            self._api.create(LEASES, {**tree, "metadata": metadata, "spec": spec})
+            return
+        except RefusedError as error:
+            if error.code != HTTPStatus.CONFLICT:
+                raise
+        found = self._api.get(LEASES, job["name"])
+        if names.MANAGED not in (found["metadata"].get("labels") or {}):
+            raise UserError(
+                f"the lease {job['name']} is not one of Flotilla: delete it, or give the model "
+                "another name"
+            )
+        spec["leaseTransitions"] = int(found["spec"].get("leaseTransitions") or 0) + 1
+        # A stop that was asked of an earlier job of this name is none of this one.
+        stop = {names.STOP: None} if found["metadata"].get("annotations") else {}
+        if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:
+            stop = {}
+        metadata |= {"uid": found["metadata"]["uid"], "annotations": stop}
+        self._api.patch(LEASES, job["name"], {"metadata": metadata, "spec": spec})
+
+    def _renew(self) -> Tree:
+        name = self._job["metadata"]["name"]
+        patch = {"spec": {"holderIdentity": self._holder, "renewTime": _now()}}
+        try:
+            return self._api.patch(LEASES, name, patch)
+        except RefusedError as error:
+            if not error.is_missing:
+                raise
+        # Somebody has deleted it; or it is gone with the job, which this refuses then.
+        self._api.get(self._kind.resource, name)
+        self._take()
+        return self._api.patch(LEASES, name, patch)
+
+
+def heartbeat_of(lease: Tree) -> str:
+    """Return what changes with every renewal of a lease."""
+    spec = lease.get("spec", {})
+    return f"{spec.get('holderIdentity')} {spec.get('renewTime')}"
+
+
+def is_renewed(lease: Tree) -> bool:
+    """Return whether a launcher has renewed a lease since it took it."""
+    spec = lease.get("spec", {})
+    return bool(spec.get("renewTime") != spec.get("acquireTime"))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,0 +1,59 @@
+"""What is deleted with a job, since the job owns it: its network policy; and what owns the job."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from components.kubernetes import names
+from components.kubernetes.api.kinds import NETWORK_POLICIES, JobKind
+from components.kubernetes.names import Tree
+
+
+def step_pod() -> Tree | None:
+    """Return the owner reference to the pod of this step; None outside of one.
+
+    The deletion of that pod deletes the job. An owner in another namespace does not exist for
+    Kubernetes: it would collect the job.
+    """
+    name, uid = (os.environ.get(key, "") for key in ("KFP_POD_NAME", "KFP_POD_UID"))
+    if not name or not uid:
+        return None
+    return {"apiVersion": "v1", "kind": "Pod", "name": name, "uid": uid}
+
+
+def isolate(templates: Sequence[Tree]) -> None:
+    """Have only a network policy of their own admit to the pods of these templates."""
+    for template in templates:
+        template["metadata"]["labels"][names.NETWORK] = "job"
+
+
+def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree | None:
+    """Return the network policy of a job as the API holds it; None for one that is not isolated.
+
+    Only the pods of the job reach each other, on every port: NCCL takes any. It is deleted with the
+    job, and named for this job alone: that of an earlier one of its name may still be deleted.
+    """
+    labels = [each.get("metadata", {}).get("labels") or {} for each in templates]
+    if not all(names.NETWORK in each for each in labels):
+        return None
+    metadata = job["metadata"]
+    name, uid = metadata["name"], metadata["uid"]
+    pods = {"podSelector": {"matchLabels": {kind.label: name}}}
+    return {
+        "apiVersion": NETWORK_POLICIES.api_version,
+        "kind": "NetworkPolicy",
+        "metadata": {
+            "name": f"{name}-{uid[:8]}",
+            "labels": own_labels(job),
+            "ownerReferences": [kind.owner(job)],
+        },
+        "spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]},
+    }
+
+
+def own_labels(job: Tree) -> dict[str, str]:
+    """Return the labels of Flotilla that a job has, for what it owns."""
+    prefixes = (names.APP, names.RUN, names.MANAGED)
+    labels = job["metadata"].get("labels") or {}
+    return {key: value for key, value in labels.items() if key.startswith(prefixes)}

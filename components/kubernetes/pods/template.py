@@ -1,0 +1,277 @@
+"""The pods of a training job: one template a role, since a server must not request GPUs.
+
+The same for every engine. What an engine adds is an argument: its port, and variables of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from components.image import DEFAULTS, SECRET_KEYS, PodDefaults
+from components.kubernetes import names
+from components.kubernetes.api.kinds import JobKind
+from components.kubernetes.names import Tree
+from trainer.cluster import lease, termination
+from trainer.cluster.launcher import Job
+from trainer.cluster.process import gpu_count
+from trainer.config.kubernetes import (
+    SCRATCH,
+    SHARED_MEMORY,
+    TEMPORARY,
+    WORKING_FOLDER,
+    PodConfig,
+)
+from trainer.config.schema import Config
+from trainer.storage.uri import speaks_s3
+from trainer.topology import Task, topology_of
+
+PORT = 2222
+# The configuration travels in a variable, which the guard writes to a file.
+CONFIG_VARIABLE, CONFIG_FILE = "FLOTILLA_CONFIG", "config.json"
+# The job whose lease the guard watches, and after how many seconds it is an orphan.
+LAUNCHER_VARIABLE = "FLOTILLA_LAUNCHER"
+# The default grace period: a chief publishes a last checkpoint in it.
+GRACE_SECONDS = 120
+# Python, TensorFlow and KFP write here whatever the working folder is.
+TEMPORARY_FOLDER = "/tmp"
+_NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where a job runs, with which service account, and with which variables of its launcher.
+
+    Attributes:
+        namespace: where the settings name none; empty: that of who creates the job.
+        service_account: where the settings name none; empty: the namespace's default.
+        variables: endpoints of the object store and the like, for every task; never a secret.
+        defaults: the image and the secret where the settings name none.
+    """
+
+    namespace: str
+    service_account: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    defaults: PodDefaults = DEFAULTS
+
+
+def replicas(config: Config) -> dict[str, int]:
+    """Return how many tasks of each role the job has."""
+    cluster = config.cluster
+    tasks = topology_of(config.training.strategy).tasks(
+        servers=cluster.parameter_servers, workers=cluster.workers
+    )
+    if cluster.kubernetes.chiefless and "worker" in tasks:
+        tasks.pop("chief", None)
+    return {**tasks, **({"evaluator": 1} if cluster.evaluator else {})}
+
+
+def leading(config: Config) -> Task:
+    """Return the task whose end is the end of the job."""
+    return Task(role="chief" if "chief" in replicas(config) else "worker", index=0)
+
+
+def grace_seconds(config: Config, role: str) -> int:
+    """Return the grace period of the pods of a role, from SIGTERM to SIGKILL."""
+    return config.cluster.kubernetes.of(role).grace_seconds or GRACE_SECONDS
+
+
+def labels(job: Job, component: str, launcher: str) -> dict[str, str]:
+    """Return the labels of Flotilla for the job, or for the pods of a role."""
+    run = names.label_value(job.run_id)
+    return {names.RUN: run, names.MANAGED: launcher, **names.app_labels(component, run)}
+
+
+def launcher_variables(config: Config, kind: JobKind, name: str, namespace: str) -> dict[str, str]:
+    """Return the variables by which the guard finds the lease of a job, and the job."""
+    resource = kind.resource
+    watched = {
+        "namespace": namespace,
+        "job": name,
+        "kind": [resource.plural, resource.group, resource.version],
+        "seconds": str(config.cluster.kubernetes.deadlines.heartbeat),
+    }
+    return {
+        LAUNCHER_VARIABLE: json.dumps(watched),
+        # A chief that is restarted, perhaps in another pod, is another attempt of the same job.
+        lease.VARIABLE: f"{kind.kind} {'/'.join(filter(None, [namespace, name]))}",
+    }
+
+
+def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name: str) -> Tree:
+    """Return the template of the pods of a role, for the engine with these names."""
+    uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
+    arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
+    pod = _with_defaults(job.config.cluster.kubernetes.of(role), arguments, place.defaults)
+    spec: Tree = {
+        "containers": [_container(job.config, role, pod, arguments, place.variables, port_name)],
+        "volumes": _volumes(pod),
+        "securityContext": _pod_security(pod),
+        "terminationGracePeriodSeconds": pod.grace_seconds or GRACE_SECONDS,
+        "serviceAccountName": pod.service_account or place.service_account,
+        "priorityClassName": pod.priority_class,
+        "schedulerName": pod.scheduler,
+        "nodeSelector": pod.node_selector,
+        "tolerations": list(pod.tolerations),
+        "affinity": pod.affinity,
+        "imagePullSecrets": [{"name": name} for name in pod.image_pull_secrets],
+    }
+    metadata = {
+        "labels": {**_NO_SIDECAR, **pod.labels, **labels(job, role, launcher)},
+        "annotations": {**_NO_SIDECAR, **pod.annotations},
+    }
+    return {"metadata": metadata, "spec": without_empty(spec)}
+
+
+def _with_defaults(pod: PodConfig, arguments: list[str], defaults: PodDefaults) -> PodConfig:
+    """Return the settings with the run's image, and with its secret where its store needs one."""
+    update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
+    has_secret = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
+    if not has_secret and any(map(speaks_s3, arguments)):
+        update["secret_env"] = {**defaults.secret_env(), **pod.secret_env}
+    return pod.model_copy(update=update)
+
+
+def _container(
+    config: Config,
+    role: str,
+    pod: PodConfig,
+    arguments: list[str],
+    variables: Mapping[str, str],
+    port_name: str,
+) -> Tree:
+    folder = pod.working_folder or WORKING_FOLDER
+    command = list(pod.command) or ["python", "-m", "trainer", "task"]
+    guard = ["python", "-m", "components.kubernetes.pods.guard", "--"]
+    resources = _resources(config, role, pod)
+    own = _task_variables(config, role, resources)
+    return without_empty(
+        {
+            "name": names.CONTAINER,
+            "image": pod.image,
+            "imagePullPolicy": pod.image_pull_policy,
+            "command": [*guard, *(_escape(word) for word in command)],
+            "args": [_escape(word) for word in arguments],
+            "workingDir": folder,
+            "env": _env(pod, {**variables, **own, **pod.env}),
+            "envFrom": [
+                *({"secretRef": {"name": n, "optional": True}} for n in pod.env_from_secrets),
+                *(
+                    {"configMapRef": {"name": n, "optional": True}}
+                    for n in pod.env_from_config_maps
+                ),
+            ],
+            "ports": [{"name": port_name, "containerPort": PORT}],
+            "resources": resources,
+            "volumeMounts": _mounts(pod, folder),
+            "securityContext": _container_security(pod),
+            # The termination message reaches the launcher even where the log is lost.
+            "terminationMessagePath": f"{folder}/{termination.FILE}",
+            "terminationMessagePolicy": "FallbackToLogsOnError",
+        }
+    )
+
+
+def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
+    """Return the variables of a role's tasks, apart from those of the launcher and the settings."""
+    task, settings, tree = (
+        Task(role=role, index=0),
+        config.cluster.kubernetes,
+        config.model_dump(mode="json"),
+    )
+    # Without defaults where only the launcher reads it.
+    tree["cluster"]["kubernetes"] = settings.model_dump(mode="json", exclude_defaults=True)
+    gpus = int(resources.get("limits", {}).get(settings.gpu_resource, 0))
+    leads = topology_of(config.training.strategy).leads(task) or task == leading(config)
+    return {
+        CONFIG_VARIABLE: json.dumps(tree),
+        "PYTHONUNBUFFERED": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        # A dead peer is an error at once, without gRPC's own retries.
+        "GRPC_FAIL_FAST": "use_caller",
+        # In an image for GPUs a pod without one would see all GPUs of its node.
+        **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
+        # With it TensorFlow does not import Keras 3, which a server never uses.
+        **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
+    }
+
+
+def _env(pod: PodConfig, variables: Mapping[str, str]) -> list[Tree]:
+    plain = [
+        {"name": name, "value": _escape(value)}
+        for name, value in variables.items()
+        if name not in pod.secret_env
+    ]
+    secret = []
+    for variable, place in pod.secret_env.items():
+        name, _, key = place.partition("/")
+        # Optional: without its secret a pod would not start and write no log. The storage names
+        # the variable that is missing.
+        reference = {"secretKeyRef": {"name": name, "key": key, "optional": True}}
+        secret.append({"name": variable, "valueFrom": reference})
+    return [*plain, *secret]
+
+
+def _resources(config: Config, role: str, pod: PodConfig) -> Tree:
+    gpu = config.cluster.kubernetes.gpu_resource
+    count = gpu_count(config, Task(role=role, index=0))
+    limits = {**({gpu: str(count)} if count else {}), **pod.resources.limits}
+    return without_empty({"requests": dict(pod.resources.requests), "limits": limits})
+
+
+def _pod_security(pod: PodConfig) -> Tree:
+    """Return what the Pod Security Standard `restricted` requires of a pod, and the settings."""
+    required = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    return {**({} if pod.security == "image" else required), **pod.security_context}
+
+
+def _container_security(pod: PodConfig) -> Tree:
+    """Return what it requires of a container, and the read-only root that it does not require."""
+    if pod.security == "image":
+        return {}
+    required = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return {**required, "readOnlyRootFilesystem": True} if _has_read_only_root(pod) else required
+
+
+def _has_read_only_root(pod: PodConfig) -> bool:
+    return pod.security in ("", "restricted")
+
+
+def _needs_temporary(pod: PodConfig) -> bool:
+    mounted = {pod.working_folder, *(volume.mount_path.rstrip("/") for volume in pod.volumes)}
+    return _has_read_only_root(pod) and TEMPORARY_FOLDER not in mounted
+
+
+def _volumes(pod: PodConfig) -> list[Tree]:
+    scratch = {"sizeLimit": pod.scratch} if pod.scratch else {}
+    memory = {"medium": "Memory", "sizeLimit": pod.shared_memory}
+    return [
+        {"name": SCRATCH, "emptyDir": scratch},
+        *([{"name": TEMPORARY, "emptyDir": {}}] if _needs_temporary(pod) else []),
+        *([{"name": SHARED_MEMORY, "emptyDir": memory}] if pod.shared_memory else []),
+        *({"name": volume.name, **volume.source} for volume in pod.volumes),
+    ]
+
+
+def _mounts(pod: PodConfig, folder: str) -> list[Tree]:
+    return [
+        {"name": SCRATCH, "mountPath": folder},
+        *([{"name": TEMPORARY, "mountPath": TEMPORARY_FOLDER}] if _needs_temporary(pod) else []),
+        *([{"name": SHARED_MEMORY, "mountPath": "/dev/shm"}] if pod.shared_memory else []),
+        *(
+            {"name": each.name, "mountPath": each.mount_path, "readOnly": each.read_only}
+            for each in pod.volumes
+        ),
+    ]
+
+
+def _escape(text: str) -> str:
+    """Return a text that Kubernetes passes on unchanged: it would replace `$(NAME)`."""
+    return text.replace("$", "$$")
+
+
+def without_empty(tree: Mapping[str, Any]) -> Tree:
+    """Return a tree without the values that say nothing; 0 and false stay."""
+    return {key: value for key, value in tree.items() if value not in ("", {}, [], None)}

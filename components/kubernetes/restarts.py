@@ -1,0 +1,116 @@
+"""The restarts of the tasks of a run, and the report of a task that has failed.
+
+Flotilla counts the restarts of all tasks itself, and ends the job past `cluster.max_restarts`: the
+counts of Kubernetes are those of one pod, or of the pods that run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterable
+
+from components.kubernetes.api.client import Api
+from components.kubernetes.engine import Engine
+from components.kubernetes.kubernetes_events import last_events
+from components.kubernetes.pods.pod_state import Loss, TaskEnd
+from trainer import events
+from trainer.config.schema import Config
+from trainer.errors import BEGIN_AGAIN, FAILED, TRY_AGAIN, USAGE, UserError
+from trainer.topology import Task
+
+
+def report_of(api: Api, end: TaskEnd, log_tail: Iterable[str]) -> str:
+    """Return the report of a task that has failed."""
+    if end.code in (FAILED, TRY_AGAIN, USAGE) and end.message:
+        return f"{end.message} ({end.task}, pod {end.pod})"
+    report = f"{end.task} ended with {end.cause} (pod {end.pod}){last_events(api, end.uid)}"
+    lines = " | ".join(log_tail) or end.message
+    return f"{report}; its last lines: {lines}" if lines and end.code is not None else report
+
+
+class Restarts:
+    """The restarts of all tasks of a run together.
+
+    Pods that are taken away are no fault of training: they draw on `cluster.max_restarts` only
+    until training has published a newer checkpoint. So a job on machines that come and go trains
+    on, and one that never gets as far as a checkpoint ends.
+    """
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        """Count from 0 up to `cluster.max_restarts`."""
+        self.limit = config.cluster.max_restarts
+        self._config, self._engine = config, engine
+        # Progress is reported by the thread that reads the leader's log.
+        self._lock = threading.Lock()
+        self._count = self._drawn = 0
+        self._newest = -1
+        # Pods that were taken away since the newest checkpoint.
+        self._losses: Counter[Task] = Counter()
+        # The pods whose end is counted: the operator may notice their deletion after it.
+        self._counted: set[str] = set()
+        # The count at the time when each task was last started.
+        self._count_at_start: dict[Task, int] = {}
+
+    def is_final(self, end: TaskEnd) -> bool:
+        """Return whether the task is not restarted, so that the job fails."""
+        return self._engine.is_final(self._config, end)
+
+    def progressed(self, step: int) -> None:
+        """Take note of a published checkpoint: a newer one than all before is progress."""
+        with self._lock:
+            if step > self._newest:
+                self._newest = step
+                self._drawn -= self._losses.total()
+                self._losses.clear()
+
+    def count(self, end: TaskEnd, cause: str = "") -> bool:
+        """Count the restart of a task; False where the limit had been reached before."""
+        if self.is_final(end):
+            return True
+        lost = end.task if end.pod_deleted or end.code is None else None
+        self._counted.add(end.uid)
+        return self._count_task(end.task, end.code, cause or end.cause, lost)
+
+    def count_in_pod(self, restart: events.Restart) -> bool:
+        """Count a task that its guard has started again in its pod."""
+        role, _, index = restart.task.rpartition("-")
+        return self._count_task(Task(role=role, index=int(index)), restart.code, restart.cause)
+
+    def _count_task(
+        self, task: Task, code: int | None, cause: str, lost: Task | None = None
+    ) -> bool:
+        # A task that begins again because another one was lost belongs to the same incident.
+        same = code == BEGIN_AGAIN and self._count_at_start.get(task, 0) < self._count
+        # Training does not depend on the evaluator.
+        if not same and task.role != "evaluator" and not self._draw(lost):
+            return False
+        self._count_at_start[task] = self._count
+        self._emit(task, cause)
+        return True
+
+    def count_loss(self, loss: Loss) -> None:
+        """Count a lost pod with which the job has failed; raises `UserError` past the limit."""
+        if loss.uid in self._counted:
+            return
+        if not self._draw(loss.task):
+            losses = self._losses + Counter([loss.task])
+            each = ", ".join(f"{task} {count}" for task, count in sorted(losses.items(), key=str))
+            raise UserError(
+                f"cluster.max_restarts ({self.limit}) is exceeded: {loss.task} lost its pod "
+                f"{loss.pod}: {loss.how}; pods lost since the newest checkpoint: {each}"
+            )
+        self._emit(loss.task, loss.cause)
+
+    def _draw(self, lost: Task | None) -> bool:
+        with self._lock:
+            if self._drawn >= self.limit:
+                return False
+            self._drawn += 1
+            self._count += 1
+            if lost:
+                self._losses[lost] += 1
+            return True
+
+    def _emit(self, task: Task, cause: str) -> None:
+        events.emit(events.Restart(task=str(task), cause=cause, restarts=self._count))

@@ -1,0 +1,148 @@
+"""The end of a job before its time, so that the chief can save what the servers hold.
+
+The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody behind a
+channel that it first opens then: after the restart of a worker or a server, the channels of the last
+checkpoint. So a cancelled job is not deleted first. It is asked to end, and deleted when its leading
+task has ended. Where nobody answers, the job is deleted at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from components.kubernetes import names
+from components.kubernetes.api.client import Api, RefusedError, UnreachableError
+from components.kubernetes.api.kinds import LEASES, PODS, JobKind
+from components.kubernetes.names import Tree
+from components.kubernetes.pods import pod_state
+from trainer.topology import Task
+
+log = logging.getLogger(__name__)
+# How long the guard may take to answer the request of a stop, and how often its end is looked for.
+ANSWER_SECONDS = 8.0
+POLL_SECONDS = 0.5
+# Of a pod that does not say.
+_GRACE_SECONDS = 30
+
+
+class Stop:
+    """The stop of a job by the guard of its leading task, which reads the request on the lease."""
+
+    def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
+        """Take the job as the API returned it, its leading task, and the template of its pod."""
+        self.kind = kind
+        self.name, self.uid = job["metadata"]["name"], job["metadata"]["uid"]
+        self._leader = leader
+        pod = template.get("spec", {})
+        self.grace = float(pod.get("terminationGracePeriodSeconds", _GRACE_SECONDS))
+
+    def leader_runs(self, api: Api) -> bool:
+        """Return whether the leading task runs, and so has something to save."""
+        leader = self._leader_pod(api)
+        return leader is not None and pod_state.is_running(leader)
+
+    def request(self, api: Api) -> None:
+        """Ask the guard of the leading task to end training, and then the job."""
+        # A lease of another job of this name has another owner, to whom this does not apply.
+        patch = {"metadata": {"annotations": {names.STOP: self.uid}}}
+        api.patch(LEASES, self.name, patch, quick=True)
+
+    def wait(self, api: Api, pause: Callable[[float], object]) -> None:
+        """Return once the leading task has ended, or as soon as nothing says that it will.
+
+        `pause` waits for so many seconds; if it returns true, this returns at once.
+        """
+        began, limit = time.monotonic(), self.answer_seconds()
+        while not pause(POLL_SECONDS):
+            try:
+                if self._is_gone(api) or self.has_ended(api):
+                    return
+                if time.monotonic() - began < limit:
+                    continue
+                if limit == ANSWER_SECONDS and self._is_answered(api):
+                    limit += self.grace
+                    continue
+            except RefusedError as error:
+                if error.is_missing:
+                    return
+                log.warning("the end of the leading task is not seen: %s", error)
+            except UnreachableError:
+                if time.monotonic() - began < limit:
+                    continue
+            log.warning("the leading task of the job %s does not end by itself", self.name)
+            return
+
+    def answer_seconds(self) -> float:
+        """Return how long to wait for a sign that the leading task ends."""
+        return ANSWER_SECONDS
+
+    def has_ended(self, api: Api) -> bool:
+        """Return whether the leading task has ended."""
+        leader = self._leader_pod(api)
+        return leader is None or pod_state.has_ended(leader)
+
+    def pods(self, api: Api) -> list[Tree]:
+        """Return the pods of the job."""
+        return api.labelled(PODS, self.kind.selector(self.name))
+
+    def _is_gone(self, api: Api) -> bool:
+        metadata = api.get(self.kind.resource, self.name)["metadata"]
+        return metadata["uid"] != self.uid or bool(metadata.get("deletionTimestamp"))
+
+    def _leader_pod(self, api: Api) -> Tree | None:
+        pods = pod_state.newest(self.pods(api))
+        return pods.get(self._leader)
+
+    def _is_answered(self, api: Api) -> bool:
+        leader = self._leader_pod(api)
+        if leader is None:
+            return False
+        seconds = round(max(self.grace, 2 * ANSWER_SECONDS))
+        recent = api.recent_log(leader["metadata"]["name"], seconds)
+        return any(names.STOPPING in line for line in recent)
+
+
+class SuspendingStop(Stop):
+    """The stop of a job by its suspension: its tasks get their signal, and their names stay.
+
+    A controller that is away lets nobody suspend a job; then the guard is asked.
+    """
+
+    def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
+        """Take the job as the API returned it, its leading task, and the template of its pod."""
+        super().__init__(kind, job, leader, template)
+        self._is_suspended = bool(job["spec"].get("suspend"))
+
+    def request(self, api: Api) -> None:
+        """Suspend the job, and say on it that it was cancelled."""
+        metadata = {"uid": self.uid, "annotations": {names.STOP: self.uid}}
+        patch = {"metadata": metadata, "spec": {"suspend": True}}
+        try:
+            api.patch(self.kind.resource, self.name, patch, quick=True)
+            self._is_suspended = True
+        except UnreachableError:
+            super().request(api)
+
+    def answer_seconds(self) -> float:
+        """Return the whole grace period of a job that is suspended: its tasks have the signal."""
+        return ANSWER_SECONDS + self.grace if self._is_suspended else ANSWER_SECONDS
+
+    def has_ended(self, api: Api) -> bool:
+        """Return whether no pod is left that runs: a chief saves what servers hold."""
+        if not self._is_suspended:
+            return super().has_ended(api)
+        return all(pod_state.has_ended(pod) for pod in self.pods(api))
+
+
+def is_requested(api: Api, job: Tree) -> bool:
+    """Return whether a job was asked to end, on itself or on its lease."""
+    metadata = job["metadata"]
+    if names.STOP in (metadata.get("annotations") or {}):
+        return True
+    try:
+        lease = api.get(LEASES, metadata["name"])["metadata"]
+    except RefusedError:
+        return False
+    return (lease.get("annotations") or {}).get(names.STOP) == metadata["uid"]
