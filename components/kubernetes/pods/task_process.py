@@ -31,7 +31,6 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,13 +111,9 @@ class TaskProcess:
             OSError: it cannot be started.
         """
         self._name, self._rule = name, rule
-        self._popen = partial(
-            subprocess.Popen,
-            command,
-            # Where the guard is killed, and is not the first process of its container.
-            env={**environment, **signals.parent_environment()},
-            start_new_session=True,
-        )
+        self._command = command
+        # Outside of a container nothing else ends the task where the guard is killed.
+        self._environment = {**environment, **signals.parent_environment()}
         self._lock = threading.RLock()
         self._is_ending = False
         self._woken, self._waker = os.pipe()
@@ -162,7 +157,9 @@ class TaskProcess:
     def _start(self) -> None:
         with self._lock:
             self._began = time.monotonic()
-            self._process = self._popen()
+            self._process = subprocess.Popen(
+                self._command, env=self._environment, start_new_session=True
+            )
         # A handler that ran meanwhile has found no process.
         if self._is_ending:
             self.send_signal(signal.SIGTERM)
