@@ -18,6 +18,9 @@ USAGE = 2
 REFUSED = 3
 INTERRUPTED = 130
 BEGIN_AGAIN = 138
+# A task that ends with this code or a higher one is started again: those of signals, and the one
+# above. With a lower one it has failed for good.
+RETRYABLE = 128
 # Of a task that ends for a `TransientError`: EX_TEMPFAIL of sysexits(3). It is below 128, so that
 # neither a supervisor nor an operator starts the task again at once: it has tried for minutes.
 TRY_AGAIN = 75

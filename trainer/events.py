@@ -171,11 +171,21 @@ class UploadFailed(Event):
 
 
 class Restart(Event):
-    """A training task is started again; `restarts` counts incidents, this one included."""
+    """A training task is started again.
+
+    Attributes:
+        task: its name.
+        cause: how it ended, in a few words.
+        restarts: counts incidents, this one included: of the whole run; in the log of a pod, those
+            in that pod.
+        code: with which it ended in its pod: 128 and its number for a signal; 0 where that is not
+            known, or is in the cause alone.
+    """
 
     task: str
     cause: str
     restarts: int
+    code: int = 0
 
 
 class Suspended(Event):

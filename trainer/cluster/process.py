@@ -20,7 +20,7 @@ from trainer import events, user_code
 from trainer.cluster import lease, liveness, signals, termination
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
-from trainer.errors import UserError
+from trainer.errors import RETRYABLE, UserError
 from trainer.topology import Cluster, Task, topology_of
 
 
@@ -91,7 +91,6 @@ LOG = "log.txt"
 OVER = "over.txt"
 _TAIL_BYTES = 16384
 _REPORTED_LINES = 10
-_FIRST_RESTARTED = 128
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
@@ -114,7 +113,7 @@ class End:
     @property
     def is_final(self) -> bool:
         """Whether its exit code means that a restart cannot help; the same under TFJob."""
-        return 0 < self.code < _FIRST_RESTARTED
+        return 0 < self.code < RETRYABLE
 
     @property
     def cause(self) -> str:

@@ -5,6 +5,7 @@ The space of the file is reserved before the task starts, so that a full disk ca
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,6 +18,17 @@ ROOM = 4096
 def reserve(workdir: Path) -> None:
     """Reserve the space, and delete the message of the attempt before; raises `OSError`."""
     (workdir / FILE).write_bytes(_filled(""))
+
+
+def remove(workdir: Path) -> None:
+    """Remove the message of the attempt before."""
+    path = workdir / FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError:
+        # In a container the file may be a mount: it stays, empty.
+        with suppress(OSError):
+            os.truncate(path, 0)
 
 
 def write(workdir: Path, message: str) -> None:

@@ -11,10 +11,8 @@ could be read, and did not change, counts. A heartbeat that was never renewed pr
 its launcher may not be able to. Such a launcher ends the job itself within the limit, so that the
 guard waits for twice the limit, and then finds only a job whose launcher died in between.
 
-A leading task that loses its cluster within a minute of its start is started again in its pod, for
-two minutes: after the restart of a server the names of the cluster resolve one after another, and
-gRPC waits up to 30 s before it resolves a name again. Each new pod of the operator would count as a
-restart.
+A task that is killed, or begins again because another one was lost, is started again in its pod, up
+to `cluster.max_restarts` times; see `components.kubernetes.pods.task_process`.
 
 The guard of a parameter server or worker delays SIGTERM until the leading task has ended; see
 `components.kubernetes.pods.shutdown`.
@@ -24,15 +22,14 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
@@ -41,6 +38,7 @@ from typing import TYPE_CHECKING
 from components.kubernetes import names
 from components.kubernetes.names import Tree
 from components.kubernetes.pods.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
+from components.kubernetes.pods.task_process import RestartRule, TaskProcess, adopt_orphans
 from components.tfjob.manifest import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
@@ -48,9 +46,10 @@ from components.tfjob.manifest import (
     LAUNCHER_VARIABLE,
 )
 from trainer import masking, variables
-from trainer.cluster import termination
+from trainer.cluster import signals, termination
 from trainer.config.load import parse_config
-from trainer.errors import BEGIN_AGAIN, DONE, FAILED, USAGE, ConfigError, UserError
+from trainer.config.schema import Config
+from trainer.errors import DONE, FAILED, USAGE, ConfigError, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader
 
 if TYPE_CHECKING:
@@ -64,10 +63,6 @@ UNRENEWED_LIMITS = 2
 # A task that has not ended so long before the end of the grace period of its pod is killed, in time
 # for its termination message; of a short grace period it is this share.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
-# A leading task that lost its cluster in less than the first is started again, up to the second,
-# which is longer than gRPC takes to resolve a name again (DNS_MIN_TIME_BETWEEN_RESOLUTIONS: 30 s).
-SHORT_ATTEMPT_SECONDS, BEGIN_AGAIN_SECONDS = 60.0, 120.0
-PAUSE_SECONDS = 2.0
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -97,26 +92,26 @@ class HeartbeatAge:
 
 
 class Guard:
-    """The process of one task.
+    """The end of one task, and of the job where that is asked for.
 
     Attributes:
         ends_job: whether the job ends with the task, which was asked to end for the job's sake.
     """
 
-    def __init__(self, command: list[str], environment: Mapping[str, str], grace: float) -> None:
-        """Start the task, which has `grace` seconds from SIGTERM to SIGKILL."""
+    def __init__(self, process: TaskProcess, grace: float) -> None:
+        """Take the process, which has `grace` seconds from SIGTERM to SIGKILL."""
         self.ends_job = False
         self.term_seconds = grace - min(KILL_SECONDS, KILL_SHARE * grace)
         self._reason = ""
-        self._start = partial(subprocess.Popen, command, env=dict(environment))
-        self._process = self._start()
-        self._signalled = threading.Event()
+        self._process = process
 
     def send_signal(self, number: int) -> None:
         """Forward a signal to the task, which is not started again after it."""
-        self._signalled.set()
-        with suppress(ProcessLookupError):
-            self._process.send_signal(number)
+        self._process.send_signal(number)
+
+    def begin_no_more(self) -> None:
+        """Leave the task as it is, and do not start it again."""
+        self._process.begin_no_more()
 
     def end_job(self, reason: str) -> None:
         """End the task with a last checkpoint; a reason is part of its termination message."""
@@ -132,28 +127,9 @@ class Guard:
         It is one that fails the job where the job ends with the task: from 128 on the operator
         would start it again.
         """
-        return self._final(self._process.wait())
-
-    def wait_for_cluster(self) -> int:
-        """Return as `wait` does, for a task that is started again while its cluster settles."""
-        until = 0.0
-        while True:
-            began = time.monotonic()
-            code = self._process.wait()
-            ended = time.monotonic()
-            until = until or ended + BEGIN_AGAIN_SECONDS
-            is_short = ended - began < SHORT_ATTEMPT_SECONDS and ended < until
-            if code != BEGIN_AGAIN or not is_short or self._signalled.wait(PAUSE_SECONDS):
-                return self._final(code)
-            log.warning("the cluster was lost at the start: a new attempt begins in this pod")
-            Path(termination.FILE).unlink(missing_ok=True)
-            self._process = self._start()
-            if self._signalled.is_set():
-                self.send_signal(signal.SIGTERM)
-
-    def _final(self, code: int) -> int:
+        code = self._process.wait()
         if not self.ends_job:
-            return code if code >= 0 else 128 - code
+            return code
         if self._reason:
             folder = Path.cwd()
             termination.write(folder, f"{self._reason}; {termination.read(folder)}")
@@ -171,23 +147,32 @@ def main(arguments: list[str]) -> int:
     except ConfigError as error:
         sys.stderr.write(f"guard: {error}\n")
         return USAGE
+    signals.end_with_parent()
+    adopt_orphans()
     environment = dict(os.environ)
     config = environment.pop(CONFIG_VARIABLE, "")
     cluster, task = _parse_tf_config(environment.get("TF_CONFIG", ""))
     try:
         if config:
             Path(CONFIG_FILE).write_text(config, encoding="utf-8")
-        guard = Guard(arguments[1:], environment, _grace_seconds(config, task))
+        settings = _parse_config(config)
+        process = TaskProcess(
+            arguments[1:],
+            environment,
+            name=str(task or "the task"),
+            rule=RestartRule(_restart_limit(settings, task)),
+        )
     except OSError as error:
         what = error.filename or arguments[1]
         sys.stderr.write(f"guard: cannot start in {Path.cwd()}: {what}: {error.strerror}\n")
         return FAILED
+    guard = Guard(process, _grace_seconds(settings, task))
     leads = cluster is not None and task == leader(cluster)
     _handle_signals(guard, cluster, task)
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
         threading.Thread(target=_watch_launcher, args=(guard, watched), daemon=True).start()
-    code = guard.wait_for_cluster() if leads else guard.wait()
+    code = guard.wait()
     if guard.ends_job:
         _delete_job(watched)
     return code
@@ -201,12 +186,26 @@ def _parse_tf_config(text: str) -> tuple[Cluster, Task] | tuple[None, None]:
         return None, None
 
 
-def _grace_seconds(config: str, task: Task | None) -> float:
-    """Return the grace period of the pod of this task, as the manifest has it."""
+def _parse_config(text: str) -> Config:
+    """Return the configuration; the defaults where it is wrong, which the task reports."""
     with suppress(UserError, ValueError):
-        settings = parse_config(json.loads(config)).cluster.kubernetes
-        return float(settings.of(task.role if task else "worker").grace_seconds or GRACE_SECONDS)
-    return float(GRACE_SECONDS)
+        return parse_config(json.loads(text))
+    return Config()
+
+
+def _grace_seconds(config: Config, task: Task | None) -> float:
+    """Return the grace period of the pod of this task, as the manifest has it."""
+    settings = config.cluster.kubernetes.of(task.role if task else "worker")
+    return float(settings.grace_seconds or GRACE_SECONDS)
+
+
+def _restart_limit(config: Config, task: Task | None) -> float:
+    """Return how often this task begins again in its pod."""
+    role = task.role if task else "worker"
+    if config.cluster.kubernetes.of(role).restart_policy == "Never":
+        return 0
+    # Training does not depend on the evaluator.
+    return math.inf if role == "evaluator" else config.cluster.max_restarts
 
 
 def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) -> None:
@@ -221,6 +220,8 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 
     def handle(number: int, _frame: FrameType | None) -> None:
         if connection:
+            # What the leader saves is gone with the process that held it.
+            guard.begin_no_more()
             ending = (guard, connection)
             threading.Thread(target=_end_after_leader, args=ending, daemon=True).start()
             return

@@ -73,10 +73,7 @@ class TaskEnd:
         if self.code is None:
             reason = self.reason.lower() or "loss of its pod"
             return f"{reason}: {self.message}" if self.message else reason
-        number = self.code - _SIGNAL_BASE
-        if number in _SIGNALS:
-            return f"exit code {self.code} (signal {signal.Signals(number).name})"
-        return f"exit code {self.code}"
+        return cause_of(self.code)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +100,14 @@ class Loss:
     def cause(self) -> str:
         """Return the cause of a restart."""
         return f"loss of its pod: {self.how}"
+
+
+def cause_of(code: int) -> str:
+    """Return the cause of an end with an exit code, in a few words."""
+    number = code - _SIGNAL_BASE
+    if number in _SIGNALS:
+        return f"exit code {code} (signal {signal.Signals(number).name})"
+    return f"exit code {code}"
 
 
 def loss(pod: Tree) -> Loss | None:

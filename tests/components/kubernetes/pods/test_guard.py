@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
+from unittest.mock import create_autospec
 
 import pytest
 from hypothesis import given
@@ -17,10 +18,13 @@ from hypothesis import strategies as st
 from components.kubernetes import names
 from components.kubernetes.pods.guard import Guard, HeartbeatAge, _grace_seconds
 from components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
+from components.kubernetes.pods.task_process import TaskProcess
 from tests.components.kubernetes.attempts import ROOT
 from tests.kubernetes.cluster import NAMESPACE
+from trainer import events
 from trainer.cluster import termination
 from trainer.cluster.local import free_port
+from trainer.config.load import parse_config
 from trainer.topology import Task
 
 pytestmark = pytest.mark.cluster
@@ -38,6 +42,11 @@ CLUSTER = {"chief": ["127.0.0.1:1"], "ps": ["127.0.0.1:2"]}
 
 def tf_config(role):
     return json.dumps({"cluster": CLUSTER, "task": {"type": role, "index": 0}})
+
+
+def configuration(**cluster):
+    """Return the variable with a configuration that has these settings of the cluster."""
+    return {"FLOTILLA_CONFIG": json.dumps({"cluster": cluster})}
 
 
 @contextmanager
@@ -74,13 +83,43 @@ def exit_code_of(process):
     ],
 )
 def test_the_guard_ends_with_the_code_of_its_task(tmp_path, code, exit_code):
-    with guard(tmp_path, code, ready=False) as process:
+    never = configuration(max_restarts=0)
+    with guard(tmp_path, code, ready=False, **never) as process:
         assert exit_code_of(process) == exit_code
 
 
-@pytest.mark.parametrize(("role", "exit_code", "starts"), [("chief", 0, 3), ("ps", 138, 1)])
-def test_a_leader_that_loses_its_cluster_at_its_start_begins_again_in_its_pod(
-    tmp_path, role, exit_code, starts
+@pytest.mark.parametrize(
+    ("role", "cluster", "exit_code", "starts"),
+    [
+        ("chief", {"max_restarts": 2}, 0, 3),
+        ("chief", {"max_restarts": 1}, 137, 2),
+        ("chief", {"kubernetes": {"pod": {"restart_policy": "Never"}}}, 137, 1),
+        # Training does not depend on it.
+        ("evaluator", {"max_restarts": 0}, 0, 3),
+    ],
+)
+def test_a_task_that_was_killed_begins_again_in_its_pod(tmp_path, role, cluster, exit_code, starts):
+    code = (
+        "import os, pathlib, signal; starts = pathlib.Path('starts'); starts.open('a').write('x')\n"
+        "len(starts.read_text()) < 3 and os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    variables = {"TF_CONFIG": tf_config(role), **configuration(**cluster)}
+    with guard(tmp_path, code, ready=False, **variables) as process:
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == exit_code
+    assert len((tmp_path / "starts").read_text()) == starts
+    restarts = list(filter(None, map(events.parse, out.splitlines())))
+    assert restarts == [
+        events.Restart(
+            task=f"{role}-0", cause="exit code 137 (signal SIGKILL)", restarts=number, code=137
+        )
+        for number in range(1, starts)
+    ]
+
+
+@pytest.mark.parametrize("role", ["chief", "ps"])
+def test_a_task_that_loses_its_cluster_at_its_start_begins_again_and_that_counts_for_nothing(
+    tmp_path, role
 ):
     code = (
         "import pathlib; starts = pathlib.Path('starts'); starts.open('a').write('x')\n"
@@ -88,9 +127,12 @@ def test_a_leader_that_loses_its_cluster_at_its_start_begins_again_in_its_pod(
         "message.write_text('a task of the cluster is gone'); print('ready', flush=True)\n"
         "raise SystemExit(138 if len(starts.read_text()) < 3 else 0)"
     )
-    with guard(tmp_path, code, TF_CONFIG=tf_config(role)) as process:
-        assert exit_code_of(process) == exit_code
-    assert len((tmp_path / "starts").read_text()) == starts
+    never = configuration(max_restarts=0)
+    with guard(tmp_path, code, ready=False, TF_CONFIG=tf_config(role), **never) as process:
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert len((tmp_path / "starts").read_text()) == 3
+    assert not any(map(events.parse, out.splitlines()))
 
 
 def test_a_leader_that_is_asked_to_end_does_not_begin_again(tmp_path):
@@ -104,6 +146,27 @@ def test_the_configuration_is_a_file_and_not_a_variable_of_the_task(tmp_path):
     code = "import os; print(open('config.json').read(), 'FLOTILLA_CONFIG' in os.environ)"
     with guard(tmp_path, code, ready=False, FLOTILLA_CONFIG='{"name": "a"}') as process:
         assert process.stdout.read() == '{"name": "a"} False\n'
+
+
+def test_a_server_that_dies_while_its_leader_saves_does_not_begin_again(tmp_path):
+    port = str(free_port())
+    os.mkfifo(tmp_path / "go")
+    saving = ENDS_AT_SIGTERM.replace(
+        "term.wait()", "term.wait(); print('saving', flush=True); open('go').read()"
+    )
+    serves = f"import os; open('server', 'w').write(str(os.getpid()))\n{SERVES}"
+    more = {"FLOTILLA_GUARD_PORT": port}
+    with (
+        guard(tmp_path, saving, TF_CONFIG=tf_config("chief"), **more) as chief,
+        guard(tmp_path, serves, TF_CONFIG=tf_config("ps"), **more) as server,
+    ):
+        for process in (chief, server):
+            process.send_signal(signal.SIGTERM)
+        assert chief.stdout.readline() == "saving\n"
+        os.kill(int((tmp_path / "server").read_text()), signal.SIGKILL)
+        assert exit_code_of(server) == 128 + signal.SIGKILL
+        (tmp_path / "go").write_text("go")
+        assert exit_code_of(chief) == 130
 
 
 def test_wrong_usage_is_one_line(tmp_path):
@@ -292,11 +355,10 @@ def test_a_job_that_is_gone_is_not_watched(kube, watched, tmp_path):
 @pytest.mark.parametrize(("seconds", "term"), [(0, 110.0), (25, 20.0), (600, 590.0)])
 def test_a_task_is_killed_in_time_before_the_end_of_its_grace_period(seconds, term):
     tree = {"cluster": {"kubernetes": {"pod": {"grace_seconds": seconds}}}}
-    grace = _grace_seconds(json.dumps(tree), Task(role="chief", index=0))
+    grace = _grace_seconds(parse_config(tree), Task(role="chief", index=0))
     assert grace == (seconds or 120)
-    process = Guard([sys.executable, "-c", ""], {}, grace)
-    assert process.wait() == 0
-    assert process.term_seconds == term
+    process = create_autospec(TaskProcess, instance=True)
+    assert Guard(process, grace).term_seconds == term
 
 
 def test_without_permission_the_launcher_is_not_watched_and_training_continues(
