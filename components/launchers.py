@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from components.image import DEFAULTS, PodDefaults
 from trainer import events
@@ -12,10 +12,74 @@ from trainer.cluster import completion, local, task_logs
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
+if TYPE_CHECKING:
+    from components.kubernetes.engine import Engine
+    from components.kubernetes.names import Tree
 
-def _local(job: Job, _defaults: PodDefaults) -> None:
+# The engines on Kubernetes; `auto` takes the first one that the cluster has.
+ENGINES: tuple[Launcher, ...] = ("jobset", "tfjob")
+
+
+def engine(name: str) -> Engine:
+    """Return the engine with this name."""
+    # Importing the client of Kubernetes takes half a second, which a local run does not need.
+    if name == "jobset":
+        from components.jobset.engine import JobSets
+
+        return JobSets()
+    from components.tfjob.engine import TFJobs
+
+    return TFJobs()
+
+
+def document_of(config: Config) -> Tree:
+    """Return the job of a configuration, with placeholders for what only a run knows.
+
+    It is a JobSet where `cluster.launcher` says so, else a TFJob.
+
+    Raises:
+        ConfigError: the configuration has what the engine does not.
+    """
+    from components.kubernetes.engine import document
+
+    found = engine(config.cluster.launcher)
+    found.check(config)
+    return document(found, config)
+
+
+def choose(job: Job) -> Launcher:
+    """Return the launcher of a job: for `auto` what there is, with a line of log that says why.
+
+    Raises:
+        UserError: the API does not answer, or serves none of the engines.
+    """
+    launcher = job.config.cluster.launcher
+    if launcher != "auto":
+        return launcher
+    from components.kubernetes import choice
+
+    namespace = job.config.cluster.kubernetes.namespace
+    return choice.launcher([engine(name) for name in ENGINES], namespace)
+
+
+def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
+    """Train `job` with the launcher that its configuration names."""
+    launcher = choose(job)
+    if launcher == "local":
+        _launch_here(job)
+        return
+    from components.kubernetes import launcher as kubernetes
+    from components.kubernetes.pods.template import leading
+
+    kubernetes.launch(engine(launcher), job, defaults)
+    # Whatever the job and its pods say.
+    completion.require(job, str(leading(job.config)))
+
+
+def _launch_here(job: Job) -> None:
     if os.environ.get(events.VARIABLE):
         # Who started the run follows the events of its tasks.
         local.launch(job)
@@ -30,36 +94,24 @@ def _write(task: str, line: str) -> None:
     sys.stdout.flush()
 
 
-def _tfjob(job: Job, defaults: PodDefaults) -> None:
-    # Importing the client of Kubernetes takes half a second, which a local run does not need.
-    from components.kubernetes.launcher import launch
-    from components.tfjob.manifest import leading
-
-    launch(job, defaults)
-    # Whatever the job and its pods say.
-    completion.require(job, str(leading(job.config)))
-
-
-LAUNCHERS: dict[Launcher, Callable[[Job, PodDefaults], None]] = {"local": _local, "tfjob": _tfjob}
-
-
-def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
-    """Train `job` with the launcher that its configuration names."""
-    LAUNCHERS[job.config.cluster.launcher](job, defaults)
-
-
 def end(launcher: str, kubernetes: str, run_id: str) -> None:
     """Delete what a run has left on a cluster; raises `UserError`.
 
     `launcher` and `kubernetes` are `cluster.launcher` and `cluster.kubernetes` as run parameters.
     """
-    if launcher != "tfjob":
+    if launcher not in (*ENGINES, "auto"):
         return
     try:
         config = parse_config({"cluster": {"kubernetes": parse_value(kubernetes)}})
     except ConfigError:
         # The first step refused it, so that nothing was launched.
         return
+    if launcher == "auto":
+        from components.kubernetes import choice
+
+        if not choice.is_on_a_cluster():
+            return
     from components.kubernetes.launcher import delete_jobs
 
-    delete_jobs(config.cluster.kubernetes, run_id)
+    for name in ENGINES if launcher == "auto" else (launcher,):
+        delete_jobs(engine(name), config.cluster.kubernetes, run_id)

@@ -16,8 +16,8 @@ from typing import Any
 
 from components.kubernetes import names, stop
 from components.kubernetes.api.client import Api, RefusedError
-from components.kubernetes.api.retry import refused, with_retry
 from components.kubernetes.api.kinds import PODS
+from components.kubernetes.api.retry import refused, with_retry
 from components.kubernetes.engine import Engine
 from components.kubernetes.names import Tree
 from trainer.config.kubernetes import DeadlinesConfig
@@ -144,9 +144,7 @@ class Adoption:
         """Return the result of a call; None where the API refuses it with the status `unless`."""
         try:
             limits = self._deadlines
-            return with_retry(
-                call, limits.unreachable, self._wait, self._kind, limits.operator
-            )
+            return with_retry(call, limits.unreachable, self._wait, self._kind, limits.operator)
         except RefusedError as error:
             if error.code == unless:
                 return None

@@ -24,6 +24,7 @@ from components.kubernetes.pods.template import Place
 from components.kubernetes.stop import Stop
 from trainer import storage
 from trainer.cluster.launcher import Job
+from trainer.config.cluster import Launcher
 from trainer.config.schema import Config
 
 # Placeholders of a document without a run.
@@ -58,7 +59,7 @@ class Engine(ABC):
             the pod comes back, as soon as `bring_back` asks for it.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[Launcher]
     kind: ClassVar[JobKind]
     is_strict: ClassVar[bool]
     fails_with_a_pod: ClassVar[bool]
@@ -92,7 +93,11 @@ class Engine(ABC):
         """Return how a job has ended; None before that."""
 
     @abstractmethod
-    def is_final(self, config: Config, end: TaskEnd) -> bool:
+    def failure(self, api: Api, tree: Tree, /) -> JobEnd:
+        """Return how a job has failed, with all that the API says of it."""
+
+    @abstractmethod
+    def is_final(self, config: Config, end: TaskEnd, /) -> bool:
         """Return whether a task that ended so is not started again, so that the job fails."""
 
     @abstractmethod
@@ -104,7 +109,7 @@ class Engine(ABC):
         """Have the controller make a pod that is lost again, at once."""
 
     @abstractmethod
-    def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
+    def reporters(self, api: Api, tree: Tree, /) -> Sequence[str]:
         """Return the uids of the objects whose events say why pods of a job are missing."""
 
 

@@ -1,8 +1,8 @@
 """The heartbeat of a launcher: a lease of the job's name, which the job owns.
 
 It is no annotation of the job: with its controller away a job can be read, and not written, so that
-the guard of a healthy run would take its launcher for gone. A lease (coordination.k8s.io/v1) says who
-holds the job, since when, and when that was last renewed.
+the guard of a healthy run would take its launcher for gone. A lease (coordination.k8s.io/v1) says
+who holds the job, since when, and when that was last renewed.
 """
 
 from __future__ import annotations

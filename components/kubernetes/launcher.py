@@ -84,7 +84,9 @@ def launch(engine: Engine, job: Job, defaults: PodDefaults = DEFAULTS) -> None:
     """
     for key in ("in_process", "existing_servers"):
         if getattr(job.config.cluster, key):
-            raise ConfigError(f"cluster.{key}: not with cluster.launcher {engine.name}; leave it out")
+            raise ConfigError(
+                f"cluster.{key}: not with cluster.launcher {engine.name}; leave it out"
+            )
     engine.check(job.config)
     connection = connect()
     namespace = job.config.cluster.kubernetes.namespace or connection.namespace
@@ -224,7 +226,8 @@ class _Launch:
             if error.code == HTTPStatus.CONFLICT:
                 return
             raise UserError(
-                f"{refused(error, self._kind)}; the network policy of the job {self._name} cannot be made"
+                f"{refused(error, self._kind)}; the network policy of the job {self._name} cannot "
+                "be made"
             ) from None
 
     def _supervise(self, created: Tree) -> Loss | None:
@@ -326,9 +329,7 @@ class _Launch:
         self._is_stopping = not again and self._is_stop_requested()
         if not self._is_stopping:
             with suppress(RefusedError, UnreachableError):
-                self._handler_api.delete(
-                    self._kind.resource, self._name, self._uid, quick=True
-                )
+                self._handler_api.delete(self._kind.resource, self._name, self._uid, quick=True)
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:

@@ -20,9 +20,11 @@ RUN = "flotilla/run"
 MANAGED = "flotilla/launcher"
 # Label of pods that have a network policy of their job: no other one of Flotilla selects them.
 NETWORK = "flotilla/network"
+# Label of a job that waits for its admission in a queue of Kueue.
+KUEUE = "kueue.x-k8s.io/queue-name"
 # The prefix of the labels that Kubernetes recommends.
 APP = "app.kubernetes.io/"
-# Annotations of Flotilla: the digest of a job, and the request to end it, on its lease or on itself.
+# Annotations of Flotilla: the digest of a job, and the request to end it, on its lease or on it.
 MANIFEST = "flotilla/manifest"
 STOP = "flotilla/stop"
 # What the guard of the leading task writes to its log when it has seen `STOP`.

@@ -1,9 +1,9 @@
 """The end of a job before its time, so that the chief can save what the servers hold.
 
-The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody behind a
-channel that it first opens then: after the restart of a worker or a server, the channels of the last
-checkpoint. So a cancelled job is not deleted first. It is asked to end, and deleted when its leading
-task has ended. Where nobody answers, the job is deleted at once.
+The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody behind
+a channel that it first opens then: after the restart of a worker or a server, the channels of the
+last checkpoint. So a cancelled job is not deleted first. It is asked to end, and deleted when its
+leading task has ended. Where nobody answers, the job is deleted at once.
 """
 
 from __future__ import annotations

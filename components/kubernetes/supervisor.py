@@ -163,12 +163,12 @@ class Supervisor:
         """React to an event; return whether the job is over."""
         new_ends = self._observe(item, deleted)
         if item["metadata"]["uid"] == self._uid:
-            end = self._engine.end(item)
-            if end and end.is_done:
+            over = self._engine.end(item)
+            if over and over.is_done:
                 return True
             if deleted or item["metadata"].get("deletionTimestamp"):
                 raise UserError(deleted_by_another(self._name))
-            return end is not None
+            return over is not None
         # The controller writes no status while it is away, or may not make a pod of another task.
         if any(end.task == self._leader and end.is_done for end in new_ends):
             return True
@@ -285,7 +285,9 @@ class Supervisor:
             except RefusedError as error:
                 log.warning("%s comes back only after a back-off of Kubernetes: %s", task, error)
             else:
-                log.warning("%s lost its pod %s, which is made again", task, pod["metadata"]["name"])
+                log.warning(
+                    "%s lost its pod %s, which is made again", task, pod["metadata"]["name"]
+                )
             del self._to_bring_back[uid]
 
     def _is_ending(self) -> bool:
@@ -326,9 +328,9 @@ class Supervisor:
 
     def _job_failure(self, job: Tree) -> str:
         """Return the report of a job that has failed."""
-        end_of_job = self._engine.end(job)
-        message = end_of_job.message if end_of_job else ""
-        if end_of_job and end_of_job.is_past_deadline:
+        failure = self._engine.failure(self._api, job)
+        message = failure.message
+        if failure.is_past_deadline:
             limit = self._job.config.cluster.kubernetes.job.active_deadline_seconds
             return (
                 f"the job {self._name} was not done after {limit} s "

@@ -1,8 +1,8 @@
 """TFJob, of the training operator 1.9: what its jobs say.
 
 The operator fails a job when a pod of it is deleted, evicted or preempted, and deletes the Services
-of a job that is suspended: a last checkpoint that needs a new channel would find nobody. So a job is
-asked to end through its lease, and not by `suspend`.
+of a job that is suspended: a last checkpoint that needs a new channel would find nobody. So a job
+is asked to end through its lease, and not by `suspend`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from components.kubernetes.stop import Stop
 from components.tfjob.manifest import KIND, LAUNCHER, manifest, restart_policy
 from trainer.cluster.launcher import Job
 from trainer.config.schema import Config
+from trainer.errors import RETRYABLE
 from trainer.topology import Task
 
-# The operator's policy `ExitCode` restarts a task that ends with this code or a higher one.
-_RETRYABLE = 128
 # The operator gives every failure the same reason, and says the cause in words.
 _PAST_DEADLINE = "active longer than specified deadline"
 
@@ -70,15 +69,17 @@ class TFJobs(Engine):
         counts = tree.get("status", {}).get("replicaStatuses") or {}
         roles = (str(role).lower() for role, each in counts.items() if (each or {}).get("failed"))
         past = _PAST_DEADLINE in message
-        return JobEnd(
-            is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles)
-        )
+        return JobEnd(is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles))
+
+    def failure(self, _api: Api, tree: Tree) -> JobEnd:
+        """Return how a job has failed: its condition says all."""
+        return self.end(tree) or JobEnd(is_done=False)
 
     def is_final(self, config: Config, end: TaskEnd) -> bool:
         """Return whether the restart policy of a role leaves a task that ended so alone."""
         policy = restart_policy(config, end.task.role)
         if policy == "ExitCode":
-            return end.code is not None and end.code < _RETRYABLE
+            return end.code is not None and end.code < RETRYABLE
         return policy == "Never"
 
     def stop(self, tree: Tree) -> Stop:
@@ -91,6 +92,6 @@ class TFJobs(Engine):
     def bring_back(self, api: Api, pod: Tree) -> None:
         """The operator replaces a pod by itself."""
 
-    def reporters(self, api: Api, tree: Tree) -> Sequence[str]:
+    def reporters(self, _api: Api, tree: Tree) -> Sequence[str]:
         """Return the uid of the job, on which the operator reports."""
         return [tree["metadata"]["uid"]]

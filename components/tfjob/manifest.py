@@ -6,6 +6,7 @@ What ends a job is in `spec.runPolicy`: outside of it the operator ignores it si
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 from components.kubernetes import names
 from components.kubernetes.api.kinds import JobKind, Resource
@@ -25,7 +26,7 @@ from trainer.config.kubernetes import JobConfig
 from trainer.config.schema import Config
 from trainer.topology import Cluster, Task
 
-LAUNCHER = "tfjob"
+LAUNCHER: Literal["tfjob"] = "tfjob"
 KIND = JobKind(
     resource=Resource("tfjobs", "kubeflow.org"),
     kind="TFJob",
@@ -43,14 +44,13 @@ KIND = JobKind(
 # The operator's names of the roles, and of the port that it looks for.
 REPLICAS = {"chief": "Chief", "ps": "PS", "worker": "Worker", "evaluator": "Evaluator"}
 PORT_NAME = "tfjob-port"
-KUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def manifest(job: Job, place: Place) -> Tree:
     """Return the TFJob that trains `job`, the same for the same arguments."""
     config = job.config
     settings = config.cluster.kubernetes
-    queue = {KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
+    queue = {names.KUEUE: settings.job.queue_name} if settings.job.queue_name else {}
     counts = replicas(config)
     name = names.job_name(config.name, job.checkpoints)
     namespace = settings.namespace or place.namespace

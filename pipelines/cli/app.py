@@ -163,16 +163,16 @@ def gc(config: Config = None, assignments: Assignments = None, workdir: Workdir 
     return Answer(more={"removed": removed})
 
 
-@app.command(epilog="--json adds `manifest`, the TFJob itself.")
+@app.command(epilog="--json adds `manifest`, the job itself.")
 @answers
 def manifest(config: Config = None, assignments: Assignments = None) -> Answer:
-    """Print the TFJob of a configuration as YAML."""
+    """Print the job of a configuration as YAML: a TFJob, or a JobSet."""
     import yaml
 
-    from components.tfjob.manifest import document
+    from components.launchers import document_of
     from pipelines.runs.local import configuration
 
-    tree = document(configuration(config, assignments or ()))
+    tree = document_of(configuration(config, assignments or ()))
     text = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return Answer(more={"manifest": tree}, text=text)
 

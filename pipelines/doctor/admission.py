@@ -8,9 +8,9 @@ from __future__ import annotations
 from http import HTTPStatus
 from urllib.parse import quote
 
-from components.kubernetes.names import PLURAL, Tree
+from components.kubernetes.names import Tree
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
+from pipelines.doctor.kubernetes_api import PLURAL, Answer, Kubernetes, unexpected
 
 _ENFORCED = "pod-security.kubernetes.io/enforce"
 _OPERATOR = (

@@ -11,7 +11,9 @@ from pathlib import Path
 
 from components.image import IMAGE, PodDefaults
 from components.kubernetes.api.rbac import LAUNCHER, TRAINER
-from components.tfjob.manifest import document, leading
+from components.kubernetes.engine import document
+from components.kubernetes.pods.template import leading
+from components.tfjob.engine import TFJobs
 from pipelines.doctor import (
     admission,
     configuration,
@@ -163,8 +165,9 @@ def _storage(config: Config, workdir: Path) -> Check:
 def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
     settings = config.cluster.kubernetes
     kubernetes = Kubernetes(settings.namespace or options.namespace)
-    tree = document(config, PodDefaults(image=options.image or IMAGE))
-    unnamed = document(config, PodDefaults(image=options.image))
+    engine = TFJobs()
+    tree = document(engine, config, PodDefaults(image=options.image or IMAGE))
+    unnamed = document(engine, config, PodDefaults(image=options.image))
     # The steps have that of the option, even where all tasks name another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
@@ -189,7 +192,7 @@ def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
         yield _in_cluster(title, partial(resources.present, kubernetes, tree, resource))
     # The secret of the store may lack any key, or be absent: only what the configuration itself
     # names has to be there.
-    objects = named_objects.named(document(config, PodDefaults(store_secret="")))
+    objects = named_objects.named(document(engine, config, PodDefaults(store_secret="")))
     if named_objects.named(tree) - objects:
         yield _in_cluster("secret of the store", partial(storage.opens, kubernetes, config))
     titles = []

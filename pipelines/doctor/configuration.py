@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
-from components.tfjob.manifest import replicas
+from components.kubernetes.pods.template import replicas
 from pipelines.doctor.examination import Finding
 from trainer import storage
 from trainer.config.schema import Config

@@ -9,10 +9,17 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from urllib.parse import quote
 
-from components.kubernetes.names import GROUP, PLURAL, VERSION, Tree
+from components.kubernetes.names import Tree
 from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import OPERATOR, Kubernetes, unexpected
+from pipelines.doctor.kubernetes_api import (
+    GROUP,
+    OPERATOR,
+    PLURAL,
+    VERSION,
+    Kubernetes,
+    unexpected,
+)
 from trainer.config.kubernetes import JobConfig
 
 _LABEL = "control-plane=kubeflow-training-operator"

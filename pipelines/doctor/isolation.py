@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from urllib.parse import quote
 
-from components.kubernetes import names
 from components.kubernetes.api.rbac import BASE, POLICIES, POLICIES_GROUP
-from components.kubernetes.names import Tree
-from components.tfjob.manifest import PORT, PORT_NAME
+from components.kubernetes.names import INDEX_LABELS, ROLE_LABELS, Tree
+from components.kubernetes.pods.template import PORT
+from components.tfjob.manifest import KIND, PORT_NAME
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
@@ -53,9 +53,9 @@ def _labels(manifest: Tree) -> Iterator[tuple[str, dict[str, str]]]:
     """Yield the labels that the pods of each role have, those of the operator too."""
     for role, replica in manifest["spec"]["tfReplicaSpecs"].items():
         own = {
-            names.JOB_NAME: manifest["metadata"]["name"],
-            names.REPLICA_TYPE: role.lower(),
-            names.REPLICA_INDEX: "0",
+            KIND.label: manifest["metadata"]["name"],
+            ROLE_LABELS[0]: role.lower(),
+            INDEX_LABELS[0]: "0",
         }
         yield role, {**replica["template"]["metadata"]["labels"], **own}
 

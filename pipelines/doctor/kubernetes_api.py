@@ -13,13 +13,19 @@ from urllib.parse import quote
 import urllib3
 
 from components.kubernetes.api.client import Api, Connection, UnreachableError, connect
-from components.kubernetes.names import GROUP, PLURAL, VERSION, Tree
+from components.kubernetes.names import Tree
+from components.tfjob.manifest import KIND
 from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from trainer.errors import UserError
 
 _TIMEOUT = urllib3.Timeout(connect=3, read=5)
 _MOST_WORDS = 200
+GROUP, VERSION, PLURAL = (
+    KIND.resource.group,
+    KIND.resource.version,
+    KIND.resource.plural,
+)
 SHOW = "kubectl cluster-info"
 
 

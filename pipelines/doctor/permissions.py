@@ -14,13 +14,14 @@ from urllib.parse import quote
 from components.kubernetes.api.rbac import (
     FILE,
     LAUNCHER,
-    NEEDED,
     REVIEWS,
     WHO,
     Permission,
     granting,
+    needed,
 )
 from components.kubernetes.names import Tree
+from components.tfjob.manifest import KIND
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 from trainer.errors import ConfigError
@@ -42,7 +43,7 @@ class Account:
 def of_this_user(kubernetes: Kubernetes) -> Finding:
     """Check that the caller may launch a job."""
     user = _name_of_this_user(kubernetes)
-    answers = _reviews(kubernetes, "SelfSubjectAccessReview", {}, NEEDED[LAUNCHER])
+    answers = _reviews(kubernetes, "SelfSubjectAccessReview", {}, needed(LAUNCHER, KIND))
     if isinstance(answers, Answer):
         message = f"the API does not return what {user or 'this user'} may do ({answers.words})"
         return Finding(
@@ -55,11 +56,11 @@ def of_account(kubernetes: Kubernetes, account: Account, role: str) -> Finding:
     """Check that a service account has what a role of deploy/base/rbac.yaml grants."""
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
-    answers = _reviews(kubernetes, "SubjectAccessReview", subject, NEEDED[role])
+    answers = _reviews(kubernetes, "SubjectAccessReview", subject, needed(role, KIND))
     if isinstance(answers, Answer):
         message = f"may not check what {account.user} may do ({answers.words})"
         where = f"--namespace {kubernetes.namespace} --as {account.user}"
-        show = f"kubectl auth can-i {NEEDED[role][0]} {where}"
+        show = f"kubectl auth can-i {needed(role, KIND)[0]} {where}"
         return Finding("warn", f"{message}; check each one", show)
     return _judged(kubernetes, account.user, role, answers)
 

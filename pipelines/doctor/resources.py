@@ -15,9 +15,9 @@ from decimal import Decimal
 
 from kubernetes.utils.quantity import parse_quantity
 
-from components.kubernetes.names import GROUP, PLURAL, Tree
+from components.kubernetes.names import Tree
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
+from pipelines.doctor.kubernetes_api import GROUP, PLURAL, Kubernetes, unexpected
 
 Amounts = Mapping[str, Decimal]
 

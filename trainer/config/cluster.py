@@ -9,7 +9,7 @@ from pydantic import field_validator
 from trainer.config.base import MOST, Section, key
 from trainer.config.kubernetes import KubernetesConfig
 
-Launcher = Literal["local", "tfjob"]
+Launcher = Literal["local", "tfjob", "jobset", "auto"]
 
 
 def server_number(name: str) -> int:
@@ -23,7 +23,8 @@ class ClusterConfig(Section):
     """The tasks of the cluster, and where they run."""
 
     launcher: Launcher = key(
-        "local", "what starts the tasks: local processes, or a TFJob on Kubernetes"
+        "local",
+        "what starts the tasks: local processes, a TFJob or a JobSet; auto: what the cluster has",
     )
     parameter_servers: int = key(1, "parameter servers", ge=1, le=1000)
     workers: int = key(
@@ -41,7 +42,9 @@ class ClusterConfig(Section):
     max_restarts: int = key(
         3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
     )
-    kubernetes: KubernetesConfig = key(KubernetesConfig(), "settings of the TFJob and its pods")
+    kubernetes: KubernetesConfig = key(
+        KubernetesConfig(), "settings of the job on Kubernetes and its pods"
+    )
 
     @field_validator("placement")
     @classmethod

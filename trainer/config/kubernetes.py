@@ -86,7 +86,7 @@ def _refuse_reserved(*prefixes: str) -> Callable[[dict[str, str]], dict[str, str
 
 _refuse_reserved_variables = _refuse_reserved("TF_CONFIG", "FLOTILLA_")
 _refuse_reserved_keys = _refuse_reserved(
-    "training.kubeflow.org/", "flotilla/", "app.kubernetes.io/"
+    "training.kubeflow.org/", "jobset.sigs.k8s.io/", "flotilla/", "app.kubernetes.io/"
 )
 
 
@@ -193,7 +193,7 @@ class SchedulingConfig(Section):
 
 
 class JobConfig(Section):
-    """Settings of the whole job: `runPolicy` of the TFJob, and Kueue's queue."""
+    """Settings of the whole job, and Kueue's queue."""
 
     clean_pod_policy: Literal["Running", "All", "None"] = key(
         "Running", "pods that are deleted when the job has ended"
@@ -217,7 +217,7 @@ class JobConfig(Section):
 class DeadlinesConfig(Section):
     """Seconds after which the launcher ends the job; 0: no limit."""
 
-    operator: Seconds = key(60, "until the training operator reacts to the job")
+    operator: Seconds = key(60, "until the controller of the job reacts to it")
     queueing: Seconds = key(3600, "until every pod has a node")
     starting: Seconds = key(900, "then, until every task runs")
     container: Seconds = key(120, "with an image or a container that fails to start")
@@ -230,7 +230,7 @@ class DeadlinesConfig(Section):
 
 
 class KubernetesConfig(Whole):
-    """Settings of the TFJob launcher; as a run parameter one JSON text."""
+    """Settings of the launcher on Kubernetes; as a run parameter one JSON text."""
 
     namespace: LabelOrNone = key("", "namespace of the job; empty: that of the step")
     gpu_resource: Key = key("nvidia.com/gpu", "name of the GPU resource")

@@ -44,8 +44,8 @@ _RETRYABLE = (
     HTTPStatus.INTERNAL_SERVER_ERROR, HTTPStatus.BAD_GATEWAY, HTTPStatus.SERVICE_UNAVAILABLE,
     HTTPStatus.GATEWAY_TIMEOUT,
 )  # fmt: skip
-# An internal error (500) of the API server, when its request to the controller of a kind of jobs has
-# failed: that of the training operator, or of JobSet.
+# An internal error (500) of the API server, when its request to the controller of a kind of jobs
+# has failed: that of the training operator, or of JobSet.
 _SILENT_CONTROLLER = re.compile(r"failed calling webhook .*(training-operator|jobset)")
 
 
@@ -117,6 +117,11 @@ class RefusedError(Exception):
     def is_missing(self) -> bool:
         """Whether the object does not exist."""
         return self.code == HTTPStatus.NOT_FOUND
+
+    @property
+    def is_forbidden(self) -> bool:
+        """Whether this user may not."""
+        return self.code == HTTPStatus.FORBIDDEN
 
     @property
     def is_of_unknown_fields(self) -> bool:
@@ -204,9 +209,7 @@ class Api:
         """Return the objects of a kind that a label selects."""
         return self.list_of(resource, {"labelSelector": label})[0]
 
-    def watch(
-        self, resource: Resource, query: Mapping[str, str], version: str
-    ) -> Iterator[Tree]:
+    def watch(self, resource: Resource, query: Mapping[str, str], version: str) -> Iterator[Tree]:
         """Yield the events of the objects of a kind after a version, until the stream ends."""
         parameters = {
             **query,

@@ -49,9 +49,7 @@ POLICIES, POLICIES_GROUP = "networkpolicies", "networking.k8s.io"
 ISOLATION = Permission("create", POLICIES, POLICIES_GROUP, is_optional=True)
 _LEASES = "coordination.k8s.io"
 # Of the child Jobs of a job that has them: a lost pod comes back at once when its Job is deleted.
-_JOBS = tuple(
-    Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "get", "list")
-)
+_JOBS = tuple(Permission(verb, "jobs", "batch", is_optional=True) for verb in ("delete", "list"))
 
 
 def needed(role: str, kind: JobKind) -> tuple[Permission, ...]:
@@ -69,7 +67,7 @@ def needed(role: str, kind: JobKind) -> tuple[Permission, ...]:
     if role == TRAINER:
         # Without them an abandoned job ends by its deadline alone, and a cancelled one at once.
         return (
-            *on_jobs("delete", "get", is_optional=True),
+            *on_jobs("delete", is_optional=True),
             *on_leases("get", "list", "watch", is_optional=True),
         )
     return (

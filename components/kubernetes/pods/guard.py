@@ -2,14 +2,9 @@
 
     python -m components.kubernetes.pods.guard -- python -m trainer task ...
 
-Next to the leading task it also watches the job. Where the launcher asks for a stop, or its
-heartbeat stops, the guard ends training with a last checkpoint, and the job with it.
-
-The heartbeat is an annotation on the job; a job whose heartbeat stops is an orphan. An API that
-cannot be reached does not prove that the launcher is gone: only time during which the heartbeat
-could be read, and did not change, counts. A heartbeat that was never renewed proves nothing either:
-its launcher may not be able to. Such a launcher ends the job itself within the limit, so that the
-guard waits for twice the limit, and then finds only a job whose launcher died in between.
+Next to the leading task it also watches the launcher. Where that asks for a stop, or is gone, the
+guard ends training with a last checkpoint, and the job with it; see
+`components.kubernetes.pods.launcher_watch`.
 
 A task that is killed, or begins again because another one was lost, is started again in its pod, up
 to `cluster.max_restarts` times; see `components.kubernetes.pods.task_process`.
@@ -27,19 +22,14 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping
 from contextlib import suppress
-from http import HTTPStatus
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
 
-from components.kubernetes import names
-from components.kubernetes.names import Tree
+from components.kubernetes.pods import launcher_watch
 from components.kubernetes.pods.shutdown import NOTICE_SECONDS, ShutdownConnection, ShutdownServer
 from components.kubernetes.pods.task_process import RestartRule, TaskProcess, adopt_orphans
-from components.tfjob.manifest import (
+from components.kubernetes.pods.template import (
     CONFIG_FILE,
     CONFIG_VARIABLE,
     GRACE_SECONDS,
@@ -52,43 +42,11 @@ from trainer.config.schema import Config
 from trainer.errors import DONE, FAILED, USAGE, ConfigError, UserError
 from trainer.topology import Cluster, Task, from_tf_config, leader
 
-if TYPE_CHECKING:
-    from components.kubernetes.api.client import Api
-
 log = logging.getLogger(__name__)
-# How often the heartbeat is read before the job counts as an orphan.
-READS_PER_LIMIT = 10
-# A launcher that has not renewed its first heartbeat after one limit has ended the job itself.
-UNRENEWED_LIMITS = 2
 # A task that has not ended so long before the end of the grace period of its pod is killed, in time
 # for its termination message; of a short grace period it is this share.
 KILL_SECONDS, KILL_SHARE = 10.0, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class HeartbeatAge:
-    """How many seconds the heartbeat has been the same, counted while it could be read."""
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Take a monotonic clock."""
-        self._clock = clock
-        self._heartbeat = ""
-        self._read_at: float | None = None
-        self._seconds = 0.0
-
-    def read(self, heartbeat: str) -> float:
-        """Take the heartbeat that was read now, and return its age in seconds."""
-        now = self._clock()
-        if heartbeat != self._heartbeat:
-            self._heartbeat, self._seconds = heartbeat, 0.0
-        elif self._read_at is not None:
-            self._seconds += now - self._read_at
-        self._read_at = now
-        return self._seconds
-
-    def unreadable(self) -> None:
-        """Pause: the time until the heartbeat can be read again does not count."""
-        self._read_at = None
 
 
 class Guard:
@@ -171,10 +129,10 @@ def main(arguments: list[str]) -> int:
     _handle_signals(guard, cluster, task)
     watched = json.loads(environment.get(LAUNCHER_VARIABLE) or "{}") if leads else {}
     if watched:
-        threading.Thread(target=_watch_launcher, args=(guard, watched), daemon=True).start()
+        launcher_watch.start(guard, watched)
     code = guard.wait()
     if guard.ends_job:
-        _delete_job(watched)
+        launcher_watch.delete_job(watched)
     return code
 
 
@@ -236,78 +194,6 @@ def _handle_signals(guard: Guard, cluster: Cluster | None, task: Task | None) ->
 def _end_after_leader(guard: Guard, connection: ShutdownConnection) -> None:
     connection.wait(NOTICE_SECONDS, guard.term_seconds)
     guard.send_signal(signal.SIGTERM)
-
-
-def _watch_launcher(guard: Guard, watched: Mapping[str, str]) -> None:
-    """End the task when the launcher asks for it, or is gone."""
-    # Imported here since it is slow, and the task must not wait for it.
-    from components.kubernetes.api.client import Api, connect
-
-    try:
-        api = Api(connect(), watched["namespace"])
-    except UserError as error:
-        log.warning("the launcher is not watched: %s", error)
-        return
-    _watch_for_stop(guard, api, watched["job"])
-    _watch_heartbeat(guard, api, watched)
-
-
-def _watch_for_stop(guard: Guard, api: Api, job: str) -> None:
-    """Start a thread that ends the task as soon as the job has the annotation for it."""
-    from components.kubernetes.api.watch import Watch
-
-    def see(item: Tree, deleted: bool) -> None:
-        if not deleted and names.STOP in (item["metadata"].get("annotations") or {}):
-            watch.stopped.set()
-            log.warning(names.STOPPING)
-            guard.end_job("")
-
-    def refuse(error: Exception) -> None:
-        log.warning("a cancel ends this job at once, perhaps without a last checkpoint: %s", error)
-
-    watch = Watch(api, names.PLURAL, {"fieldSelector": f"metadata.name={job}"}, see, refuse)
-    watch.start()
-
-
-def _watch_heartbeat(guard: Guard, api: Api, watched: Mapping[str, str]) -> None:
-    """End the task when the launcher's heartbeat is older than the limit."""
-    from components.kubernetes.api.client import RefusedError, UnreachableError
-
-    limit = float(watched["seconds"])
-    age = HeartbeatAge()
-    while True:
-        try:
-            metadata = api.get_job(watched["job"])["metadata"]
-            heartbeat = (metadata.get("annotations") or {}).get(names.HEARTBEAT, "")
-            if not heartbeat:
-                log.info("the job has no heartbeat: its launcher is not watched")
-                return
-            limits = 1 if names.is_renewed(heartbeat) else UNRENEWED_LIMITS
-            if age.read(heartbeat) >= limits * limit:
-                reason = f"no heartbeat of the launcher for {limits * limit:g} s"
-                log.warning("%s: training ends", reason)
-                guard.end_job(reason)
-                return
-        except RefusedError as error:
-            if error.is_missing:
-                # Its pods are deleted with it.
-                log.info("the job is gone: its launcher is not watched any more")
-                return
-            if error.code == HTTPStatus.FORBIDDEN:
-                log.warning("the launcher is not watched: %s", error)
-                return
-            age.unreadable()
-        except UnreachableError:
-            age.unreadable()
-        time.sleep(limit / READS_PER_LIMIT)
-
-
-def _delete_job(watched: Mapping[str, str]) -> None:
-    """Delete the job if that is permitted; otherwise the failure of its leader ends it."""
-    from components.kubernetes.api.client import Api, RefusedError, UnreachableError, connect
-
-    with suppress(UserError, RefusedError, UnreachableError):
-        Api(connect(), watched["namespace"]).delete_job(watched["job"])
 
 
 if __name__ == "__main__":

@@ -163,7 +163,8 @@ def task_of(pod: Tree) -> Task:
     """Return the task that a pod runs."""
     labels = pod["metadata"]["labels"]
     role, index = (
-        next(labels[name] for name in each if name in labels) for each in (ROLE_LABELS, INDEX_LABELS)
+        next(labels[name] for name in each if name in labels)
+        for each in (ROLE_LABELS, INDEX_LABELS)
     )
     return Task(role=role, index=int(index))
 

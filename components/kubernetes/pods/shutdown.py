@@ -21,17 +21,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from components.kubernetes import names
-from components.kubernetes.names import Tree
-from components.kubernetes.pods import pod_state
-
 # The client is slow to import, and the guard of a server does without.
 if TYPE_CHECKING:
-    from components.kubernetes.api.client import Api
+    pass
 
 log = logging.getLogger(__name__)
 # How long the guard may take to answer the request of a stop, and how often its end is looked for.
@@ -47,68 +42,6 @@ NOTICE_SECONDS = 5.0
 CONNECT_SECONDS = 2.0
 # Connections past one for each server.
 SPARE = 8
-
-
-class Stop:
-    """The stop of a job: the request, and the wait for the end of its leading task."""
-
-    def __init__(self, job: Tree) -> None:
-        """Take the job as the API returned it."""
-        self._name, self._uid = job["metadata"]["name"], job["metadata"]["uid"]
-        roles = job["spec"]["tfReplicaSpecs"]
-        role = "Chief" if "Chief" in roles else "Worker"
-        self._leader = f"{self._name}-{role.lower()}-0"
-        pod = roles.get(role, {}).get("template", {}).get("spec", {})
-        self._grace = float(pod.get("terminationGracePeriodSeconds", 30))
-
-    def leader_runs(self, api: Api) -> bool:
-        """Return whether the leading task runs, and so has something to save."""
-        return pod_state.is_running(api.get_pod(self._leader))
-
-    def request(self, api: Api) -> None:
-        """Ask the guard of the leading task to end training, and then the job."""
-        # The API refuses the UID of another job that has this name by now.
-        metadata = {"uid": self._uid, "annotations": {names.STOP: "cancelled"}}
-        api.patch_job(self._name, {"metadata": metadata}, quick=True)
-
-    def wait(self, api: Api, pause: Callable[[float], object]) -> None:
-        """Return once the leading task has ended, or as soon as nothing says that it will.
-
-        `pause` waits for so many seconds; if it returns true, this returns at once.
-        """
-        from components.kubernetes.api.client import RefusedError, UnreachableError
-
-        began, limit = time.monotonic(), ANSWER_SECONDS
-        while not pause(POLL_SECONDS):
-            try:
-                if self._has_ended(api):
-                    return
-                if time.monotonic() - began < limit:
-                    continue
-                if limit == ANSWER_SECONDS and self._is_answered(api):
-                    limit += self._grace
-                    continue
-            except RefusedError as error:
-                if error.is_missing:
-                    return
-                log.warning("the end of the leading task is not seen: %s", error)
-            except UnreachableError:
-                if time.monotonic() - began < limit:
-                    continue
-            log.warning("the leading task of the job %s does not end by itself", self._name)
-            return
-
-    def _has_ended(self, api: Api) -> bool:
-        job = api.get_job(self._name)
-        metadata = job["metadata"]
-        is_other = metadata["uid"] != self._uid or metadata.get("deletionTimestamp")
-        if is_other or pod_state.is_finished(job):
-            return True
-        return pod_state.has_ended(api.get_pod(self._leader))
-
-    def _is_answered(self, api: Api) -> bool:
-        recent = api.recent_log(self._leader, round(max(self._grace, 2 * ANSWER_SECONDS)))
-        return any(names.STOPPING in line for line in recent)
 
 
 class ShutdownServer:

@@ -1,0 +1,64 @@
+"""Which launcher `cluster.launcher: auto` is: what the cluster has, or this machine."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from components.kubernetes.api.client import Api, RefusedError, connect
+from components.kubernetes.api.retry import refused, with_retry
+from components.kubernetes.engine import Engine
+from trainer.config.cluster import Launcher
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+# How long an API that does not answer is asked again.
+RETRY_SECONDS = 60.0
+
+
+def is_on_a_cluster() -> bool:
+    """Return whether this process is in a pod, or KUBECONFIG names a cluster.
+
+    A `~/.kube/config` alone is no wish to train on the cluster that it happens to name.
+    """
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get("KUBECONFIG"))
+
+
+def launcher(engines: Sequence[Engine], namespace: str) -> Launcher:
+    """Return the name of the first engine that the cluster serves; `local` without a cluster.
+
+    Raises:
+        UserError: the API does not answer, or serves none.
+    """
+    if not is_on_a_cluster():
+        log.info("cluster.launcher auto: local, since neither a pod nor KUBECONFIG names a cluster")
+        return "local"
+    connection = connect()
+    api = Api(connection, namespace or connection.namespace)
+    for each in engines:
+        if with_retry(partial(is_served, api, each), RETRY_SECONDS, time.sleep):
+            log.info(
+                "cluster.launcher auto: %s, since the cluster serves %ss", each.name, each.kind.kind
+            )
+            return each.name
+    kinds = " nor ".join(f"{each.kind.kind}s" for each in engines)
+    raise UserError(
+        f"cluster.launcher auto: this cluster serves neither {kinds}; {engines[0].kind.remedy}"
+    )
+
+
+def is_served(api: Api, engine: Engine) -> bool:
+    """Return whether the cluster serves the jobs of an engine."""
+    try:
+        api.list_of(engine.kind.resource, {"limit": "1"})
+    except RefusedError as error:
+        if error.is_unserved:
+            return False
+        if error.is_forbidden:
+            # Served, and not for this user: the launcher names what is missing.
+            return True
+        raise UserError(refused(error, engine.kind)) from None
+    return True

@@ -1,0 +1,140 @@
+"""How the guard of the leading task watches the launcher: the lease of the job.
+
+A request to end the job is an annotation of its lease. A lease that is not renewed any more is that
+of a launcher which is gone, and its job an orphan. An API that cannot be reached does not prove
+that: only time during which the lease could be read, and did not change, counts. A lease that was
+never renewed proves nothing either: its launcher may not be able to. Such a launcher ends the job
+itself within the limit, so that the guard waits for twice the limit, and then finds only a job
+whose launcher died in between. A job without a lease was not made by a launcher.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from components.kubernetes import names
+from components.kubernetes.names import Tree
+from trainer.errors import UserError
+
+log = logging.getLogger(__name__)
+# How often the lease is read before the job counts as an orphan.
+READS_PER_LIMIT = 10
+# A launcher that has not renewed its lease after one limit has ended the job itself.
+UNRENEWED_LIMITS = 2
+
+
+class Ending(Protocol):
+    """What can end the job: the guard."""
+
+    def end_job(self, reason: str) -> None:
+        """End the task, and the job with it; a reason is part of its termination message."""
+
+
+class HeartbeatAge:
+    """How many seconds the heartbeat has been the same, counted while it could be read."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Take a monotonic clock."""
+        self._clock = clock
+        self._heartbeat = ""
+        self._read_at: float | None = None
+        self._seconds = 0.0
+
+    def read(self, heartbeat: str) -> float:
+        """Take the heartbeat that was read now, and return its age in seconds."""
+        now = self._clock()
+        if heartbeat != self._heartbeat:
+            self._heartbeat, self._seconds = heartbeat, 0.0
+        elif self._read_at is not None:
+            self._seconds += now - self._read_at
+        self._read_at = now
+        return self._seconds
+
+    def unreadable(self) -> None:
+        """Pause: the time until the heartbeat can be read again does not count."""
+        self._read_at = None
+
+
+def start(guard: Ending, watched: Mapping[str, Any]) -> None:
+    """Watch the launcher that made this job, in threads; `watched` is what it wrote to the pod."""
+    threading.Thread(target=_watch, args=(guard, watched), daemon=True).start()
+
+
+def delete_job(watched: Mapping[str, Any]) -> None:
+    """Delete the job if that is permitted; otherwise the failure of its leader ends it."""
+    from components.kubernetes.api.client import Api, RefusedError, UnreachableError, connect
+    from components.kubernetes.api.kinds import Resource
+
+    with suppress(UserError, RefusedError, UnreachableError):
+        Api(connect(), watched["namespace"]).delete(Resource(*watched["kind"]), watched["job"])
+
+
+def _watch(guard: Ending, watched: Mapping[str, Any]) -> None:
+    """End the task when the launcher asks for it, or is gone."""
+    # Imported here since it is slow, and the task must not wait for it.
+    from components.kubernetes.api.client import Api, connect
+
+    try:
+        api = Api(connect(), watched["namespace"])
+    except UserError as error:
+        log.warning("the launcher is not watched: %s", error)
+        return
+    _watch_for_stop(guard, api, watched["job"])
+    _watch_heartbeat(guard, api, watched["job"], float(watched["seconds"]))
+
+
+def _watch_for_stop(guard: Ending, api: Any, job: str) -> None:
+    """Start a thread that ends the task as soon as the lease has the annotation for it."""
+    from components.kubernetes.api.kinds import LEASES
+    from components.kubernetes.api.watch import Watch
+
+    def see(lease: Tree, deleted: bool) -> None:
+        if not deleted and is_stop_requested(lease):
+            watch.stopped.set()
+            log.warning(names.STOPPING)
+            guard.end_job("")
+
+    def refuse(error: Exception) -> None:
+        log.warning("a cancel ends this job at once, perhaps without a last checkpoint: %s", error)
+
+    watch = Watch(api, LEASES, {"fieldSelector": f"metadata.name={job}"}, see, refuse)
+    watch.start()
+
+
+def is_stop_requested(lease: Tree) -> bool:
+    """Return whether the job that owns a lease was asked to end, and not an earlier one."""
+    metadata = lease["metadata"]
+    owners = [owner["uid"] for owner in metadata.get("ownerReferences") or []]
+    return (metadata.get("annotations") or {}).get(names.STOP) in owners
+
+
+def _watch_heartbeat(guard: Ending, api: Any, job: str, limit: float) -> None:
+    """End the task when the launcher's heartbeat is older than the limit."""
+    from components.kubernetes.api.client import RefusedError, UnreachableError
+    from components.kubernetes.api.kinds import LEASES
+    from components.kubernetes.heartbeat import heartbeat_of, is_renewed
+
+    age = HeartbeatAge()
+    while True:
+        try:
+            lease = api.get(LEASES, job)
+            limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
+            if age.read(heartbeat_of(lease)) >= limits * limit:
+                reason = f"no heartbeat of the launcher for {limits * limit:g} s"
+                log.warning("%s: training ends", reason)
+                guard.end_job(reason)
+                return
+        except RefusedError as error:
+            if error.code == HTTPStatus.FORBIDDEN:
+                log.warning("the launcher is not watched: %s", error)
+                return
+            age.unreadable()
+        except UnreachableError:
+            age.unreadable()
+        time.sleep(limit / READS_PER_LIMIT)
