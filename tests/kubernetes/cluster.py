@@ -9,6 +9,7 @@ from pathlib import Path
 
 from components.kubernetes import names
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
+from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController
 from tests.kubernetes.jobset_controller import JobSetController
 from tests.kubernetes.kubelet import Kubelet
@@ -63,7 +64,7 @@ class Cluster:
             "app.kubernetes.io/managed-by": "kustomize",
             "control-plane": "controller-manager",
         }
-        image = f"registry.k8s.io/jobset/jobset:{version}"
+        image = f"jobset/jobset:{version}"
         template = {"spec": {"containers": [{"name": "manager", "image": image}]}}
         with self.store.changed:
             if not self.store.all("deployments", place):
@@ -323,6 +324,7 @@ def real_cluster(
         in_pods = kubeconfig(folder / "pods", server.url, TRAINER_TOKEN)
         environment = {"KUBECONFIG": str(in_pods), **network.environment}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
+        kubelet.addresses = Addresses(network.ports)
         made.kubelet, made.network = kubelet, network
         with operator, made.job_controller, made.jobset_controller, kubelet:
             yield made

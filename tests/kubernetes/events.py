@@ -10,23 +10,16 @@ from tests.kubernetes.store import RefusedError, Store, Tree, now
 
 def warn(store: Store, involved: Tree, reason: str, message: str) -> None:
     """Write a warning about an object; the same one again is counted, which no test needs."""
-    write(store, involved, reason, message, "Warning")
+    write(store, involved, reason, message)
 
 
-def write(
-    store: Store, involved: Tree, reason: str, message: str, kind: str, *, is_new: bool = False
-) -> None:
-    """Write an event about an object.
+def note(store: Store, involved: Tree, reason: str, message: str) -> None:
+    """Write an event that is no warning."""
+    write(store, involved, reason, message, type="Normal")
 
-    Args:
-        store: where it is written.
-        involved: the object.
-        reason: in one word.
-        message: in several.
-        kind: Normal or Warning.
-        is_new: whether its author uses `events.k8s.io`: it has a time in `eventTime` alone, and
-            no count.
-    """
+
+def write(store: Store, involved: Tree, reason: str, message: str, **more: object) -> None:
+    """Write an event about an object, a warning where `more` does not say otherwise."""
     metadata = involved["metadata"]
     digest = hashlib.sha256(f"{metadata['uid']} {reason} {message}".encode()).hexdigest()
     tree: Tree = {
@@ -39,10 +32,9 @@ def write(
         },
         "reason": reason,
         "message": message,
-        "type": kind,
-        "lastTimestamp": None if is_new else now(),
+        "type": "Warning",
+        "lastTimestamp": now(),
+        **more,
     }
-    if is_new:
-        tree |= {"eventTime": now().replace("Z", ".000000Z"), "action": "Reconciling"}
     with suppress(RefusedError):
         store.create("events", metadata["namespace"], tree)

@@ -1,7 +1,7 @@
 """The Job controller of Kubernetes 1.33: what can be observed of Jobs and of their pods.
 
 A Job has a pod for each index, named with a random suffix: a failed one stays, and another one
-takes its index after a back-off that doubles and is reset by nothing while the Job lives (a pod
+takes its index after a back-off that doubles and is reset by nothing while the Job is there (a pod
 that a policy ignores counts for it as well). A finalizer keeps each pod until its end is counted.
 With a `podFailurePolicy` a pod is replaced only once it has ended, so never on a node that is dead.
 Read in `pkg/controller/job`: conditions, events, and the order in which they come. Not here:
@@ -115,7 +115,7 @@ class JobController(Reconciler):
         put(job, "SuccessCriteriaMet", "True", *words)
         put(job, "Complete", "True", *words)
         job["status"]["completionTime"] = now()
-        events.write(self._store, job, "Completed", "Job completed", "Normal")
+        events.note(self._store, job, "Completed", "Job completed")
 
     def _manage(self, sync: Sync, backoff: Backoff) -> None:
         job = sync.job
@@ -126,11 +126,11 @@ class JobController(Reconciler):
                 self._delete(job, pod)
                 sync.deleted.append(pod)
             if put(job, "Suspended", "True", "JobSuspended", "Job suspended"):
-                events.write(self._store, job, "Suspended", "Job suspended", "Normal")
+                events.note(self._store, job, "Suspended", "Job suspended")
             return
         if is_true(job, "Suspended"):
             put(job, "Suspended", "False", "JobResumed", "Job resumed")
-            events.write(self._store, job, "Resumed", "Job resumed", "Normal")
+            events.note(self._store, job, "Resumed", "Job resumed")
             job["status"]["startTime"] = now()
         if backoff.is_over(self.backoff_seconds, self.longest_seconds):
             self._create_missing(sync, backoff)
@@ -148,7 +148,7 @@ class JobController(Reconciler):
             backoff.refusals = 0
             sync.created.append(made)
             words = f"Created pod: {made['metadata']['name']}"
-            events.write(self._store, job, "SuccessfulCreate", words, "Normal")
+            events.note(self._store, job, "SuccessfulCreate", words)
 
     def _count(self, sync: Sync) -> None:
         """Write the status, and let go of the pods whose end is in it."""
@@ -179,7 +179,7 @@ class JobController(Reconciler):
         meta = pod["metadata"]
         self._store.delete("pods", meta["namespace"], meta["name"], meta["uid"])
         words = f"Deleted pod: {meta['name']}"
-        events.write(self._store, job, "SuccessfulDelete", words, "Normal")
+        events.note(self._store, job, "SuccessfulDelete", words)
 
 
 class Sync:

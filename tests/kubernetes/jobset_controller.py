@@ -3,7 +3,7 @@
 It creates the headless Service and a Job for each replica, ends the JobSet by its policies of
 success and failure, suspends and resumes, and follows the TTL. Read in `pkg/controllers` of that
 version; conditions, names, labels and the order of what happens were seen on a real cluster. Not
-here: startup in order, `dependsOn`, coordinator, volume claims, and what a feature gate switches on.
+here: startup in order, `dependsOn`, coordinator, volume claims, rules of failure, feature gates.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import suppress
 from tests.kubernetes import events, job_controller, job_validation
 from tests.kubernetes.conditions import is_true, put, seconds_since
 from tests.kubernetes.reconciler import Reconciler
-from tests.kubernetes.store import RefusedError, Tree
+from tests.kubernetes.store import RefusedError, Tree, now
 
 PREFIX = "jobset.sigs.k8s.io/"
 NAME, ROLE, JOB_INDEX = f"{PREFIX}jobset-name", f"{PREFIX}replicatedjob-name", f"{PREFIX}job-index"
@@ -46,7 +46,7 @@ class JobSetController(Reconciler):
 
     def _reconcile(self, jobset: Tree) -> None:
         status = jobset.setdefault("status", {})
-        owned = [job for job in self._jobs(jobset)]
+        owned = self._jobs(jobset)
         restarts = status.get("restarts", 0)
         previous = [j for j in owned if int(j["metadata"]["labels"][RESTARTS]) < restarts]
         jobs = [j for j in owned if j not in previous]
@@ -80,22 +80,24 @@ class JobSetController(Reconciler):
             j for j in found if (j["metadata"].get("ownerReferences") or [{}])[0].get("uid") == uid
         ]
 
-    def _put(
-        self, jobset: Tree, kind: str, status: str, reason: str, message: str, event: str = "Normal"
-    ) -> None:
+    def _put(self, jobset: Tree, kind: str, status: str, reason: str, message: str) -> None:
+        """Set a condition, and write an event of its reason and message."""
         if put(jobset, kind, status, reason, message):
-            self._event(jobset, reason, message, event)
+            is_bad = status == "True" and kind in ("Failed", "Restarting")
+            self._event(jobset, reason, message, "Warning" if is_bad else "Normal")
 
-    def _event(self, jobset: Tree, reason: str, message: str, kind: str) -> None:
-        events.write(self._store, jobset, reason, message, kind, is_new=True)
+    def _event(self, jobset: Tree, reason: str, message: str, event: str = "Warning") -> None:
+        """Write an event by `events.k8s.io`: its time is not where that of others is."""
+        at = {"eventTime": now().replace("Z", ".000000Z"), "lastTimestamp": None}
+        events.write(self._store, jobset, reason, message, type=event, action="Reconciling", **at)
 
     def _delete(self, jobs: list[Tree]) -> None:
         """Delete Jobs in the foreground: they are there until their pods have gone."""
         for job in jobs:
             meta = job["metadata"]
             if not meta.get("deletionTimestamp"):
-                self._store.delete(
-                    "jobs", meta["namespace"], meta["name"], meta["uid"], propagation="Foreground"
+                self._store.delete_as(
+                    "Foreground", "jobs", meta["namespace"], meta["name"], meta["uid"]
                 )
 
     def _expire(self, jobset: Tree) -> None:
@@ -119,12 +121,12 @@ class JobSetController(Reconciler):
             status["restarts"] = status.get("restarts", 0) + 1
             status["restartsCountTowardsMax"] = status.get("restartsCountTowardsMax", 0) + 1
             words = f"{RESTARTING} {named}"
-            self._put(jobset, "Restarting", "True", "DefaultFailurePolicy", words, "Warning")
+            self._put(jobset, "Restarting", "True", "DefaultFailurePolicy", words)
             return
         reason, words = (
             ("FailedJobs", FAILED) if policy is None else ("ReachedMaxRestarts", TOO_MANY)
         )
-        self._put(jobset, "Failed", "True", reason, f"{words} {named}", "Warning")
+        self._put(jobset, "Failed", "True", reason, f"{words} {named}")
         self._put(jobset, "Restarting", "False", "JobSetFailed", "jobset failed")
         status["terminalState"] = "Failed"
 
@@ -150,7 +152,7 @@ class JobSetController(Reconciler):
         try:
             self._store.create("services", meta["namespace"], service)
         except RefusedError as error:
-            self._event(jobset, "HeadlessServiceCreationFailed", str(error), "Warning")
+            self._event(jobset, "HeadlessServiceCreationFailed", str(error))
             raise
 
     def _create(self, jobset: Tree, there: set[str]) -> None:
@@ -167,7 +169,7 @@ class JobSetController(Reconciler):
                 except RefusedError as error:
                     refused.append(f'job "{name}" creation failed with error: {error}')
         if refused:
-            self._event(jobset, "JobCreationFailed", "\n".join(refused), "Warning")
+            self._event(jobset, "JobCreationFailed", "\n".join(refused))
             raise RefusedError(500, "InternalError", refused[0])
 
     def _suspend(self, jobset: Tree, active: list[Tree], suspended: bool) -> None:

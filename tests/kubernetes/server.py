@@ -229,9 +229,10 @@ class Handler(BaseHTTPRequestHandler):
             # The API leaves the pods of a Job there, unless it is told otherwise.
             default = "Orphan" if kind == "jobs" else "Background"
             propagation = body.get("propagationPolicy") or default
-            store.delete(
-                kind, namespace, name, uid, None if grace is None else int(grace), propagation
-            )
+            if grace is not None:
+                store.delete(kind, namespace, name, uid, int(grace))
+            else:
+                store.delete_as(propagation, kind, namespace, name, uid)
             return {"kind": "Status", "status": "Success"}
         return store.get(kind, namespace, name)
 

@@ -164,31 +164,16 @@ class Store:
         return self.change(kind, namespace, name, by)
 
     def delete(
-        self,
-        kind: str,
-        namespace: str,
-        name: str,
-        uid: str = "",
-        grace: int | None = None,
-        propagation: str = "Background",
+        self, kind: str, namespace: str, name: str, uid: str = "", grace: int | None = None
     ) -> None:
         """Delete an object; a pod that runs only marks it, with the end of its grace period.
 
-        Args:
-            kind: such as `pods`.
-            namespace: its namespace.
-            name: its name.
-            uid: refuse another object of that name.
-            grace: overrides the seconds of the pod's specification; 0 removes it at once.
-            propagation: Background deletes what it owns after it, Foreground before it; Orphan
-                leaves it there without an owner.
+        `grace` overrides the seconds of the pod's specification; 0 removes it from the API at once.
         """
         with self.changed:
             tree = self.get(kind, namespace, name)
             if uid and uid != tree["metadata"]["uid"]:
                 raise RefusedError(409, "Conflict", "the UID in the precondition does not match")
-            if propagation != "Background" and self._part(tree, propagation):
-                return
             if grace is None:
                 grace = int(tree.get("spec", {}).get("terminationGracePeriodSeconds", 30))
             if kind not in self.graceful or (kind == "pods" and not (grace and _runs(tree))):
@@ -196,6 +181,20 @@ class Store:
             elif not tree["metadata"].get("deletionTimestamp"):
                 stamp = {"deletionTimestamp": now(grace), "deletionGracePeriodSeconds": grace}
                 self.patch(kind, namespace, name, {"metadata": stamp})
+
+    def delete_as(
+        self, propagation: str, kind: str, namespace: str, name: str, uid: str = ""
+    ) -> None:
+        """Delete an object, and what it owns as the API is told.
+
+        Background deletes that after it, Foreground before it; Orphan leaves it there unowned.
+        """
+        with self.changed:
+            tree = self.get(kind, namespace, name)
+            is_same = uid in ("", tree["metadata"]["uid"])
+            if is_same and propagation != "Background" and self._part(kind, tree, propagation):
+                return
+            self.delete(kind, namespace, name, uid)
 
     def remove(self, kind: str, namespace: str, name: str) -> None:
         """Remove an object, and delete the objects that it owns; finalizers hold it till then."""
@@ -221,29 +220,21 @@ class Store:
             if uid in [each["uid"] for each in tree["metadata"].get("ownerReferences", [])]
         ]
 
-    def _part(self, tree: Tree, propagation: str) -> bool:
+    def _part(self, kind: str, tree: Tree, propagation: str) -> bool:
         """Orphan what an object owns, or delete it first; return whether the object has to wait."""
-        namespace, uid = tree["metadata"]["namespace"], tree["metadata"]["uid"]
+        namespace, name = tree["metadata"]["namespace"], tree["metadata"]["name"]
         owned = self._owned(tree)
         if propagation == "Orphan":
-            for kind, each in owned:
-                left = [o for o in each["metadata"]["ownerReferences"] if o["uid"] != uid]
-                self.patch(
-                    kind,
-                    namespace,
-                    each["metadata"]["name"],
-                    {"metadata": {"ownerReferences": left}},
-                )
+            for its_kind, each in owned:
+                left = [o for o in each["metadata"]["ownerReferences"] if o["uid"] != _uid(tree)]
+                patch = {"metadata": {"ownerReferences": left}}
+                self.patch(its_kind, namespace, each["metadata"]["name"], patch)
             return False
-        if not owned:
-            return False
-        [(kind, _)] = [(k, t) for (k, _, _), t in self._objects.items() if _uid(t) == uid]
-        name = tree["metadata"]["name"]
-        self.change(kind, namespace, name, lambda each: _mark(kind, each, FOREGROUND))
+        if owned:
+            self.change(kind, namespace, name, lambda each: _mark(kind, each, FOREGROUND))
         for its_kind, each in owned:
-            its_name = each["metadata"]["name"]
-            self.delete(its_kind, namespace, its_name, propagation="Foreground")
-        return True
+            self.delete_as("Foreground", its_kind, namespace, each["metadata"]["name"])
+        return bool(owned)
 
     def _release(self, removed: Tree) -> None:
         """Let go of an owner that was waiting for the last of what it owns."""
