@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 from components.kubernetes import names
-from tests.kubernetes import events, pods, rbac
+from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
+from tests.kubernetes.addresses import Addresses
+from tests.kubernetes.job_controller import ENDED, JobController
+from tests.kubernetes.jobset_controller import JobSetController
 from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.network import Network
 from tests.kubernetes.operator import Operator
@@ -29,6 +32,9 @@ class Cluster:
         self.store: Store = server.store
         self.faults = server.faults
         self.kubeconfig = kubeconfig
+        self.job_controller = JobController(self.store)
+        self.jobset_controller = JobSetController(self.store)
+        self.jobset_controller.down = True
         self.kubelet: Kubelet | None = None
         self.network: Network | None = None
 
@@ -42,6 +48,59 @@ class Cluster:
         self.store.change("deployments", place, name, lambda tree: tree.update(status=status))
         self.operator.down = not replicas
 
+    def install_jobset(
+        self, version: str = "v0.12.0", replicas: int = 1, lacks: Iterable[str] = ()
+    ) -> None:
+        """Serve JobSets, and start their controller, or stop it with no replicas.
+
+        `lacks` names fields of the schema that this version does not have yet.
+        """
+        name, place = "jobset-controller-manager", "jobset-system"
+        parts = {"name": "jobset", "instance": "jobset", "component": "manager"}
+        labels = {f"app.kubernetes.io/{key}": value for key, value in parts.items()}
+        labels |= {
+            "app.kubernetes.io/created-by": "jobset",
+            "app.kubernetes.io/part-of": "jobset",
+            "app.kubernetes.io/managed-by": "kustomize",
+            "control-plane": "controller-manager",
+        }
+        image = f"jobset/jobset:{version}"
+        template = {"spec": {"containers": [{"name": "manager", "image": image}]}}
+        with self.store.changed:
+            if not self.store.all("deployments", place):
+                tree = {
+                    "metadata": {"name": name, "labels": labels},
+                    "spec": {"template": template},
+                }
+                self.store.create("deployments", place, tree)
+            status = {"readyReplicas": replicas} if replicas else {}
+            self.store.change(
+                "deployments",
+                place,
+                name,
+                lambda tree: tree.update(status=status, spec={"template": template}),
+            )
+            self.server.control.kinds |= jobset_api.KINDS
+            self.server.control.jobsets.install(is_away=not replicas, lacks=lacks)
+            self.jobset_controller.down = not replicas
+
+    def jobsets(self) -> list[Tree]:
+        return self.store.all("jobsets", NAMESPACE)
+
+    def jobset(self) -> Tree:
+        """Wait for a JobSet, and return it."""
+        found: list[Tree] = self.store.wait(self.jobsets)
+        return found[0]
+
+    def child_jobs(self) -> dict[str, Tree]:
+        """Return the Jobs of JobSets by task."""
+        return {task_of(job): job for job in self.store.all("jobs", NAMESPACE)}
+
+    def pods_of(self, task: str) -> list[Tree]:
+        """Return all pods of a task, those that have ended included, the oldest first."""
+        found = self.store.all("pods", NAMESPACE)
+        return [pod for pod in found if task_of(pod) == task]
+
     def jobs(self) -> list[Tree]:
         return self.store.all("tfjobs", NAMESPACE)
 
@@ -52,12 +111,20 @@ class Cluster:
 
     def wait_until_deleted(self) -> None:
         """Wait until neither a job nor a pod is left."""
-        self.store.wait(lambda: not self.jobs() and not self.store.all("pods", NAMESPACE))
+        kinds = ("tfjobs", "jobsets", "jobs", "pods")
+        self.store.wait(lambda: not any(self.store.all(kind, NAMESPACE) for kind in kinds))
 
     def pods(self) -> dict[str, Tree]:
-        """Return all pods by task, such as `worker-0`."""
-        found = self.store.all("pods", NAMESPACE)
-        return {"-".join(pod["metadata"]["name"].rsplit("-", 2)[1:]): pod for pod in found}
+        """Return the pods by task, such as `worker-0`.
+
+        Of several of one task it is the newest of those that run, if any does, else of all.
+        """
+        found: dict[str, Tree] = {}
+        for pod in self.store.all("pods", NAMESPACE):
+            before = found.get(task_of(pod))
+            if before is None or _lives(pod) or not _lives(before):
+                found[task_of(pod)] = pod
+        return found
 
     def pod(self, task: str, but: str = "") -> Tree:
         """Wait for the pod of a task, one with another uid than `but`, and return it."""
@@ -71,8 +138,12 @@ class Cluster:
 
     def all_pods(self) -> dict[str, Tree]:
         """Wait until the job has all its pods, and return them by task."""
-        replicas = self.job()["spec"]["tfReplicaSpecs"]
-        count = sum(each["replicas"] for each in replicas.values())
+        self.store.wait(lambda: self.jobs() or self.jobsets())
+        if self.jobsets():
+            roles = self.jobset()["spec"]["replicatedJobs"]
+        else:
+            roles = list(self.job()["spec"]["tfReplicaSpecs"].values())
+        count = sum(each["replicas"] for each in roles)
         self.store.wait(lambda: len(self.pods()) == count)
         return self.pods()
 
@@ -146,7 +217,7 @@ class Cluster:
 
     def event(self, involved: str, reason: str, message: str) -> None:
         """Write an event of a job or a pod that is there."""
-        objects = [*self.jobs(), *self.store.all("pods", NAMESPACE)]
+        objects = [*self.jobs(), *self.jobsets(), *self.store.all("pods", NAMESPACE)]
         [found] = [each for each in objects if each["metadata"]["name"] == involved]
         events.warn(self.store, found, reason, message)
 
@@ -174,11 +245,63 @@ def tfjob(
     }
 
 
+def jobset(
+    name: str = "a",
+    roles: Mapping[str, int] | None = None,
+    job: Mapping[str, object] | None = None,
+    pod: Mapping[str, object] | None = None,
+    **spec: object,
+) -> Tree:
+    """Return a JobSet whose tasks do nothing, and which is done when its chief is.
+
+    Args:
+        name: its name.
+        roles: the replicas by role.
+        job: more of the specification of each Job.
+        pod: more of the specification of each pod.
+        **spec: more of the specification of the JobSet.
+    """
+    container = {"name": "tensorflow", "command": ["true"]}
+    pods_spec = {"containers": [container], "restartPolicy": "Never", **(pod or {})}
+    template = {"spec": {"completions": 1, "parallelism": 1, "template": {"spec": pods_spec}}}
+    template["spec"] |= job or {}
+    roles = roles or {"chief": 1, "ps": 1, "worker": 2}
+    return {
+        "apiVersion": "jobset.x-k8s.io/v1alpha2",
+        "kind": "JobSet",
+        "metadata": {"name": name, "labels": {"run": "r"}},
+        "spec": {
+            "successPolicy": {"operator": "All", "targetReplicatedJobs": ["chief"]},
+            "replicatedJobs": [
+                {"name": role, "replicas": count, "template": json.loads(json.dumps(template))}
+                for role, count in roles.items()
+            ],
+            **spec,
+        },
+    }
+
+
+def task_of(tree: Tree) -> str:
+    """Return the task of a pod, or of a Job, such as `worker-0`."""
+    meta = tree["metadata"]
+    labels = meta.get("labels") or {}
+    if jobset_controller.ROLE in labels:
+        return f"{labels[jobset_controller.ROLE]}-{labels[jobset_controller.JOB_INDEX]}"
+    return "-".join(meta["name"].rsplit("-", 2)[1:])
+
+
+def _lives(pod: Tree) -> bool:
+    is_going = bool(pod["metadata"].get("deletionTimestamp"))
+    return not is_going and pod["status"].get("phase") not in ENDED
+
+
 @contextmanager
 def cluster(folder: Path) -> Iterator[Cluster]:
     """Yield a cluster whose pods have the states that the test sets."""
     with Server() as server, Operator(server.store) as operator:
-        yield Cluster(server, operator, kubeconfig(folder, server.url))
+        made = Cluster(server, operator, kubeconfig(folder, server.url))
+        with made.job_controller, made.jobset_controller:
+            yield made
 
 
 @contextmanager
@@ -201,8 +324,9 @@ def real_cluster(
         in_pods = kubeconfig(folder / "pods", server.url, TRAINER_TOKEN)
         environment = {"KUBECONFIG": str(in_pods), **network.environment}
         kubelet = Kubelet(server.store, server.logs, folder / "pods", environment, secrets or {})
+        kubelet.addresses = Addresses(network.ports)
         made.kubelet, made.network = kubelet, network
-        with operator, kubelet:
+        with operator, made.job_controller, made.jobset_controller, kubelet:
             yield made
 
 

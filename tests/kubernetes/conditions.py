@@ -39,6 +39,27 @@ def condition(
     job["status"]["conditions"] = [*rest, new]
 
 
+def put(tree: Tree, kind: str, status: str, reason: str, message: str) -> bool:
+    """Set a condition as JobSets and Jobs do, one that is false only where it was there before.
+
+    Returns:
+        Whether anything has changed.
+    """
+    found = tree.setdefault("status", {}).setdefault("conditions", [])
+    new = {"type": kind, "status": status, "reason": reason, "message": message}
+    same = next((each for each in found if each["type"] == kind), None)
+    if same is None:
+        if status == "True":
+            found.append({**new, "lastTransitionTime": now()})
+        return status == "True"
+    if {**same, **new} == same:
+        return False
+    if same["status"] != status:
+        new["lastTransitionTime"] = now()
+    same.update(new)
+    return True
+
+
 def is_true(job: Tree, kind: str) -> bool:
     return any(
         each["type"] == kind and each["status"] == "True"

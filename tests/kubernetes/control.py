@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from tests.kubernetes import rbac
+from tests.kubernetes import job_validation, rbac
+from tests.kubernetes.jobset_api import JobSetApi
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree
 
 USER = "ann@example.com"
@@ -19,7 +20,9 @@ WEBHOOK_FAILED = (
 )
 _DEPLOYMENTS = r"GET /apis/apps/v1/(namespaces/(?P<namespace>[^/]+)/)?deployments"
 # Groups of the API server itself.
-BUILT_IN = {"networking.k8s.io"}
+BUILT_IN = {"networking.k8s.io", "batch", "coordination.k8s.io"}
+# Where Kueue's webhook sets `suspend`, by the kind of job.
+_SUSPENDED = {"tfjobs": "kubeflow.org/tfjob", "jobsets": "jobset.x-k8s.io/jobset"}
 _REVIEWS = "/apis/authorization.k8s.io/v1/"
 
 
@@ -34,6 +37,7 @@ class Control:
         kinds: the resources of each group and version.
         absent: namespaces that do not exist.
         is_webhook_silent: whether TFJobs are judged by a webhook that nobody answers.
+        jobsets: the schema and the webhooks of JobSets, where they are installed.
         reviews: the specifications of all access reviews so far.
     """
 
@@ -47,6 +51,8 @@ class Control:
         self.is_webhook_silent = False
         # The kinds of jobs that Kueue looks after, where it is installed (see `install_kueue`).
         self.frameworks: set[str] = set()
+        self.jobsets = JobSetApi()
+        store.webhooks.append(self.jobsets.check)
         self.reviews: list[Tree] = []
         self._store = store
         self._answers: list[tuple[str, Callable[..., Tree]]] = [
@@ -75,6 +81,8 @@ class Control:
 
     def check_served(self, group: str, version: str, kind: str) -> None:
         """Refuse what the cluster has no resource for, as its HTTP server does."""
+        if kind in ("jobsets", "jobs", "leases") and group != rbac.GROUPS[kind]:
+            raise NotServedError
         if group in BUILT_IN:
             return
         if group and kind not in self.kinds.get(f"{group}/{version}", []):
@@ -97,13 +105,24 @@ class Control:
 
     def mutated(self, kind: str, tree: Tree) -> Tree:
         """Return an object as the webhooks of the cluster change it: Kueue suspends its jobs."""
-        labels = tree.get("metadata", {}).get("labels", {})
-        if kind != "tfjobs" or "kubeflow.org/tfjob" not in self.frameworks:
+        labels = tree.get("metadata", {}).get("labels") or {}
+        if _SUSPENDED.get(kind) not in self.frameworks:
             return tree
         if "kueue.x-k8s.io/queue-name" not in labels:
             return tree
+        if kind == "jobsets":
+            return {**tree, "spec": {**tree["spec"], "suspend": True}}
         policy = {**tree["spec"]["runPolicy"], "suspend": True}
         return {**tree, "spec": {**tree["spec"], "runPolicy": policy}}
+
+    def admitted(self, kind: str, tree: Tree, query: dict[str, str]) -> Tree:
+        """Return an object as its API stores it, with its defaults, or refuse it."""
+        if kind == "jobsets":
+            return self.jobsets.created(tree, strict=query.get("fieldValidation") == "Strict")
+        if kind == "jobs":
+            tree = job_validation.defaulted(tree)
+            job_validation.check(tree)
+        return tree
 
     def deny(self, user: str, *permissions: str) -> None:
         """Take permissions such as `create tfjobs` or `get pods/log` from a user."""

@@ -16,9 +16,11 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from tests.kubernetes.addresses import Addresses
+from tests.kubernetes.downward import field_of
 from tests.kubernetes.logs import Logs
 from tests.kubernetes.pods import evicted, finished, running
-from tests.kubernetes.resolver import SITE
+from tests.kubernetes.resolver import ADDRESS, SITE
 from tests.kubernetes.store import RefusedError, Store, Tree
 from trainer.cluster.local import free_port
 
@@ -28,7 +30,11 @@ MESSAGE_BYTES = 4096
 
 
 class Kubelet:
-    """One node for all pods; as a context manager it kills them at the end of the block."""
+    """One node for all pods; as a context manager it kills them at the end of the block.
+
+    Attributes:
+        addresses: those of pods that have one of their own.
+    """
 
     def __init__(
         self,
@@ -38,6 +44,7 @@ class Kubelet:
         environment: Mapping[str, str],
         secrets: Mapping[str, Mapping[str, str]],
     ) -> None:
+        self.addresses = Addresses({})
         self._store = store
         self._logs = logs
         self._folder = folder
@@ -66,6 +73,7 @@ class Kubelet:
                 os.killpg(process.pid, signal.SIGKILL)
         for follower in self._followers:
             follower.join()
+        self.addresses.close()
 
     def kill(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to all processes of a pod, as the kernel does when it is out of memory."""
@@ -114,16 +122,19 @@ class Kubelet:
             place = folder / mount["name"]
             place.mkdir()
             mounts[mount["mountPath"]] = str(place)
-        command = [expanded(w, {}) for w in [*container["command"], *container.get("args", [])]]
+        variables = self._variables(pod, container)
+        words = [*container["command"], *container.get("args", [])]
+        command = [expanded(word, variables) for word in words]
+        address = self.addresses.of(pod)
         environment = {
             "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin",
             "PYTHONPATH": f"{self._site()}:{ROOT}",
             "FLOTILLA_PARENT": str(os.getpid()),
-            # On a cluster every pod has its own address; here all share one.
-            "FLOTILLA_GUARD_PORT": self._guard_port(pod),
+            # On a cluster every pod has its own address; those of a TFJob share one here.
+            **({ADDRESS: address} if address else {"FLOTILLA_GUARD_PORT": self._guard_port(pod)}),
             **self._environment,
             # Only these are written for the pod's file system.
-            **{k: _mounted(v, mounts) for k, v in self._variables(container).items()},
+            **{k: _mounted(v, mounts) for k, v in variables.items()},
         }
         process = subprocess.Popen(
             [_mounted(word, mounts) for word in command],
@@ -136,7 +147,7 @@ class Kubelet:
         )
         self._processes[uid] = process
         message = Path(_mounted(container.get("terminationMessagePath", "/none"), mounts))
-        running(self._store, pod)
+        running(self._store, pod, address)
         follower = threading.Thread(target=self._follow, args=(pod, process, message))
         self._followers.append(follower)
         follower.start()
@@ -193,13 +204,17 @@ class Kubelet:
         owner = pod["metadata"]["ownerReferences"][0]["uid"]
         return self._ports.setdefault(owner, str(free_port()))
 
-    def _variables(self, container: Tree) -> dict[str, str]:
+    def _variables(self, pod: Tree, container: Tree) -> dict[str, str]:
         values: dict[str, str] = {}
         for source in container.get("envFrom", []):
             values |= self._secrets.get(source.get("secretRef", {}).get("name", ""), {})
         for each in container.get("env", []):
             if "value" in each:
-                values[each["name"]] = expanded(each["value"], values)
+                text = expanded(each["value"], values)
+                values[each["name"]] = self.addresses.mapped(pod, each["name"], text)
+                continue
+            if "fieldRef" in each["valueFrom"]:
+                values[each["name"]] = field_of(pod, each["valueFrom"]["fieldRef"]["fieldPath"])
                 continue
             reference = each["valueFrom"]["secretKeyRef"]
             found = self._secrets.get(reference["name"], {}).get(reference["key"])

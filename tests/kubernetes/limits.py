@@ -13,6 +13,8 @@ from typing import Any
 from kubernetes.utils.quantity import parse_quantity
 
 Tree = dict[str, Any]
+# Those of the kinds of which a quota counts the objects.
+GROUPS = {"tfjobs": "kubeflow.org", "jobsets": "jobset.x-k8s.io", "jobs": "batch"}
 
 
 def excess(
@@ -33,12 +35,16 @@ def excess(
         looked = f"error looking up service account {namespace}/{account}"
         reasons.insert(0, f'{looked}: serviceaccount "{account}" not found')
     name = pod["metadata"].get("name", "")
+    if account not in accounts | {"default"}:
+        # It is looked up before a name is generated.
+        name = pod["metadata"].get("generateName", name)
     return f'pods "{name}" is forbidden: {reasons[0]}' if reasons else ""
 
 
 def too_many(kind: str, tree: Tree, quotas: list[Tree], count: int) -> str:
     """Return why one more object of a kind is refused, or an empty string."""
-    resource = {"tfjobs": "tfjobs.kubeflow.org"}.get(kind, kind)
+    group = GROUPS.get(kind)
+    resource = f"{kind}.{group}" if group else kind
     key = f"count/{resource}"
     for quota in quotas:
         limit = quota["spec"].get("hard", {}).get(key)

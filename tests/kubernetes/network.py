@@ -1,10 +1,17 @@
 """The names of pods, which come and go, and the connections between them, which outlast the names.
 
-Every pod has a headless Service of its name: `POD.NAMESPACE.svc` resolves while that Service exists
-and the pod runs, and neither is being deleted. All pods are processes of this machine, each with a
-port of its own. TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which looks the
-name up when a connection is opened; sockets of Python ask it too (see `tests.kubernetes.resolver`).
-A connection that is open stays open until one of its ends closes it.
+Every pod of a TFJob has a headless Service of its name: `POD.NAMESPACE.svc` resolves while that
+Service exists and the pod runs, and neither is being deleted. The pods of a JobSet share one:
+`HOSTNAME.SERVICE` (and `HOSTNAME.SERVICE.NAMESPACE.svc`) resolves while the Service exists, selects
+the pod and the pod runs, also while it is being deleted where the Service publishes what is not
+ready. All pods are processes of this machine. Those of a TFJob have a port each. Those of a JobSet
+have an address of loopback each, a new one for a new pod, and their servers of TensorFlow, which
+listen on all addresses, a port that only the network knows.
+
+TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which looks the name up when a
+connection is opened; sockets of Python ask it too (`tests.kubernetes.resolver`). So nothing here
+shows how long gRPC keeps the address of a name. A connection that is open stays open until one
+of its ends closes it.
 """
 
 from __future__ import annotations
@@ -14,8 +21,8 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from tests.kubernetes.resolver import VARIABLE
-from tests.kubernetes.store import RefusedError, Store
+from tests.kubernetes.resolver import UNKNOWN, VARIABLE
+from tests.kubernetes.store import RefusedError, Store, Tree, selected
 
 CHUNK = 1 << 18
 DOMAIN = "svc"
@@ -32,10 +39,13 @@ class Network:
 
     Attributes:
         refused: the names for which a connection was refused so far.
+        ports: by the UID of a pod, where it really listens by the port that it is asked for.
     """
 
     def __init__(self, store: Store) -> None:
         self.refused: list[str] = []
+        self.ports: dict[str, dict[int, int]] = {}
+        self._subdomains: set[str] = set()
         self._store = store
         self._server = socket.create_server((LOOPBACK, 0), backlog=256)
 
@@ -57,16 +67,67 @@ class Network:
 
     def resolves(self, host: str) -> bool:
         """Return whether a name has an address now."""
-        parts = host.split(".")
-        if len(parts) != 3 or parts[2] != DOMAIN:
-            return host in (LOOPBACK, "localhost")
-        pod, namespace, _ = parts
-        with self._store.changed, suppress(RefusedError):
+        return host in (LOOPBACK, "localhost") or bool(self.endpoints(host, 0))
+
+    def endpoints(self, host: str, port: int) -> list[tuple[str, int]]:
+        """Return the addresses and ports that a name has now, the oldest pod's first."""
+        parts = host.removesuffix(".cluster.local").split(".")
+        with self._store.changed:
+            self._remember()
+            if len(parts) == 3 and parts[2] == DOMAIN:
+                return [(LOOPBACK, port)] if self._has_own_service(parts[0], parts[1]) else []
+            if len(parts) != 2 and parts[3:] != [DOMAIN]:
+                return []
+            found = self._served(parts[0], parts[1], parts[2] if parts[2:] else "")
+            return [
+                (pod["status"]["podIP"], self.ports.get(_uid(pod), {}).get(port, port))
+                for pod in found
+            ]
+
+    def _remember(self) -> None:
+        """Remember which names are the cluster's, since they are so without pods as well."""
+        for kind in ("pods", "services"):
+            for tree in self._store.all(kind):
+                subdomain = tree["spec"].get("subdomain")
+                self._subdomains.add(tree["metadata"]["name"] if kind == "services" else subdomain)
+
+    def _has_own_service(self, pod: str, namespace: str) -> bool:
+        with suppress(RefusedError):
             self._store.get("services", namespace, pod)
             found = self._store.get("pods", namespace, pod)
             is_ending = bool(found["metadata"].get("deletionTimestamp"))
             return found["status"].get("phase") == "Running" and not is_ending
         return False
+
+    def _served(self, hostname: str, service: str, namespace: str) -> list[Tree]:
+        """Return the pods of a hostname that a headless Service selects and publishes."""
+        found = []
+        for each in self._store.all("services", namespace, fields=f"metadata.name={service}"):
+            spec = each["spec"]
+            labels = ",".join(f"{key}={value}" for key, value in spec.get("selector", {}).items())
+            for pod in self._store.all("pods", each["metadata"]["namespace"]):
+                is_named = pod["spec"].get("hostname") == hostname
+                is_here = is_named and pod["spec"].get("subdomain") == service
+                is_ending = bool(pod["metadata"].get("deletionTimestamp"))
+                is_published = spec.get("publishNotReadyAddresses") or not is_ending
+                if (
+                    is_here
+                    and labels
+                    and spec.get("clusterIP") == "None"
+                    and selected(pod, labels, "")
+                    and is_published
+                    and pod["status"].get("phase") == "Running"
+                ):
+                    found.append(pod)
+        return found
+
+    def _answer_of(self, host: str, port: int) -> str:
+        """Return what the resolver says of a name: its first address, nothing, or `UNKNOWN`."""
+        found = self.endpoints(host, port)
+        if found:
+            return "{} {}".format(*found[0])
+        is_ours = host.partition(".")[2] in self._subdomains or f".{DOMAIN}" in host
+        return "" if is_ours else UNKNOWN
 
     def _accept(self) -> None:
         while True:
@@ -80,10 +141,10 @@ class Network:
         """Serve `CONNECT HOST:PORT` by relaying, `RESOLVE HOST` by an address or nothing."""
         with suppress(OSError), caller:
             method, target = _request(caller)
-            if method == "RESOLVE":
-                caller.sendall(LOOPBACK.encode() if self.resolves(target) else b"")
-                return
             host, _, port = target.rpartition(":")
+            if method == "RESOLVE":
+                caller.sendall(self._answer_of(host, int(port)).encode())
+                return
             called = self._connect(host, int(port))
             if called is None:
                 caller.sendall(b"HTTP/1.1 502 Bad Gateway\r\n\r\n")
@@ -95,13 +156,15 @@ class Network:
                 back.join()
 
     def _connect(self, host: str, port: int) -> socket.socket | None:
-        if not self.resolves(host):
+        is_local = host in (LOOPBACK, "localhost")
+        found = [(LOOPBACK, port)] if is_local else self.endpoints(host, port)
+        if not found:
             with self._store.changed:
                 self.refused.append(host)
                 self._store.changed.notify_all()
-            return None
-        with suppress(OSError):
-            return socket.create_connection((LOOPBACK, port))
+        for endpoint in found:
+            with suppress(OSError):
+                return socket.create_connection(endpoint)
         return None
 
 
@@ -125,6 +188,10 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
     for end in (source, target):
         with suppress(OSError):
             end.shutdown(socket.SHUT_RDWR)
+
+
+def _uid(pod: Tree) -> str:
+    return str(pod["metadata"]["uid"])
 
 
 def _in_background(function: Callable[..., None], *args: object) -> threading.Thread:

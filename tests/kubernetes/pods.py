@@ -39,7 +39,7 @@ def waiting(store: Store, pod: Tree, reason: str, message: str = "") -> Tree:
     return _changed(store, pod, status, "node-1")
 
 
-def running(store: Store, pod: Tree) -> Tree:
+def running(store: Store, pod: Tree, address: str = "") -> Tree:
     """The container runs; a pod that replaces another one has another address."""
     state = {"running": {"startedAt": now()}}
     high, low = bytes.fromhex(pod["metadata"]["uid"][:4])
@@ -48,7 +48,7 @@ def running(store: Store, pod: Tree) -> Tree:
         pod,
         {
             "phase": "Running",
-            "podIP": f"10.42.{high}.{low}",
+            "podIP": address or f"10.42.{high}.{low}",
             "conditions": _scheduled("True"),
             "containerStatuses": _container(pod, state),
         },

@@ -10,7 +10,13 @@ from tests.kubernetes.store import RefusedError
 
 FILE = Path(__file__).parents[2] / "deploy" / "base" / "rbac.yaml"
 LAUNCHER, TRAINER = "flotilla-launcher", "flotilla-trainer"
-GROUPS = {"tfjobs": "kubeflow.org", "networkpolicies": "networking.k8s.io"}
+GROUPS = {
+    "tfjobs": "kubeflow.org",
+    "jobsets": "jobset.x-k8s.io",
+    "jobs": "batch",
+    "leases": "coordination.k8s.io",
+    "networkpolicies": "networking.k8s.io",
+}
 _VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 Grants = set[tuple[str, str]]

@@ -1,6 +1,7 @@
 """Resolves the names of pods in a pod's Python, as the cluster's DNS does.
 
-The kubelet has each of its processes call `install` before anything else.
+The kubelet has each of its processes call `install` before anything else. A pod that has an address
+of its own listens on that one where it would listen on all.
 """
 
 from __future__ import annotations
@@ -9,31 +10,60 @@ import os
 import socket
 from typing import Any
 
-VARIABLE = "FLOTILLA_TEST_RESOLVER"
+VARIABLE, ADDRESS = "FLOTILLA_TEST_RESOLVER", "FLOTILLA_TEST_ADDRESS"
 SITE = "from tests.kubernetes.resolver import install\ninstall()\n"
-_SUFFIX = ".svc"
+UNKNOWN = "?"
+_SUFFIXES = (".svc", ".svc.cluster.local")
+
+
+def endpoint_of(host: str, port: int, resolver: str) -> tuple[str, int] | None:
+    """Return address and port of a name, or None where it is none of the cluster's.
+
+    Raises:
+        gaierror: it is the cluster's, and does not resolve.
+    """
+    at, _, its_port = resolver.rpartition(":")
+    with socket.create_connection((at, int(its_port))) as peer:
+        peer.sendall(f"RESOLVE {host}:{port} HTTP/1.1\r\n\r\n".encode())
+        found = peer.makefile().read()
+    if not found:
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+    if found == UNKNOWN:
+        return None
+    address, mapped = found.split()
+    return address, int(mapped)
 
 
 def address_of(host: str, resolver: str) -> str:
     """Return the address of a name; raises `gaierror` for one that does not resolve."""
-    at, _, port = resolver.rpartition(":")
-    with socket.create_connection((at, int(port))) as peer:
-        peer.sendall(f"RESOLVE {host} HTTP/1.1\r\n\r\n".encode())
-        found = peer.makefile().read()
-    if not found:
-        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
-    return found
+    found = endpoint_of(host, 0, resolver)
+    return found[0] if found else host
 
 
 def install() -> None:
     """Have the sockets of this process resolve the names of pods, where there is a resolver."""
-    resolver = os.environ.get(VARIABLE, "")
-    original = socket.getaddrinfo
+    resolver, own = os.environ.get(VARIABLE, ""), os.environ.get(ADDRESS, "")
+    original, bind = socket.getaddrinfo, socket.socket.bind
 
-    def getaddrinfo(host: Any, *args: Any, **named: Any) -> Any:
-        if isinstance(host, str) and host.endswith(_SUFFIX):
-            host = address_of(host, resolver)
-        return original(host, *args, **named)
+    def getaddrinfo(host: Any, port: Any, *args: Any, **named: Any) -> Any:
+        if isinstance(host, str) and _may_be_ours(host):
+            number = int(port) if str(port).isdecimal() else 0
+            found = endpoint_of(host, number, resolver)
+            if found:
+                host, port = found[0], found[1] or port
+        return original(host, port, *args, **named)
+
+    def bind_own(its: socket.socket, address: Any) -> None:
+        if its.family == socket.AF_INET and address[0] in ("", "0.0.0.0") and address[1]:
+            address = (own, address[1])
+        bind(its, address)
 
     if resolver:
         socket.getaddrinfo = getaddrinfo
+    if own:
+        socket.socket.bind = bind_own  # type: ignore[method-assign,assignment]
+
+
+def _may_be_ours(host: str) -> bool:
+    is_number = host.replace(".", "").isdecimal()
+    return host.endswith(_SUFFIXES) or (host.count(".") == 1 and not is_number)

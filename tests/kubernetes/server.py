@@ -19,9 +19,9 @@ from tests.kubernetes.logs import Logs, stamp
 from tests.kubernetes.store import NotServedError, RefusedError, Store, Tree, selected
 
 PATH = re.compile(
-    r"/(?:api/v1|apis/(?P<group>kubeflow\.org|kueue\.x-k8s\.io|networking\.k8s\.io)/(?P<version>v[^/]+))"
+    r"/(?:api/v1|apis/(?P<group>[a-z0-9.-]+)/(?P<version>v[^/]+))"
     r"/namespaces/(?P<namespace>[^/]+)"
-    r"/(?P<kind>tfjobs|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
+    r"/(?P<kind>tfjobs|jobsets|jobs|leases|services|pods|events|secrets|configmaps|persistentvolumeclaims|serviceaccounts"
     r"|resourcequotas|limitranges|localqueues|networkpolicies)"
     r"(?:/(?P<name>[^/]+)(?:(?P<log>/log)|(?P<eviction>/eviction))?)?"
 )
@@ -190,6 +190,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "POST":
             self.server.control.check_namespace(namespace)
             body = self.server.control.mutated(kind, body)
+            body = self.server.control.admitted(kind, body, query)
         if kind == "tfjobs" and self.command in ("POST", "PATCH"):
             self.server.control.call_webhook()
         if self.command == "POST" and query.get("dryRun") == "All":
@@ -197,7 +198,7 @@ class Handler(BaseHTTPRequestHandler):
         return (
             self._evict(namespace, name)
             if found["eviction"]
-            else self._object(kind, namespace, name, body)
+            else self._object(kind, namespace, name, body, query)
         )
 
     def _token(self) -> str:
@@ -212,15 +213,26 @@ class Handler(BaseHTTPRequestHandler):
         if not control.may(user, verb, resource):
             raise rbac.refusal(user, verb, resource, asked["namespace"], name)
 
-    def _object(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
+    def _object(
+        self, kind: str, namespace: str, name: str, body: Tree, query: dict[str, str]
+    ) -> Tree:
         store = self.server.store
         if self.command == "POST":
             return store.create(kind, namespace, body)
         if self.command == "PATCH":
-            return store.patch(kind, namespace, name, body)
+            check = self.server.control.jobsets.changed if kind == "jobsets" else None
+            return store.patch(kind, namespace, name, body, check)
         if self.command == "DELETE":
+            body = {**query, **body}
             uid = (body.get("preconditions") or {}).get("uid", "")
-            store.delete(kind, namespace, name, uid, body.get("gracePeriodSeconds"))
+            grace = body.get("gracePeriodSeconds")
+            # The API leaves the pods of a Job there, unless it is told otherwise.
+            default = "Orphan" if kind == "jobs" else "Background"
+            propagation = body.get("propagationPolicy") or default
+            if grace is not None:
+                store.delete(kind, namespace, name, uid, int(grace))
+            else:
+                store.delete_as(propagation, kind, namespace, name, uid)
             return {"kind": "Status", "status": "Success"}
         return store.get(kind, namespace, name)
 

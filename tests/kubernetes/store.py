@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 import threading
 import uuid
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from tests.kubernetes import admission, limits
 
 Tree = dict[str, Any]
 SECONDS = 60
+# What holds an object until all that it owns has gone, when it is deleted in the foreground.
+FOREGROUND = "foregroundDeletion"
+# Kubernetes makes names of these letters: no vowels, and no digits that look like letters.
+_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
 
 
 class RefusedError(Exception):
@@ -47,12 +52,14 @@ class Store:
         changed: notified at every change; also the lock of the store.
         graceful: kinds that another process removes once they are marked for deletion.
         labels: those of namespaces, by which Pod Security admits pods.
+        webhooks: called with the kind of each object that is created, and the object.
     """
 
     def __init__(self) -> None:
         self.changed = threading.Condition(threading.RLock())
         self.graceful: set[str] = set()
         self.labels: dict[str, dict[str, str]] = {}
+        self.webhooks: list[Callable[[str, Tree], None]] = []
         self.history: list[tuple[int, str, str, Tree]] = []
         self._objects: dict[tuple[str, str, str], Tree] = {}
         self._version = 1
@@ -67,11 +74,13 @@ class Store:
     def admitted(self, kind: str, namespace: str, tree: Tree) -> Tree:
         """Return an object as it would be created: what `dryRun=All` answers."""
         with self.changed:
-            name = tree["metadata"]["name"]
+            made = copy.deepcopy(tree)
+            if not made["metadata"].get("name"):
+                made["metadata"]["name"] = _generated(made["metadata"]["generateName"])
+            name = made["metadata"]["name"]
             if (kind, namespace, name) in self._objects:
                 raise RefusedError(409, "AlreadyExists", f'{kind} "{name}" already exists')
-            self._admit(kind, namespace, tree)
-            made = copy.deepcopy(tree)
+            self._admit(kind, namespace, made)
             made["metadata"] |= {
                 "namespace": namespace,
                 "uid": str(uuid.uuid4()),
@@ -80,6 +89,8 @@ class Store:
             return made
 
     def _admit(self, kind: str, namespace: str, tree: Tree) -> None:
+        for webhook in self.webhooks:
+            webhook(kind, tree)
         quotas = self.all("resourcequotas", namespace)
         if kind == "pods":
             accounts = {each["metadata"]["name"] for each in self.all("serviceaccounts", namespace)}
@@ -113,13 +124,30 @@ class Store:
         with self.changed:
             tree = self.get(kind, namespace, name)
             by(tree)
-            if tree == self._objects[kind, namespace, name]:
+            before = self._objects[kind, namespace, name]
+            if tree == before:
                 return tree
             self._objects[kind, namespace, name] = tree
-            return self._record("MODIFIED", kind, tree)
+            changed = self._record("MODIFIED", kind, tree)
+            meta = tree["metadata"]
+            released = before["metadata"].get("finalizers") and not meta.get("finalizers")
+            # An object that only its finalizers held goes with the last of them.
+            if released and meta.get("deletionGracePeriodSeconds") == 0:
+                self.remove(kind, namespace, name)
+            return changed
 
-    def patch(self, kind: str, namespace: str, name: str, body: Tree) -> Tree:
-        """Merge a patch (RFC 7396); a resource version in it has to be the newest."""
+    def patch(
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        body: Tree,
+        check: Callable[[Tree, Tree], None] | None = None,
+    ) -> Tree:
+        """Merge a patch (RFC 7396); a resource version in it has to be the newest.
+
+        `check` refuses the new object, which it may change, by what the old one is.
+        """
 
         def by(tree: Tree) -> None:
             required = body.get("metadata", {}).get("resourceVersion")
@@ -128,7 +156,10 @@ class Store:
             uid = body.get("metadata", {}).get("uid")
             if uid and uid != tree["metadata"]["uid"]:
                 raise RefusedError(422, "Invalid", f'"{name}": metadata.uid: field is immutable')
+            old = copy.deepcopy(tree)
             _merge(tree, body)
+            if check:
+                check(old, tree)
 
         return self.change(kind, namespace, name, by)
 
@@ -151,18 +182,68 @@ class Store:
                 stamp = {"deletionTimestamp": now(grace), "deletionGracePeriodSeconds": grace}
                 self.patch(kind, namespace, name, {"metadata": stamp})
 
-    def remove(self, kind: str, namespace: str, name: str) -> None:
-        """Remove an object, and delete the objects that it owns."""
+    def delete_as(
+        self, propagation: str, kind: str, namespace: str, name: str, uid: str = ""
+    ) -> None:
+        """Delete an object, and what it owns as the API is told.
+
+        Background deletes that after it, Foreground before it; Orphan leaves it there unowned.
+        """
         with self.changed:
-            removed = self._objects.pop((kind, namespace, name), None)
-            if removed is None:
+            tree = self.get(kind, namespace, name)
+            is_same = uid in ("", tree["metadata"]["uid"])
+            if is_same and propagation != "Background" and self._part(kind, tree, propagation):
                 return
+            self.delete(kind, namespace, name, uid)
+
+    def remove(self, kind: str, namespace: str, name: str) -> None:
+        """Remove an object, and delete the objects that it owns; finalizers hold it till then."""
+        with self.changed:
+            found = self._objects.get((kind, namespace, name))
+            if found is None:
+                return
+            if found["metadata"].get("finalizers"):
+                self.change(kind, namespace, name, lambda tree: _mark(kind, tree))
+                return
+            removed = self._objects.pop((kind, namespace, name))
             self._record("DELETED", kind, removed)
-            uid = removed["metadata"]["uid"]
-            for (its_kind, its_namespace, its_name), tree in list(self._objects.items()):
-                owners = tree["metadata"].get("ownerReferences", [])
-                if uid in [owner["uid"] for owner in owners]:
-                    self.delete(its_kind, its_namespace, its_name)
+            for its_kind, tree in self._owned(removed):
+                self.delete(its_kind, namespace, tree["metadata"]["name"])
+            self._release(removed)
+
+    def _owned(self, owner: Tree) -> list[tuple[str, Tree]]:
+        """Return the kinds and objects that an object owns."""
+        uid = owner["metadata"]["uid"]
+        return [
+            (kind, tree)
+            for (kind, _, _), tree in list(self._objects.items())
+            if uid in [each["uid"] for each in tree["metadata"].get("ownerReferences", [])]
+        ]
+
+    def _part(self, kind: str, tree: Tree, propagation: str) -> bool:
+        """Orphan what an object owns, or delete it first; return whether the object has to wait."""
+        namespace, name = tree["metadata"]["namespace"], tree["metadata"]["name"]
+        owned = self._owned(tree)
+        if propagation == "Orphan":
+            for its_kind, each in owned:
+                left = [o for o in each["metadata"]["ownerReferences"] if o["uid"] != _uid(tree)]
+                patch = {"metadata": {"ownerReferences": left}}
+                self.patch(its_kind, namespace, each["metadata"]["name"], patch)
+            return False
+        if owned:
+            self.change(kind, namespace, name, lambda each: _mark(kind, each, FOREGROUND))
+        for its_kind, each in owned:
+            self.delete_as("Foreground", its_kind, namespace, each["metadata"]["name"])
+        return bool(owned)
+
+    def _release(self, removed: Tree) -> None:
+        """Let go of an owner that was waiting for the last of what it owns."""
+        uids = [each["uid"] for each in removed["metadata"].get("ownerReferences", [])]
+        for (kind, namespace, name), tree in list(self._objects.items()):
+            held = tree["metadata"].get("finalizers", [])
+            if _uid(tree) in uids and FOREGROUND in held and not self._owned(tree):
+                rest = [each for each in held if each != FOREGROUND]
+                self.patch(kind, namespace, name, {"metadata": {"finalizers": rest}})
 
     def version(self) -> int:
         return self._version
@@ -193,6 +274,26 @@ class Store:
         self.history.append((self._version, event, kind, copy.deepcopy(tree)))
         self.changed.notify_all()
         return copy.deepcopy(tree)
+
+
+def _uid(tree: Tree) -> str:
+    return str(tree["metadata"]["uid"])
+
+
+def _generated(prefix: str) -> str:
+    return prefix + "".join(random.choices(_LETTERS, k=5))
+
+
+def _mark(kind: str, tree: Tree, finalizer: str = "") -> None:
+    """Mark an object as deleted, which its finalizers hold."""
+    meta = tree["metadata"]
+    meta.setdefault("deletionTimestamp", now())
+    meta["deletionGracePeriodSeconds"] = 0
+    if finalizer:
+        meta["finalizers"] = [*{*meta.get("finalizers", []), finalizer}]
+    # A pod that has never run, or whose node is not asked, is set failed by the garbage collection.
+    elif kind == "pods" and tree["status"].get("phase") not in ("Succeeded", "Failed"):
+        tree["status"]["phase"] = "Failed"
 
 
 def _runs(pod: Tree) -> bool:

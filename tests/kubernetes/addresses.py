@@ -1,0 +1,63 @@
+"""An address of loopback for each pod that has a hostname, as the pods of a JobSet have.
+
+TensorFlow's server listens on all addresses of its machine, so two pods of one machine cannot both
+listen on the port of their manifest. Each gets a free one: its own address in TF_CONFIG is changed,
+and the network takes those who ask for the port of the manifest there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import socket
+from contextlib import ExitStack
+
+from tests.kubernetes.store import Tree
+
+
+class Addresses:
+    """The addresses of pods by their UID, and the ports on which they listen."""
+
+    def __init__(self, ports: dict[str, dict[int, int]]) -> None:
+        """Write to `ports` where a pod listens, by the port for which it is asked."""
+        self._ports = ports
+        self._held = ExitStack()
+        self._found: dict[str, str] = {}
+        # Other tests on this machine have others.
+        self._net = f"127.{random.randint(16, 250)}.{random.randint(0, 255)}"
+        self._next = itertools.count(1)
+
+    def of(self, pod: Tree) -> str:
+        """Return the address of a pod; empty for a pod that shares the machine's."""
+        if not pod["spec"].get("hostname"):
+            return ""
+        uid = pod["metadata"]["uid"]
+        if uid not in self._found:
+            high, low = divmod(next(self._next), 254)
+            net, _, third = self._net.rpartition(".")
+            self._found[uid] = f"{net}.{(int(third) + high) % 256}.{low + 1}"
+        return self._found[uid]
+
+    def mapped(self, pod: Tree, name: str, text: str) -> str:
+        """Return the value of a variable: in TF_CONFIG, with a free port for the pod itself."""
+        spec = pod["spec"]
+        if name != "TF_CONFIG" or not spec.get("hostname"):
+            return text
+        host = re.escape(f"{spec['hostname']}.{spec.get('subdomain', '')}")
+        return re.sub(rf'"({host}[^:"]*):(\d+)"', lambda found: self._listen(pod, found), text)
+
+    def _listen(self, pod: Tree, found: re.Match[str]) -> str:
+        ports = self._ports.setdefault(pod["metadata"]["uid"], {})
+        asked = int(found[2])
+        if asked not in ports:
+            # It is held so that nobody else gets it, and does not listen: the pod still can.
+            holder = self._held.enter_context(socket.socket())
+            holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            holder.bind(("127.0.0.1", 0))
+            ports[asked] = holder.getsockname()[1]
+        return f'"{found[1]}:{ports[asked]}"'
+
+    def close(self) -> None:
+        """Let go of all ports."""
+        self._held.close()

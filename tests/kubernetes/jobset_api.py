@@ -1,0 +1,74 @@
+"""JobSets in the API server: the schema of their CRD, and the webhooks of their controller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from tests.kubernetes import crd, jobset_webhook
+from tests.kubernetes.job_validation import refuse
+from tests.kubernetes.jobset_controller import NAME
+from tests.kubernetes.store import RefusedError, Tree
+
+CRD = "jobset.x-k8s.io_jobsets"
+KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
+
+
+class JobSetApi:
+    """What the API server does with JobSets that are written, and with the pods of JobSets.
+
+    Attributes:
+        is_installed: whether the CRD and the webhooks are there.
+        is_away: whether nobody answers the webhooks.
+        lacks: fields that the schema of an older version does not have.
+    """
+
+    def __init__(self) -> None:
+        self.is_installed = False
+        self.is_away = False
+        self.lacks: frozenset[str] = frozenset()
+
+    def install(self, *, is_away: bool, lacks: Iterable[str]) -> None:
+        self.is_installed, self.is_away, self.lacks = True, is_away, frozenset(lacks)
+
+    def created(self, tree: Tree, *, strict: bool) -> Tree:
+        """Return a JobSet as it is stored, or refuse it; the status is the controller's."""
+        schema = crd.schema(CRD)
+        unknown = crd.pruned(tree, schema, self.lacks)
+        if unknown and strict:
+            listed = ", ".join(f'unknown field "{each}"' for each in unknown)
+            words = f"strict decoding error: {listed}"
+            version = 'JobSet in version "v1alpha2"'
+            raise RefusedError(
+                400, "BadRequest", f"{version} cannot be handled as a JobSet: {words}"
+            )
+        tree.pop("status", None)
+        if self.is_away:
+            raise jobset_webhook.unanswered(
+                "mjobset.kb.io", "mutate-jobset-x-k8s-io-v1alpha2-jobset"
+            )
+        name = tree["metadata"].get("name", "")
+        refuse(jobset_webhook.KIND, name, crd.invalid(tree, schema))
+        tree = jobset_webhook.defaulted(tree)
+        jobset_webhook.check_created(tree)
+        return tree
+
+    def changed(self, old: Tree, new: Tree) -> None:
+        """Refuse a change of a JobSet; drop what the schema does not know."""
+        schema = crd.schema(CRD)
+        crd.pruned(new, schema, self.lacks)
+        new["status"] = old.get("status", {})
+        name = new["metadata"]["name"]
+        refuse(jobset_webhook.KIND, name, crd.invalid(new, schema))
+        refuse(jobset_webhook.KIND, name, crd.changed(old, new, schema))
+        if self.is_away:
+            raise jobset_webhook.unanswered(
+                "vjobset.kb.io", "validate-jobset-x-k8s-io-v1alpha2-jobset"
+            )
+        jobset_webhook.check_changed(old, new)
+
+    def check(self, kind: str, tree: dict[str, Any]) -> None:
+        """Refuse a pod of a JobSet while nobody answers the webhook for pods."""
+        labels = tree["metadata"].get("labels") or {}
+        if kind == "pods" and self.is_installed and self.is_away and NAME in labels:
+            raise jobset_webhook.unanswered("mpod.kb.io", "mutate--v1-pod")

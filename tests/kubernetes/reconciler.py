@@ -1,0 +1,48 @@
+"""A controller in a thread of its own, which is called after every change of the store."""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from typing import Self
+
+from tests.kubernetes.store import Store
+
+RESYNC_SECONDS = 0.1
+
+
+class Reconciler(ABC):
+    """Reconciles what is there with what is wanted; as a context manager it runs.
+
+    Attributes:
+        down: whether it is not running.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.down = False
+        self._store = store
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._stopping = True
+        self._thread.join()
+
+    @abstractmethod
+    def reconcile(self) -> None:
+        """Do what is to be done now; the lock of the store is held."""
+
+    def _run(self) -> None:
+        reconciled = -1
+        while not self._stopping:
+            with self._store.changed:
+                if not self.down:
+                    self.reconcile()
+                # The same version twice: there is nothing to do until the next event.
+                if self._store.version() == reconciled:
+                    self._store.changed.wait(RESYNC_SECONDS)
+                reconciled = self._store.version()
