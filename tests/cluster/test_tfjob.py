@@ -138,6 +138,24 @@ def test_training_survives_the_loss_of_a_parameter_server_and_a_worker(attempt, 
 
 
 @pytest.mark.slow
+def test_a_task_that_is_killed_begins_again_in_its_pod(attempt, kube, tmp_path):
+    with attempt(settings(1500)) as process:
+        wait_for_line(process, '"event": "progress"')
+        pods = {task: kube.pod(task)["metadata"] for task in ("worker-1", "ps-0", "chief-0")}
+        for task, pod in pods.items():
+            kube.kubelet.kill_task(pod["namespace"], pod["name"])
+            line = wait_for_line(process, f'"task": "{task}", "cause": "exit code 137')
+            assert line.startswith(f"[{task}]")
+        wait_for_line(process, '"event": "progress"')
+        assert {task: kube.pod(task)["metadata"]["uid"] for task in pods} == {
+            task: pod["uid"] for task, pod in pods.items()
+        }
+        code, _, message = process.end()
+    assert (code, newest(tmp_path)) == (0, 1500), message
+    kube.wait_until_deleted()
+
+
+@pytest.mark.slow
 def test_a_launcher_killed_at_random_leaves_no_orphan_and_a_valid_checkpoint(
     attempt, kube, tmp_path
 ):

@@ -80,6 +80,13 @@ class Kubelet:
         uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
         os.killpg(self._processes[uid].pid, number)
 
+    def kill_task(self, namespace: str, name: str, number: int = signal.SIGKILL) -> None:
+        """Send a signal to what the first process of a pod has started, but to no child of that."""
+        uid = self._store.get("pods", namespace, name)["metadata"]["uid"]
+        first = self._processes[uid].pid
+        for pid in Path(f"/proc/{first}/task/{first}/children").read_text("ascii").split():
+            os.kill(int(pid), number)
+
     def alive(self) -> list[str]:
         """Return the commands of the pods whose first process has not ended."""
         return [str(each.args) for each in self._processes.values() if each.poll() is None]

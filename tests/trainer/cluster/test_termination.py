@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import resource
+from pathlib import Path
 
 import pytest
 
@@ -18,6 +20,23 @@ def test_a_message_is_one_line_and_the_next_attempt_deletes_it(tmp_path):
     termination.write(tmp_path, "ä" * 5000)
     termination.write(tmp_path, "short")
     assert termination.read(tmp_path) == "short"
+
+
+def test_a_message_is_removed_and_where_its_file_is_a_mount_emptied(tmp_path, monkeypatch):
+    path = tmp_path / termination.FILE
+    termination.remove(tmp_path)
+    termination.write(tmp_path, "lost")
+    termination.remove(tmp_path)
+    assert not path.exists()
+    termination.write(tmp_path, "lost")
+
+    def refuse(*_, **__):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    termination.remove(tmp_path)
+    # Of an empty file Kubernetes takes the log instead.
+    assert path.read_bytes() == b""
 
 
 def test_a_message_that_is_too_long_is_cut(tmp_path):

@@ -78,7 +78,7 @@ def exit_code_of(process):
 @pytest.mark.parametrize(
     ("code", "exit_code"),
     [
-        ("raise SystemExit(138)", 138),
+        ("raise SystemExit(200)", 200),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", 137),
     ],
 )
