@@ -47,7 +47,7 @@ class TestTrainModel:
                 uri = storage.join(job.checkpoints, f"step-{step:08d}")
                 storage.publish(folder, uri, kind="checkpoint", fields=fields)
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
+        monkeypatch.setattr(launchers, "launch", launch)
         return jobs
 
     def test_it_gives_the_newest_checkpoint(self, launched, root, run, outputs, emitted):
@@ -79,14 +79,14 @@ class TestTrainModel:
     def test_a_checkpoint_that_was_damaged_since_is_not_handed_on(
         self, monkeypatch, root, run, outputs, capsys
     ):
-        launch = launchers.LAUNCHERS["local"]
+        launch = launchers.launch
 
         def damaging(job, defaults):
             launch(job, defaults)
             uri = storage.join(job.checkpoints, "step-00000010", "variables.index")
             storage.local_path(uri).write_text("11", encoding="utf-8")
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", damaging)
+        monkeypatch.setattr(launchers, "launch", damaging)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         code, line = refused(train_model.run_step, *given, capsys=capsys)
         assert code == 1
@@ -95,7 +95,7 @@ class TestTrainModel:
     @pytest.fixture
     def validated(self, monkeypatch, launched):
         """Return the jobs that were launched; of each the earlier checkpoint is the better one."""
-        launch = launchers.LAUNCHERS["local"]
+        launch = launchers.launch
 
         def measured(job, defaults):
             launch(job, defaults)
@@ -103,7 +103,7 @@ class TestTrainModel:
                 loss = manifest.fields["global_step"] / 10
                 Validations(job.checkpoints).add(manifest, {"loss": loss})
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", measured)
+        monkeypatch.setattr(launchers, "launch", measured)
         return launched
 
     @pytest.mark.usefixtures("validated")
@@ -157,7 +157,6 @@ class TestTrainModel:
             raise ConfigError(f"task classification: the split 'test' of {dataset} has one class")
 
         monkeypatch.setattr(fitting, "tried", refuse)
-        monkeypatch.setitem(launchers.LAUNCHERS, "tfjob", launchers.LAUNCHERS["local"])
         cluster = run.config.cluster.model_copy(update={"launcher": "tfjob"})
         text = run.config.model_copy(update={"cluster": cluster}).model_dump_json()
         code, line = refused(
@@ -176,7 +175,7 @@ class TestTrainModel:
         def fail(_job, _defaults):
             raise UserError("worker-0 ended with exit code 1")
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", fail)
+        monkeypatch.setattr(launchers, "launch", fail)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         assert refused(train_model.run_step, *given, capsys=capsys) == (
             1,
@@ -189,7 +188,7 @@ class TestTrainModel:
         def end(_job, _defaults):
             raise RunInterruptedError("interrupted at global step 7")
 
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", end)
+        monkeypatch.setattr(launchers, "launch", end)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         with pytest.raises(SystemExit) as ended:
             train_model.run_step(*given)
@@ -199,7 +198,7 @@ class TestTrainModel:
     def test_a_launcher_that_leaves_nothing_is_one_line(
         self, monkeypatch, root, run, outputs, capsys
     ):
-        monkeypatch.setitem(launchers.LAUNCHERS, "local", lambda _job, _defaults: None)
+        monkeypatch.setattr(launchers, "launch", lambda _job, _defaults: None)
         given = (text_of(run), root, RUN, run.dataset, *PODS, *outputs)
         _, line = refused(train_model.run_step, *given, capsys=capsys)
         assert line.startswith("no checkpoint is published below ")

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from components.kubernetes import names
+from components.kubernetes.heartbeat import heartbeat_of, is_renewed
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController
@@ -101,6 +102,14 @@ class Cluster:
         found = self.store.all("pods", NAMESPACE)
         return [pod for pod in found if task_of(pod) == task]
 
+    def leases(self) -> list[Tree]:
+        return self.store.all("leases", NAMESPACE)
+
+    def stop_is_asked(self) -> bool:
+        """Return whether a job was asked to end, on itself or on its lease."""
+        asked = [*self.leases(), *self.jobs(), *self.jobsets()]
+        return any(names.STOP in (each["metadata"].get("annotations") or {}) for each in asked)
+
     def jobs(self) -> list[Tree]:
         return self.store.all("tfjobs", NAMESPACE)
 
@@ -166,14 +175,10 @@ class Cluster:
         """Wait for a heartbeat that is renewed, another one than `but`, and return it."""
 
         def found() -> str:
-            for job in self.jobs():
-                beat = str((job["metadata"].get("annotations") or {}).get(names.HEARTBEAT, ""))
-                # Another launcher has another token.
-                if (
-                    beat
-                    and names.is_renewed(beat)
-                    and beat.split("-", maxsplit=1)[0] != but.split("-", maxsplit=1)[0]
-                ):
+            for lease in self.leases():
+                beat = heartbeat_of(lease)
+                # Another launcher is another holder.
+                if is_renewed(lease) and beat.partition(" ")[0] != but.partition(" ")[0]:
                     return beat
             return ""
 

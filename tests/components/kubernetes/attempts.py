@@ -13,7 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from components.kubernetes.launcher import launch
+from components import launchers
+from components.kubernetes import launcher as kubernetes_launcher
 from tests.kubernetes.cluster import Cluster
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
@@ -60,7 +61,8 @@ class Attempt(threading.Thread):
 
     def run(self) -> None:
         try:
-            launch(self._job)
+            engine = launchers.engine(self._job.config.cluster.launcher)
+            kubernetes_launcher.launch(engine, self._job)
         except BaseException as error:
             self.error = error
 

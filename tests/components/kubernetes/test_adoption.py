@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from components.kubernetes import names
-from components.tfjob.manifest import Place, manifest
+from components.kubernetes.pods.template import Place
+from components.tfjob.manifest import manifest
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
@@ -32,7 +32,7 @@ def test_an_unfinished_job_of_the_same_manifest_is_adopted(kube, monkeypatch):
     before = orphan(kube)
     attempt = start_attempt()
     kube.run_all()
-    kube.store.wait(lambda: names.HEARTBEAT in kube.job()["metadata"]["annotations"])
+    kube.wait_renewed()
     meta = kube.job()["metadata"]
     assert meta["uid"] == before["metadata"]["uid"]
     assert [owner["uid"] for owner in meta["ownerReferences"]] == ["uid-2"]
@@ -57,7 +57,9 @@ def test_any_other_job_is_deleted_and_created_again(kube, kind):
     kube.wait_until_deleted()
 
 
-def test_a_job_that_goes_while_it_is_adopted_is_looked_for_again(kube):
+def test_a_job_that_goes_while_it_is_adopted_is_looked_for_again(kube, monkeypatch):
+    monkeypatch.setenv("KFP_POD_NAME", "step-2")
+    monkeypatch.setenv("KFP_POD_UID", "uid-2")
     orphan(kube)
     kube.faults.add("PATCH .*tfjobs", 404, times=1)
     attempt = start_attempt()

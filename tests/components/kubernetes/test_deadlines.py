@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import math
 
 import pytest
 
 from components.kubernetes import supervisor
 from components.kubernetes.deadlines import Deadlines
 from components.kubernetes.launcher import launch
-from components.kubernetes.names import REPLICA_INDEX, REPLICA_TYPE
+from components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
+from components.tfjob.engine import TFJobs
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
@@ -17,6 +19,7 @@ from trainer import events
 from trainer.config.kubernetes import DeadlinesConfig
 from trainer.errors import UserError
 
+LABELS = {ROLE_LABELS[0]: "worker", INDEX_LABELS[0]: "0"}
 PULL = 'Back-off pulling image "nowhere": ErrImagePull: not found'
 
 
@@ -37,7 +40,7 @@ def test_an_operator_that_is_not_running_is_named_at_once(kube):
     message = attempt.failure()
     assert message.startswith(
         "the training operator has not reacted for 1 s (cluster.kubernetes.deadlines.operator): "
-        "the job has neither a condition nor a pod; is it running? kubectl get deployments"
+        "the job has neither a status nor a pod; is it running? kubectl get deployments"
     )
     kube.wait_until_deleted()
 
@@ -120,12 +123,12 @@ def test_a_malformed_image_ends_the_job_at_once(kube):
 
 def test_a_registry_that_hiccups_is_waited_for():
     now = [0.0]
-    deadlines = Deadlines(DeadlinesConfig(container=120, starting=900), 1, lambda: now[0])
+    deadlines = Deadlines(TFJobs(), DeadlinesConfig(container=120, starting=900), 1, lambda: now[0])
 
     def waiting(reason):
         state = {"waiting": {"reason": reason}}
         status = {"containerStatuses": [{"name": "tensorflow", "state": state}]}
-        labels = {REPLICA_TYPE: "worker", REPLICA_INDEX: "0"}
+        labels = LABELS
         return {
             "metadata": {"uid": "p", "labels": labels},
             "spec": {"nodeName": "n"},
@@ -163,7 +166,7 @@ def test_the_usual_way_to_a_start_is_no_warning(kube, caplog):
 
 def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
     now = [0.0]
-    deadlines = Deadlines(DeadlinesConfig(operator=60), 2, lambda: now[0])
+    deadlines = Deadlines(TFJobs(), DeadlinesConfig(operator=60), 2, lambda: now[0])
     job = {"metadata": {"uid": "1"}, "spec": {}}
     deadlines.observe_job(job)
     now[0] = 40.0
@@ -177,10 +180,10 @@ def test_only_a_new_job_begins_the_deadline_of_the_operator_again():
 
 def test_a_job_that_is_suspended_again_queues_again():
     now = [0.0]
-    deadlines = Deadlines(DeadlinesConfig(queueing=100, stalling=10), 1, lambda: now[0])
+    deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100, stalling=10), 1, lambda: now[0])
     job = {"metadata": {"uid": "1"}, "spec": {"runPolicy": {}}}
     running = {
-        "metadata": {"uid": "p"},
+        "metadata": {"uid": "p", "labels": LABELS},
         "spec": {"nodeName": "n"},
         "status": {"containerStatuses": [{"name": "tensorflow", "state": {"running": {}}}]},
     }
@@ -190,7 +193,18 @@ def test_a_job_that_is_suspended_again_queues_again():
     now[0] = 5.0
     deadlines.observe_job({**job, "spec": {"runPolicy": {"suspend": True}}})
     deadlines.observe([])
-    assert (deadlines.has_run, deadlines.seconds_left()) == (False, 100)
+    # Who has taken its room decides how long it waits.
+    assert (deadlines.has_run, deadlines.seconds_left()) == (False, math.inf)
+    now[0] = 1000.0
+    assert deadlines.exceeded([]) == ""
+    deadlines.observe_job(job)
+    assert deadlines.seconds_left() == 100
+
+
+def test_a_job_that_is_not_admitted_has_a_deadline():
+    now = [0.0]
+    deadlines = Deadlines(TFJobs(), DeadlinesConfig(queueing=100), 1, lambda: now[0])
+    deadlines.observe_job({"metadata": {"uid": "1"}, "spec": {"runPolicy": {"suspend": True}}})
     now[0] = 106.0
     assert deadlines.exceeded([]).startswith("the job was not admitted after 100 s")
 
@@ -198,10 +212,10 @@ def test_a_job_that_is_suspended_again_queues_again():
 def test_a_job_that_is_made_again_queues_again_and_has_run_before():
     now = 0.0
     limits = DeadlinesConfig(queueing=50, running=100, stalling=0, operator=0)
-    deadlines = Deadlines(limits, 1, clock=lambda: now)
+    deadlines = Deadlines(TFJobs(), limits, 1, clock=lambda: now)
     node = {"name": "tensorflow", "state": {"running": {}}}
     pod = {
-        "metadata": {"uid": "a", "labels": {}},
+        "metadata": {"uid": "a", "labels": LABELS},
         "spec": {"nodeName": "node-1"},
         "status": {"phase": "Running", "containerStatuses": [node]},
     }
@@ -252,5 +266,5 @@ def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, m
 def test_launch_raises_what_the_operator_leaves_undone(kube):
     kube.operator.down = True
     with pytest.raises(UserError, match="the training operator has not reacted"):
-        launch(job_of(settings(operator=1)))
+        launch(TFJobs(), job_of(settings(operator=1)))
     assert kube.store.all("tfjobs", NAMESPACE) == []

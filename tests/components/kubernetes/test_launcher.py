@@ -11,7 +11,8 @@ from components import launchers
 from components.image import PodDefaults
 from components.kubernetes import launcher
 from components.kubernetes.api import client
-from components.tfjob.manifest import Place, manifest
+from components.kubernetes.pods.template import Place
+from components.tfjob.manifest import manifest
 from tests.components.kubernetes.attempts import SECONDS, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from trainer import storage

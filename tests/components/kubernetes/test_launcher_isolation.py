@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 
 from components.kubernetes import names
-from components.tfjob.manifest import Place, isolated, manifest, network_policy
+from components.kubernetes.owned_objects import isolate, network_policy
+from components.kubernetes.pods.template import Place
+from components.tfjob.engine import TFJobs
+from components.tfjob.manifest import KIND
 from tests.components.kubernetes.attempts import Attempt, job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
@@ -30,7 +33,7 @@ def test_a_job_has_a_policy_that_admits_its_own_pods_and_goes_with_it(kube):
     assert policy["metadata"]["name"] == f"{job['name']}-{job['uid'][:8]}"
     assert policy["metadata"]["labels"][names.RUN] == job["labels"][names.RUN]
     assert policy["metadata"]["labels"][f"{names.APP}part-of"] == "flotilla"
-    same = {"podSelector": {"matchLabels": {names.JOB_NAME: job["name"]}}}
+    same = {"podSelector": {"matchLabels": {KIND.label: job["name"]}}}
     assert policy["spec"] == {**same, "policyTypes": ["Ingress"], "ingress": [{"from": [same]}]}
     kube.run_all()
     kube.finish("chief-0", 0)
@@ -60,11 +63,15 @@ def test_a_policy_that_is_refused_leaves_no_open_job(kube):
     kube.wait_until_deleted()
 
 
-def test_the_digest_does_not_change_so_that_a_retry_adopts_the_job_as_it_is():
-    job = manifest(job_of(settings()), Place(namespace=NAMESPACE))
-    made = isolated(job)
-    assert made["metadata"] == job["metadata"]
-    assert made["spec"] != job["spec"]
+def test_a_retry_that_may_make_policies_adopts_the_job_of_one_that_may_not(kube):
+    job = TFJobs().manifest(job_of(settings()), Place(namespace=NAMESPACE))
+    kube.store.create("tfjobs", NAMESPACE, job)
+    attempt = Attempt(job_of(settings()))
+    kube.run_all()
+    kube.wait_renewed()
+    kube.finish("chief-0", 0)
+    attempt.succeed()
+    assert not [each for each in kube.server.requests if each.startswith("POST /apis/kubeflow")]
 
 
 def test_a_job_of_another_launcher_gets_no_policy():
@@ -75,8 +82,9 @@ def test_a_job_of_another_launcher_gets_no_policy():
         "metadata": {"name": "job", "uid": "0123456789", "labels": {"team": "a"}},
         "spec": {"tfReplicaSpecs": {"Worker": {"template": template}}},
     }
-    assert network_policy(job) is None
-    policy = network_policy(isolated(job))
+    assert network_policy(KIND, job, [template]) is None
+    isolate([template])
+    policy = network_policy(KIND, job, [template])
     assert policy is not None
     assert policy["metadata"]["name"] == "job-01234567"
     assert policy["metadata"]["labels"] == {}

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from components.kubernetes.launcher import delete_jobs
+from components.tfjob.engine import TFJobs
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
@@ -94,8 +95,8 @@ def test_the_exit_step_deletes_only_the_jobs_of_its_run(kube):
         process.end()
     other = Attempt(job_of(settings(), root="gs://b/run-2"))
     kube.store.wait(lambda: len(kube.store.all("pods", NAMESPACE)) == 6)
-    assert len(delete_jobs(KUBERNETES, "run-1")) == 1
-    assert delete_jobs(KUBERNETES, "run-1") == []
+    assert len(delete_jobs(TFJobs(), KUBERNETES, "run-1")) == 1
+    assert delete_jobs(TFJobs(), KUBERNETES, "run-1") == []
     assert [job["metadata"]["labels"]["flotilla/run"] for job in kube.jobs()] == ["run-2"]
     for pod in kube.store.all("pods", NAMESPACE):
         pods.finished(kube.store, pod, 0)

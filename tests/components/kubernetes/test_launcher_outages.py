@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from components.kubernetes import launcher, names, supervisor
+from components.kubernetes import launcher, supervisor
 from components.kubernetes.api import watch
 from components.kubernetes.launcher import delete_jobs
+from components.tfjob.engine import TFJobs
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.schema import Config
@@ -123,11 +124,11 @@ def test_a_refused_heartbeat_is_retried(kube):
     kube.run_all()
     # The first one has to be accepted.
     kube.wait_renewed()
-    kube.faults.add("PATCH .*tfjobs", 403, times=2)
-    kube.store.wait(lambda: kube.faults.hits.get("PATCH .*tfjobs") == 2)
-    before = kube.job()["metadata"]["annotations"][names.HEARTBEAT]
-    kube.store.wait(lambda: kube.job()["metadata"]["annotations"][names.HEARTBEAT] != before)
-    assert kube.faults.hits == {"PATCH .*tfjobs": 2}
+    kube.faults.add("PATCH .*leases", 403, times=2)
+    kube.store.wait(lambda: kube.faults.hits.get("PATCH .*leases") == 2)
+    [before] = kube.leases()
+    kube.store.wait(lambda: kube.leases() != [before])
+    assert kube.faults.hits == {"PATCH .*leases": 2}
     kube.finish("chief-0", 0)
     attempt.succeed()
 
@@ -139,7 +140,7 @@ def test_without_the_kind_the_message_names_what_to_install(kube):
     assert "its CRD tfjobs.kubeflow.org, is not installed" in message
     assert "permission" not in message
     # Where there is no kind, a run has left no job.
-    assert delete_jobs(Config().cluster.kubernetes, "run-1") == []
+    assert delete_jobs(TFJobs(), Config().cluster.kubernetes, "run-1") == []
 
 
 def test_without_the_namespace_the_message_names_it(kube):

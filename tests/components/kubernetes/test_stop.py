@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from components.kubernetes import names
+from components.kubernetes import names, stop
 from components.kubernetes.api.client import Api, connect
 from components.kubernetes.launcher import delete_jobs
-from components.kubernetes.pods import shutdown
+from components.tfjob.engine import TFJobs
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.schema import Config
@@ -20,10 +20,8 @@ MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
 
 
 def asked_to_stop(kube):
-    """Wait until the job has the annotation of a stop."""
-    kube.store.wait(
-        lambda: any(names.STOP in job["metadata"]["annotations"] for job in kube.jobs())
-    )
+    """Wait until the lease of the job has the annotation of a stop."""
+    kube.store.wait(kube.stop_is_asked)
 
 
 @pytest.fixture
@@ -62,7 +60,7 @@ def test_the_chief_saves_before_the_job_is_deleted(kube, training):
 def test_a_chief_that_takes_its_time_is_waited_for(kube, monkeypatch):
     job = running_job(kube)
     api = Api(connect(), NAMESPACE)
-    monkeypatch.setattr(shutdown, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(stop, "ANSWER_SECONDS", 0.0)
     kube.write_log("chief-0", names.STOPPING)
     looked = threading.Event()
     polls = []
@@ -73,7 +71,7 @@ def test_a_chief_that_takes_its_time_is_waited_for(kube, monkeypatch):
             looked.set()
         return False
 
-    waiting = threading.Thread(target=shutdown.Stop(job).wait, args=(api, pause), daemon=True)
+    waiting = threading.Thread(target=TFJobs().stop(job).wait, args=(api, pause), daemon=True)
     waiting.start()
     assert looked.wait(30)
     assert waiting.is_alive()
@@ -84,9 +82,9 @@ def test_a_chief_that_takes_its_time_is_waited_for(kube, monkeypatch):
 
 def test_without_an_answer_the_job_is_not_waited_for(kube, monkeypatch):
     job = running_job(kube)
-    monkeypatch.setattr(shutdown, "ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr(stop, "ANSWER_SECONDS", 0.0)
     polls = []
-    shutdown.Stop(job).wait(Api(connect(), NAMESPACE), polls.append)
+    TFJobs().stop(job).wait(Api(connect(), NAMESPACE), polls.append)
     assert len(polls) == 1
     assert kube.jobs()
 
@@ -124,7 +122,7 @@ def test_a_second_signal_deletes_the_job_at_once(kube, training):
 def test_the_exit_step_lets_the_chief_save(kube):
     running_job(kube)
     ended = threading.Thread(
-        target=delete_jobs, args=(Config().cluster.kubernetes, "run-1"), daemon=True
+        target=delete_jobs, args=(TFJobs(), Config().cluster.kubernetes, "run-1"), daemon=True
     )
     ended.start()
     asked_to_stop(kube)
@@ -136,8 +134,8 @@ def test_the_exit_step_lets_the_chief_save(kube):
 
 def test_a_job_that_is_being_stopped_is_not_adopted(kube):
     job = running_job(kube)
-    stop = {"metadata": {"annotations": {names.STOP: "cancelled"}}}
-    kube.store.patch("tfjobs", NAMESPACE, job["metadata"]["name"], stop)
+    asked = {"metadata": {"annotations": {names.STOP: job["metadata"]["uid"]}}}
+    kube.store.patch("leases", NAMESPACE, job["metadata"]["name"], asked)
     retry = Attempt(job_of(settings()))
     kube.store.wait(lambda: sum("chief-0" in each for each in kube.server.requests) >= 2)
     assert kube.job()["metadata"]["uid"] == job["metadata"]["uid"]

@@ -43,7 +43,7 @@ def launch(job, defaults):
     print("training", flush=True)
     while True: pass
 
-launchers.LAUNCHERS["local"] = launch
+launchers.launch = launch
 config, root, run, dataset, folder = sys.argv[1:]
 artifacts = [dsl.Artifact(uri=f"{folder}/{name}") for name in ("model", "viewers")]
 train_model.python_func(config, root, run, dataset, "image", "", *artifacts)
@@ -128,7 +128,7 @@ def broken(monkeypatch):
     def launch(_job, _defaults):
         raise UserError(REASON)
 
-    monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
+    monkeypatch.setattr(launchers, "launch", launch)
 
 
 @pytest.fixture
@@ -217,7 +217,7 @@ def test_the_report_counts_restarts_and_names_task_and_cause(pods, monkeypatch):
             events.emit(events.Restart(task="worker-1", cause=cause, restarts=number))
         raise UserError(REASON)
 
-    monkeypatch.setitem(launchers.LAUNCHERS, "local", launch)
+    monkeypatch.setattr(launchers, "launch", launch)
     with pytest.raises(SystemExit):
         pods.trained()
     record = json.loads(storage.read_bytes(storage.join(pods.root, RUN, "steps/train_model.json")))

@@ -17,7 +17,10 @@ from hypothesis import settings as tried
 from kubeflow import training
 
 from components.kubernetes import names
-from components.tfjob.manifest import REPLICAS, Place, document, leading, manifest, replicas
+from components.kubernetes.engine import document
+from components.kubernetes.pods.template import Place, leading, replicas
+from components.tfjob.engine import TFJobs
+from components.tfjob.manifest import REPLICAS, manifest
 from tests.components.kubernetes.settings import configurations
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
@@ -262,8 +265,8 @@ def test_secrets_are_optional_references():
 
 def test_a_document_names_a_namespace_only_where_the_configuration_does():
     # `kubectl apply --namespace` refuses a document with another namespace than its own.
-    assert "namespace" not in document(parse_config({}))["metadata"]
-    named = document(parse_config({"cluster": {"kubernetes": {"namespace": "models"}}}))
+    assert "namespace" not in document(TFJobs(), parse_config({}))["metadata"]
+    named = document(TFJobs(), parse_config({"cluster": {"kubernetes": {"namespace": "models"}}}))
     assert named["metadata"]["namespace"] == "models"
 
 

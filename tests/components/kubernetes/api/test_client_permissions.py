@@ -6,10 +6,12 @@ import re
 
 import pytest
 
-from components.kubernetes.api.rbac import LAUNCHER, NEEDED, TRAINER
+from components import launchers as engines
+from components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
 from components.kubernetes.launcher import delete_jobs
+from components.launchers import ENGINES
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
-from tests.kubernetes import rbac
+from tests.kubernetes import pods, rbac
 from tests.kubernetes.server import PATH
 from trainer.config.schema import Config
 
@@ -27,31 +29,43 @@ def permission(request):
 
 
 @pytest.mark.cluster
-def test_the_launcher_is_allowed_exactly_what_it_requests(kube):
-    tree = settings(max_restarts=0, heartbeat=1)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_launcher_is_allowed_exactly_what_it_requests(kube, engine):
+    kube.install_jobset()
+    kind = engines.engine(engine).kind
+    tree = settings(max_restarts=1, heartbeat=1)
+    tree["cluster"]["launcher"] = engine
     attempt = Attempt(job_of(tree))
-    kube.wait_watched()
     kube.run_all()
     kube.store.wait(lambda: any(each.startswith("PATCH") for each in kube.server.requests))
     kube.store.wait(lambda: any("/log" in each for each in kube.server.requests))
+    worker = kube.finish("worker-0", 137)["metadata"]["uid"]
+    kube.pod("worker-0", but=worker)
+    pods.running(kube.store, kube.pod("worker-0", but=worker))
     kube.finish("worker-0", 137)
     assert "max_restarts" in attempt.failure()
     with step(kube, tree) as process:
-        kube.all_pods()
+        kube.run_all()
+        kube.wait_renewed()
         process.process.kill()
-    delete_jobs(Config().cluster.kubernetes, "run-1")
+    delete_jobs(engines.engine(engine), Config().cluster.kubernetes, "run-1")
     asked = {permission(each) for each in kube.server.requests if not REVIEWS.match(each)}
-    assert asked == rbac.grants(rbac.LAUNCHER)
-
-
-def test_the_tasks_may_only_read_and_delete_jobs():
-    verbs = ("get", "list", "watch", "delete")
-    assert rbac.grants(rbac.TRAINER) == {(verb, "tfjobs") for verb in verbs}
+    granted = {(each.verb, each.resource) for each in needed(LAUNCHER, kind)}
+    # The request of a stop is a patch of the job, or of its lease.
+    assert asked | {("patch", kind.resource.plural)} == granted
 
 
 @pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
 def test_one_list_says_what_the_roles_grant(role):
-    assert {(each.verb, each.resource) for each in NEEDED[role]} == rbac.grants(role)
+    kinds = [engines.engine(name).kind for name in ENGINES]
+    listed = {(each.verb, each.resource) for kind in kinds for each in needed(role, kind)}
+    assert listed == rbac.grants(role)
+
+
+def test_the_tasks_may_delete_jobs_and_read_leases():
+    jobs = {("delete", "tfjobs"), ("delete", "jobsets")}
+    leases = {(verb, "leases") for verb in ("get", "list", "watch")}
+    assert rbac.grants(rbac.TRAINER) == jobs | leases
 
 
 def test_no_permission_is_a_wildcard():

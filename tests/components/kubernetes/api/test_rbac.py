@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from components.kubernetes import names
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
@@ -39,24 +38,27 @@ def test_an_optional_permission_is_not_required(kube):
 
 def test_where_permissions_are_not_reviewed_the_first_heartbeat_says_what_is_forbidden(kube):
     kube.faults.add("POST .*accessreviews", 403)
-    kube.server.control.deny(USER, "patch tfjobs")
+    kube.server.control.deny(USER, "patch leases")
     message = Attempt(job_of(settings())).failure()
-    assert f'User "{USER}" cannot patch resource "tfjobs" in API group "kubeflow.org"' in message
+    assert (
+        f'User "{USER}" cannot patch resource "leases" in API group "coordination.k8s.io"'
+        in message
+    )
     assert "deploy/ holds the permissions" in message
     assert len(created(kube)) == 1
     kube.wait_until_deleted()
 
 
 def test_an_api_that_drops_the_heartbeat_is_refused(kube, monkeypatch):
-    dropped = names.HEARTBEAT
     patch = kube.store.patch
 
     def without(kind, namespace, name, body):
-        body.get("metadata", {}).get("annotations", {}).pop(dropped, None)
+        if kind == "leases":
+            body = {**body, "spec": {**body.get("spec", {}), "holderIdentity": "someone"}}
         return patch(kind, namespace, name, body)
 
     monkeypatch.setattr(kube.store, "patch", without)
-    assert f"the annotation {dropped} of the job" in Attempt(job_of(settings())).failure()
+    assert "is not kept by the Kubernetes API as it was" in Attempt(job_of(settings())).failure()
     kube.wait_until_deleted()
 
 
@@ -65,8 +67,8 @@ def test_a_permission_that_is_taken_away_later_ends_the_run_before_the_guard_doe
     with step(kube, settings(heartbeat=2)) as process:
         kube.wait_watched()
         kube.run_all()
-        kube.server.control.deny(USER, "patch tfjobs")
+        kube.server.control.deny(USER, "patch leases")
         code, _, message = process.end()
     assert code == 1
-    assert f'User "{USER}" cannot patch resource "tfjobs"' in message
+    assert f'User "{USER}" cannot patch resource "leases"' in message
     kube.wait_until_deleted()

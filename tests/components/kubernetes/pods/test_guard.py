@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.kubernetes import names
-from components.kubernetes.pods.guard import Guard, HeartbeatAge, _grace_seconds
+from components.kubernetes.pods.guard import Guard, _grace_seconds
+from components.kubernetes.pods.launcher_watch import HeartbeatAge
 from components.kubernetes.pods.shutdown import ShutdownConnection, ShutdownServer
 from components.kubernetes.pods.task_process import TaskProcess
 from tests.components.kubernetes.attempts import ROOT
@@ -238,16 +239,15 @@ def test_a_late_shutdown_connection_learns_that_the_leader_is_shutting_down():
 @pytest.fixture
 def watched(kube):
     """The variables of the leading pod of a job with a heartbeat."""
-    annotations = {names.HEARTBEAT: "a-1"}
-    job = {
-        "metadata": {"name": "job", "annotations": annotations},
-        "spec": {"runPolicy": {}, "tfReplicaSpecs": {}},
-    }
-    kube.store.create("tfjobs", NAMESPACE, job)
-    place = {"namespace": NAMESPACE, "job": "job", "seconds": "1"}
+    job = {"metadata": {"name": "job"}, "spec": {"runPolicy": {}, "tfReplicaSpecs": {}}}
+    uid = kube.store.create("tfjobs", NAMESPACE, job)["metadata"]["uid"]
+    owner = {"apiVersion": "kubeflow.org/v1", "kind": "TFJob", "name": "job", "uid": uid}
+    spec = {"holderIdentity": "a", "acquireTime": "0", "renewTime": "1"}
+    lease = {"metadata": {"name": "job", "ownerReferences": [owner]}, "spec": spec}
+    kube.store.create("leases", NAMESPACE, lease)
     return {
         "KUBECONFIG": str(kube.kubeconfig),
-        "FLOTILLA_LAUNCHER": json.dumps(place),
+        **limit(1),
         "FLOTILLA_GUARD_PORT": str(free_port()),
         "TF_CONFIG": tf_config("chief"),
     }
@@ -255,13 +255,15 @@ def watched(kube):
 
 def limit(seconds):
     """Return the variable that names the limit of the heartbeat."""
-    place = {"namespace": NAMESPACE, "job": "job", "seconds": str(seconds)}
+    kind = ["tfjobs", "kubeflow.org", "v1"]
+    place = {"namespace": NAMESPACE, "job": "job", "kind": kind, "seconds": str(seconds)}
     return {"FLOTILLA_LAUNCHER": json.dumps(place)}
 
 
 def ask_to_stop(kube):
-    stop = {"metadata": {"annotations": {names.STOP: "cancelled"}}}
-    kube.store.patch("tfjobs", NAMESPACE, "job", stop)
+    uid = kube.job()["metadata"]["uid"]
+    stop = {"metadata": {"annotations": {names.STOP: uid}}}
+    kube.store.patch("leases", NAMESPACE, "job", stop)
 
 
 @pytest.mark.parametrize("allowed", [True, False])
@@ -280,8 +282,8 @@ def test_a_renewed_or_unreadable_heartbeat_does_not_end_training(kube, watched, 
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         kube.store.wait(lambda: len(kube.server.requests) >= 3)
         for number in range(2, 6):
-            heartbeat = {"metadata": {"annotations": {names.HEARTBEAT: f"a-{number}"}}}
-            kube.store.patch("tfjobs", NAMESPACE, "job", heartbeat)
+            renewed = {"spec": {"renewTime": str(number)}}
+            kube.store.patch("leases", NAMESPACE, "job", renewed)
             seen = len(kube.server.requests)
             kube.store.wait(lambda seen=seen: len(kube.server.requests) >= seen + 4)
         kube.server.go_down()
@@ -316,16 +318,20 @@ def test_a_task_that_is_done_when_it_is_stopped_is_done(kube, watched, tmp_path)
         assert exit_code_of(process) == 0
 
 
-@pytest.mark.parametrize("beats", [names.heartbeat("a", 0), names.heartbeat("b", 1)])
-def test_the_heartbeat_of_the_creation_differs_from_a_renewed_one(beats):
-    assert names.is_renewed(beats) is beats.startswith("b")
+def test_a_stop_of_an_earlier_job_of_this_name_is_none_of_this_one(kube, watched, tmp_path):
+    stop = {"metadata": {"annotations": {names.STOP: "another"}}}
+    kube.store.patch("leases", NAMESPACE, "job", stop)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(1000)}) as process:
+        kube.store.wait(lambda: any("watch=" in each for each in kube.server.requests))
+        assert process.poll() is None
+        ask_to_stop(kube)
+        assert exit_code_of(process) == 1
 
 
 def test_a_job_whose_launcher_died_before_its_first_renewal_ends_after_two_limits(
     kube, watched, tmp_path
 ):
-    beat = {"metadata": {"annotations": {names.HEARTBEAT: names.heartbeat("a", 0)}}}
-    kube.store.patch("tfjobs", NAMESPACE, "job", beat)
+    kube.store.patch("leases", NAMESPACE, "job", {"spec": {"renewTime": "0"}})
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         assert exit_code_of(process) == 1
     assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 2 s")
@@ -335,7 +341,7 @@ def test_a_job_whose_launcher_died_before_its_first_renewal_ends_after_two_limit
 def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(
     kube, watched, tmp_path, status
 ):
-    kube.faults.add("GET .*tfjobs/job", status, times=3)
+    kube.faults.add("GET .*leases/job", status, times=3)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         assert exit_code_of(process) == 1
     assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 1 s")
