@@ -171,21 +171,12 @@ class UploadFailed(Event):
 
 
 class Restart(Event):
-    """A training task is started again.
-
-    Attributes:
-        task: its name.
-        cause: how it ended, in a few words.
-        restarts: counts incidents, this one included: of the whole run; in the log of a pod, those
-            in that pod.
-        code: with which it ended in its pod: 128 and its number for a signal; 0 where that is not
-            known, or is in the cause alone.
-    """
+    """A training task that ended with `code` starts again; `restarts` counts incidents up to it."""
 
     task: str
     cause: str
     restarts: int
-    code: int = 0
+    code: int = 0  # In the log of a pod: 128 and its number for a signal.
 
 
 class Suspended(Event):

@@ -159,10 +159,16 @@ def test_a_signal_in_a_pause_ends_it(tmp_path):
 @pytest.mark.cluster
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_task_that_is_asked_to_end_does_not_begin_again(tmp_path, number):
-    code = f"{COUNTS}open('pid', 'w').write(str(os.getpid()))\nprint('ready', flush=True)\n"
-    ignores = f"{code}signal.signal(signal.SIGTERM, lambda *_: print('signalled', flush=True))\n"
-    with guarded(tmp_path, f"{ignores}while True: signal.pause()", also=ACKNOWLEDGES) as process:
-        line_of(process, "ready")
+    code = (
+        f"{COUNTS}open('pid', 'w').write(str(os.getpid()))\n"
+        "signal.signal(signal.SIGTERM, lambda *_: print('signalled', flush=True))\n"
+        "print('ready', flush=True)\n"
+        "while True: signal.pause()"
+    )
+    with guarded(tmp_path, code, also=ACKNOWLEDGES) as process:
+        waited_for = {"ready\n", "handles\n"}
+        while waited_for:
+            waited_for.discard(process.stdout.readline())
         process.send_signal(number)
         line_of(process, "signalled")
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
@@ -173,7 +179,7 @@ def test_a_task_that_is_asked_to_end_does_not_begin_again(tmp_path, number):
 # SIGUSR1 stands for the SIGTERM of a server whose leader has not ended.
 ACKNOWLEDGES = (
     "signal.signal(signal.SIGUSR1, lambda *_: (process.begin_no_more(), print('signalled', "
-    "flush=True)))"
+    "flush=True)))\nprint('handles', flush=True)"
 )
 
 
