@@ -21,12 +21,12 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, dataclass_transform
 
-from trainer.json_records import from_tree, parse_mapping
+from trainer.json_records import from_tree, parse_mapping, tree_of
 from trainer.masking import masked
 
 VARIABLE = "FLOTILLA_EVENTS"
@@ -179,14 +179,11 @@ class Restart(Event):
     code: int = 0  # In the log of a pod: 128 and its number for a signal.
 
 
-class Suspended(Event):
-    """The job waits for room, which someone gave to another; `was_running`: it had trained."""
+class Suspension(Event):
+    """The job waits for room, which others have; `is_over`: it may run, and its tasks start."""
 
+    is_over: bool
     was_running: bool
-
-
-class Resumed(Event):
-    """A job that was suspended may run: its tasks are started."""
 
 
 class TaskFailed(Event):
@@ -307,7 +304,7 @@ def emit(event: Event) -> None:
     """
     for listener in _listeners:
         listener(event)
-    line = _text(event)
+    line = _line(event).decode().rstrip()
     path = os.environ.get(VARIABLE)
     if not path:
         log.info("%s", line)
@@ -411,11 +408,7 @@ def _place_of_progress(path: Path) -> Path:
 
 
 def _line(event: Event) -> bytes:
-    return f"{_text(event)}\n".encode()
-
-
-def _text(event: Event) -> str:
-    return masked(json.dumps(to_tree(event), default=str))
+    return f"{masked(json.dumps(to_tree(event), default=str))}\n".encode()
 
 
 def _parsed(line: bytes) -> Event | None:
@@ -445,14 +438,8 @@ def name_of(kind: type[Event]) -> str:
 
 def to_tree(record: Any) -> dict[str, Any]:
     """Return the fields of a record, to be written as a JSON object; of an event the name too."""
-    tree = {each.name: _plain(getattr(record, each.name)) for each in fields(record)}
+    tree = tree_of(record)
     return {"event": name_of(type(record)), **tree} if isinstance(record, Event) else tree
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return [_plain(each) for each in value]
-    return to_tree(value) if is_dataclass(value) else value
 
 
 @cache

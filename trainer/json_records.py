@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from functools import cache
 from types import NoneType
 from typing import Any, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -43,6 +43,17 @@ def parse_mapping(text: str | bytes) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ValueError("not a JSON object")
     return tree
+
+
+def tree_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass, to be written as a JSON object."""
+    return {each.name: _tree_of(getattr(record, each.name)) for each in fields(record)}
+
+
+def _tree_of(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_tree_of(each) for each in value]
+    return tree_of(value) if is_dataclass(value) else value
 
 
 def _integer(digits: str) -> int | float:

@@ -55,6 +55,7 @@ VARIABLES: Mapping[str, Form] = {
     ),
     "FLOTILLA_CONFIG": _OBJECT,
     "FLOTILLA_LAUNCHER": _OBJECT,
+    "FLOTILLA_TASK_INDEX": ("a number from 0 on", re.compile(r"[0-9]{1,5}").fullmatch),
 }
 
 

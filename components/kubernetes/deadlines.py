@@ -94,11 +94,11 @@ class Deadlines:
                 "the job is suspended: it waits %s",
                 "until its queue has room again" if self._is_put_back else "for admission",
             )
-            events.emit(events.Suspended(was_running=self._is_put_back))
+            events.emit(events.Suspension(is_over=False, was_running=self._is_put_back))
             self._enter(pod_state.QUEUEING)
         elif self._is_suspended and not suspended:
             log.info("the job is resumed: its pods start")
-            events.emit(events.Resumed())
+            events.emit(events.Suspension(is_over=True, was_running=self._is_put_back))
             self._is_put_back = False
             self._entered_at = self._progressed_at = self._clock()
         self._is_suspended = suspended

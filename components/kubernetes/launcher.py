@@ -26,6 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from http import HTTPStatus
 
@@ -241,7 +242,7 @@ class _Launch:
             sys.stdout.flush()
             restart = events.parse(text)
             if isinstance(restart, events.Restart):
-                self._job_events.put(restart)
+                self._job_events.put(replace(restart, task=str(task)))
             elif task == leader:
                 relay.take(text)
 

@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from components import contract, locations
+from tests.kubernetes.cluster import cluster, real_cluster
 from tests.trainer.small_run import small_run
 from trainer import events, storage
 from trainer.cluster import fitting
@@ -42,3 +43,17 @@ def root(tmp_path):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     return small_run(tmp_path_factory.mktemp("run"))
+
+
+@pytest.fixture
+def kube(tmp_path, monkeypatch):
+    with cluster(tmp_path) as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
+        yield made
+
+
+@pytest.fixture
+def real_kube(tmp_path, monkeypatch):
+    with real_cluster(tmp_path) as made:
+        monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
+        yield made

@@ -204,4 +204,5 @@ class TestTrainModel:
         assert line.startswith("no checkpoint is published below ")
 
     def test_there_is_a_launcher_for_every_one_that_can_be_named(self):
-        assert set(launchers.LAUNCHERS) == set(get_args(Launcher))
+        assert {"local", "auto", *launchers.ENGINES} == set(get_args(Launcher))
+        assert [launchers.engine(name).name for name in launchers.ENGINES] == [*launchers.ENGINES]

@@ -18,7 +18,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import urllib3
 from kubernetes import client, config
@@ -255,8 +255,7 @@ class Api:
         try:
             return self._pool.request(
                 method,
-                f"{self._configuration.host}{path}",
-                fields=query,
+                f"{self._configuration.host}{path}{f'?{urlencode(query)}' if query else ''}",
                 json=body,
                 headers={"Content-Type": kind, **({"authorization": token} if token else {})},
                 timeout=timeout,

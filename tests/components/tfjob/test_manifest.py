@@ -18,7 +18,7 @@ from kubeflow import training
 
 from components.kubernetes import names
 from components.kubernetes.engine import document
-from components.kubernetes.pods.template import Place, leading, replicas
+from components.kubernetes.pods.template import Place, leading, pod_template, replicas
 from components.tfjob.engine import TFJobs
 from components.tfjob.manifest import REPLICAS, manifest
 from tests.components.kubernetes.settings import configurations
@@ -337,7 +337,7 @@ def test_different_jobs_have_different_digests():
 
 
 def test_every_setting_of_a_pod_is_used():
-    source = Path(inspect.getfile(manifest)).read_text(encoding="utf-8")
+    source = Path(inspect.getfile(pod_template)).read_text(encoding="utf-8")
     settings = Config().cluster.kubernetes.pod
     unused = [name for name in type(settings).model_fields if f"pod.{name}" not in source]
     assert unused == ["restart_policy"]

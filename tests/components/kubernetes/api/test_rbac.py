@@ -52,10 +52,10 @@ def test_where_permissions_are_not_reviewed_the_first_heartbeat_says_what_is_for
 def test_an_api_that_drops_the_heartbeat_is_refused(kube, monkeypatch):
     patch = kube.store.patch
 
-    def without(kind, namespace, name, body):
+    def without(kind, namespace, name, body, *more, **named):
         if kind == "leases":
             body = {**body, "spec": {**body.get("spec", {}), "holderIdentity": "someone"}}
-        return patch(kind, namespace, name, body)
+        return patch(kind, namespace, name, body, *more, **named)
 
     monkeypatch.setattr(kube.store, "patch", without)
     assert "is not kept by the Kubernetes API as it was" in Attempt(job_of(settings())).failure()
