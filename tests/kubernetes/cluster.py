@@ -122,7 +122,7 @@ class Cluster:
         found: dict[str, Tree] = {}
         for pod in self.store.all("pods", NAMESPACE):
             before = found.get(task_of(pod))
-            if before is None or _lives(pod) or not _lives(before):
+            if before is None or _is_alive(pod) or not _is_alive(before):
                 found[task_of(pod)] = pod
         return found
 
@@ -193,7 +193,9 @@ class Cluster:
 
     def finish(self, task: str, code: int, message: str = "", reason: str = "") -> Tree:
         """End a task."""
-        pod = self.pod(task)
+        return self._finish(self.pod(task), code, message, reason)
+
+    def _finish(self, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
         self.server.logs.end(pod["metadata"]["uid"], 0)
         return pods.finished(self.store, pod, code, message, reason)
 
@@ -209,10 +211,10 @@ class Cluster:
 
     def end_deleted(self, codes: Mapping[str, int] | None = None) -> None:
         """End the pods that are being deleted, with these exit codes by task, else with 143."""
-        for task, pod in self.pods().items():
+        for pod in self.store.all("pods", NAMESPACE):
             if pod["metadata"].get("deletionTimestamp"):
                 if pod["status"]["phase"] == "Running":
-                    self.finish(task, (codes or {}).get(task, 143))
+                    self._finish(pod, (codes or {}).get(task_of(pod), 143))
                 self.store.remove("pods", NAMESPACE, pod["metadata"]["name"])
 
     def event(self, involved: str, reason: str, message: str) -> None:
@@ -290,7 +292,7 @@ def task_of(tree: Tree) -> str:
     return "-".join(meta["name"].rsplit("-", 2)[1:])
 
 
-def _lives(pod: Tree) -> bool:
+def _is_alive(pod: Tree) -> bool:
     is_going = bool(pod["metadata"].get("deletionTimestamp"))
     return not is_going and pod["status"].get("phase") not in ENDED
 

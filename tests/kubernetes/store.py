@@ -76,7 +76,7 @@ class Store:
         with self.changed:
             made = copy.deepcopy(tree)
             if not made["metadata"].get("name"):
-                made["metadata"]["name"] = _generated(made["metadata"]["generateName"])
+                made["metadata"]["name"] = generated(made["metadata"]["generateName"])
             name = made["metadata"]["name"]
             if (kind, namespace, name) in self._objects:
                 raise RefusedError(409, "AlreadyExists", f'{kind} "{name}" already exists')
@@ -280,7 +280,8 @@ def _uid(tree: Tree) -> str:
     return str(tree["metadata"]["uid"])
 
 
-def _generated(prefix: str) -> str:
+def generated(prefix: str) -> str:
+    """Return a name that nobody else has."""
     return prefix + "".join(random.choices(_LETTERS, k=5))
 
 
