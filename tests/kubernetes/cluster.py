@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -147,11 +148,11 @@ class Cluster:
         self.store.wait(lambda: len(self.pods()) == count)
         return self.pods()
 
-    def wait_watched(self) -> None:
-        """Wait until a client watches jobs and pods."""
-        for kind in ("tfjobs?", "pods?"):
+    def wait_watched(self, *kinds: str) -> None:
+        """Wait until a client watches these kinds: TFJobs and pods where none is named."""
+        for kind in kinds or ("tfjobs", "pods"):
 
-            def watched(kind: str = kind) -> bool:
+            def watched(kind: str = f"{kind}?") -> bool:
                 return any(kind in each and "watch=" in each for each in self.server.requests)
 
             self.store.wait(watched)
@@ -199,6 +200,13 @@ class Cluster:
         self.server.logs.end(pod["metadata"]["uid"], 0)
         return pods.finished(self.store, pod, code, message, reason)
 
+    def kill(self, task: str, number: int = signal.SIGKILL) -> Tree:
+        """Send a signal to the processes of a task, and return the pod that it had."""
+        assert self.kubelet
+        pod = self.pod(task)
+        self.kubelet.kill(NAMESPACE, pod["metadata"]["name"], number)
+        return pod
+
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
         """Delete the pod of a task as Kubernetes does for a reason, or a person for none."""
         with self.store.changed:
@@ -219,7 +227,8 @@ class Cluster:
 
     def event(self, involved: str, reason: str, message: str) -> None:
         """Write an event of a job or a pod that is there."""
-        objects = [*self.jobs(), *self.jobsets(), *self.store.all("pods", NAMESPACE)]
+        kinds = ("tfjobs", "jobsets", "jobs", "pods")
+        objects = [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
         [found] = [each for each in objects if each["metadata"]["name"] == involved]
         events.warn(self.store, found, reason, message)
 

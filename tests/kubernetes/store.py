@@ -94,7 +94,8 @@ class Store:
         quotas = self.all("resourcequotas", namespace)
         if kind == "pods":
             accounts = {each["metadata"]["name"] for each in self.all("serviceaccounts", namespace)}
-            there = self.all("pods", namespace)
+            # Pods that have ended use nothing.
+            there = [pod for pod in self.all("pods", namespace) if not _has_ended(pod)]
             refusal = admission.refusal(tree, self.labels.get(namespace, {}))
             refusal = refusal or limits.excess(tree, namespace, accounts, quotas, there)
         else:
@@ -293,14 +294,17 @@ def _mark(kind: str, tree: Tree, finalizer: str = "") -> None:
     if finalizer:
         meta["finalizers"] = [*{*meta.get("finalizers", []), finalizer}]
     # A pod that has never run, or whose node is not asked, is set failed by the garbage collection.
-    elif kind == "pods" and tree["status"].get("phase") not in ("Succeeded", "Failed"):
+    elif kind == "pods" and not _has_ended(tree):
         tree["status"]["phase"] = "Failed"
 
 
 def _runs(pod: Tree) -> bool:
     """Return whether a pod has a node and has not ended: what the API deletes with a grace."""
-    ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-    return bool(pod["spec"].get("nodeName")) and not ended
+    return bool(pod["spec"].get("nodeName")) and not _has_ended(pod)
+
+
+def _has_ended(pod: Tree) -> bool:
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def selected(tree: Tree, labels: str, fields: str) -> bool:

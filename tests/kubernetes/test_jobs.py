@@ -232,6 +232,14 @@ def test_a_quota_that_is_full_refuses_a_pod_by_its_name(kube, jobs):
     begin(kube)
 
 
+def test_a_pod_that_has_failed_uses_nothing_of_a_quota(kube, jobs):
+    quota = {"metadata": {"name": "team"}, "spec": {"hard": {"pods": "1"}}}
+    kube.store.create("resourcequotas", NAMESPACE, quota)
+    pods.finished(kube.store, start(kube, jobs), 137)
+    begin(kube)
+    assert len(kube.store.all("pods", NAMESPACE)) == 2
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
