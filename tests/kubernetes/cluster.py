@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -131,7 +132,7 @@ class Cluster:
         found: dict[str, Tree] = {}
         for pod in self.store.all("pods", NAMESPACE):
             before = found.get(task_of(pod))
-            if before is None or _lives(pod) or not _lives(before):
+            if before is None or _is_alive(pod) or not _is_alive(before):
                 found[task_of(pod)] = pod
         return found
 
@@ -156,11 +157,11 @@ class Cluster:
         self.store.wait(lambda: len(self.pods()) == count)
         return self.pods()
 
-    def wait_watched(self) -> None:
-        """Wait until a client watches jobs and pods."""
-        for kind in ("tfjobs?", "pods?"):
+    def wait_watched(self, *kinds: str) -> None:
+        """Wait until a client watches these kinds: TFJobs and pods where none is named."""
+        for kind in kinds or ("tfjobs", "pods"):
 
-            def watched(kind: str = kind) -> bool:
+            def watched(kind: str = f"{kind}?") -> bool:
                 return any(kind in each and "watch=" in each for each in self.server.requests)
 
             self.store.wait(watched)
@@ -198,9 +199,18 @@ class Cluster:
 
     def finish(self, task: str, code: int, message: str = "", reason: str = "") -> Tree:
         """End a task."""
-        pod = self.pod(task)
+        return self._finish(self.pod(task), code, message, reason)
+
+    def _finish(self, pod: Tree, code: int, message: str = "", reason: str = "") -> Tree:
         self.server.logs.end(pod["metadata"]["uid"], 0)
         return pods.finished(self.store, pod, code, message, reason)
+
+    def kill(self, task: str, number: int = signal.SIGKILL) -> Tree:
+        """Send a signal to the processes of a task, and return the pod that it had."""
+        assert self.kubelet
+        pod = self.pod(task)
+        self.kubelet.kill(NAMESPACE, pod["metadata"]["name"], number)
+        return pod
 
     def take_away(self, task: str, reason: str = "", grace: int | None = None) -> Tree:
         """Delete the pod of a task as Kubernetes does for a reason, or a person for none."""
@@ -214,15 +224,16 @@ class Cluster:
 
     def end_deleted(self, codes: Mapping[str, int] | None = None) -> None:
         """End the pods that are being deleted, with these exit codes by task, else with 143."""
-        for task, pod in self.pods().items():
+        for pod in self.store.all("pods", NAMESPACE):
             if pod["metadata"].get("deletionTimestamp"):
                 if pod["status"]["phase"] == "Running":
-                    self.finish(task, (codes or {}).get(task, 143))
+                    self._finish(pod, (codes or {}).get(task_of(pod), 143))
                 self.store.remove("pods", NAMESPACE, pod["metadata"]["name"])
 
     def event(self, involved: str, reason: str, message: str) -> None:
         """Write an event of a job or a pod that is there."""
-        objects = [*self.jobs(), *self.jobsets(), *self.store.all("pods", NAMESPACE)]
+        kinds = ("tfjobs", "jobsets", "jobs", "pods")
+        objects = [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
         [found] = [each for each in objects if each["metadata"]["name"] == involved]
         events.warn(self.store, found, reason, message)
 
@@ -295,7 +306,7 @@ def task_of(tree: Tree) -> str:
     return "-".join(meta["name"].rsplit("-", 2)[1:])
 
 
-def _lives(pod: Tree) -> bool:
+def _is_alive(pod: Tree) -> bool:
     is_going = bool(pod["metadata"].get("deletionTimestamp"))
     return not is_going and pod["status"].get("phase") not in ENDED
 

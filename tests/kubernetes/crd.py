@@ -84,14 +84,14 @@ def invalid(node: Any, schema: Tree, path: str = "") -> list[str]:
     wanted = _TYPES.get(kind, (object,))
     is_bool = isinstance(node, bool) and kind in ("integer", "number")
     if not isinstance(node, wanted) or is_bool:
-        shown = {
+        named = {
             "dict": "object",
             "list": "array",
             "str": "string",
             "bool": "boolean",
             "NoneType": "null",
         }
-        its = shown.get(type(node).__name__, "integer")
+        its = named.get(type(node).__name__, "integer")
         return [f'{path}: Invalid value: "{its}": {path} in body must be of type {kind}: "{its}"']
     if "enum" in schema and node not in schema["enum"]:
         values = ", ".join(f'"{each}"' for each in schema["enum"])

@@ -40,10 +40,13 @@ class Backoff:
     def is_over(self, unit: float, limit: float) -> bool:
         """Return whether a pod may be created now."""
         at = time.monotonic()
-        waited = at - self.failed >= min(limit, unit * 2 ** (self.failures - 1))
         # The queue of the controller tries again after a second, and then more slowly.
-        tried = at - self.refused >= min(limit, unit / 10 * 2 ** (self.refusals - 1))
-        return (not self.failures or waited) and (not self.refusals or tried)
+        tries = min(limit, unit / 10 * 2 ** (self.refusals - 1)) if self.refusals else 0.0
+        return at - self.failed >= self.seconds(unit, limit) and at - self.refused >= tries
+
+    def seconds(self, unit: float, limit: float) -> float:
+        """Return the seconds between the last failure and a new pod."""
+        return min(limit, unit * 2 ** (self.failures - 1)) if self.failures else 0.0
 
 
 class JobController(Reconciler):

@@ -8,7 +8,7 @@ from typing import Any
 from tests.kubernetes import crd, jobset_webhook
 from tests.kubernetes.job_validation import refuse
 from tests.kubernetes.jobset_controller import NAME
-from tests.kubernetes.store import RefusedError, Tree
+from tests.kubernetes.store import RefusedError, Tree, generated
 
 CRD = "jobset.x-k8s.io_jobsets"
 KINDS = {"jobset.x-k8s.io/v1alpha2": ["jobsets", "jobsets/status"]}
@@ -50,6 +50,8 @@ class JobSetApi:
         name = tree["metadata"].get("name", "")
         refuse(jobset_webhook.KIND, name, crd.invalid(tree, schema))
         tree = jobset_webhook.defaulted(tree)
+        # The webhook that refuses is called with the name that was made up.
+        tree["metadata"].setdefault("name", generated(tree["metadata"].get("generateName", "")))
         jobset_webhook.check_created(tree)
         return tree
 

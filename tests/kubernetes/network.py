@@ -6,7 +6,8 @@ Service exists and the pod runs, and neither is being deleted. The pods of a Job
 the pod and the pod runs, also while it is being deleted where the Service publishes what is not
 ready. All pods are processes of this machine. Those of a TFJob have a port each. Those of a JobSet
 have an address of loopback each, a new one for a new pod, and their servers of TensorFlow, which
-listen on all addresses, a port that only the network knows.
+listen on all addresses, a port that only the network knows. Of two pods of a hostname, one of which
+still ends, a caller gets the older one: the real DNS answers with both.
 
 TensorFlow connects through a proxy (`grpc_proxy`, HTTP's CONNECT), which looks the name up when a
 connection is opened; sockets of Python ask it too (`tests.kubernetes.resolver`). So nothing here

@@ -29,7 +29,9 @@ class Reconciler(ABC):
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._stopping = True
+        with self._store.changed:
+            self._stopping = True
+            self._store.changed.notify_all()
         self._thread.join()
 
     @abstractmethod

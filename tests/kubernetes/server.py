@@ -220,8 +220,10 @@ class Handler(BaseHTTPRequestHandler):
         if self.command == "POST":
             return store.create(kind, namespace, body)
         if self.command == "PATCH":
-            check = self.server.control.jobsets.changed if kind == "jobsets" else None
-            return store.patch(kind, namespace, name, body, check)
+            if kind == "jobsets":
+                check = self.server.control.jobsets.changed
+                return store.patch(kind, namespace, name, body, check)
+            return store.patch(kind, namespace, name, body)
         if self.command == "DELETE":
             body = {**query, **body}
             uid = (body.get("preconditions") or {}).get("uid", "")

@@ -76,7 +76,7 @@ class Store:
         with self.changed:
             made = copy.deepcopy(tree)
             if not made["metadata"].get("name"):
-                made["metadata"]["name"] = _generated(made["metadata"]["generateName"])
+                made["metadata"]["name"] = generated(made["metadata"]["generateName"])
             name = made["metadata"]["name"]
             if (kind, namespace, name) in self._objects:
                 raise RefusedError(409, "AlreadyExists", f'{kind} "{name}" already exists')
@@ -94,7 +94,8 @@ class Store:
         quotas = self.all("resourcequotas", namespace)
         if kind == "pods":
             accounts = {each["metadata"]["name"] for each in self.all("serviceaccounts", namespace)}
-            there = self.all("pods", namespace)
+            # Pods that have ended use nothing.
+            there = [pod for pod in self.all("pods", namespace) if not _has_ended(pod)]
             refusal = admission.refusal(tree, self.labels.get(namespace, {}))
             refusal = refusal or limits.excess(tree, namespace, accounts, quotas, there)
         else:
@@ -280,7 +281,8 @@ def _uid(tree: Tree) -> str:
     return str(tree["metadata"]["uid"])
 
 
-def _generated(prefix: str) -> str:
+def generated(prefix: str) -> str:
+    """Return a name that nobody else has."""
     return prefix + "".join(random.choices(_LETTERS, k=5))
 
 
@@ -292,14 +294,17 @@ def _mark(kind: str, tree: Tree, finalizer: str = "") -> None:
     if finalizer:
         meta["finalizers"] = [*{*meta.get("finalizers", []), finalizer}]
     # A pod that has never run, or whose node is not asked, is set failed by the garbage collection.
-    elif kind == "pods" and tree["status"].get("phase") not in ("Succeeded", "Failed"):
+    elif kind == "pods" and not _has_ended(tree):
         tree["status"]["phase"] = "Failed"
 
 
 def _runs(pod: Tree) -> bool:
     """Return whether a pod has a node and has not ended: what the API deletes with a grace."""
-    ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
-    return bool(pod["spec"].get("nodeName")) and not ended
+    return bool(pod["spec"].get("nodeName")) and not _has_ended(pod)
+
+
+def _has_ended(pod: Tree) -> bool:
+    return pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
 
 
 def selected(tree: Tree, labels: str, fields: str) -> bool:
