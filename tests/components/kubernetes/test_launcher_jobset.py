@@ -1,0 +1,384 @@
+"""A run as a JobSet: a lost pod costs that pod, a cancel suspends first, refusals are one line."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+
+import pytest
+
+from components import launchers
+from components.kubernetes import names, stop
+from components.kubernetes.launcher import delete_jobs
+from components.kubernetes.pods.template import Place
+from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
+from tests.kubernetes import pods
+from tests.kubernetes.cluster import NAMESPACE
+from tests.kubernetes.conditions import condition
+from tests.kubernetes.control import USER
+from trainer import events
+from trainer.config.schema import Config
+from trainer.errors import INTERRUPTED
+from trainer.events import Restart, Suspension, to_tree
+
+MESSAGE = "interrupted at global step 7; checkpoint gs://b/step-7"
+KINDS = ("jobsets", "jobs", "pods", "leases", "services")
+
+
+@pytest.fixture(autouse=True)
+def run_events(tmp_path, monkeypatch, kube):
+    """Install JobSet, leave the end of a deleted pod to the test; return what reads events."""
+    kube.install_jobset()
+    kube.store.graceful.add("pods")
+    path = tmp_path / "events.jsonl"
+    monkeypatch.setenv(events.VARIABLE, str(path))
+    return lambda kind: [each for each in events.read(path) if isinstance(each, kind)]
+
+
+def tree_of(max_restarts=3, workers=1, job=None, **deadlines):
+    tree = settings(max_restarts, **deadlines)
+    tree["cluster"] |= {"launcher": "jobset", "workers": workers}
+    tree["cluster"]["kubernetes"]["job"] = job or {}
+    return tree
+
+
+def start(kube, **more):
+    attempt = Attempt(job_of(tree_of(**more)))
+    kube.wait_watched("jobsets", "pods")
+    kube.run_all()
+    return attempt
+
+
+def finish(kube, attempt):
+    kube.finish("chief-0", 0)
+    kube.store.wait(lambda: not kube.jobsets())
+    kube.end_deleted()
+    attempt.succeed()
+    kube.store.wait(lambda: not [kind for kind in KINDS if kube.store.all(kind, NAMESPACE)])
+
+
+def uids(kube):
+    return {task: pod["metadata"]["uid"] for task, pod in kube.pods().items()}
+
+
+def fail(kube, attempt):
+    """End the pods of a job that is deleted; return the error of its launcher."""
+    kube.store.wait(lambda: not kube.jobsets())
+    kube.end_deleted()
+    message = attempt.failure()
+    kube.store.wait(lambda: not [kind for kind in KINDS if kube.store.all(kind, NAMESPACE)])
+    return message
+
+
+def delete_gracefully(kube, task):
+    kube.take_away(task)
+    kube.end_deleted()
+
+
+def evict(kube, task):
+    kube.take_away(task, "EvictionByEvictionAPI")
+    kube.end_deleted()
+
+
+def delete_by_force(kube, task):
+    kube.take_away(task, grace=0)
+
+
+def kill(kube, task):
+    # The guard as well, as the kernel does where memory is short.
+    kube.finish(task, 137)
+
+
+LOSSES = [delete_gracefully, evict, delete_by_force, kill]
+
+
+def test_a_run_succeeds_and_nothing_is_left(kube):
+    attempt = start(kube, workers=2)
+    assert {task.rpartition("-")[0] for task in uids(kube)} == {"chief", "ps", "worker"}
+    finish(kube, attempt)
+
+
+@pytest.mark.parametrize("lose", LOSSES)
+@pytest.mark.parametrize("task", ["worker-0", "ps-0", "chief-0"])
+def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task, lose):
+    # Without the launcher the Job controller would wait so long.
+    kube.job_controller.backoff_seconds = 1000.0
+    attempt = start(kube, workers=2)
+    jobset, before = kube.jobset()["metadata"]["uid"], uids(kube)
+    lose(kube, task)
+    pods.running(kube.store, kube.pod(task, but=before[task]))
+    after = uids(kube)
+    assert kube.jobset()["metadata"]["uid"] == jobset
+    assert {each for each in before if before[each] != after[each]} == {task}
+    finish(kube, attempt)
+    [restart] = run_events(Restart)
+    assert restart.task == task
+
+
+def test_past_the_limit_of_restarts_the_job_ends(kube):
+    attempt = start(kube, max_restarts=1)
+    for _ in range(2):
+        before = uids(kube)["worker-0"]
+        kube.write_log("worker-0", "the last line")
+        kube.finish("worker-0", 137)
+        if kube.jobsets() and _ == 0:
+            pods.running(kube.store, kube.pod("worker-0", but=before))
+    message = fail(kube, attempt)
+    assert message.startswith(
+        "cluster.max_restarts (1) is exceeded: worker-0 ended with exit code 137 (signal SIGKILL)"
+    )
+    assert "the last line" in message
+
+
+def test_a_final_code_fails_the_job_with_the_words_of_its_task(kube):
+    attempt = start(kube)
+    kube.finish("worker-0", 2, "data.batch: no such key")
+    message = fail(kube, attempt)
+    assert message.startswith("data.batch: no such key (worker-0, pod ")
+
+
+def test_a_worker_that_ends_with_0_while_its_pod_is_deleted_comes_back(kube, run_events):
+    attempt = start(kube)
+    before = uids(kube)["worker-0"]
+    kube.take_away("worker-0")
+    kube.end_deleted({"worker-0": 0})
+    pods.running(kube.store, kube.pod("worker-0", but=before))
+    finish(kube, attempt)
+    assert [each.task for each in run_events(Restart)] == ["worker-0"]
+
+
+def test_where_jobs_may_not_be_deleted_a_lost_pod_comes_back_later(kube, caplog):
+    kube.server.control.deny(USER, "delete jobs")
+    kube.job_controller.backoff_seconds = 0.01
+    attempt = start(kube)
+    before = uids(kube)["worker-0"]
+    evict(kube, "worker-0")
+    pods.running(kube.store, kube.pod("worker-0", but=before))
+    finish(kube, attempt)
+    assert "worker-0 comes back only after a back-off of Kubernetes" in caplog.text
+
+
+def test_a_restart_that_a_guard_has_made_counts(kube, run_events):
+    attempt = start(kube, max_restarts=1)
+    cause = "exit code 137 (signal SIGKILL)"
+    for number in (1, 2):
+        restart = Restart(task="ps-0", cause=cause, restarts=number, code=137)
+        kube.write_log("ps-0", f"INFO {json.dumps(to_tree(restart))}")
+    message = fail(kube, attempt)
+    assert message == f"cluster.max_restarts (1) is exceeded: ps-0 ended with {cause}"
+    assert [(each.task, each.restarts) for each in run_events(Restart)] == [("ps-0", 1)]
+
+
+def test_a_job_that_loses_its_room_waits_without_a_deadline_and_goes_on(kube, run_events):
+    attempt = start(kube, max_restarts=0, queueing=1)
+    before = uids(kube)
+
+    def suspend(value):
+        name = kube.jobset()["metadata"]["name"]
+        kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": value}})
+
+    suspend(True)
+    kube.store.wait(
+        lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
+    )
+    kube.end_deleted({"chief-0": 130})
+    kube.store.wait(lambda: not kube.pods())
+    suspend(False)
+    kube.run_all()
+    assert not set(uids(kube).values()) & set(before.values())
+    finish(kube, attempt)
+    assert not run_events(Restart)
+    waits = [(each.is_over, each.was_running) for each in run_events(Suspension)]
+    assert waits == [(False, True), (True, True)]
+
+
+class TestCancelled:
+    """What a launcher, or the exit step, does when the run is cancelled."""
+
+    pytestmark = pytest.mark.cluster
+
+    @pytest.fixture
+    def training(self, kube):
+        with step(kube, tree_of()) as process:
+            kube.wait_watched("jobsets", "pods")
+            kube.run_all()
+            kube.wait_followed("chief-0")
+            yield process
+
+    def test_the_job_is_suspended_and_deleted_when_no_pod_runs(self, kube, training):
+        before = len(kube.server.requests)
+        training.signal()
+        kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
+        writes = [r for r in kube.server.requests[before:] if not r.startswith("GET")]
+        # The first thing that the handler does.
+        assert writes[0].startswith("PATCH /apis/jobset")
+        kube.store.wait(
+            lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
+        )
+        kube.finish("chief-0", 130, MESSAGE)
+        assert kube.jobsets()
+        kube.end_deleted()
+        code, _, message = training.end()
+        assert (code, message) == (INTERRUPTED, MESSAGE)
+        kube.wait_until_deleted()
+
+    def test_with_the_controller_away_the_guard_is_asked(self, kube, training):
+        kube.install_jobset(replicas=0)
+        training.signal()
+        kube.store.wait(
+            lambda: names.STOP in (kube.leases()[0]["metadata"].get("annotations") or {})
+        )
+        assert not kube.jobset()["spec"].get("suspend")
+        kube.write_log("chief-0", names.STOPPING)
+        kube.finish("chief-0", 1, MESSAGE)
+        kube.store.wait(lambda: not kube.jobsets())
+        kube.end_deleted()
+        assert training.end()[0] == INTERRUPTED
+        kube.wait_until_deleted()
+
+    def test_a_second_signal_deletes_the_job_at_once(self, kube, training):
+        training.signal()
+        kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
+        training.signal()
+        kube.store.wait(lambda: not kube.jobsets())
+        code, _, message = training.end()
+        assert (code, message) == (
+            INTERRUPTED,
+            "interrupted twice; the last published checkpoint is intact",
+        )
+
+    def test_the_exit_step_suspends_what_a_killed_launcher_has_left(self, kube, training):
+        training.signal(signal.SIGKILL)
+        training.end()
+        ended = threading.Thread(
+            target=delete_jobs,
+            args=(launchers.engine("jobset"), Config().cluster.kubernetes, "run-1"),
+            daemon=True,
+        )
+        ended.start()
+        kube.store.wait(lambda: kube.jobset()["spec"].get("suspend"))
+        kube.store.wait(
+            lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
+        )
+        kube.end_deleted()
+        ended.join(60)
+        assert not ended.is_alive()
+        kube.wait_until_deleted()
+
+
+def test_kueue_would_resume_a_job_so_that_its_guard_is_asked():
+    engine = launchers.engine("jobset")
+    job = engine.manifest(job_of(tree_of(job={"queue_name": "gpus"})), Place(namespace=NAMESPACE))
+    job["metadata"]["uid"] = "1"
+    assert type(engine.stop(job)) is stop.Stop
+    del job["metadata"]["labels"][names.KUEUE]
+    assert type(engine.stop(job)) is stop.SuspendingStop
+
+
+def test_the_heartbeat_goes_on_with_the_controller_away(kube):
+    attempt = start(kube, heartbeat=1)
+    kube.wait_renewed()
+    kube.install_jobset(replicas=0)
+    [before] = kube.leases()
+    kube.store.wait(lambda: kube.leases() != [before])
+    kube.install_jobset()
+    finish(kube, attempt)
+
+
+def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube, run_events):
+    with step(kube, tree_of()) as process:
+        kube.run_all()
+        kube.wait_renewed()
+        process.signal(signal.SIGKILL)
+        process.end()
+    kube.job_controller.backoff_seconds = 0.01
+    before = uids(kube)
+    evict(kube, "worker-0")
+    pods.running(kube.store, kube.pod("worker-0", but=before["worker-0"]))
+    jobs, after = kube.child_jobs(), uids(kube)
+    retry = Attempt(job_of(tree_of()))
+    kube.wait_followed("chief-0")
+    kube.store.wait(lambda: run_events(Restart) or kube.wait_followed("worker-0") is None)
+    assert {task: job["metadata"]["uid"] for task, job in kube.child_jobs().items()} == {
+        task: job["metadata"]["uid"] for task, job in jobs.items()
+    }
+    assert uids(kube) == after
+    finish(kube, retry)
+
+
+class TestRefused:
+    """What cannot be launched is said in one line, and leaves nothing."""
+
+    def test_without_jobset_the_message_names_what_to_install(self, kube):
+        kube.server.control.kinds.clear()
+        message = Attempt(job_of(tree_of())).failure()
+        assert "this cluster does not serve JobSets: JobSet, or its CRD jobsets.jobset" in message
+
+    def test_a_field_that_an_old_version_does_not_know_is_named(self, kube):
+        kube.install_jobset("v0.2.0", lacks=["ttlSecondsAfterFinished"])
+        message = Attempt(job_of(tree_of())).failure()
+        assert 'unknown field "spec.ttlSecondsAfterFinished"' in message
+        assert "the JobSet of this cluster is too old for this field" in message
+        assert not kube.jobsets()
+
+    def test_a_webhook_that_nobody_answers_is_named(self, kube):
+        kube.install_jobset(replicas=0)
+        message = Attempt(job_of(tree_of(operator=1))).failure()
+        assert message.startswith("the JobSet controller has not reacted for 1 s (cluster.kubern")
+        assert "selector app.kubernetes.io/name=jobset" in message
+
+    def test_a_job_of_that_name_which_is_none_of_ours_stays(self, kube):
+        engine = launchers.engine("jobset")
+        job = engine.manifest(job_of(tree_of()), Place(namespace=NAMESPACE))
+        job["metadata"] |= {"labels": {"team": "a"}, "annotations": {}}
+        kube.store.create("jobsets", NAMESPACE, job)
+        message = Attempt(job_of(tree_of())).failure()
+        assert message == (
+            f"the JobSet {job['metadata']['name']} is not one of Flotilla, and is left as it is: "
+            "delete it, or give the model another name"
+        )
+        assert kube.jobsets()
+
+    def test_pods_that_are_refused_are_the_reason_in_one_line(self, kube, monkeypatch):
+        monkeypatch.setattr("components.kubernetes.kubernetes_events.LOOK_SECONDS", 0.2)
+        monkeypatch.setattr("components.kubernetes.supervisor.CHECK_SECONDS", 0.2)
+        kube.store.labels[NAMESPACE] = {"pod-security.kubernetes.io/enforce": "restricted"}
+        tree = tree_of()
+        tree["cluster"]["kubernetes"]["pod"] = {"security": "image"}
+        message = Attempt(job_of(tree)).failure()
+        assert message.startswith("the pods of the job ")
+        assert "violates PodSecurity" in message
+        kube.wait_until_deleted()
+
+    @pytest.mark.parametrize(
+        ("given", "key"),
+        [
+            ({"job": {"scheduling": {"gang": True}}}, "job.scheduling"),
+            ({"job": {"clean_pod_policy": "All"}}, "job.clean_pod_policy"),
+            ({"pod": {"restart_policy": "OnFailure"}}, "ps.restart_policy"),
+        ],
+    )
+    def test_what_jobsets_do_not_have_is_refused_by_name(self, given, key):
+        tree = tree_of()
+        tree["cluster"]["kubernetes"] |= given
+        message = Attempt(job_of(tree)).failure()
+        assert message.startswith(f"cluster.kubernetes.{key}: ")
+
+
+def test_a_job_past_its_deadline_names_the_setting(kube):
+    attempt = start(kube, job={"active_deadline_seconds": 1})
+    message = fail(kube, attempt)
+    assert "was not done after 1 s (cluster.kubernetes.job.active_deadline_seconds)" in message
+
+
+def test_a_failed_job_says_which_child_failed_it(kube):
+    attempt = start(kube)
+    name = kube.jobset()["metadata"]["name"]
+    words = f"jobset failed due to one or more job failures (first failed job: {name}-worker-0)"
+
+    def by(tree):
+        condition(tree, "Failed", "FailedJobs", words)
+
+    kube.store.change("jobsets", NAMESPACE, name, by)
+    assert words in fail(kube, attempt)
