@@ -268,8 +268,10 @@ class Supervisor:
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
-        is_newest = self._seen[end.task][-1] == end.uid
-        if is_newest and (end.uid in self._gone or pod_state.has_ended(pod)):
+        # A list of pods is in the order of their names. Of a Job, those that have failed stay.
+        every = [self._last_seen[uid] for uid in self._seen[end.task]]
+        is_last = not any(pod_state.is_older(pod, each) for each in every)
+        if is_last and (end.uid in self._gone or pod_state.has_ended(pod)):
             self._to_bring_back[end.uid] = pod
             self._bring_back()
 

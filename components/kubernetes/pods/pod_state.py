@@ -256,6 +256,12 @@ def start_failure(pod: Tree) -> str:
     return reason if reason in _START_FAILURES else ""
 
 
+def is_older(pod: Tree, other: Tree) -> bool:
+    """Return whether a pod was made before another one, in whole seconds."""
+    made, then = (str(each["metadata"].get("creationTimestamp", "")) for each in (pod, other))
+    return made < then
+
+
 def _age(pod: Tree) -> tuple[bool, str, int]:
     metadata = pod["metadata"]
     created = str(metadata.get("creationTimestamp", ""))
