@@ -202,7 +202,7 @@ def test_text_that_kubernetes_would_expand_arrives_unchanged():
     assert expanded(job, "worker", 1)["A"] == value
 
 
-def test_what_is_final_stands_after_what_a_lost_pod_is():
+def test_the_rule_for_lost_pods_comes_before_that_for_final_codes():
     job = made({"cluster": {"evaluator": True}})
     for role, each in roles_of(job).items():
         spec = each["template"]["spec"]
