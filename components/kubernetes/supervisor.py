@@ -296,6 +296,7 @@ class Supervisor:
         """Return whether the job has no use for its pods: finished, deleted, or suspended again."""
         try:
             job = self._api.get(self._kind.resource, self._name)
+            is_failing = self._engine.is_failing(self._api, job)
         except UnreachableError:
             return False
         except RefusedError as error:
@@ -303,7 +304,7 @@ class Supervisor:
         metadata = job["metadata"]
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
         is_over = self._engine.end(job) is not None
-        return is_deleted or is_over or self._engine.is_suspended(job)
+        return is_deleted or is_over or is_failing or self._engine.is_suspended(job)
 
     def _lost(self, job: Tree) -> Loss | None:
         """Return the loss with which a job has failed; None where its leader was done before.
