@@ -39,6 +39,7 @@ ALONE = {
     "pipelines/doctor/fit.py": "the one check that takes seconds, which tests replace",
     "pipelines/garbage.py": "a command",
     "pipelines/runs/local_child.py": "the program of the child process of a local run",
+    "trainer/cluster/rejoin.py": "settings of gRPC, which have nothing to do with a role",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
     "trainer/models/recurrent.py": "models of sequences, beside those of tables and images",
     "trainer/data/embedded/digits.py": "a TFDS builder, which TFDS imports by name",
