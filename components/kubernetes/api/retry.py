@@ -44,19 +44,16 @@ def with_retry(
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
 
     def stop(state: tenacity.RetryCallState) -> bool:
-        error = state.outcome.exception() if state.outcome else None
-        limit = (isinstance(error, SilentControllerError) and silent_seconds) or seconds
+        limit = (isinstance(_error(state), SilentControllerError) and silent_seconds) or seconds
         return bool(limit) and (state.seconds_since_start or 0.0) >= limit
 
     def pause(state: tenacity.RetryCallState) -> float:
-        error = state.outcome.exception() if state.outcome else None
-        return max(backoff(state), getattr(error, "retry_after", 0.0))
+        return max(backoff(state), getattr(_error(state), "retry_after", 0.0))
 
     def warn(state: tenacity.RetryCallState) -> None:
-        error = state.outcome.exception() if state.outcome else None
-        silent = isinstance(error, SilentControllerError)
-        what = "the controller does not answer" if silent else "the Kubernetes API is unreachable"
-        log.warning("%s, retrying: %s", what, error)
+        is_silent = isinstance(_error(state), SilentControllerError)
+        what = "the controller does not answer" if is_silent else "the API is unreachable"
+        log.warning("%s, retrying: %s", what, _error(state))
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnreachableError),
@@ -74,6 +71,10 @@ def with_retry(
         ) from None
     except UnreachableError as error:
         raise TransientError(unreachable(seconds, str(error))) from None
+
+
+def _error(state: tenacity.RetryCallState) -> BaseException | None:
+    return state.outcome.exception() if state.outcome else None
 
 
 def refused(error: RefusedError, kind: JobKind) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from components import launchers
+from components.kubernetes.api.client import Api, connect
 from components.kubernetes.pods.template import Place
 from tests.components.kubernetes.attempts import job_of, settings
 from tests.kubernetes.cluster import NAMESPACE
@@ -57,6 +58,6 @@ def test_the_exit_step_ends_what_is_left_of_either(kube, job):
     for name in launchers.ENGINES:
         engine = launchers.engine(name)
         tree = engine.manifest(job, Place(namespace=NAMESPACE))
-        kube.store.create(engine.kind.resource.plural, NAMESPACE, tree)
+        Api(connect(), NAMESPACE).create(engine.kind.resource, tree)
     launchers.end("auto", "{}", "run-1")
     kube.wait_until_deleted()

@@ -347,12 +347,12 @@ def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(
     assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 1 s")
 
 
-def test_a_job_that_is_gone_is_not_watched(kube, watched, tmp_path):
+def test_without_a_lease_training_goes_on(kube, watched, tmp_path):
     kube.store.delete("tfjobs", NAMESPACE, "job")
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
-        for line in process.stdout:
-            if "the job is gone" in line:
-                break
+        # Three limits long.
+        reads = "GET /apis/coordination.k8s.io/v1/namespaces/models/leases/job"
+        kube.store.wait(lambda: kube.server.requests.count(reads) >= 30)
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         assert exit_code_of(process) == 130
@@ -370,7 +370,7 @@ def test_a_task_is_killed_in_time_before_the_end_of_its_grace_period(seconds, te
 def test_without_permission_the_launcher_is_not_watched_and_training_continues(
     kube, watched, tmp_path
 ):
-    kube.faults.add("GET .*tfjobs", 403)
+    kube.faults.add("GET .*leases", 403)
     with guard(tmp_path, ENDS_AT_SIGTERM, **watched) as process:
         for line in process.stdout:
             if "the launcher is not watched" in line:
