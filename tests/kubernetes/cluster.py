@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from components.kubernetes import names
 from tests.kubernetes import events, jobset_api, jobset_controller, pods, rbac
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.job_controller import ENDED, JobController
@@ -167,15 +166,12 @@ class Cluster:
         """Wait for a heartbeat that is renewed, another one than `but`, and return it."""
 
         def found() -> str:
-            for job in self.jobs():
-                beat = str((job["metadata"].get("annotations") or {}).get(names.HEARTBEAT, ""))
-                # Another launcher has another token.
-                if (
-                    beat
-                    and names.is_renewed(beat)
-                    and beat.split("-", maxsplit=1)[0] != but.split("-", maxsplit=1)[0]
-                ):
-                    return beat
+            for lease in self.store.all("leases", NAMESPACE):
+                spec = lease["spec"]
+                holder, renewed = str(spec.get("holderIdentity")), spec.get("renewTime")
+                # Another launcher is another holder.
+                if renewed != spec.get("acquireTime") and holder != but.partition(" ")[0]:
+                    return f"{holder} {renewed}"
             return ""
 
         return str(self.store.wait(found))
