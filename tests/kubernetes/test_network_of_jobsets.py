@@ -132,7 +132,7 @@ def test_processes_find_each_other_by_the_names_of_their_manifest(real_kube):
         connection.sendall(f"CONNECT {HOST}:2222 HTTP/1.1\r\n\r\n".encode())
         answer = connection.makefile().read()
     assert answer == f"HTTP/1.1 200 OK\n\n{worker['metadata']['name']}"
-    real_kube.store.wait(lambda: real_kube.jobset()["status"].get("terminalState"))
+    real_kube.store.wait(lambda: real_kube.jobset().get("status", {}).get("terminalState"))
     said = [text for pod in real_kube.pods_of("chief-0") for text in lines(pod)]
     assert said[-1] == f"from {endpoint[0]} {worker['metadata']['name']}"
 
@@ -148,7 +148,7 @@ def test_a_container_begins_again_in_its_pod_with_on_failure(real_kube, tmp_path
     container["command"] = [sys.executable, "-c", program]
     made = real_kube.server.control.jobsets.created(tree, strict=True)
     real_kube.store.create("jobsets", NAMESPACE, made)
-    real_kube.store.wait(lambda: real_kube.jobset()["status"].get("terminalState"))
+    real_kube.store.wait(lambda: real_kube.jobset().get("status", {}).get("terminalState"))
     [pod] = real_kube.pods_of("chief-0")
     [state] = pod["status"]["containerStatuses"]
     assert (state["restartCount"], state["state"]["terminated"]["exitCode"]) == (2, 0)
