@@ -5,7 +5,7 @@ takes its index after a back-off that doubles and is reset by nothing while the 
 that a policy ignores counts for it as well). A finalizer keeps each pod until its end is counted.
 With a `podFailurePolicy` a pod is replaced only once it has ended, so never on a node that is dead.
 Read in `pkg/controller/job`: conditions, events, and the order in which they come. Not here:
-limits by index, success policies, and containers that are restarted in their pod.
+limits by index, and success policies.
 """
 
 from __future__ import annotations
@@ -224,13 +224,22 @@ class Sync:
             if message:
                 return "PodFailurePolicy", message
         spec = self.job["spec"]
-        if self.failed > spec.get("backoffLimit", 6):
+        if self.failed > spec.get("backoffLimit", 6) or self._crashed():
             return "BackoffLimitExceeded", "Job has reached the specified backoff limit"
         limit = spec.get("activeDeadlineSeconds")
         is_late = seconds_since(self.job["status"].get("startTime")) >= (limit or 10**9)
         if is_late and not spec.get("suspend"):
             return "DeadlineExceeded", "Job was active longer than specified deadline"
         return "", ""
+
+    def _crashed(self) -> bool:
+        """Return whether containers have begun again in their pods more often than they may."""
+        spec = self.job["spec"]
+        if spec["template"]["spec"].get("restartPolicy") != "OnFailure":
+            return False
+        states = [p["status"].get("containerStatuses") or [{}] for p in self.active]
+        restarts = sum(each[0].get("restartCount", 0) for each in states)
+        return bool(restarts >= max(1, spec.get("backoffLimit", 6)))
 
     def missing(self) -> list[int]:
         """Return the indexes for which pods are to be created."""

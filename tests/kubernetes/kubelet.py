@@ -6,20 +6,23 @@ its command, its working folder and its variables. Memory, nodes and images are 
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from tests.kubernetes.addresses import Addresses
 from tests.kubernetes.downward import field_of
+from tests.kubernetes.job_controller import is_tracked
 from tests.kubernetes.logs import Logs
-from tests.kubernetes.pods import evicted, finished, running
+from tests.kubernetes.pods import evicted, finished, restarted, running, waiting
 from tests.kubernetes.resolver import ADDRESS, SITE
 from tests.kubernetes.store import RefusedError, Store, Tree
 from trainer.cluster.local import free_port
@@ -27,6 +30,7 @@ from trainer.cluster.local import free_port
 ROOT = Path(__file__).parents[2]
 RESYNC_SECONDS = 0.2
 MESSAGE_BYTES = 4096
+LONGEST_CRASH = 300.0
 
 
 class Kubelet:
@@ -34,6 +38,7 @@ class Kubelet:
 
     Attributes:
         addresses: those of pods that have one of their own.
+        crash_seconds: the back-off before a container begins again a second time.
     """
 
     def __init__(
@@ -45,6 +50,7 @@ class Kubelet:
         secrets: Mapping[str, Mapping[str, str]],
     ) -> None:
         self.addresses = Addresses({})
+        self.crash_seconds = 10.0
         self._store = store
         self._logs = logs
         self._folder = folder
@@ -64,7 +70,9 @@ class Kubelet:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._stopping = True
+        with self._store.changed:
+            self._stopping = True
+            self._store.changed.notify_all()
         self._thread.join()
         for timer in self._killers.values():
             timer.cancel()
@@ -126,9 +134,8 @@ class Kubelet:
         folder.mkdir(parents=True)
         mounts = {}
         for mount in container.get("volumeMounts", []):
-            place = folder / mount["name"]
-            place.mkdir()
-            mounts[mount["mountPath"]] = str(place)
+            (folder / mount["name"]).mkdir()
+            mounts[mount["mountPath"]] = str(folder / mount["name"])
         variables = self._variables(pod, container)
         words = [*container["command"], *container.get("args", [])]
         command = [expanded(word, variables) for word in words]
@@ -143,44 +150,78 @@ class Kubelet:
             # Only these are written for the pod's file system.
             **{k: _mounted(v, mounts) for k, v in variables.items()},
         }
-        process = subprocess.Popen(
-            [_mounted(word, mounts) for word in command],
-            cwd=_mounted(container.get("workingDir", str(folder)), mounts),
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        self._processes[uid] = process
+        words = [_mounted(word, mounts) for word in command]
+        place = _mounted(container.get("workingDir", str(folder)), mounts)
+        begin = functools.partial(_begin, words, place, environment)
+        self._processes[uid] = begin()
         message = Path(_mounted(container.get("terminationMessagePath", "/none"), mounts))
         running(self._store, pod, address)
-        follower = threading.Thread(target=self._follow, args=(pod, process, message))
+        follower = threading.Thread(target=self._follow, args=(pod, begin, message))
         self._followers.append(follower)
         follower.start()
 
-    def _follow(self, pod: Tree, process: subprocess.Popen[bytes], message: Path) -> None:
+    def _follow(
+        self, pod: Tree, begin: Callable[[], subprocess.Popen[bytes]], message: Path
+    ) -> None:
+        """Follow the container of a pod, and those that are begun in its place, to the end."""
         uid = pod["metadata"]["uid"]
-        assert process.stdout
-        with process.stdout:
-            for line in process.stdout:
-                self._logs.write(uid, 0, line.decode(errors="replace").rstrip("\n"))
-        code = process.wait()
-        # No process of a container outlives its first one.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        self._logs.end(uid, 0)
-        lines = [text for _, text in self._logs.of(uid, 0).lines]
+        for restarts in itertools.count():
+            code = self._wait(uid, restarts)
+            with self._store.changed:
+                if not code or not self._begins_again(pod, restarts):
+                    break
+                self._processes[uid] = begin()
+                restarted(self._store, self._store.get("pods", *_key(pod)), code)
+        lines = [text for _, text in self._logs.of(uid, restarts).lines]
         text = message.read_text(encoding="utf-8") if message.is_file() else "\n".join(lines)
         with self._store.changed, suppress(RefusedError):
+            found = self._store.get("pods", *_key(pod))
             # After a deletion by force another pod may have the name.
-            if self._store.get("pods", *_key(pod))["metadata"]["uid"] != uid:
+            if found["metadata"]["uid"] != uid:
                 return
-            finished(self._store, pod, code if code >= 0 else 128 - code, text[-MESSAGE_BYTES:])
+            finished(self._store, found, code, text[-MESSAGE_BYTES:])
             if uid in self._evicted:
                 evicted(self._store, self._store.get("pods", *_key(pod)), self._evicted[uid])
             if self._store.get("pods", *_key(pod))["metadata"].get("deletionTimestamp"):
                 self._store.remove("pods", *_key(pod))
+
+    def _wait(self, uid: str, restarts: int) -> int:
+        """Write the log of a container until it ends, and return its exit code."""
+        process = self._processes[uid]
+        assert process.stdout
+        with process.stdout:
+            for line in process.stdout:
+                self._logs.write(uid, restarts, line.decode(errors="replace").rstrip("\n"))
+        code = process.wait()
+        # No process of a container outlives its first one.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        self._logs.end(uid, restarts)
+        return code if code >= 0 else 128 - code
+
+    def _begins_again(self, pod: Tree, restarts: int) -> bool:
+        """Return whether a container begins again in its pod, after the back-off of the kubelet.
+
+        Only the pods of Jobs do here: those of a TFJob are replaced by its operator.
+        """
+        if pod["spec"].get("restartPolicy") != "OnFailure" or not is_tracked(pod):
+            return False
+        delay = min(LONGEST_CRASH, self.crash_seconds * 2 ** (restarts - 1)) if restarts else 0.0
+        if delay and self._stays(pod):
+            words = f"back-off {delay:g}s restarting failed container=tensorflow"
+            found = self._store.get("pods", *_key(pod))
+            waiting(self._store, found, "CrashLoopBackOff", words)
+            self._store.changed.wait_for(lambda: not self._stays(pod), timeout=delay)
+        return self._stays(pod)
+
+    def _stays(self, pod: Tree) -> bool:
+        """Return whether a pod is there and not being taken away."""
+        uid = pod["metadata"]["uid"]
+        with suppress(RefusedError):
+            meta = self._store.get("pods", *_key(pod))["metadata"]
+            is_going = self._stopping or uid in self._evicted or "deletionTimestamp" in meta
+            return bool(meta["uid"] == uid) and not is_going
+        return False
 
     def _terminate(self, pod: Tree, process: subprocess.Popen[bytes] | None) -> None:
         assert process
@@ -228,6 +269,18 @@ class Kubelet:
             if found is not None:
                 values[each["name"]] = found
         return values
+
+
+def _begin(command: list[str], folder: str, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def expanded(text: str, values: Mapping[str, str]) -> str:

@@ -210,7 +210,7 @@ def test_a_deletion_takes_the_service_at_once_while_pods_have_their_grace(kube, 
     kube.store.wait(lambda: len(kube.pods_of("chief-0")) == 1)
 
 
-def test_a_service_of_that_name_is_used_whoever_owns_it(kube, jobsets):
+def test_a_foreign_service_of_that_name_is_used(kube, jobsets):
     kube.store.create("services", NAMESPACE, {"metadata": {"name": "a"}, "spec": {}})
     start(kube, jobsets)
     [service] = kube.store.all("services", NAMESPACE)

@@ -132,6 +132,31 @@ def test_processes_find_each_other_by_the_names_of_their_manifest(real_kube):
         connection.sendall(f"CONNECT {HOST}:2222 HTTP/1.1\r\n\r\n".encode())
         answer = connection.makefile().read()
     assert answer == f"HTTP/1.1 200 OK\n\n{worker['metadata']['name']}"
-    real_kube.store.wait(lambda: real_kube.jobset()["status"].get("terminalState"))
+    real_kube.store.wait(lambda: real_kube.jobset().get("status", {}).get("terminalState"))
     said = [text for pod in real_kube.pods_of("chief-0") for text in lines(pod)]
     assert said[-1] == f"from {endpoint[0]} {worker['metadata']['name']}"
+
+
+def test_a_container_begins_again_in_its_pod_with_on_failure(real_kube, tmp_path):
+    real_kube.install_jobset()
+    real_kube.kubelet.crash_seconds = 0.05
+    count = f"p = open({str(tmp_path / 'n')!r}, 'a+'); p.write('x'); n = p.tell(); p.close()"
+    program = f"{count}; print('start', n, flush=True); raise SystemExit(0 if n == 3 else 9)"
+    tree = jobset(roles={"chief": 1}, pod={"restartPolicy": "OnFailure"})
+    [role] = tree["spec"]["replicatedJobs"]
+    [container] = role["template"]["spec"]["template"]["spec"]["containers"]
+    container["command"] = [sys.executable, "-c", program]
+    made = real_kube.server.control.jobsets.created(tree, strict=True)
+    real_kube.store.create("jobsets", NAMESPACE, made)
+    real_kube.store.wait(lambda: real_kube.jobset().get("status", {}).get("terminalState"))
+    [pod] = real_kube.pods_of("chief-0")
+    [state] = pod["status"]["containerStatuses"]
+    assert (state["restartCount"], state["state"]["terminated"]["exitCode"]) == (2, 0)
+    assert state["lastState"]["terminated"]["exitCode"] == 9
+    logs = [real_kube.server.logs.of(pod["metadata"]["uid"], n).lines for n in range(3)]
+    assert [[text for _, text in lines] for lines in logs] == [
+        ["start 1"],
+        ["start 2"],
+        ["start 3"],
+    ]
+    assert real_kube.child_jobs()["chief-0"]["status"]["failed"] == 0
