@@ -27,7 +27,8 @@ def kube(
 ) -> Iterator[Cluster]:
     """Yield a cluster whose pods train; it serves JobSets where the test's engine is `jobset`."""
     with real_cluster(tmp_path / "kubernetes", {"store": {"accesskey": "abc"}}) as made:
-        if request.node.callspec.params.get("engine") == "jobset":
+        parameters = getattr(request.node, "callspec", None)
+        if parameters and parameters.params.get("engine") == "jobset":
             made.install_jobset()
         monkeypatch.setenv("KUBECONFIG", str(made.kubeconfig))
         # Those of the launcher; the pods have an environment of their own.

@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tests.components.kubernetes.attempts import Step, step
-from tests.kubernetes.cluster import NAMESPACE, Cluster
+from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.store import Tree
 from tests.pipelines.called import processes_of
 from trainer import events, storage
@@ -25,8 +25,6 @@ from trainer.events import Event, Progress
 
 EngineName = Literal["tfjob", "jobset"]
 Kind = TypeVar("Kind", bound=Event)
-# What a job makes, or is made for it.
-OWNED = ("tfjobs", "jobsets", "jobs", "pods", "services", "leases", "networkpolicies")
 SECONDS_TO_END = 30
 
 
@@ -129,25 +127,12 @@ class Training:
 
         self.wait(Progress, goes_on)
 
-    def suspend(self, is_suspended: bool) -> None:
-        """Suspend or resume the job, as Kueue or a person does."""
-
-        def change(tree: Tree) -> None:
-            spec = tree["spec"]
-            (spec["runPolicy"] if self.engine == "tfjob" else spec)["suspend"] = is_suspended
-
-        kind, name = f"{self.engine}s", self.job()["metadata"]["name"]
-        self.kube.store.change(kind, NAMESPACE, name, change)
-
     def require_nothing_left(self) -> None:
         """Wait until neither an object nor a process of the run is left."""
-        self.kube.store.wait(lambda: not self._objects())
+        self.kube.store.wait(lambda: not self.kube.of_jobs())
         # A pod that is deleted by force is gone before its processes are.
         _, alive = psutil.wait_procs(processes_of(self._folder), timeout=SECONDS_TO_END)
         assert not alive
-
-    def _objects(self) -> list[Tree]:
-        return [each for kind in OWNED for each in self.kube.store.all(kind, NAMESPACE)]
 
 
 def _steps_of(progress: Progress, worker: str) -> int:

@@ -14,11 +14,11 @@ pytestmark = [pytest.mark.cluster, pytest.mark.slow, pytest.mark.timeout(400)]
 def test_suspended_and_resumed_training_ends_at_its_exact_step(training):
     with training.begun(2000, every=10**6):
         reached = training.wait(Progress).global_step
-        training.suspend(True)
+        training.kube.suspend(training.job(), True)
         training.kube.store.wait(lambda: not training.kube.pods())
         last = training.published()
         assert last >= reached
-        training.suspend(False)
+        training.kube.suspend(training.job(), False)
         begin = training.wait(AttemptBegin, lambda begin: begin.resumed)
         code, message = training.end()
     assert (code, training.published()) == (0, 2000), message
