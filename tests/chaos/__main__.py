@@ -1,8 +1,8 @@
 """Random failures on real runs: `python -m tests.chaos --on WHERE --runs N --seed S`.
 
 Each run is the whole pipeline, with faults injected while it trains: with the cluster on this
-machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose pods are processes. The faults
-follow from its seed alone; when exactly they happen depends on the machine.
+machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose pods are processes.
+The faults follow from its seed alone; when exactly they happen depends on the machine.
 """
 
 from __future__ import annotations

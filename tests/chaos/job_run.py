@@ -1,4 +1,4 @@
-"""One run as a job of an engine with faults: the whole pipeline against the stand-in of a cluster."""
+"""One run with faults as a job of an engine: the whole pipeline on the stand-in of a cluster."""
 
 from __future__ import annotations
 

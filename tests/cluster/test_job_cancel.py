@@ -64,6 +64,5 @@ def test_a_launcher_killed_after_its_request_leaves_a_checkpoint_and_no_job(trai
         training.kube.store.wait(training.kube.stop_is_asked)
         training.step.signal(signal.SIGKILL)
         training.end()
-        if training.engine == "tfjob":
-            training.require_nothing_left()
+        training.require_nothing_left()
     assert training.published() >= reached > 0
