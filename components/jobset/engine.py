@@ -86,6 +86,11 @@ class JobSets(Engine):
             return None
         return JobEnd(is_done=False, message=" ".join(str(failed.get("message", "")).split()))
 
+    def is_failing(self, api: Api, tree: Tree) -> bool:
+        """Return whether a child Job fails: its condition comes once its pods have ended."""
+        jobs = self._jobs(api, tree)
+        return any(condition(job, kind) for job in jobs for kind in ("FailureTarget", "Failed"))
+
     def failure(self, api: Api, tree: Tree) -> JobEnd:
         """Return how a job has failed, in the words of the child Job that failed it."""
         end = self.end(tree) or JobEnd(is_done=False)

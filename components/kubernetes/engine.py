@@ -93,6 +93,10 @@ class Engine(ABC):
         """Return how a job has ended; None before that."""
 
     @abstractmethod
+    def is_failing(self, api: Api, tree: Tree, /) -> bool:
+        """Return whether a job that has not ended is about to fail: its pods are deleted for it."""
+
+    @abstractmethod
     def failure(self, api: Api, tree: Tree, /) -> JobEnd:
         """Return how a job has failed, with all that the API says of it."""
 

@@ -93,8 +93,9 @@ class Stop:
         return metadata["uid"] != self.uid or bool(metadata.get("deletionTimestamp"))
 
     def _leader_pod(self, api: Api) -> Tree | None:
-        pods = pod_state.newest(self.pods(api))
-        return pods.get(self._leader)
+        role = f"{names.APP}component={self._leader.role}"
+        pods = api.labelled(PODS, f"{self.kind.selector(self.name)},{role}")
+        return pod_state.newest(pods).get(self._leader)
 
     def _is_answered(self, api: Api) -> bool:
         leader = self._leader_pod(api)

@@ -268,8 +268,10 @@ class Supervisor:
         pod = self._last_seen.get(end.uid)
         if pod is None or self._engine.fails_with_a_pod or self._restarts.is_final(end):
             return
-        is_newest = self._seen[end.task][-1] == end.uid
-        if is_newest and (end.uid in self._gone or pod_state.has_ended(pod)):
+        # A list of pods is in the order of their names. Of a Job, those that have failed stay.
+        every = [self._last_seen[uid] for uid in self._seen[end.task]]
+        is_last = not any(pod_state.is_older(pod, each) for each in every)
+        if is_last and (end.uid in self._gone or pod_state.has_ended(pod)):
             self._to_bring_back[end.uid] = pod
             self._bring_back()
 
@@ -294,6 +296,7 @@ class Supervisor:
         """Return whether the job has no use for its pods: finished, deleted, or suspended again."""
         try:
             job = self._api.get(self._kind.resource, self._name)
+            is_failing = self._engine.is_failing(self._api, job)
         except UnreachableError:
             return False
         except RefusedError as error:
@@ -301,7 +304,7 @@ class Supervisor:
         metadata = job["metadata"]
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
         is_over = self._engine.end(job) is not None
-        return is_deleted or is_over or self._engine.is_suspended(job)
+        return is_deleted or is_over or is_failing or self._engine.is_suspended(job)
 
     def _lost(self, job: Tree) -> Loss | None:
         """Return the loss with which a job has failed; None where its leader was done before.

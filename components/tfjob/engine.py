@@ -71,6 +71,10 @@ class TFJobs(Engine):
         past = _PAST_DEADLINE in message
         return JobEnd(is_done=False, message=message, is_past_deadline=past, roles=frozenset(roles))
 
+    def is_failing(self, _api: Api, tree: Tree) -> bool:
+        """Return whether a job has failed: the operator says so before it deletes a pod."""
+        return self.end(tree) is not None
+
     def failure(self, _api: Api, tree: Tree) -> JobEnd:
         """Return how a job has failed: its condition says all."""
         return self.end(tree) or JobEnd(is_done=False)

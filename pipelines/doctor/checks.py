@@ -10,14 +10,15 @@ from functools import partial
 from pathlib import Path
 
 from components.image import IMAGE, PodDefaults
+from components.kubernetes.api.kinds import JobKind
 from components.kubernetes.api.rbac import LAUNCHER, TRAINER
-from components.kubernetes.engine import document
 from components.kubernetes.pods.template import leading
-from components.tfjob.engine import TFJobs
+from components.launchers import ENGINES
 from pipelines.doctor import (
     admission,
     configuration,
     controllers,
+    engines,
     fit,
     isolation,
     kubernetes_api,
@@ -28,6 +29,7 @@ from pipelines.doctor import (
     storage,
     versions,
 )
+from pipelines.doctor.engines import EXAMINED, ExaminedEngine, PlannedJob
 from pipelines.doctor.examination import ENDING_SECONDS, Check, Finding
 from pipelines.doctor.kubernetes_api import Kubernetes
 from pipelines.doctor.permissions import Account
@@ -42,7 +44,7 @@ from trainer.errors import UserError
 from trainer.storage.probe import SILENT, Probe
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
-GPUS, CRD = "GPUs of the cluster", "TFJob CRD"
+GPUS, ENGINE = "GPUs of the cluster", "engine"
 # Webhooks may take up to 10 s each.
 ADMISSION_SECONDS = 30.0
 KFP_SECONDS = 20.0
@@ -80,7 +82,7 @@ class DoctorOptions:
 
     def covers_cluster(self, config: Config) -> bool:
         """Return whether the cluster is examined."""
-        return config.cluster.launcher == "tfjob" or self.kubernetes
+        return engines.is_on_kubernetes(config) or self.kubernetes
 
 
 def checks(options: DoctorOptions) -> list[Check]:
@@ -123,7 +125,11 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
     else:
         if options.image:
             yield Check(name="image", look=lambda: named_objects.judge_images([options.image]))
-        message = Finding("skipped", "cluster.launcher is local; --kubernetes checks it anyway")
+        why = "cluster.launcher is local"
+        if config.cluster.launcher == "auto":
+            yield Check(name=ENGINE, look=lambda: engines.IS_HERE)
+            why = "auto is local here"
+        message = Finding("skipped", f"{why}; --kubernetes checks it anyway")
         yield Check(name=API, look=lambda: message)
 
 
@@ -135,14 +141,14 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
     yield Check(name="packages", look=lambda: machine.packages(config))
     yield Check(name="disk", look=lambda: machine.disk(workdir))
     yield Check(name="loopback", look=machine.loopback)
-    if config.cluster.launcher == "local" and config.cluster.gpus_per_worker:
+    if not engines.is_on_kubernetes(config) and config.cluster.gpus_per_worker:
         yield Check(name="GPUs of this machine", look=lambda: machine.gpus(config))
         if config.cluster.gpus_per_worker * config.cluster.workers > 1:
             yield Check(name="shared memory", look=machine.shared_memory)
 
 
 def _storage(config: Config, workdir: Path) -> Check:
-    if config.cluster.launcher == "tfjob" and not config.storage.root:
+    if engines.is_on_kubernetes(config) and not config.storage.root:
         message = Finding(
             "skipped", "storage.root is empty: it is the pipeline root of each KFP run"
         )
@@ -163,54 +169,74 @@ def _storage(config: Config, workdir: Path) -> Check:
 
 
 def _of_cluster(config: Config, options: DoctorOptions) -> Iterator[Check]:
-    settings = config.cluster.kubernetes
-    kubernetes = Kubernetes(settings.namespace or options.namespace)
-    engine = TFJobs()
-    tree = document(engine, config, PodDefaults(image=options.image or IMAGE))
-    unnamed = document(engine, config, PodDefaults(image=options.image))
+    kubernetes = Kubernetes(config.cluster.kubernetes.namespace or options.namespace)
+    examined = EXAMINED.get(config.cluster.launcher)
+    # Which checks there are depends on the engine, so that it is asked for before them.
+    choice = None if examined else engines.chosen(kubernetes, config)
+    if choice:
+        examined = choice.examined
+    unnamed = (examined or EXAMINED[ENGINES[0]]).plan(config, PodDefaults(image=options.image))
     # The steps have that of the option, even where all tasks name another one.
     images = named_objects.image_names(unnamed) | ({options.image} - {""})
     yield Check(name="image", look=lambda: named_objects.judge_images(images))
     yield Check(name=API, look=lambda: kubernetes_api.answers(kubernetes), show=kubernetes_api.SHOW)
     yield _in_cluster("namespace", lambda: kubernetes_api.namespace(kubernetes))
-    yield _in_cluster(CRD, lambda: kubernetes_api.served(kubernetes))
+    if choice:
+        found = choice.finding
+        yield _in_cluster(ENGINE, lambda: found)
+    if examined:
+        yield from _of_engine(config, options, kubernetes, examined)
+
+
+def _of_engine(
+    config: Config, options: DoctorOptions, kubernetes: Kubernetes, examined: ExaminedEngine
+) -> Iterator[Check]:
+    kind = examined.kind
+    job = examined.plan(config, PodDefaults(image=options.image or IMAGE))
+    served = f"{kind.kind} CRD"
+    yield _in_cluster(served, lambda: controllers.served(kubernetes, examined))
     yield Check(
-        name="training operator",
-        look=lambda: controllers.operator(kubernetes),
-        needs=(API, CRD),
+        name=kind.controller,
+        look=lambda: controllers.controller(kubernetes, job),
+        needs=(API, served),
         show=kubernetes_api.SHOW,
     )
-    yield from _of_permissions(config, options, kubernetes)
-    if settings.job.queue_name or settings.job.suspend:
-        yield _in_cluster("Kueue", lambda: controllers.queue(kubernetes, settings.job, tree))
-    if any(each.pod.get("nodeSelector") for each in resources.roles(tree)):
-        yield _in_cluster("nodes", lambda: resources.selected(kubernetes, tree))
-    yield _in_cluster("network policy", lambda: isolation.isolated(kubernetes, tree))
-    yield _in_cluster("quota", lambda: resources.room(kubernetes, tree))
-    for resource in resources.devices(tree):
-        title = GPUS if resource == settings.gpu_resource else resource
-        yield _in_cluster(title, partial(resources.present, kubernetes, tree, resource))
+    yield from _of_permissions(config, options, kubernetes, kind)
+    settings = config.cluster.kubernetes.job
+    if settings.queue_name or settings.suspend:
+        yield _in_cluster("Kueue", lambda: controllers.queue(kubernetes, settings, job))
+    yield from _of_places(config, kubernetes, job)
     # The secret of the store may lack any key, or be absent: only what the configuration itself
     # names has to be there.
-    objects = named_objects.named(document(engine, config, PodDefaults(store_secret="")))
-    if named_objects.named(tree) - objects:
+    objects = named_objects.named(examined.plan(config, PodDefaults(store_secret="")))
+    if named_objects.named(job) - objects:
         yield _in_cluster("secret of the store", partial(storage.opens, kubernetes, config))
     titles = []
-    for kind, title in named_objects.KINDS.items():
-        some = frozenset(each for each in objects if each.kind == kind)
+    for each, title in named_objects.KINDS.items():
+        some = frozenset(one for one in objects if one.kind == each)
         if some:
             titles.append(title)
-            yield _in_cluster(title, partial(named_objects.present, kubernetes, kind, some))
+            yield _in_cluster(title, partial(named_objects.present, kubernetes, each, some))
     yield from _of_steps(options)
     # What is absent is said by its own check.
-    needs = (API, "namespace", CRD, *titles)
     yield Check(
         name="admission",
-        look=lambda: admission.admits(kubernetes, tree),
-        needs=needs,
+        look=lambda: admission.admits(kubernetes, job),
+        needs=(API, "namespace", served, *titles),
         seconds=ADMISSION_SECONDS,
         show=kubernetes_api.SHOW,
     )
+
+
+def _of_places(config: Config, kubernetes: Kubernetes, job: PlannedJob) -> Iterator[Check]:
+    """Check what the pods need of nodes, quotas and the network."""
+    if any(each.pod.get("nodeSelector") for each in resources.roles(job)):
+        yield _in_cluster("nodes", lambda: resources.selected(kubernetes, job))
+    yield _in_cluster("network policy", lambda: isolation.isolated(kubernetes, job))
+    yield _in_cluster("quota", lambda: resources.room(kubernetes, job))
+    for resource in resources.devices(job):
+        title = GPUS if resource == config.cluster.kubernetes.gpu_resource else resource
+        yield _in_cluster(title, partial(resources.present, kubernetes, job, resource))
 
 
 def _of_steps(options: DoctorOptions) -> Iterator[Check]:
@@ -231,7 +257,7 @@ def _in_cluster(name: str, look: Callable[[], Finding]) -> Check:
 
 
 def _of_permissions(
-    config: Config, options: DoctorOptions, kubernetes: Kubernetes
+    config: Config, options: DoctorOptions, kubernetes: Kubernetes, kind: JobKind
 ) -> Iterator[Check]:
     named = options.service_account
 
@@ -241,13 +267,15 @@ def _of_permissions(
     def of_tasks() -> Finding:
         own = config.cluster.kubernetes.of(leading(config).role).service_account
         speaks = Account(kubernetes.namespace, own) if own else account()
-        return permissions.of_account(kubernetes, speaks, TRAINER)
+        return permissions.of_account(kubernetes, speaks, TRAINER, kind)
 
-    yield _in_cluster("permissions of this user", lambda: permissions.of_this_user(kubernetes))
+    yield _in_cluster(
+        "permissions of this user", lambda: permissions.of_this_user(kubernetes, kind)
+    )
     yield _in_cluster(ACCOUNT, lambda: permissions.of_the_ui(kubernetes, account(), named))
     yield _in_cluster(
         "permissions of that account",
-        lambda: permissions.of_account(kubernetes, account(), LAUNCHER),
+        lambda: permissions.of_account(kubernetes, account(), LAUNCHER, kind),
     )
     yield _in_cluster("permissions of the tasks", of_tasks)
 

@@ -8,9 +8,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 
 from components.kubernetes.pods.template import replicas
+from components.launchers import ENGINES, engine
+from pipelines.doctor.engines import is_on_kubernetes
 from pipelines.doctor.examination import Finding
 from trainer import storage
 from trainer.config.schema import Config
+from trainer.errors import ConfigError
 
 
 def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> Finding:
@@ -38,16 +41,22 @@ def consistent(config: Config, path: list[str], *, elsewhere: bool = False) -> F
 
 
 def _contradictions(config: Config, path: list[str]) -> Iterator[tuple[str, str]]:
-    if config.cluster.launcher == "tfjob":
+    if is_on_kubernetes(config):
         yield from _of_a_job(config)
     yield from _of_modules(config, path)
 
 
 def _of_a_job(config: Config) -> Iterator[tuple[str, str]]:
+    launcher = config.cluster.launcher
     for key in ("in_process", "existing_servers"):
         if getattr(config.cluster, key):
-            message = f"cluster.{key}: not with cluster.launcher tfjob"
+            message = f"cluster.{key}: not with cluster.launcher {launcher}"
             yield message, _setting(f"cluster.{key}=false")
+    if launcher in ENGINES:
+        try:
+            engine(launcher).check(config)
+        except ConfigError as error:
+            yield str(error), _setting("cluster.launcher=tfjob")
     root = config.storage.root
     here = storage.local_path(root) if root else None
     if here:

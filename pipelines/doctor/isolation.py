@@ -6,20 +6,20 @@ cluster enforces its policies cannot be seen in the API.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Mapping
 from urllib.parse import quote
 
 from components.kubernetes.api.rbac import BASE, POLICIES, POLICIES_GROUP
-from components.kubernetes.names import INDEX_LABELS, ROLE_LABELS, Tree
+from components.kubernetes.names import Tree
 from components.kubernetes.pods.template import PORT
-from components.tfjob.manifest import KIND, PORT_NAME
+from pipelines.doctor.engines import PlannedJob, TaskRole
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
 _EVERYWHERE = {"0.0.0.0/0", "::/0"}
 
 
-def isolated(kubernetes: Kubernetes, manifest: Tree) -> Finding:
+def isolated(kubernetes: Kubernetes, job: PlannedJob) -> Finding:
     """Check that a policy selects the pods of every role, and that none admits everyone."""
     namespace = kubernetes.namespace
     show = f"kubectl get {POLICIES} --namespace {namespace} --output yaml"
@@ -27,17 +27,21 @@ def isolated(kubernetes: Kubernetes, manifest: Tree) -> Finding:
     if not answer.is_good:
         return unexpected(answer, f"the network policies of {namespace}", show)
     open_, covering, bare = set(), set(), []
-    for role, labels in _labels(manifest):
+    for role in job.roles:
+        labels = {
+            **role.template["metadata"]["labels"],
+            **job.examined.labels(job.name, role),
+        }
         found = [each for each in answer.items if _covers(each["spec"], labels)]
         covering |= {each["metadata"]["name"] for each in found}
         open_ |= {
             f"{each['metadata']['name']} lets {who}"
             for each in found
-            for who in [_widest(each["spec"])]
+            for who in [_widest(each["spec"], _ports(role))]
             if who
         }
         if not found:
-            bare.append(role)
+            bare.append(role.name)
     risk = f"reach port {PORT} of the tasks, and run code as them"
     if bare:
         roles = ", ".join(sorted(bare))
@@ -49,15 +53,10 @@ def isolated(kubernetes: Kubernetes, manifest: Tree) -> Finding:
     return Finding("ok", f"{', '.join(sorted(covering))}, where the cluster enforces policies")
 
 
-def _labels(manifest: Tree) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the labels that the pods of each role have, those of the operator too."""
-    for role, replica in manifest["spec"]["tfReplicaSpecs"].items():
-        own = {
-            KIND.label: manifest["metadata"]["name"],
-            ROLE_LABELS[0]: role.lower(),
-            INDEX_LABELS[0]: "0",
-        }
-        yield role, {**replica["template"]["metadata"]["labels"], **own}
+def _ports(role: TaskRole) -> list[str]:
+    """Return the names that the port has in the pods of a role."""
+    ports = role.template["spec"]["containers"][0].get("ports", [])
+    return [each["name"] for each in ports if each["containerPort"] == PORT and "name" in each]
 
 
 def _covers(policy: Tree, labels: Mapping[str, str]) -> bool:
@@ -82,9 +81,14 @@ def _meets(expression: Tree, labels: Mapping[str, str]) -> bool:
     }[expression["operator"]]
 
 
-def _widest(policy: Tree) -> str:
-    """Return whom a policy admits to the port that is more than tasks, or nothing."""
-    rules = [each for each in policy.get("ingress") or [] if _has_port(each.get("ports") or [])]
+def _widest(policy: Tree, names: Collection[str]) -> str:
+    """Return whom a policy admits to the port that is more than tasks, or nothing.
+
+    `names` are those of the port in a pod.
+    """
+    rules = [
+        each for each in policy.get("ingress") or [] if _has_port(each.get("ports") or [], names)
+    ]
     peers = [each for rule in rules for each in rule.get("from") or [{}]]
     if any(map(_is_everyone, peers)):
         return "everyone"
@@ -100,11 +104,11 @@ def _is_everyone(peer: Tree) -> bool:
     return not peer or everywhere or any_pod
 
 
-def _has_port(ports: list[Tree]) -> bool:
+def _has_port(ports: list[Tree], names: Collection[str]) -> bool:
     return not ports or any(
         each.get("protocol", "TCP") == "TCP"
         and (
-            each.get("port") in (None, PORT, PORT_NAME)
+            each.get("port") in (None, PORT, *names)
             or (isinstance(each["port"], int) and each["port"] <= PORT <= each.get("endPort", 0))
         )
         for each in ports

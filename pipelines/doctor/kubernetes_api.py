@@ -1,7 +1,4 @@
-"""The Kubernetes API with short timeouts: an answer is data, silence is an error.
-
-Whether the cluster knows TFJobs.
-"""
+"""The Kubernetes API with short timeouts: an answer is data, silence is an error."""
 
 from __future__ import annotations
 
@@ -13,19 +10,14 @@ from urllib.parse import quote
 import urllib3
 
 from components.kubernetes.api.client import Api, Connection, UnreachableError, connect
+from components.kubernetes.api.kinds import Resource
 from components.kubernetes.names import Tree
-from components.tfjob.manifest import KIND
 from pipelines.doctor import versions
 from pipelines.doctor.examination import Finding
 from trainer.errors import UserError
 
 _TIMEOUT = urllib3.Timeout(connect=3, read=5)
 _MOST_WORDS = 200
-GROUP, VERSION, PLURAL = (
-    KIND.resource.group,
-    KIND.resource.version,
-    KIND.resource.plural,
-)
 SHOW = "kubectl cluster-info"
 
 
@@ -111,14 +103,15 @@ class Kubernetes:
         """Return the answer to a review, which is a POST; raises `NoAnswerError`."""
         return self._ask("POST", path, body)
 
-    def try_to_create(self, kind: str, tree: Tree) -> Answer:
-        """Return the answer to the creation of a TFJob or pod in the namespace; nothing is made.
+    def try_to_create(self, resource: Resource, tree: Tree, *, strict: bool = False) -> Answer:
+        """Return the answer to the creation of an object in the namespace; nothing is made.
 
-        All that admits objects is asked. Raises `NoAnswerError`.
+        All that admits objects is asked; with `strict` a field that is not known is refused. Raises
+        `NoAnswerError`.
         """
-        group = f"apis/{GROUP}/{VERSION}" if kind == PLURAL else "api/v1"
         metadata = {**tree["metadata"], "namespace": self.namespace}
-        path = f"/{group}/namespaces/{quote(self.namespace)}/{kind}?dryRun=All"
+        query = "fieldValidation=Strict&dryRun=All" if strict else "dryRun=All"
+        path = f"{resource.path(quote(self.namespace))}?{query}"
         return self._ask("POST", path, {**tree, "metadata": metadata})
 
     def _ask(self, method: str, path: str, body: Tree | None = None) -> Answer:
@@ -185,29 +178,3 @@ def namespace(kubernetes: Kubernetes) -> Finding:
     if not kubernetes.is_named:
         return Finding("ok", f"{name}, to which the context leads; --namespace names another")
     return Finding("ok", name)
-
-
-OPERATOR = (
-    "kubectl apply --server-side --kustomize "
-    "'github.com/kubeflow/training-operator.git/manifests/overlays/standalone"
-    f"?ref=v{versions.OPERATOR.seen[-1]}'"
-)
-
-
-def served(kubernetes: Kubernetes) -> Finding:
-    """Check that the version of TFJobs that the launcher writes is served."""
-    answer = kubernetes.get(f"/apis/{GROUP}/{VERSION}")
-    if answer.is_good:
-        if PLURAL in [each.get("name") for each in answer.tree.get("resources", [])]:
-            return Finding("ok", f"{PLURAL}.{GROUP}/{VERSION} is served")
-        return Finding("fail", f"{GROUP}/{VERSION} is served without {PLURAL}", OPERATOR)
-    if not answer.is_missing:
-        return unexpected(
-            answer, f"{GROUP}/{VERSION}", f"kubectl api-resources --api-group {GROUP}"
-        )
-    others = kubernetes.get(f"/apis/{GROUP}").tree.get("versions", [])
-    versions = ", ".join(each.get("version", "") for each in others)
-    message = f"{PLURAL}.{GROUP}/{VERSION} is not served: the training operator is not installed"
-    if versions:
-        message = f"{PLURAL}.{GROUP}/{VERSION} is not served, only {GROUP}/{versions}"
-    return Finding("fail", message, OPERATOR)

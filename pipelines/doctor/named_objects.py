@@ -13,6 +13,7 @@ from urllib.parse import quote
 from components.image import IMAGE
 from components.kubernetes.api.rbac import TRAINER, granting
 from components.kubernetes.names import Tree
+from pipelines.doctor.engines import PlannedJob
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
@@ -38,14 +39,12 @@ class Named:
     key: str = ""
 
 
-def named(manifest: Tree) -> frozenset[Named]:
+def named(job: PlannedJob) -> frozenset[Named]:
     """Return all that the pods of a job, and its group of pods, name."""
-    found = set()
-    policy = manifest["spec"]["runPolicy"].get("schedulingPolicy", {})
-    if "priorityClass" in policy:
-        found.add(Named(CLASSES, policy["priorityClass"]))
-    for replica in manifest["spec"]["tfReplicaSpecs"].values():
-        found.update(_of_pod(replica["template"]["spec"]))
+    classes = job.examined.priority_classes(job.tree)
+    found = {Named(CLASSES, each) for each in classes}
+    for role in job.roles:
+        found.update(_of_pod(role.template["spec"]))
     return frozenset(found)
 
 
@@ -159,10 +158,9 @@ _BUILD = "docker build --tag HOST/NAME:TAG . && docker push HOST/NAME:TAG"
 _GIVE = "flotilla doctor --image HOST/NAME:TAG"
 
 
-def image_names(manifest: Tree) -> set[str]:
+def image_names(job: PlannedJob) -> set[str]:
     """Return the images of all roles of a job; an empty one where a role names none."""
-    replicas = manifest["spec"]["tfReplicaSpecs"].values()
-    return {each["template"]["spec"]["containers"][0].get("image", "") for each in replicas}
+    return {each.template["spec"]["containers"][0].get("image", "") for each in job.roles}
 
 
 def judge_images(images: Iterable[str]) -> Finding:

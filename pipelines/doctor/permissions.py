@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import quote
 
+from components.kubernetes.api.kinds import JobKind
 from components.kubernetes.api.rbac import (
     FILE,
     LAUNCHER,
@@ -21,7 +22,6 @@ from components.kubernetes.api.rbac import (
     needed,
 )
 from components.kubernetes.names import Tree
-from components.tfjob.manifest import KIND
 from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Answer, Kubernetes, unexpected
 from trainer.errors import ConfigError
@@ -40,10 +40,10 @@ class Account:
         return f"system:serviceaccount:{self.namespace}:{self.name}"
 
 
-def of_this_user(kubernetes: Kubernetes) -> Finding:
+def of_this_user(kubernetes: Kubernetes, kind: JobKind) -> Finding:
     """Check that the caller may launch a job."""
     user = _name_of_this_user(kubernetes)
-    answers = _reviews(kubernetes, "SelfSubjectAccessReview", {}, needed(LAUNCHER, KIND))
+    answers = _reviews(kubernetes, "SelfSubjectAccessReview", {}, needed(LAUNCHER, kind))
     if isinstance(answers, Answer):
         message = f"the API does not return what {user or 'this user'} may do ({answers.words})"
         return Finding(
@@ -52,15 +52,15 @@ def of_this_user(kubernetes: Kubernetes) -> Finding:
     return _judged(kubernetes, user, LAUNCHER, answers)
 
 
-def of_account(kubernetes: Kubernetes, account: Account, role: str) -> Finding:
+def of_account(kubernetes: Kubernetes, account: Account, role: str, kind: JobKind) -> Finding:
     """Check that a service account has what a role of deploy/base/rbac.yaml grants."""
     groups = ["system:serviceaccounts", f"system:serviceaccounts:{account.namespace}"]
     subject = {"user": account.user, "groups": [*groups, "system:authenticated"]}
-    answers = _reviews(kubernetes, "SubjectAccessReview", subject, needed(role, KIND))
+    answers = _reviews(kubernetes, "SubjectAccessReview", subject, needed(role, kind))
     if isinstance(answers, Answer):
         message = f"may not check what {account.user} may do ({answers.words})"
         where = f"--namespace {kubernetes.namespace} --as {account.user}"
-        show = f"kubectl auth can-i {needed(role, KIND)[0]} {where}"
+        show = f"kubectl auth can-i {needed(role, kind)[0]} {where}"
         return Finding("warn", f"{message}; check each one", show)
     return _judged(kubernetes, account.user, role, answers)
 

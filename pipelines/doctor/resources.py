@@ -1,6 +1,6 @@
 """Whether the quotas of the namespace have room for all pods of the job at once.
 
-What the pods of a TFJob ask for, role by role, from its manifest.
+What the pods of a job ask for, role by role, from its manifest.
 
 Whether the nodes have the GPUs that the job requests, under the name of its request.
 """
@@ -16,8 +16,9 @@ from decimal import Decimal
 from kubernetes.utils.quantity import parse_quantity
 
 from components.kubernetes.names import Tree
+from pipelines.doctor.engines import PlannedJob
 from pipelines.doctor.examination import Finding
-from pipelines.doctor.kubernetes_api import GROUP, PLURAL, Kubernetes, unexpected
+from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 
 Amounts = Mapping[str, Decimal]
 
@@ -33,20 +34,20 @@ class Role:
     pod: Tree
 
 
-def roles(manifest: Tree, limit_ranges: Iterable[Tree] = ()) -> list[Role]:
-    """Return the roles of a TFJob, with what the LimitRanges of a namespace add to their pods."""
+def roles(job: PlannedJob, limit_ranges: Iterable[Tree] = ()) -> list[Role]:
+    """Return the roles of a job, with what the LimitRanges of a namespace add to their pods."""
     default_requests, default_limits = _defaults(limit_ranges)
     found = []
-    for name, replica in manifest["spec"]["tfReplicaSpecs"].items():
-        pod = replica["template"]["spec"]
+    for each in job.roles:
+        pod = each.template["spec"]
         resources = pod["containers"][0].get("resources", {})
         limits = resources.get("limits", {})
         # A limit without a request requests as much.
         requests = {**default_requests, **limits, **resources.get("requests", {})}
         found.append(
             Role(
-                name=name,
-                count=replica["replicas"],
+                name=each.name,
+                count=each.count,
                 requests=_amounts(requests),
                 limits=_amounts({**default_limits, **limits}),
                 pod=pod,
@@ -91,7 +92,7 @@ def _amounts(texts: Mapping[str, str]) -> Amounts:
 _DEMANDED = ("cpu", "memory")
 
 
-def room(kubernetes: Kubernetes, manifest: Tree) -> Finding:
+def room(kubernetes: Kubernetes, job: PlannedJob) -> Finding:
     """Check the job against every `ResourceQuota` and what is used of it."""
     where = kubernetes.namespace
     show = f"kubectl describe resourcequotas --namespace {where}"
@@ -100,11 +101,12 @@ def room(kubernetes: Kubernetes, manifest: Tree) -> Finding:
         return unexpected(answer, f"the quotas of {where}", show)
     if not answer.items:
         return Finding("ok", f"{where} has no quota")
-    wanted = roles(manifest, kubernetes.find("limitranges").items)
+    wanted = roles(job, kubernetes.find("limitranges").items)
+    objects = _objects(job)
     scoped = [each["metadata"]["name"] for each in answer.items if _is_scoped(each)]
     plain = [each for each in answer.items if not _is_scoped(each)]
     for quota in plain:
-        if finding := _exceeded(where, quota, wanted) or _refused(quota, wanted):
+        if finding := _exceeded(where, quota, wanted, objects) or _refused(quota, wanted):
             return finding
     if scoped:
         message = f"the quotas {', '.join(scoped)} count some pods only, and were left out"
@@ -117,17 +119,19 @@ def _is_scoped(quota: Tree) -> bool:
     return bool(quota["spec"].get("scopes") or quota["spec"].get("scopeSelector"))
 
 
-def _exceeded(where: str, quota: Tree, wanted: Sequence[Role]) -> Finding | None:
+def _exceeded(
+    where: str, quota: Tree, wanted: Sequence[Role], objects: Mapping[str, int]
+) -> Finding | None:
     name = quota["metadata"]["name"]
     hard, used = _limits(quota), quota.get("status", {}).get("used", {})
-    needed = {key: amount(used.get(key, 0)) + _wanted(key, wanted) for key in hard}
+    asked = {key: _wanted(key, wanted, objects) for key in hard}
+    needed = {key: amount(used.get(key, 0)) + asked[key] for key in hard}
     over = {key: total for key, total in needed.items() if total > amount(hard[key])}
-    own = {key: total for key, total in over.items() if _wanted(key, wanted)}
+    own = {key: total for key, total in over.items() if asked[key]}
     if not own:
         return None
     message = "; ".join(
-        f"{key}: the job requests {written(_wanted(key, wanted))}, {used.get(key, 0)} of "
-        f"{hard[key]} are used"
+        f"{key}: the job requests {written(asked[key])}, {used.get(key, 0)} of {hard[key]} are used"
         for key in own
     )
     patch = json.dumps({"spec": {"hard": {key: written(total) for key, total in own.items()}}})
@@ -158,13 +162,21 @@ def _limits(quota: Tree) -> dict[str, str]:
     return dict(quota.get("status", {}).get("hard") or quota["spec"].get("hard", {}))
 
 
-def _wanted(key: str, wanted: Sequence[Role]) -> Decimal:
+def _objects(job: PlannedJob) -> dict[str, int]:
+    """Return how many objects of each kind the job makes, by the names of quotas."""
+    resource, tasks = job.examined.kind.resource, sum(each.count for each in job.roles)
+    # The lease is the heartbeat of the launcher.
+    made = {"pods": tasks, "leases.coordination.k8s.io": 1, **job.examined.counts(tasks)}
+    made[f"{resource.plural}.{resource.group}"] = 1
+    # Quotas of the oldest kind name these without `count/`.
+    short = {key: made[key] for key in ("pods", "services")}
+    return {**{f"count/{key}": count for key, count in made.items()}, **short}
+
+
+def _wanted(key: str, wanted: Sequence[Role], objects: Mapping[str, int]) -> Decimal:
     """Return how much the job requests of what a quota counts as `key`."""
-    if key in ("pods", "count/pods", "services", "count/services"):
-        # The operator makes a service for every pod.
-        return Decimal(sum(role.count for role in wanted))
-    if key == f"count/{PLURAL}.{GROUP}":
-        return Decimal(1)
+    if key in objects:
+        return Decimal(objects[key])
     limited = key.startswith("limits.")
     resource = key.removeprefix("limits.").removeprefix("requests.")
     return sum(
@@ -185,15 +197,15 @@ _POOLS = (
 )
 
 
-def selected(kubernetes: Kubernetes, manifest: Tree) -> Finding:
+def selected(kubernetes: Kubernetes, job: PlannedJob) -> Finding:
     """Check that nodes have the labels that the pods ask for, and no taint that keeps them off."""
     answer = kubernetes.get("/api/v1/nodes")
-    labels = ",".join(sorted({key for role in roles(manifest) for key in _selector(role)}))
+    labels = ",".join(sorted({key for role in roles(job) for key in _selector(role)}))
     show = f"kubectl get nodes --label-columns {labels}"
     if not answer.is_good:
         return unexpected(answer, "the nodes", show)
     nodes = answer.items
-    for role in roles(manifest):
+    for role in roles(job):
         asked = ", ".join(f"{key}={value}" for key, value in _selector(role).items())
         if not asked or any(_takes(node, role) for node in nodes):
             continue
@@ -231,14 +243,14 @@ def _others(nodes: Iterable[Tree], role: Role) -> str:
     return f" (but {', '.join(sorted(seen))})" if seen else ""
 
 
-def devices(manifest: Tree) -> list[str]:
+def devices(job: PlannedJob) -> list[str]:
     """Return the resources of the job that only some nodes have, such as GPUs."""
-    return sorted({name for role in roles(manifest) for name in role.limits if "/" in name})
+    return sorted({name for role in roles(job) for name in role.limits if "/" in name})
 
 
-def present(kubernetes: Kubernetes, manifest: Tree, resource: str) -> Finding:
+def present(kubernetes: Kubernetes, job: PlannedJob, resource: str) -> Finding:
     """Check that nodes that take the pods offer enough of a resource; what is in use counts too."""
-    wanted = [each for each in roles(manifest) if each.limits.get(resource)]
+    wanted = [each for each in roles(job) if each.limits.get(resource)]
     path = ".status.allocatable." + resource.replace(".", "\\.")
     show = f"kubectl get nodes --output 'custom-columns=NAME:.metadata.name,HAS:{path}'"
     answer = kubernetes.get("/api/v1/nodes")

@@ -31,11 +31,13 @@ class Part:
 KFP = Part(name="Kubeflow Pipelines", oldest="2.17", seen=("2.17.0",))
 ARGO = Part(name="Argo Workflows", seen=("4.0.5",))
 OPERATOR = Part(name="training operator", oldest="1.9", seen=("1.9.3", "1.9.4"))
+# Before 0.9 its pods do not say to which JobSet they belong: they lack the label of its uid.
+JOBSET = Part(name="JobSet", oldest="0.9", seen=("0.12.0",))
 KUBERNETES = Part(name="Kubernetes", seen=("1.33",))
 KUBECTL = Part(name="kubectl", oldest="1.27", seen=("1.32",))
 PYTHON = Part(name="Python", oldest="3.11", seen=("3.11",))
 TENSORFLOW = Part(name="TensorFlow", oldest="2.21", seen=("2.21.0",))
-PARTS = (KFP, ARGO, OPERATOR, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
+PARTS = (KFP, ARGO, OPERATOR, JOBSET, KUBERNETES, KUBECTL, PYTHON, TENSORFLOW)
 
 
 def judged(part: Part, version: str, message: str, show: str = "") -> Finding:

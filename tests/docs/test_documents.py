@@ -9,7 +9,7 @@ import re
 import pytest
 import yaml
 
-from components.tfjob.manifest import document as manifest
+from components.launchers import document_of
 from pipelines.compile import compile_pipeline
 from tests.conftest import ROOT
 from tests.docs.claims import missing_path, wrong_command, wrong_key
@@ -49,8 +49,10 @@ def test_every_snippet_of_a_configuration_is_valid(document):
     for block in document.of("yaml"):
         tree = yaml.load(block.text, yaml.CSafeLoader)
         if "apiVersion" not in tree:
-            # As far as what its TFJob would be.
-            assert manifest(parse_config(tree))["kind"] == "TFJob"
+            # As far as what its job would be: it is refused where the engine lacks a setting.
+            config = parse_config(tree)
+            kind = "JobSet" if config.cluster.launcher == "jobset" else "TFJob"
+            assert document_of(config)["kind"] == kind
 
 
 @NAMED

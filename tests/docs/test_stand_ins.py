@@ -11,10 +11,14 @@ TESTS = Path(__file__).parents[1]
 
 
 def rows_of(folder):
-    """Return the cells of each row of the table, without its head."""
+    """Return the cells of each row of the tables, without their heads."""
     lines = (TESTS / folder / "README.md").read_text(encoding="utf-8").splitlines()
-    table = [line for line in lines if line.startswith("| ")]
-    return [re.split(r"(?<!\\)\|", line.strip("| ")) for line in table[1:]]
+    rows = [
+        line
+        for line, after in zip(lines, [*lines[1:], ""], strict=True)
+        if line.startswith("| ") and not after.startswith("|---")
+    ]
+    return [re.split(r"(?<!\\)\|", line.strip("| ")) for line in rows]
 
 
 @pytest.mark.parametrize("folder", FOLDERS)

@@ -1,56 +1,72 @@
-"""Three typical TFJobs as files: a change of one is seen before it is kept."""
+"""Typical jobs of each engine as files: a change of one is seen before it is kept."""
 
 import pytest
 import yaml
 
-from components.tfjob.manifest import document
+from components.launchers import document_of
 from trainer.config.load import parse_config
 
-SPOT = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+TAINT = {"key": "cloud.google.com/gke-spot", "operator": "Equal", "value": "true"}
+
+
+def with_job(cluster, job):
+    """Return settings of a cluster with those of its job."""
+    return {**cluster, "kubernetes": {**cluster["kubernetes"], "job": job}}
+
+
+CPU = {
+    "training": {"steps": 100},
+    "cluster": {"workers": 1, "kubernetes": {"pod": {"resources": {"limits": {"cpu": 1}}}}},
+}
+GPU = {
+    "parameter_servers": 2,
+    "workers": 4,
+    "gpus_per_worker": 1,
+    "kubernetes": {
+        "pod": {"image": "flotilla-python:gpu", "resources": {"requests": {"cpu": 2}}},
+        "worker": {
+            "shared_memory": "2Gi",
+            "resources": {"requests": {"cpu": 8, "memory": "32Gi"}},
+        },
+    },
+}
+SPOT = {
+    "workers": 8,
+    "max_restarts": 100,
+    "kubernetes": {
+        "pod": {
+            "service_account": "flotilla-trainer",
+            "secret_env": {
+                "AWS_ACCESS_KEY_ID": "mlpipeline-minio-artifact/accesskey",
+                "AWS_SECRET_ACCESS_KEY": "mlpipeline-minio-artifact/secretkey",
+            },
+        },
+        "worker": {
+            "node_selector": {"cloud.google.com/gke-spot": "true"},
+            "tolerations": [{**TAINT, "effect": "NoSchedule"}],
+            "grace_seconds": 25,
+        },
+    },
+}
+JOBSET = {"launcher": "jobset"}
 CASES = {
-    "cpu": {
-        "training": {"steps": 100},
-        "cluster": {"workers": 1, "kubernetes": {"pod": {"resources": {"limits": {"cpu": 1}}}}},
+    "manifest-cpu": CPU,
+    "manifest-gpu-gang": {
+        "cluster": with_job(GPU, {"scheduling": {"gang": True, "queue": "gpus"}})
     },
-    "gpu-gang": {
-        "cluster": {
-            "parameter_servers": 2,
-            "workers": 4,
-            "gpus_per_worker": 1,
-            "kubernetes": {
-                "job": {"scheduling": {"gang": True, "queue": "gpus"}},
-                "pod": {"image": "flotilla-python:gpu", "resources": {"requests": {"cpu": 2}}},
-                "worker": {
-                    "shared_memory": "2Gi",
-                    "resources": {"requests": {"cpu": 8, "memory": "32Gi"}},
-                },
-            },
-        }
+    "manifest-spot": {"cluster": SPOT},
+    "jobset-cpu": {**CPU, "cluster": {**CPU["cluster"], **JOBSET, "evaluator": True}},
+    # Kueue admits all pods or none.
+    "jobset-gpu-kueue": {
+        "cluster": {**with_job(GPU, {"queue_name": "gpus", "suspend": True}), **JOBSET}
     },
-    "spot": {
-        "cluster": {
-            "workers": 8,
-            "max_restarts": 100,
-            "kubernetes": {
-                "pod": {
-                    "service_account": "flotilla-trainer",
-                    "secret_env": {
-                        "AWS_ACCESS_KEY_ID": "mlpipeline-minio-artifact/accesskey",
-                        "AWS_SECRET_ACCESS_KEY": "mlpipeline-minio-artifact/secretkey",
-                    },
-                },
-                "worker": {
-                    "node_selector": {"cloud.google.com/gke-spot": "true"},
-                    "tolerations": [{**SPOT, "effect": "NoSchedule"}],
-                    "grace_seconds": 25,
-                },
-            },
-        }
-    },
+    "jobset-spot": {"cluster": {**SPOT, **JOBSET}},
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_manifest_is_the_golden_file(golden, name):
-    text = yaml.safe_dump(document(parse_config(CASES[name])), sort_keys=False, allow_unicode=True)
-    golden(f"manifest-{name}.yaml", text)
+    text = yaml.safe_dump(
+        document_of(parse_config(CASES[name])), sort_keys=False, allow_unicode=True
+    )
+    golden(f"{name}.yaml", text)

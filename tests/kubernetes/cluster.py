@@ -184,9 +184,13 @@ class Cluster:
 
     def wait_followed(self, task: str, times: int = 1) -> None:
         """Wait until a client has read the log of a task so many times."""
-        self.store.wait(
-            lambda: sum(f"{task}/log" in each for each in self.server.requests) >= times
-        )
+
+        def read() -> int:
+            pods = {pod["metadata"]["name"] for pod in self.pods_of(task)}
+            asked = (each.partition("/log?")[0] for each in self.server.requests if "/log?" in each)
+            return sum(path.endswith(task) or path.rpartition("/")[2] in pods for path in asked)
+
+        self.store.wait(lambda: read() >= times)
 
     def wait_renewed(self, but: str = "") -> str:
         """Wait for a heartbeat that is renewed, another one than `but`, and return it."""

@@ -256,6 +256,12 @@ def start_failure(pod: Tree) -> str:
     return reason if reason in _START_FAILURES else ""
 
 
+def is_older(pod: Tree, other: Tree) -> bool:
+    """Return whether a pod was made before another one, in whole seconds."""
+    made, then = (str(each["metadata"].get("creationTimestamp", "")) for each in (pod, other))
+    return made < then
+
+
 def _age(pod: Tree) -> tuple[bool, str, int]:
     metadata = pod["metadata"]
     created = str(metadata.get("creationTimestamp", ""))
@@ -286,7 +292,7 @@ def _end(pod: Tree, terminated: Tree, count: int) -> TaskEnd:
     requested, code = _deletion_requested(pod), None if evicted else terminated.get("exitCode")
     finished = _time(terminated["finishedAt"]) if terminated.get("finishedAt") else None
     # Times are whole seconds: a task that failed in the same one has failed by itself.
-    failed_before = finished == requested and code is not None and code < _SIGNAL_BASE
+    failed_before = finished == requested and code is not None and 0 < code < _SIGNAL_BASE
     by_deletion = requested and (not finished or finished >= requested) and not failed_before
     return TaskEnd(
         task=task_of(pod),

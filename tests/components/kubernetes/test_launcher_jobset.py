@@ -10,6 +10,7 @@ import pytest
 
 from components import launchers
 from components.kubernetes import names, stop
+from components.kubernetes.api.client import Api, connect
 from components.kubernetes.launcher import delete_jobs
 from components.kubernetes.pods.template import Place
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
@@ -173,6 +174,8 @@ def test_a_restart_that_a_guard_has_made_counts(kube, run_events):
 def test_a_job_that_loses_its_room_waits_without_a_deadline_and_goes_on(kube, run_events):
     attempt = start(kube, max_restarts=0, queueing=1)
     before = uids(kube)
+    for task in before:
+        kube.wait_followed(task)
 
     def suspend(value):
         name = kube.jobset()["metadata"]["name"]
@@ -286,7 +289,7 @@ def test_the_heartbeat_goes_on_with_the_controller_away(kube):
     finish(kube, attempt)
 
 
-def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube, run_events):
+def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube):
     with step(kube, tree_of()) as process:
         kube.run_all()
         kube.wait_renewed()
@@ -299,7 +302,7 @@ def test_a_retry_adopts_the_job_whatever_pods_of_it_have_failed_before(kube, run
     jobs, after = kube.child_jobs(), uids(kube)
     retry = Attempt(job_of(tree_of()))
     kube.wait_followed("chief-0")
-    kube.store.wait(lambda: run_events(Restart) or kube.wait_followed("worker-0") is None)
+    kube.wait_followed("worker-0")
     assert {task: job["metadata"]["uid"] for task, job in kube.child_jobs().items()} == {
         task: job["metadata"]["uid"] for task, job in jobs.items()
     }
@@ -316,7 +319,7 @@ class TestRefused:
         assert "this cluster does not serve JobSets: JobSet, or its CRD jobsets.jobset" in message
 
     def test_a_field_that_an_old_version_does_not_know_is_named(self, kube):
-        kube.install_jobset("v0.2.0", lacks=["ttlSecondsAfterFinished"])
+        kube.install_jobset("v0.2.0", lacks=["spec.ttlSecondsAfterFinished"])
         message = Attempt(job_of(tree_of())).failure()
         assert 'unknown field "spec.ttlSecondsAfterFinished"' in message
         assert "the JobSet of this cluster is too old for this field" in message
@@ -332,7 +335,7 @@ class TestRefused:
         engine = launchers.engine("jobset")
         job = engine.manifest(job_of(tree_of()), Place(namespace=NAMESPACE))
         job["metadata"] |= {"labels": {"team": "a"}, "annotations": {}}
-        kube.store.create("jobsets", NAMESPACE, job)
+        Api(connect(), NAMESPACE).create(engine.kind.resource, job)
         message = Attempt(job_of(tree_of())).failure()
         assert message == (
             f"the JobSet {job['metadata']['name']} is not one of Flotilla, and is left as it is: "
@@ -368,6 +371,11 @@ class TestRefused:
 
 def test_a_job_past_its_deadline_names_the_setting(kube):
     attempt = start(kube, job={"active_deadline_seconds": 1})
+    # The Job fails when its pods have ended: none of them is a loss.
+    kube.store.wait(
+        lambda: all(pod["metadata"].get("deletionTimestamp") for pod in kube.pods().values())
+    )
+    kube.end_deleted()
     message = fail(kube, attempt)
     assert "was not done after 1 s (cluster.kubernetes.job.active_deadline_seconds)" in message
 

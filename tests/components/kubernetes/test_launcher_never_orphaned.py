@@ -116,7 +116,7 @@ def test_the_deletion_of_the_steps_pod_deletes_the_job(kube, monkeypatch):
 
 
 def test_a_job_that_is_deleted_before_its_first_heartbeat_is_said_to_be(kube):
-    kube.faults.add("PATCH .*tfjobs", 404)
+    kube.faults.add("PATCH .*leases", 404)
     message = Attempt(job_of(settings())).failure()
     assert "was deleted by someone else, which ends the run; Retry in the KFP UI" in message
     assert "namespace" not in message

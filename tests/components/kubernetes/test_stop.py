@@ -137,7 +137,8 @@ def test_a_job_that_is_being_stopped_is_not_adopted(kube):
     asked = {"metadata": {"annotations": {names.STOP: job["metadata"]["uid"]}}}
     kube.store.patch("leases", NAMESPACE, job["metadata"]["name"], asked)
     retry = Attempt(job_of(settings()))
-    kube.store.wait(lambda: sum("chief-0" in each for each in kube.server.requests) >= 2)
+    looks = "component%3Dchief"
+    kube.store.wait(lambda: sum(looks in each for each in kube.server.requests) >= 2)
     assert kube.job()["metadata"]["uid"] == job["metadata"]["uid"]
     save(kube)
     kube.store.wait(
@@ -153,7 +154,7 @@ def test_a_job_that_was_adopted_a_moment_ago_is_stopped_and_not_deleted(kube):
     job = running_job(kube)
     earlier = kube.wait_renewed()
     # The launcher that adopts it sees no pods before it is cancelled.
-    kube.faults.add(r"GET .*/pods\?", 503)
+    kube.faults.add(r"GET .*/pods\?(?!.*component)", 503)
     before = len(kube.server.requests)
     with step(kube, settings()) as process:
         kube.wait_renewed(but=earlier)

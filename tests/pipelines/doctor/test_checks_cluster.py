@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from components.kubernetes.api.rbac import LAUNCHER, NEEDED, TRAINER
-from components.kubernetes.names import GROUP
+from components.kubernetes.api.rbac import LAUNCHER, TRAINER, needed
+from components.tfjob.manifest import KIND
+from pipelines.doctor.engines import EXAMINED
 from tests.kubernetes import rbac
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
@@ -65,7 +66,11 @@ def test_nothing_is_changed_in_the_cluster(kube, of_job):
 
 @pytest.mark.parametrize("role", [LAUNCHER, TRAINER])
 def test_the_permissions_are_those_of_the_file(role):
-    asked = {(each.verb, each.group, each.resource) for each in NEEDED[role]}
+    asked = {
+        (each.verb, each.group, each.resource)
+        for examined in EXAMINED.values()
+        for each in needed(role, examined.kind)
+    }
     assert asked == granted(role)
 
 
@@ -78,8 +83,10 @@ def test_what_is_asked_is_what_the_api_authorizes(kube, of_job):
         if spec.get("user") == RUNNER
     }  # fmt: skip
     assert ("get", "pods", "log", "") in asked
-    assert ("create", "tfjobs", "", GROUP) in asked
-    assert len(asked) == len(NEEDED[LAUNCHER])
+    assert ("create", "tfjobs", "", "kubeflow.org") in asked
+    # The tasks have no account of their own.
+    both = {*needed(LAUNCHER, KIND), *needed(TRAINER, KIND)}
+    assert len(asked) == len({(each.verb, each.resource) for each in both})
     groups = {tuple(spec["groups"]) for spec in kube.server.control.reviews if "user" in spec}
     assert groups == {
         ("system:serviceaccounts", f"system:serviceaccounts:{NAMESPACE}", "system:authenticated")
@@ -135,7 +142,7 @@ def test_events_are_not_needed(kube, of_job):
 
 def test_the_tasks_own_account_is_asked_for(kube, of_job):
     name = "flotilla-trainer"
-    kube.server.control.deny(f"system:serviceaccount:{NAMESPACE}:{name}", "get tfjobs")
+    kube.server.control.deny(f"system:serviceaccount:{NAMESPACE}:{name}", "delete tfjobs")
     report = of_job(f"cluster.kubernetes.pod.service_account={name}")
     assert report["permissions of the tasks"]["state"] == "warn"
     assert name in report["permissions of the tasks"]["message"]

@@ -8,7 +8,7 @@ import hypothesis
 import pytest
 from hypothesis import given
 
-from components.tfjob.manifest import document
+from pipelines.doctor.engines import EXAMINED
 from pipelines.doctor.named_objects import named
 from tests.components.kubernetes import settings
 from tests.kubernetes.cluster import NAMESPACE
@@ -157,9 +157,9 @@ def test_who_may_not_look_is_reported_so(of_job, kube):
 @given(settings.configurations)
 def test_of_any_settings_all_that_is_named_is_found(tree):
     config = parse_config(tree)
-    job = document(config)
+    job = EXAMINED["tfjob"].plan(config)
     found = {each.name for each in named(job)}
-    for role in (each.lower() for each in job["spec"]["tfReplicaSpecs"]):
+    for role in (each.name.lower() for each in job.roles):
         pod = config.cluster.kubernetes.of(role)
         said = {*pod.image_pull_secrets, *pod.env_from_secrets, *pod.env_from_config_maps}
         said |= {each.partition("/")[0] for each in pod.secret_env.values()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from components.image import IMAGE
-from components.tfjob.manifest import document
+from pipelines.doctor.engines import EXAMINED
 from pipelines.doctor.named_objects import image_names, judge_images
 from trainer.config.load import parse_config
 
@@ -23,7 +23,9 @@ OURS = "registry.example.com/flotilla:1"
     ],
 )
 def test_images(image, state):
-    tree = document(parse_config({"cluster": {"kubernetes": {"pod": {"image": image}}}}))
+    tree = EXAMINED["tfjob"].plan(
+        parse_config({"cluster": {"kubernetes": {"pod": {"image": image}}}})
+    )
     found = judge_images(image_names(tree))
     assert found.state == state
     assert found.remedy or state == "ok"

@@ -6,7 +6,7 @@ from decimal import Decimal
 
 import pytest
 
-from components.tfjob.manifest import document
+from pipelines.doctor.engines import EXAMINED
 from pipelines.doctor.resources import amount, roles, written
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.load import parse_config
@@ -244,7 +244,9 @@ def test_a_limit_alone_is_a_request_too():
     kubernetes = {"pod": {"resources": limits}, "ps": {"resources": {"requests": {"cpu": 0.1}}}}
     found = {
         each.name: each
-        for each in roles(document(parse_config({"cluster": {"kubernetes": kubernetes}})))
+        for each in roles(
+            EXAMINED["tfjob"].plan(parse_config({"cluster": {"kubernetes": kubernetes}}))
+        )
     }
     assert found["Worker"].requests == {"cpu": Decimal("0.5")}
     assert found["PS"].requests == {"cpu": Decimal("0.1")}

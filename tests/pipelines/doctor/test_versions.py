@@ -7,7 +7,8 @@ import tomllib
 
 import pytest
 
-from pipelines.doctor import kubernetes_api, versions
+from pipelines.doctor import versions
+from pipelines.doctor.engines import EXAMINED
 from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 
@@ -30,8 +31,12 @@ def test_the_packages_are_pinned_to_it():
     assert PROJECT["requires-python"] == f">={versions.PYTHON.oldest}"
 
 
-def test_the_newest_operator_that_was_run_is_the_one_to_install():
-    assert f"?ref=v{versions.OPERATOR.seen[-1]}'" in kubernetes_api.OPERATOR
+@pytest.mark.parametrize(
+    ("launcher", "part"), [("tfjob", versions.OPERATOR), ("jobset", versions.JOBSET)]
+)
+def test_the_newest_controller_that_was_run_is_the_one_to_install(launcher, part):
+    assert EXAMINED[launcher].part is part
+    assert re.search(rf"[/=]v{re.escape(part.seen[-1])}['/]", EXAMINED[launcher].install)
 
 
 @pytest.mark.parametrize(
