@@ -40,7 +40,7 @@ def test_a_tfjob_that_loses_a_pod_is_made_again_in_the_same_step(training, task)
         training.wait(Progress)
         before = training.kube.take_away(task, "EvictionByEvictionAPI")
         training.kube.pod(task, but=before["metadata"]["uid"])
-        training.wait(AttemptBegin, lambda begin: begin.resumed)
+        training.wait(AttemptBegin)
         require_exact_end(training)
 
 
@@ -57,7 +57,7 @@ def test_a_jobset_that_loses_a_pod_gracefully_loses_no_more(training, task):
         assert training.job()["metadata"]["uid"] == job
         assert {each for each in before if before[each] != after[each]} == {task}
         if task != "worker-1":
-            training.wait(AttemptBegin, lambda begin: begin.resumed)
+            training.wait(AttemptBegin)
         require_exact_end(training)
 
 
@@ -69,7 +69,7 @@ def test_a_pod_that_is_killed_is_replaced_and_training_survives(training, task):
         training.wait(Progress)
         training.lose(task)
         if task != "worker-1":
-            training.wait(AttemptBegin, lambda begin: begin.resumed)
+            training.wait(AttemptBegin)
         require_exact_end(training)
 
 
