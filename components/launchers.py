@@ -62,7 +62,7 @@ def choose(job: Job) -> Launcher:
     from components.kubernetes import choice
 
     namespace = job.config.cluster.kubernetes.namespace
-    return choice.launcher([engine(name) for name in ENGINES], namespace)
+    return choice.launcher([engine(name) for name in ENGINES], namespace, job.run_id)
 
 
 def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:

@@ -8,9 +8,11 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
+from components.kubernetes import names
 from components.kubernetes.api.client import Api, RefusedError, connect
 from components.kubernetes.api.retry import refused, with_retry
 from components.kubernetes.engine import Engine
+from components.kubernetes.names import Tree
 from trainer.config.cluster import Launcher
 from trainer.errors import UserError
 
@@ -27,8 +29,10 @@ def is_on_a_cluster() -> bool:
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get("KUBECONFIG"))
 
 
-def launcher(engines: Sequence[Engine], namespace: str) -> Launcher:
+def launcher(engines: Sequence[Engine], namespace: str, run_id: str) -> Launcher:
     """Return the name of the first engine that the cluster serves; `local` without a cluster.
+
+    A retry of the step takes the engine of the job that an earlier attempt has left.
 
     Raises:
         UserError: the API does not answer, or serves none.
@@ -38,27 +42,33 @@ def launcher(engines: Sequence[Engine], namespace: str) -> Launcher:
         return "local"
     connection = connect()
     api = Api(connection, namespace or connection.namespace)
+    served: dict[Engine, list[Tree]] = {}
     for each in engines:
-        if with_retry(partial(is_served, api, each), RETRY_SECONDS, time.sleep):
-            log.info(
-                "cluster.launcher auto: %s, since the cluster serves %ss", each.name, each.kind.kind
-            )
+        jobs = with_retry(partial(_jobs, api, each, run_id), RETRY_SECONDS, time.sleep)
+        if jobs is not None:
+            served[each] = jobs
+    for each, jobs in served.items():
+        if jobs:
+            log.info("cluster.launcher auto: %s, which has a job of this run", each.name)
             return each.name
+    for each in served:
+        log.info("cluster.launcher auto: %s: the cluster serves %ss", each.name, each.kind.kind)
+        return each.name
     kinds = " nor ".join(f"{each.kind.kind}s" for each in engines)
     raise UserError(
         f"cluster.launcher auto: this cluster serves neither {kinds}; {engines[0].kind.remedy}"
     )
 
 
-def is_served(api: Api, engine: Engine) -> bool:
-    """Return whether the cluster serves the jobs of an engine."""
+def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
+    """Return the jobs of a run; None where the cluster does not serve them."""
+    label = f"{names.RUN}={names.label_value(run_id)}"
     try:
-        api.list_of(engine.kind.resource, {"limit": "1"})
+        return api.labelled(engine.kind.resource, label)
     except RefusedError as error:
         if error.is_unserved:
-            return False
+            return None
         if error.is_forbidden:
             # Served, and not for this user: the launcher names what is missing.
-            return True
+            return []
         raise UserError(refused(error, engine.kind)) from None
-    return True

@@ -233,20 +233,8 @@ class _Launch:
 
     def _supervise(self, created: Tree) -> Loss | None:
         """Watch a job until it is gone; return the loss for which it has to be made again."""
-        leader = leading(self._job.config)
         relay = EventRelay(self._deadlines.progressed, self._restarts.progressed)
-
-        def write(task: Task, text: str) -> None:
-            # The log of the step, in which the user looks for the logs of all tasks.
-            sys.stdout.write(f"[{task}] {text}\n")
-            sys.stdout.flush()
-            restart = events.parse(text)
-            if isinstance(restart, events.Restart):
-                self._job_events.put(replace(restart, task=str(task)))
-            elif task == leader:
-                relay.take(text)
-
-        logs = Logs(self._api, write)
+        logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
             self._watch(self._kind.kind, self._kind.resource, by_name),
@@ -289,6 +277,16 @@ class _Launch:
             logs.stop()
             for watch in watches:
                 watch.stopped.set()
+
+    def _write(self, relay: EventRelay, task: Task, text: str) -> None:
+        """Write a line of a task to the log of the step, and take the event that it may be."""
+        sys.stdout.write(f"[{task}] {text}\n")
+        sys.stdout.flush()
+        restart = events.parse(text)
+        if isinstance(restart, events.Restart):
+            self._job_events.put(replace(restart, task=str(task)))
+        elif task == leading(self._job.config):
+            relay.take(text)
 
     def _end(self, supervisor: Supervisor) -> None:
         """Delete the job and wait for its pods: with the step nothing of it is left."""

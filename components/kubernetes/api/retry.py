@@ -35,13 +35,12 @@ def with_retry(
         call: may raise `UnreachableError`; any other exception propagates.
         seconds: how long to retry; 0: without end.
         sleep: waits between two attempts, and may raise to stop them.
-        kind: of the job that is written, which its controller has to judge.
-        silent_seconds: how long that controller may be silent; 0: `seconds`.
+        kind: of the job that is written, which its controller judges.
+        silent_seconds: how long that may be silent; 0: `seconds`.
 
     Raises:
         TransientError: the API, or the controller, did not answer in time.
     """
-    who = kind.controller if kind else "controller"
     backoff = tenacity.wait_random_exponential(multiplier=0.5, max=MAX_BACKOFF_SECONDS)
 
     def stop(state: tenacity.RetryCallState) -> bool:
@@ -56,8 +55,8 @@ def with_retry(
     def warn(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
         silent = isinstance(error, SilentControllerError)
-        what = f"{who} does not answer" if silent else "Kubernetes API is unreachable"
-        log.warning("the %s, retrying: %s", what, error)
+        what = "the controller does not answer" if silent else "the Kubernetes API is unreachable"
+        log.warning("%s, retrying: %s", what, error)
 
     retrying = tenacity.Retrying(
         retry=tenacity.retry_if_exception_type(UnreachableError),
@@ -70,8 +69,9 @@ def with_retry(
     try:
         return retrying(call)
     except SilentControllerError as error:
-        text = silent_controller(kind, silent_seconds or seconds, str(error))
-        raise TransientError(text) from None
+        raise TransientError(
+            silent_controller(kind, silent_seconds or seconds, str(error))
+        ) from None
     except UnreachableError as error:
         raise TransientError(unreachable(seconds, str(error))) from None
 

@@ -1,13 +1,7 @@
-"""The end of a job before its time, so that the chief can save what the servers hold.
+"""The shutdown connection: servers end after the leading task, which saves what they hold.
 
-A stop. The names of a job's pods vanish as soon as the job is deleted, and TensorFlow finds nobody
-behind a channel that it first opens then: after the restart of a worker or a server, the channels
-of the last checkpoint. So a cancelled job is not deleted first. It gets an annotation (`Stop`), by
-which the guard of the leading task ends training; the job is deleted when that task has ended, by
-its guard and by who asked for the stop. Where no guard answers, the job is deleted at once.
-
-The shutdown connection. When a job is deleted, Kubernetes sends SIGTERM to all of its pods at the
-same time. The guard of the leading task accepts a connection from the guard of every server. One
+When a job is suspended or deleted, Kubernetes sends SIGTERM to all of its pods at the same time.
+The guard of the leading task accepts a connection from the guard of every server. One
 byte on it announces that the leader is shutting down, and its end says that the leader has ended. A
 server that receives SIGTERM keeps serving in between. Without a connection it ends at once, and the
 last checkpoint is the one that was published before.
@@ -15,23 +9,13 @@ last checkpoint is the one that was published before.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
 import time
 from collections import Counter
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
-# The client is slow to import, and the guard of a server does without.
-if TYPE_CHECKING:
-    pass
-
-log = logging.getLogger(__name__)
-# How long the guard may take to answer the request of a stop, and how often its end is looked for.
-ANSWER_SECONDS = 8.0
-POLL_SECONDS = 0.5
 _PORT_VARIABLE = "FLOTILLA_GUARD_PORT"
 # The guard itself refuses one that is no number.
 _named_port = os.environ.get(_PORT_VARIABLE, "")

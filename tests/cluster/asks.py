@@ -1,0 +1,38 @@
+"""Asks a TensorFlow server for its devices: `python -m tests.cluster.asks TARGET`.
+
+Once at the start and once for each line of its input, on one channel, as a chief does. It asks
+again until there is an answer, and says how many devices there are.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import tensorflow as tf
+
+from tests.cluster.lead import say
+from trainer.cluster import rejoin, signals
+
+
+def main() -> None:
+    """Ask until there are no more lines."""
+    signals.end_with_parent()
+    rejoin.find_soon()
+    session = tf.compat.v1.Session(sys.argv[1])
+    say(devices=_devices(session))
+    for _ in sys.stdin:
+        say(devices=_devices(session))
+
+
+def _devices(session: tf.compat.v1.Session) -> int:
+    while True:
+        try:
+            return len(session.list_devices())
+        except tf.errors.UnavailableError:
+            # Errors come at once, and nothing tells when the channel tries again.
+            time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""A cluster whose tasks are pods: a network namespace each, with an address that a restart changes.
+
+    with pods(tmp_path, dataset, config, {"ps": 1, "worker": 2, "chief": 1}) as cluster:
+        cluster.lose(Task(role="worker", index=0))
+
+Names are resolved as in Kubernetes: every pod asks a name server, which answers with the address of
+the newest pod of that name: that of a lost one until there is another. A pod that is lost takes its
+address with it: nothing answers there any more, also not that nothing is there. Needs root, Linux.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainer import events, storage
+from trainer.cluster import signals
+from trainer.config.load import parse_config
+from trainer.errors import BEGIN_AGAIN
+from trainer.events import Event
+from trainer.topology import Cluster, Task
+
+DOMAIN, PORT = "fleet.test", 2222
+# Of the block for the documentation of benchmarks (RFC 2544), which no real network uses.
+NETWORK, ROUTER = "198.18.{}.{}", "198.18.0.1"
+PREFIX = f"fl{os.getpid()}"
+# A new pod is there after so long, seen on Kubernetes.
+BACK_SECONDS = 1.0
+CLOSING_SECONDS = 0.3
+# As `components.kubernetes` does, before a chief that has lost its cluster begins again.
+PAUSE_SECONDS = 2.0
+CHIEF = Task(role="chief", index=0)
+_QUERY_A, _NO_SUCH_NAME = 1, 3
+Kind = TypeVar("Kind", bound=Event)
+
+
+def why_not() -> str:
+    """Say why there can be no network namespaces here; nothing where they can be."""
+    if sys.platform != "linux" or os.geteuid() != 0 or not shutil.which("ip"):
+        return "network namespaces need Linux, root and iproute2"
+    name = f"{PREFIX}try"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+    return made.stderr.strip()
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+class NameServer:
+    """Answers queries for the addresses that `names` has at that moment."""
+
+    def __init__(self, address: str) -> None:
+        self.names: dict[str, str] = {}
+        self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        try:
+            self._socket.bind((address, 53))
+        except OSError:
+            self._socket.close()
+            raise
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        """Answer no more."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _serve(self) -> None:
+        with suppress(OSError):
+            while True:
+                query, sender = self._socket.recvfrom(512)
+                if query:
+                    self._socket.sendto(self._answer(query), sender)
+
+    def _answer(self, query: bytes) -> bytes:
+        """Return a response with an address, with none, or with no such name (RFC 1035)."""
+        labels, at = [], 12
+        while length := query[at]:
+            labels.append(query[at + 1 : at + 1 + length].decode().lower())
+            at += length + 1
+        kind = struct.unpack_from(">H", query, at + 1)[0]
+        found = self.names.get(".".join(labels))
+        records = [found] if found and kind == _QUERY_A else []
+        code = 0 if found else _NO_SUCH_NAME
+        head = query[:2] + struct.pack(">5H", 0x8580 | code, 1, len(records), 0, 0)
+        body = [struct.pack(">HHHIH", 0xC00C, 1, 1, 0, 4) + socket.inet_aton(a) for a in records]
+        return head + query[12 : at + 5] + b"".join(body)
+
+
+@dataclass
+class Pod:
+    """A namespace, its address, and the process in it."""
+
+    namespace: str
+    address: str
+    process: subprocess.Popen[bytes]
+
+
+@dataclass
+class Pods:
+    """The tasks of one run; what the chief emits comes with the time at which it was read.
+
+    Attributes:
+        lag: seconds from the start of a new pod until its name has its address, as where a name
+            server answers from a cache.
+        seen: what the chief has emitted, each with the time at which it was read.
+        lost: when the chief ended as it had lost its cluster.
+    """
+
+    folder: Path
+    dataset: str
+    cluster: Cluster
+    server: NameServer
+    environment: Mapping[str, str]
+    lag: float
+    pods: dict[Task, Pod] = field(default_factory=dict)
+    seen: list[tuple[float, Event]] = field(default_factory=list)
+    lost: list[float] = field(default_factory=list)
+    _made: int = 1
+    _ended: bool = False
+    _is_over: bool = False
+    _starting: threading.Lock = field(default_factory=threading.Lock)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    @property
+    def checkpoints(self) -> str:
+        """Where the checkpoints are."""
+        return storage.uri_of(self.folder / "checkpoints")
+
+    def start(self, task: Task) -> None:
+        """Start the pod of a task, at an address that no pod had before."""
+        with self._starting:
+            if not self._is_over:
+                self._start(task)
+
+    def _start(self, task: Task) -> None:
+        self._made += 1
+        address = NETWORK.format(self._made // 250, self._made % 250 + 2)
+        namespace = f"{PREFIX}n{self._made}"
+        _ip("netns", "add", namespace)
+        outer, inner = f"{PREFIX}v{self._made}", f"{PREFIX}w{self._made}"
+        _ip("link", "add", outer, "type", "veth", "peer", "name", inner, "netns", namespace)
+        _ip("link", "set", outer, "master", PREFIX, "up")
+        for words in (f"addr add {address}/15 dev {inner}", f"link set {inner} up"):
+            _ip("-n", namespace, *words.split())
+        _ip("-n", namespace, "link", "set", "lo", "up")
+        settings = Path("/etc/netns") / namespace
+        settings.mkdir(parents=True)
+        (settings / "resolv.conf").write_text(f"nameserver {ROUTER}\n", encoding="utf-8")
+        self.pods[task] = Pod(namespace, address, self._process(task, namespace))
+        name = self.cluster.address(task).rpartition(":")[0]
+        lag = self.lag if name in self.server.names else 0.0
+        _later(lag, lambda: self.server.names.update({name: address}))
+
+    def lose(self, task: Task) -> float:
+        """Take the pod of a task away, and start a new one after a while; return when it went."""
+        pod = self.pods.pop(task)
+        pod.process.kill()
+        pod.process.wait()
+        gone = time.monotonic()
+        # The kernel closes its connections first, as a kubelet stops containers before it takes
+        # their network away: peers notice at once.
+        time.sleep(CLOSING_SECONDS)
+        _remove(pod)
+        _later(BACK_SECONDS, lambda: self.start(task))
+        return gone
+
+    def wait_for(self, wanted: Callable[[Event], bool], after: float = 0.0) -> tuple[float, Event]:
+        """Wait until the chief has emitted an event after a time; return it with its own."""
+
+        def found() -> tuple[float, Event] | None:
+            return next((each for each in self.seen if each[0] > after and wanted(each[1])), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: found() or self._ended)
+            if event := found():
+                return event
+        raise AssertionError(self.log(CHIEF)[-3000:])
+
+    def end(self) -> None:
+        """Remove all pods; none comes back."""
+        with self._starting:
+            self._is_over = True
+        for pod in self.pods.values():
+            _remove(pod)
+
+    def log(self, task: Task) -> str:
+        """Return what a task has said."""
+        return (self.folder / f"{task}.log").read_text(encoding="utf-8")
+
+    def supervise(self) -> int:
+        """Start the chief again whenever it has lost its cluster; return its exit code."""
+        while True:
+            pod = self.pods.get(CHIEF)
+            code = pod.process.wait() if pod else None
+            if self.pods.get(CHIEF) is not pod or pod is None:
+                time.sleep(0.1)
+                continue
+            if code != BEGIN_AGAIN:
+                with self._changed:
+                    self._ended = True
+                    self._changed.notify_all()
+                return code or 0
+            self.lost.append(time.monotonic())
+            time.sleep(PAUSE_SECONDS)
+            pod.process = self._process(CHIEF, pod.namespace)
+
+    def read_events(self, pipe: Path) -> None:
+        """Read what the chief emits, for ever."""
+        # Open for writing too: chiefs come and go.
+        with os.fdopen(os.open(pipe, os.O_RDWR), encoding="utf-8") as lines:
+            for line in lines:
+                if event := events.parse(line):
+                    with self._changed:
+                        self.seen.append((time.monotonic(), event))
+                        self._changed.notify_all()
+
+    def _process(self, task: Task, namespace: str) -> subprocess.Popen[bytes]:
+        settings = {
+            **os.environ,
+            **signals.parent_environment(),
+            "GRPC_FAIL_FAST": "use_caller",
+            "TF_CPP_MIN_LOG_LEVEL": "2",
+            "TF_CONFIG": self.cluster.tf_config(task),
+            **({} if task == CHIEF else {"TF_USE_LEGACY_KERAS": "1"}),
+            **self.environment,
+        }
+        uris = ["--dataset", self.dataset, "--checkpoints", self.checkpoints]
+        stage = ["--config", str(self.folder / "config.json"), "--workdir"]
+        inside = ["ip", "netns", "exec", namespace, sys.executable]
+        with (self.folder / f"{task}.log").open("ab") as log:
+            return subprocess.Popen(
+                [*inside, "-m", "trainer", "task", *stage, str(self.folder / str(task)), *uris],
+                env=settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+
+def _later(seconds: float, act: Callable[[], object]) -> None:
+    timer = threading.Timer(seconds, act)
+    timer.daemon = True
+    timer.start()
+
+
+def _remove(pod: Pod) -> None:
+    pod.process.kill()
+    pod.process.wait()
+    _ip("netns", "del", pod.namespace)
+    shutil.rmtree(Path("/etc/netns") / pod.namespace, ignore_errors=True)
+
+
+@contextmanager
+def pods(  # noqa: PLR0913
+    folder: Path,
+    dataset: str,
+    config: Mapping[str, Any],
+    roles: Mapping[str, int],
+    *,
+    environment: Mapping[str, str] | None = None,
+    lag: float = 0.0,
+) -> Iterator[Pods]:
+    """Start a pod for each task, with further variables; remove all that is left in the end."""
+    addresses = {
+        role: tuple(f"run-{role}-{index}.{DOMAIN}:{PORT}" for index in range(count))
+        for role, count in roles.items()
+    }
+    pipe = folder / "events"
+    os.mkfifo(pipe)
+    (folder / "config.json").write_text(parse_config(config).model_dump_json(), encoding="utf-8")
+    with ExitStack() as stack:
+        # With an address of its own: otherwise it changes with the pods, and peers lose it.
+        _ip("link", "add", PREFIX, "address", "02:00:00:00:00:01", "type", "bridge")
+        stack.callback(_ip, "link", "del", PREFIX)
+        _ip("addr", "add", f"{ROUTER}/15", "dev", PREFIX)
+        _ip("link", "set", PREFIX, "up")
+        server = NameServer(ROUTER)
+        stack.callback(server.close)
+        variables = {**(environment or {}), events.VARIABLE: str(pipe)}
+        found = Pods(folder, dataset, Cluster(addresses=addresses), server, variables, lag)
+        stack.callback(found.end)
+        threading.Thread(target=found.read_events, args=(pipe,), daemon=True).start()
+        for role, count in roles.items():
+            for index in range(count):
+                found.start(Task(role=role, index=index))
+        threading.Thread(target=found.supervise, daemon=True).start()
+        yield found

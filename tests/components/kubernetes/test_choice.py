@@ -1,0 +1,62 @@
+"""What `cluster.launcher: auto` is, by what the cluster has."""
+
+from __future__ import annotations
+
+import pytest
+
+from components import launchers
+from components.kubernetes.pods.template import Place
+from tests.components.kubernetes.attempts import job_of, settings
+from tests.kubernetes.cluster import NAMESPACE
+from tests.kubernetes.control import USER
+from trainer.errors import UserError
+
+
+@pytest.fixture
+def job():
+    tree = settings()
+    tree["cluster"]["launcher"] = "auto"
+    return job_of(tree)
+
+
+def test_without_a_cluster_it_is_this_machine(monkeypatch, job):
+    for name in ("KUBECONFIG", "KUBERNETES_SERVICE_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    assert launchers.choose(job) == "local"
+
+
+def test_it_is_the_jobset_where_the_cluster_serves_both(kube, job):
+    assert launchers.choose(job) == "tfjob"
+    kube.install_jobset()
+    assert launchers.choose(job) == "jobset"
+
+
+def test_a_retry_takes_the_engine_of_the_job_that_is_left(kube, job):
+    tfjob = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
+    kube.store.create("tfjobs", NAMESPACE, tfjob)
+    kube.install_jobset()
+    assert launchers.choose(job) == "tfjob"
+
+
+def test_one_that_this_user_may_not_use_is_named_by_the_launcher(kube, job):
+    kube.install_jobset()
+    kube.server.control.deny(USER, "list jobsets", "create jobsets")
+    assert launchers.choose(job) == "jobset"
+    with pytest.raises(UserError, match="create jobsets"):
+        launchers.launch(job)
+
+
+def test_where_neither_is_served_the_remedy_is_named(kube, job):
+    kube.server.control.kinds.clear()
+    with pytest.raises(UserError, match="neither JobSets nor TFJobs; this cluster does not serve"):
+        launchers.choose(job)
+
+
+def test_the_exit_step_ends_what_is_left_of_either(kube, job):
+    kube.install_jobset()
+    for name in launchers.ENGINES:
+        engine = launchers.engine(name)
+        tree = engine.manifest(job, Place(namespace=NAMESPACE))
+        kube.store.create(engine.kind.resource.plural, NAMESPACE, tree)
+    launchers.end("auto", "{}", "run-1")
+    kube.wait_until_deleted()

@@ -1,0 +1,33 @@
+"""A task that comes back at another address is found there within seconds.
+
+On Kubernetes the pod of a lost task gets a new address under its old name. A channel of gRPC that
+cannot connect resolves its name again, but at most every 30 s, and waits 20 s for an address at
+which nobody answers any more. Every channel that TensorFlow opens, between all tasks, takes its
+settings from a variable. See `docs/decisions/0070-names-are-resolved-again-soon.md`.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Read by TensorFlow once, when a process opens its first channel: NAME=NUMBER,NAME=NUMBER.
+VARIABLE = "TF_GRPC_DEFAULT_OPTIONS"
+OPTIONS = {
+    # As often as TensorFlow's channels try to connect.
+    "grpc.dns_min_time_between_resolutions_ms": 1000,
+    # How long gRPC waits for a connection, whatever its name says. Within it two lost packets of
+    # TCP are sent again, and a task that starts does not serve before it is over.
+    "grpc.min_reconnect_backoff_ms": 5000,
+}
+
+
+def find_soon() -> None:
+    """Have the channels of this process find a task soon at its new address.
+
+    To be called before TensorFlow connects to a task. Options that the environment sets stay as
+    they are. A loopback address, as in a local cluster, is never resolved.
+    """
+    given = [each for each in os.environ.get(VARIABLE, "").split(",") if each]
+    names = {each.partition("=")[0].strip() for each in given}
+    added = [f"{name}={value}" for name, value in OPTIONS.items() if name not in names]
+    os.environ[VARIABLE] = ",".join([*given, *added])
