@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from components.kubernetes import names
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
@@ -108,7 +109,8 @@ class Stop:
 class SuspendingStop(Stop):
     """The stop of a job by its suspension: its tasks get their signal, and their names stay.
 
-    A controller that is away lets nobody suspend a job; then the guard is asked.
+    The guard is asked as well: it deletes the job, where the launcher is killed before it can. A
+    controller that is away lets nobody suspend a job; then it is the guard alone.
     """
 
     def __init__(self, kind: JobKind, job: Tree, leader: Task, template: Tree) -> None:
@@ -124,6 +126,9 @@ class SuspendingStop(Stop):
             api.patch(self.kind.resource, self.name, patch, quick=True)
             self._is_suspended = True
         except UnreachableError:
+            super().request(api)
+            return
+        with suppress(RefusedError, UnreachableError):
             super().request(api)
 
     def answer_seconds(self) -> float:

@@ -1,8 +1,8 @@
 """Random failures on real runs: `python -m tests.chaos --on WHERE --runs N --seed S`.
 
 Each run is the whole pipeline, with faults injected while it trains: with the cluster on this
-machine, or as a TFJob on the stand-in of a Kubernetes cluster, whose pods are processes. The faults
-follow from its seed alone; when exactly they happen depends on the machine.
+machine, or as a TFJob or JobSet on the stand-in of a Kubernetes cluster, whose pods are processes.
+The faults follow from its seed alone; when exactly they happen depends on the machine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.chaos.tally import Tally
 def main(arguments: list[str] | None = None) -> int:
     """Run all; return 1 when an invariant is violated."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
-    parser.add_argument("--on", choices=("local", "tfjob"), default="local")
+    parser.add_argument("--on", choices=("local", "tfjob", "jobset"), default="local")
     parser.add_argument("--runs", type=int, default=3, metavar="N")
     parser.add_argument("--seed", type=int, default=secrets.randbelow(10**6), metavar="S")
     parser.add_argument("--folder", type=Path, default=None, help="where to work; kept")
@@ -46,8 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def one(where: str, seed: int, folder: Path, tally: Tally) -> None:
     """Run one plan; print its faults, and whether the invariants held."""
-    plan: Plan = draw_job_plan(seed) if where == "tfjob" else draw_plan(seed)
-    say(f"run {seed}: {'TFJob, ' if where == 'tfjob' else ''}{plan}")
+    plan: Plan = draw_plan(seed) if where == "local" else draw_job_plan(seed, where)
+    say(f"run {seed}: {'' if where == 'local' else f'{where}, '}{plan}")
     with store_below(folder.absolute(), has_outages=plan.has_outages) as store:
         if isinstance(plan, JobPlan):
             found = run_job_plan(plan, folder.absolute(), say, store)

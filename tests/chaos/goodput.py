@@ -1,11 +1,12 @@
-"""How much of its speed a TFJob keeps that loses a worker again and again.
+"""How much of its speed a job keeps that loses a worker again and again.
 
-    python -m tests.chaos.goodput --seconds 240 --every 60
+    python -m tests.chaos.goodput --launcher jobset --seconds 240 --every 60
 
 Two runs of the same length on the stand-in of a cluster, one after the other: an undisturbed one,
-and one whose workers are evicted in turn, with their grace period. The operator fails the job each
-time, and the launcher makes it again. The goodput is the step of the newest checkpoint of the
-second over that of the first: what is trained twice, or is not published, does not count.
+and one whose workers are evicted in turn, with their grace period. The training operator fails the
+job each time, and the launcher makes it again; a JobSet loses the pod. The goodput is the step of
+the newest checkpoint of the second over that of the first: what is trained twice, or is not
+published, does not count. Without `--launcher` both engines are measured.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ from tests.chaos.run import FLOTILLA, events_of
 from tests.kubernetes.cluster import Cluster, real_cluster
 from trainer import storage
 from trainer.checkpoints.index import newest_checkpoint
-from trainer.events import AttemptBegin, Progress, Restart
+from trainer.events import Progress, Restart
 
 WORKERS = 2
+LAUNCHERS = ("tfjob", "jobset")
 SETTINGS = {
-    "cluster.launcher": "tfjob",
     "cluster.workers": WORKERS,
     "training.steps": 10**7,
     "training.checkpoint_every": 1000,
@@ -46,7 +47,7 @@ class Course:
     Attributes:
         step: of its newest checkpoint.
         losses: the times at which a pod was taken away.
-        returns: the seconds from each loss to the next progress.
+        returns: the seconds from each loss until the worker took part again.
         restarts: how many the run has counted.
     """
 
@@ -56,32 +57,71 @@ class Course:
     restarts: int = 0
 
 
+class Lost:
+    """The worker that was lost last, from its new pod until it takes part in training."""
+
+    def __init__(self) -> None:
+        """Begin without one."""
+        self._task = ""
+        self._steps: float = math.inf
+
+    def has_new_pod(self, task: str) -> None:
+        """Wait for this worker from now on."""
+        self._steps, self._task = math.inf, task
+
+    def is_back(self, progress: Progress) -> bool:
+        """Return whether it has trained since the progress before, once for each loss."""
+        if not self._task:
+            return False
+        steps = progress.metrics["workers"].get(self._task, {}).get("local_steps", 0)
+        is_back = bool(steps > self._steps)
+        self._steps = steps
+        if is_back:
+            self._task = ""
+        return is_back
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """Print both runs and the goodput."""
+    """Print both runs of each engine, and the goodput."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.goodput", description=__doc__)
+    parser.add_argument("--launcher", choices=LAUNCHERS, action="append", help="default: both")
     parser.add_argument("--seconds", type=float, default=240, help="of training in each run")
     parser.add_argument("--every", type=float, default=60, help="seconds between two losses")
     parser.add_argument("--folder", type=Path, default=None, help="where to work; kept")
     options = parser.parse_args(arguments)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="flotilla-goodput-"))
-    quiet = train(folder / "quiet", options.seconds, math.inf)
-    say(f"undisturbed: {quiet.step} steps in {options.seconds:g} s")
-    lossy = train(folder / "losses", options.seconds, options.every)
-    back = ", ".join(f"{each:.1f}" for each in lossy.returns)
-    say(
-        f"a worker lost every {options.every:g} s: {lossy.step} steps, {len(lossy.losses)} losses, "
-        f"{lossy.restarts} restarts counted; seconds from a loss to progress again: {back}"
-    )
-    say(f"goodput: {lossy.step / quiet.step:.2f}")
+    for launcher in options.launcher or LAUNCHERS:
+        measure(launcher, folder / launcher, options.seconds, options.every)
     return 0
 
 
-def train(folder: Path, seconds: float, every: float) -> Course:
+def measure(launcher: str, folder: Path, seconds: float, every: float) -> None:
+    """Print both runs of an engine, and its goodput."""
+    quiet = train(launcher, folder / "quiet", seconds, math.inf)
+    say(f"{launcher}, undisturbed: {quiet.step} steps in {seconds:g} s, {_load()}")
+    lossy = train(launcher, folder / "losses", seconds, every)
+    back = ", ".join(f"{each:.1f}" for each in lossy.returns)
+    say(
+        f"{launcher}, a worker lost every {every:g} s: {lossy.step} steps, {_load()}, "
+        f"{len(lossy.losses)} losses, {lossy.restarts} restarts counted; seconds from a loss until "
+        f"the worker took part again: {back}"
+    )
+    say(f"{launcher}, goodput: {lossy.step / quiet.step:.2f}")
+
+
+def _load() -> str:
+    return "load {:.1f}, {:.1f}, {:.1f}".format(*os.getloadavg())
+
+
+def train(launcher: str, folder: Path, seconds: float, every: float) -> Course:
     """Train for so many seconds since the first progress, and take a worker away now and then."""
     folder.mkdir(parents=True)
     with real_cluster(folder / "kubernetes") as kube:
+        if launcher == "jobset":
+            kube.install_jobset()
         environment = {**os.environ, "KUBECONFIG": str(kube.kubeconfig)}
-        options = [f"--set={name}={value}" for name, value in SETTINGS.items()]
+        settings = {**SETTINGS, "cluster.launcher": launcher}
+        options = [f"--set={name}={value}" for name, value in settings.items()]
         options.append(f"--set=storage.root={storage.uri_of(folder / 'store')}")
         with (folder / "output.txt").open("w") as output:
             process = subprocess.Popen(
@@ -104,7 +144,7 @@ def _followed(
 ) -> Course:
     course, over = Course(), threading.Event()
     clock: threading.Thread | None = None
-    is_back = True
+    lost = Lost()
 
     def tick() -> None:
         """Take a worker away at each multiple of `every`, and end the run after `seconds`."""
@@ -113,8 +153,11 @@ def _followed(
             at = number * every
             if over.wait(min(at, seconds) - (time.monotonic() - began)) or at >= seconds:
                 break
+            task = f"worker-{number % WORKERS}"
             course.losses.append(time.monotonic())
-            kube.take_away(f"worker-{number % WORKERS}", "EvictionByEvictionAPI")
+            pod = kube.take_away(task, "EvictionByEvictionAPI")
+            kube.pod(task, but=pod["metadata"]["uid"])
+            lost.has_new_pod(task)
         process.send_signal(signal.SIGTERM)
 
     for event in events_of(process, workdir, {}):
@@ -122,9 +165,7 @@ def _followed(
             clock = threading.Thread(target=tick, daemon=True)
             clock.start()
         course.restarts += isinstance(event, Restart)
-        is_back = is_back and not (isinstance(event, AttemptBegin) and event.resumed)
-        if not is_back and isinstance(event, Progress):
-            is_back = True
+        if isinstance(event, Progress) and lost.is_back(event):
             course.returns.append(time.monotonic() - course.losses[-1])
     over.set()
     assert clock, f"training has not begun; see {workdir.parent}"

@@ -1,4 +1,4 @@
-"""The injection of faults into a TFJob: into its pods, its launcher, the API and the operator."""
+"""The injection of faults into a job: its pods, its launcher, the API and the controller."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from components.kubernetes import names
 from tests.chaos.faults import MissedError
 from tests.chaos.plan import Fault
 from tests.kubernetes.cluster import NAMESPACE, Cluster
@@ -21,9 +22,11 @@ REASONS = {"delete": "", "evict": "EvictionByEvictionAPI", "preempt": "Preemptio
 class JobTarget:
     """The cluster of one run, and the process of the command line."""
 
-    def __init__(self, kube: Cluster, workdir: Path, process: subprocess.Popen[bytes]) -> None:
-        """Use the cluster, the folder of the run, and the process that was started."""
-        self.kube = kube
+    def __init__(
+        self, kube: Cluster, launcher: str, workdir: Path, process: subprocess.Popen[bytes]
+    ) -> None:
+        """Use the cluster, the engine, the folder of the run, and the process that was started."""
+        self.kube, self.launcher = kube, launcher
         self.torn: set[str] = set()
         self._workdir, self._process = workdir, process
         self._outages: list[threading.Timer] = []
@@ -45,6 +48,27 @@ class JobTarget:
                 process.kill()
                 return True
         return False
+
+    def suspend(self) -> Callable[[], None] | None:
+        """Suspend the job, and return what resumes it; None where there is no job."""
+        with self.kube.store.changed:
+            jobs = [job for job in self._jobs() if not job["metadata"].get("deletionTimestamp")]
+            if not jobs:
+                return None
+            uid = jobs[0]["metadata"]["uid"]
+            self._set_suspended(uid, True)
+        return lambda: self._set_suspended(uid, False)
+
+    def _jobs(self) -> list[Tree]:
+        return self.kube.jobs() if self.launcher == "tfjob" else self.kube.jobsets()
+
+    def _set_suspended(self, uid: str, is_suspended: bool) -> None:
+        with self.kube.store.changed:
+            for job in self._jobs():
+                metadata = job["metadata"]
+                # Nobody resumes what was cancelled.
+                if metadata["uid"] == uid and names.STOP not in metadata.get("annotations", {}):
+                    self.kube.suspend(job, is_suspended)
 
     def for_a_while(self, seconds: float, end: Callable[[], None]) -> None:
         """Call `end` in so many seconds, or when the run has ended."""
@@ -77,6 +101,8 @@ def _into_pod(fault: Fault, kube: Cluster, pod: Tree) -> str:
     assert kube.kubelet
     if fault.kind == "kill":
         kube.kubelet.kill(NAMESPACE, name)
+    elif fault.kind == "kill task":
+        kube.kubelet.kill_task(NAMESPACE, name)
     elif fault.kind == "evict by node":
         kube.kubelet.evict(NAMESPACE, name, "The node was low on resource: memory.")
     elif fault.kind == "delete by force":
@@ -103,15 +129,26 @@ def _api_outage(fault: Fault, target: JobTarget) -> str:
     return "done"
 
 
-def _operator_outage(fault: Fault, target: JobTarget) -> str:
-    """Have nobody reconcile, nor judge what is written: heartbeats are refused."""
+def _controller_outage(fault: Fault, target: JobTarget) -> str:
+    """Have nobody reconcile jobs, nor judge what is written: every change of them is refused."""
     kube = target.kube
 
     def is_down(down: bool) -> None:
-        kube.operator.down = kube.server.control.is_webhook_silent = down
+        if target.launcher == "jobset":
+            kube.install_jobset(replicas=0 if down else 1)
+        else:
+            kube.operator.down = kube.server.control.is_webhook_silent = down
 
     is_down(True)
     target.for_a_while(fault.seconds, lambda: is_down(False))
+    return "done"
+
+
+def _suspend(fault: Fault, target: JobTarget) -> str:
+    resume = target.suspend()
+    if resume is None:
+        raise MissedError("the job was not there")
+    target.for_a_while(fault.seconds, resume)
     return "done"
 
 
@@ -119,5 +156,6 @@ OF_THE_RUN: dict[str, Callable[[Fault, JobTarget], str]] = {
     "cancel": _cancel,
     "kill launcher": _kill_launcher,
     "API outage": _api_outage,
-    "operator outage": _operator_outage,
+    "controller outage": _controller_outage,
+    "suspend": _suspend,
 }

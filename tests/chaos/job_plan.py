@@ -1,4 +1,4 @@
-"""The plan of a run that trains as a TFJob on the stand-in of a cluster."""
+"""The plan of a run that trains as a job of an engine on the stand-in of a cluster."""
 
 from __future__ import annotations
 
@@ -20,17 +20,25 @@ OF_TASKS = {
     "evict": 3,
     "preempt": 2,
     "kill": 3,
+    "kill task": 3,
     "delete by force": 1,
     "evict by node": 1,
 }
-OF_THE_RUN = {"cancel": 2, "kill launcher": 2, "API outage": 2, "operator outage": 2}
-LASTING = ("API outage", "operator outage")
+OF_THE_RUN = {
+    "cancel": 2,
+    "kill launcher": 2,
+    "API outage": 2,
+    "controller outage": 2,
+    "suspend": 2,
+}
+LASTING = ("API outage", "controller outage", "suspend")
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobPlan(Plan):
-    """A run as a TFJob, and its faults."""
+    """A run as a job of an engine, and its faults."""
 
+    launcher: str
     steps: int = STEPS
     every: int = EVERY
 
@@ -38,7 +46,7 @@ class JobPlan(Plan):
         """Return the configuration, by `section.key`."""
         return {
             **super().settings(),
-            "cluster.launcher": "tfjob",
+            "cluster.launcher": self.launcher,
             "gate.min.accuracy": 0.7,
             # Where no guard ends a job whose launcher was killed, the exit step has to.
             "cluster.kubernetes.deadlines.heartbeat": 300,
@@ -50,11 +58,12 @@ class JobPlan(Plan):
         return sum(fault.kind == "kill launcher" for fault in self.faults)
 
 
-def draw_job_plan(seed: int) -> JobPlan:
-    """Return the plan of a seed."""
+def draw_job_plan(seed: int, launcher: str) -> JobPlan:
+    """Return the plan of a seed, with the same faults on each engine."""
     draw = random.Random(seed)
     shape = JobPlan(
         seed=seed,
+        launcher=launcher,
         strategy=draw.choices(STRATEGIES, (4, 2, 1, 2))[0],
         servers=draw.randint(1, 2),
         workers=draw.randint(2, 3),

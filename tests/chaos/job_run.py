@@ -1,4 +1,4 @@
-"""One run as a TFJob with faults: the whole pipeline against the stand-in of a cluster."""
+"""One run with faults as a job of an engine: the whole pipeline on the stand-in of a cluster."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from tests.chaos.stores import Store
 from tests.kubernetes.cluster import Cluster, real_cluster
 
 # Faults of which training notices nothing.
-HARMLESS = ("API outage", "operator outage")
+HARMLESS = ("API outage", "controller outage")
 
 
 def run_job_plan(plan: JobPlan, folder: Path, say: Say, store: Store) -> Outcome:
     """Run a plan below `folder`, where the dataset of other runs is reused."""
     with real_cluster(folder / f"run-{plan.seed}" / "kubernetes") as kube:
+        if plan.launcher == "jobset":
+            kube.install_jobset()
         return _JobRun(plan, kube, folder, say, store).to_its_end()
 
 
 class _JobRun(Run):
     def __init__(self, plan: JobPlan, kube: Cluster, folder: Path, say: Say, store: Store) -> None:
         super().__init__(plan, folder, say, store, {"KUBECONFIG": str(kube.kubeconfig)})
-        self._kube = kube
+        self._kube, self._launcher = kube, plan.launcher
         self._found.most_failures = plan.most_failures
         self._resumable = (1, 130)
 
     def _aim(self, process: subprocess.Popen[bytes]) -> JobTarget:
-        return JobTarget(self._kube, self._workdir, process)
+        return JobTarget(self._kube, self._launcher, self._workdir, process)
 
     def _strike(self, fault: Fault, target: Any) -> str:
         self._found.cancels += fault.kind == "cancel"
@@ -42,9 +44,8 @@ class _JobRun(Run):
     def _left(self) -> list[str]:
         """Wait for the pods of a job that was deleted, which may save in their grace period."""
         try:
-            self._kube.wait_until_deleted()
+            self._kube.store.wait(lambda: not self._kube.of_jobs())
         except AssertionError:
-            left = [*self._kube.jobs(), *self._kube.pods().values()]
-            return [f"{each['metadata']['name']} of the cluster" for each in left]
+            return [f"{each['metadata']['name']} of the cluster" for each in self._kube.of_jobs()]
         assert self._kube.kubelet
         return [*super()._left(), *self._kube.kubelet.alive()]

@@ -1,4 +1,4 @@
-"""Runs with faults: on this machine, and as TFJobs on the stand-in of a cluster."""
+"""Runs with faults: on this machine, and on each engine on the stand-in of a cluster."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ JOB_SEEDS = (5, 2, 16)
 
 @pytest.mark.long
 @pytest.mark.parametrize("seed", JOB_SEEDS)
-def test_the_invariants_hold_for_a_tfjob(tmp_path, capsys, seed):
-    options = ["--on", "tfjob", "--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)]
+@pytest.mark.parametrize("engine", ["tfjob", "jobset"])
+def test_the_invariants_hold_on_an_engine(tmp_path, capsys, engine, seed):
+    options = ["--on", engine, "--runs", "1", "--seed", str(seed), "--folder", str(tmp_path)]
     code = main(options)
     output = capsys.readouterr().out
     assert code == 0, output

@@ -139,8 +139,8 @@ def test_a_tally_has_a_row_a_strategy_and_a_row_a_kind(sound):
 
 
 def test_a_seed_is_a_plan_of_a_job():
-    plans = [draw_job_plan(seed) for seed in range(200)]
-    assert plans == [draw_job_plan(seed) for seed in range(200)]
+    plans = [draw_job_plan(seed, "jobset") for seed in range(200)]
+    assert plans == [draw_job_plan(seed, "jobset") for seed in range(200)]
     assert {plan.strategy for plan in plans} == set(job_plan.STRATEGIES)
     faults = [(plan, fault) for plan in plans for fault in plan.faults]
     assert {fault.kind for _, fault in faults} == {*job_plan.OF_TASKS, *job_plan.OF_THE_RUN}

@@ -124,6 +124,22 @@ class Cluster:
         kinds = ("tfjobs", "jobsets", "jobs", "pods")
         self.store.wait(lambda: not any(self.store.all(kind, NAMESPACE) for kind in kinds))
 
+    def of_jobs(self) -> list[Tree]:
+        """Return all that a job is, makes, or has made for it."""
+        kinds = ("tfjobs", "jobsets", "jobs", "pods", "services", "leases", "networkpolicies")
+        return [each for kind in kinds for each in self.store.all(kind, NAMESPACE)]
+
+    def suspend(self, job: Tree, is_suspended: bool) -> None:
+        """Suspend or resume a job, as Kueue or a person does."""
+        is_tfjob = "tfReplicaSpecs" in job["spec"]
+
+        def change(tree: Tree) -> None:
+            spec = tree["spec"]["runPolicy"] if is_tfjob else tree["spec"]
+            spec["suspend"] = is_suspended
+
+        kind = "tfjobs" if is_tfjob else "jobsets"
+        self.store.change(kind, NAMESPACE, job["metadata"]["name"], change)
+
     def pods(self) -> dict[str, Tree]:
         """Return the pods by task, such as `worker-0`.
 

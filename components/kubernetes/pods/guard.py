@@ -62,10 +62,17 @@ class Guard:
         self.term_seconds = grace - min(KILL_SECONDS, KILL_SHARE * grace)
         self._reason = ""
         self._process = process
+        self._sent: set[int] = set()
 
     def send_signal(self, number: int) -> None:
-        """Forward a signal to the task, which is not started again after it."""
-        self._process.send_signal(number)
+        """Forward a signal to the task, which is not started again after it.
+
+        A second one of a kind is not: it would end the task without a last checkpoint, and a job
+        that is suspended and asked to end sends two.
+        """
+        if number not in self._sent:
+            self._sent.add(number)
+            self._process.send_signal(number)
 
     def begin_no_more(self) -> None:
         """Leave the task as it is, and do not start it again."""

@@ -1,0 +1,139 @@
+"""Training as a job of an engine on Kubernetes, whose pods are processes: what all engines share.
+
+A test takes the fixture `training` (see `conftest.py`), and says by `on_engines` on which engines
+it runs, and how each is marked.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+import pytest
+
+from tests.components.kubernetes.attempts import Step, step
+from tests.kubernetes.cluster import Cluster
+from tests.kubernetes.store import Tree
+from tests.pipelines.called import processes_of
+from trainer import events, storage
+from trainer.checkpoints.index import newest_checkpoint
+from trainer.events import Event, Progress
+
+EngineName = Literal["tfjob", "jobset"]
+Kind = TypeVar("Kind", bound=Event)
+SECONDS_TO_END = 30
+
+
+def on_engines(
+    tfjob: pytest.MarkDecorator | None = None, jobset: pytest.MarkDecorator | None = None
+) -> pytest.MarkDecorator:
+    """Return the mark of a test that runs on both engines, with one more mark on each."""
+    marks = {"tfjob": tfjob, "jobset": jobset}
+    return pytest.mark.parametrize(
+        "engine",
+        [pytest.param(name, marks=[mark] if mark else []) for name, mark in marks.items()],
+    )
+
+
+class Training:
+    """One run: its settings, the process of its launcher, and what it says and publishes."""
+
+    def __init__(self, kube: Cluster, engine: str, folder: Path, dataset: str) -> None:
+        self.kube, self.engine = kube, engine
+        self.root = storage.uri_of(folder / "run-1")
+        self._folder, self._dataset = folder, dataset
+        self.lines: list[str] = []
+        self.step: Step
+
+    @contextmanager
+    def begun(
+        self, steps: int, every: int = 200, training: Tree | None = None, **cluster: Any
+    ) -> Iterator[Training]:
+        """Start the launcher; it is killed at the end of the block."""
+        trained = {"steps": steps, "checkpoint_every": every, "validate_every": 0}
+        sized = {"workers": 2, "max_restarts": 9, "communication": "ring"}
+        tree = {
+            "training": {**trained, **(training or {})},
+            "cluster": {**sized, "launcher": self.engine, **cluster},
+        }
+        with step(self.kube, tree, root=self.root, dataset=self._dataset) as self.step:
+            yield self
+
+    def wait_for_line(self, text: str) -> str:
+        """Return the next line of the log with a text."""
+        assert self.step.process.stdout
+        for line in self.step.process.stdout:
+            self.lines.append(line)
+            if text in line:
+                return line
+        raise AssertionError(f"no line with {text!r}: {self.step.end()}")
+
+    def wait(self, kind: type[Kind], accept: Callable[[Kind], bool] = lambda _: True) -> Kind:
+        """Return the next event of a kind that is accepted."""
+        while True:
+            found = events.parse(self.wait_for_line(events.MARK))
+            if isinstance(found, kind) and accept(found):
+                return found
+
+    def end(self) -> tuple[int, str]:
+        """Return the exit code of the launcher and its last line."""
+        code, out, message = self.step.end()
+        self.lines += out.splitlines(keepends=True)
+        return code, message
+
+    def kill_launcher(self) -> None:
+        """Kill the launcher, as KFP and nodes do."""
+        self.step.signal(signal.SIGKILL)
+        self.end()
+
+    def published(self) -> int:
+        """Return the global step of the newest checkpoint, which has to be whole."""
+        uri, reached = newest_checkpoint(storage.join(self.root, "checkpoints"))
+        storage.verify(uri)
+        return reached
+
+    def said(self, kind: type[Kind]) -> list[Kind]:
+        """Return the events of a kind that all launchers of the run have reported."""
+        return [
+            each for each in events.read(self._folder / "events.jsonl") if isinstance(each, kind)
+        ]
+
+    def job(self) -> Tree:
+        """Return the job."""
+        return self.kube.job() if self.engine == "tfjob" else self.kube.jobset()
+
+    def uids(self) -> dict[str, str]:
+        """Return the UIDs of the pods by task."""
+        return {task: pod["metadata"]["uid"] for task, pod in self.kube.pods().items()}
+
+    def lose(self, task: str) -> None:
+        """Kill the container of a task, and wait for its new pod."""
+        pod = self.kube.kill(task)
+        self.kube.pod(task, but=pod["metadata"]["uid"])
+
+    def lose_a_worker(self, lost: str = "worker-1") -> None:
+        """Lose a worker, and wait until it takes part again."""
+        # What was dispatched to it before is counted as well.
+        last = [_steps_of(self.wait(Progress), lost)]
+        self.lose(lost)
+
+        def goes_on(progress: Progress) -> bool:
+            last.append(_steps_of(progress, lost))
+            return len(last) > 3 and last[-4] < last[-3] < last[-2] < last[-1]
+
+        self.wait(Progress, goes_on)
+
+    def require_nothing_left(self) -> None:
+        """Wait until neither an object nor a process of the run is left."""
+        self.kube.store.wait(lambda: not self.kube.of_jobs())
+        # A pod that is deleted by force is gone before its processes are.
+        _, alive = psutil.wait_procs(processes_of(self._folder), timeout=SECONDS_TO_END)
+        assert not alive
+
+
+def _steps_of(progress: Progress, worker: str) -> int:
+    return int(progress.metrics["workers"].get(worker, {}).get("local_steps", 0))
