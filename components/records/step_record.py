@@ -33,6 +33,7 @@ from trainer.events import (
     StepBegin,
     StepEnd,
     StepResult,
+    Suspension,
     TaskFailed,
     now,
     to_tree,
@@ -44,7 +45,7 @@ from trainer.storage.retry import in_parallel, shorter_retry
 log = logging.getLogger(__name__)
 CONFIG = "config.json"
 # What the report lists of a step beside its end.
-INCIDENTS = (Restart, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
+INCIDENTS = (Restart, Suspension, Stalled, TaskFailed, EvaluatorLeft, CheckpointPassedOver)
 # All that the records and the outcome of a run are made from.
 OF_STEPS = (RunBegin, StepBegin, StepEnd, Interrupted, RunEnd)
 # For so long a store may fail before a step continues without its record. A step that is asked to

@@ -16,6 +16,7 @@ from components.records.step_record import OF_STEPS, last_start, step_records
 from pipelines.runs import local
 from pipelines.runs.outcome import RunResult, outcome_of
 from trainer import events
+from trainer.cluster.event_lines import line_of
 from trainer.errors import DONE, FAILED, UserError
 from trainer.events import Event, Interrupted, RunEnd
 from trainer.storage.errors import reported
@@ -127,7 +128,9 @@ def _so_far(happened: list[Event]) -> RunResult:
         )
         for step in step_records(happened)
     )
-    return RunResult(status="running", exit_code=DONE, message="", steps=steps)
+    waits = [each for each in happened if isinstance(each, events.Suspension)]
+    message = line_of(waits[-1]) if waits and not waits[-1].is_over else ""
+    return RunResult(status="running", exit_code=DONE, message=message, steps=steps)
 
 
 def _progress(happened: list[Event]) -> dict[str, Any]:

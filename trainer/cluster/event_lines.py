@@ -20,6 +20,7 @@ from trainer.events import (
     Progress,
     Restart,
     Stalled,
+    Suspension,
     UploadFailed,
     Validation,
     WarmStart,
@@ -43,6 +44,11 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"global step {event.global_step} of {event.trained} is handed on: {event.why}"
     ),
     Restart: lambda event: f"{event.task} ended with {event.cause} and is started again",
+    Suspension: lambda event: (
+        "the job is resumed, and its tasks start"
+        if event.is_over
+        else "the job is suspended, and queues for its room"
+    ),
     Stalled: lambda event: f"no progress for {event.seconds:g} s: {', '.join(event.tasks)} silent",
     EvaluatorLeft: lambda event: f"training continues without the evaluator: {event.reason}",
     CheckpointPassedOver: lambda event: f"passed over {event.uri}: {event.reason}",

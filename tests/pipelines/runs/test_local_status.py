@@ -14,7 +14,16 @@ import pytest
 
 from pipelines.runs import control, local_status
 from tests.pipelines.called import calling, setting
-from trainer.events import Interrupted, Progress, RunBegin, RunEnd, StepBegin, StepEnd, to_tree
+from trainer.events import (
+    Interrupted,
+    Progress,
+    RunBegin,
+    RunEnd,
+    StepBegin,
+    StepEnd,
+    Suspension,
+    to_tree,
+)
 
 # A process that starts another one with the words of a run's child, and says how it was ended.
 STARTER = """
@@ -104,6 +113,16 @@ def test_a_run_that_has_ended(flotilla):
     answer = flotilla("status", "digits-1", "--json")
     assert (answer.code, answer.json["status"], answer.json["message"]) == (0, "refused", "too low")
     assert "run digits-1: refused" in answer.out
+
+
+@pytest.mark.parametrize(
+    ("is_over", "message"), [(False, "the job is suspended, and queues for its room"), (True, "")]
+)
+def test_a_run_whose_job_is_suspended_is_queueing(flotilla, going, folder, is_over, message):
+    with (folder / "events.jsonl").open("a") as file:
+        file.write(line(Suspension(is_over=is_over, was_running=True)))
+    answer = flotilla("status", "digits-1", "--json")
+    assert (answer.json["status"], answer.json["message"]) == ("running", message)
 
 
 def test_a_run_that_goes_on(flotilla, going):
