@@ -118,7 +118,8 @@ def test_a_run_that_has_ended(flotilla):
 @pytest.mark.parametrize(
     ("is_over", "message"), [(False, "the job is suspended, and queues for its room"), (True, "")]
 )
-def test_a_run_whose_job_is_suspended_is_queueing(flotilla, going, folder, is_over, message):
+@pytest.mark.usefixtures("going")
+def test_a_run_whose_job_is_suspended_is_queueing(flotilla, folder, is_over, message):
     with (folder / "events.jsonl").open("a") as file:
         file.write(line(Suspension(is_over=is_over, was_running=True)))
     answer = flotilla("status", "digits-1", "--json")
