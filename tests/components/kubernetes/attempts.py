@@ -16,6 +16,7 @@ from typing import Any
 from components import launchers
 from components.kubernetes import launcher as kubernetes_launcher
 from tests.kubernetes.cluster import Cluster
+from trainer import events
 from trainer.cluster.launcher import Job
 from trainer.config.load import parse_config
 from trainer.errors import UserError
@@ -87,6 +88,20 @@ def watching_attempt(kube: Cluster, **deadlines: int) -> Attempt:
     attempt = Attempt(job_of(settings(**deadlines)))
     kube.wait_watched()
     return attempt
+
+
+@contextmanager
+def heard(kind: type[events.Event]) -> Iterator[None]:
+    """Wait at the end of the block until a launcher in this process has emitted an event."""
+    seen = threading.Event()
+
+    def take(event: events.Event) -> None:
+        if isinstance(event, kind):
+            seen.set()
+
+    with events.heard_by(take):
+        yield
+        assert seen.wait(SECONDS), f"no {kind.__name__}"
 
 
 class Step:

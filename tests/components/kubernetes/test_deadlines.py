@@ -12,7 +12,7 @@ from components.kubernetes.deadlines import Deadlines
 from components.kubernetes.launcher import launch
 from components.kubernetes.names import INDEX_LABELS, ROLE_LABELS
 from components.tfjob.engine import TFJobs
-from tests.components.kubernetes.attempts import Attempt, job_of, settings, watching_attempt
+from tests.components.kubernetes.attempts import Attempt, heard, job_of, settings, watching_attempt
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from trainer import events
@@ -246,7 +246,8 @@ def test_a_job_that_kueue_takes_its_room_from_loses_no_restart(kube, tmp_path, m
         kube.store.change("tfjobs", NAMESPACE, job, change)
 
     kube.store.wait(lambda: sum("/log?" in each for each in kube.server.requests) >= 3)
-    suspend(True)
+    with heard(events.Suspension):
+        suspend(True)
     kube.store.wait(lambda: not kube.pods())
     suspend(False)
     kube.run_all()

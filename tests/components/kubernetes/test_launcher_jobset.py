@@ -13,7 +13,7 @@ from components.kubernetes import names, stop
 from components.kubernetes.api.client import Api, connect
 from components.kubernetes.launcher import delete_jobs
 from components.kubernetes.pods.template import Place
-from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
+from tests.components.kubernetes.attempts import Attempt, heard, job_of, settings, step
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
@@ -181,7 +181,8 @@ def test_a_job_that_loses_its_room_waits_without_a_deadline_and_goes_on(kube, ru
         name = kube.jobset()["metadata"]["name"]
         kube.store.patch("jobsets", NAMESPACE, name, {"spec": {"suspend": value}})
 
-    suspend(True)
+    with heard(Suspension):
+        suspend(True)
     kube.store.wait(
         lambda: all(p["metadata"].get("deletionTimestamp") for p in kube.pods().values())
     )

@@ -83,8 +83,12 @@ def test_a_job_that_has_lost_a_pod_is_made_again(kube, restarts, task):
         assert second["metadata"][key] == first["metadata"][key]
     annotations = [job["metadata"]["annotations"] for job in (first, second)]
     assert annotations[0][names.MANIFEST] == annotations[1][names.MANIFEST]
-    [lease] = kube.leases()
-    assert lease["metadata"]["ownerReferences"][0]["uid"] == second["metadata"]["uid"]
+    kube.store.wait(
+        lambda: (
+            [lease["metadata"]["ownerReferences"][0]["uid"] for lease in kube.leases()]
+            == [second["metadata"]["uid"]]
+        )
+    )
     kube.finish("chief-0", 0)
     kube.store.wait(lambda: not kube.jobs())
     kube.end_deleted()

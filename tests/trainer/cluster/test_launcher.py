@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from components.kubernetes import launcher
+from components import launchers
 from trainer.cluster import local
 from trainer.cluster.launcher import Job, Launcher
 from trainer.config.schema import Config
@@ -38,7 +38,7 @@ def test_a_job_knows_its_run_by_where_it_publishes(uri):
     assert job.run_id == "run-7"
 
 
-@pytest.mark.parametrize("launch", [local.launch, launcher.launch])
+@pytest.mark.parametrize("launch", [local.launch, launchers.launch])
 def test_a_launcher_is_called_with_a_job_and_gives_nothing_back(launch):
     asked = inspect.signature(Launcher.__call__)
     given = inspect.signature(launch)

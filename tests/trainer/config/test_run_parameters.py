@@ -166,7 +166,7 @@ def test_every_parameter_says_what_it_is_on_one_line():
 
 def test_a_parameter_says_which_words_it_takes():
     words = described()
-    assert words["cluster_launcher"].endswith("; one of: local, tfjob")
+    assert words["cluster_launcher"].endswith("; one of: local, tfjob, jobset, auto")
     assert words["export_formats"].endswith(
         "some of: saved_model, keras, tflite, tflite_int8 (JSON)"
     )
