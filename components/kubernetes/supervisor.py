@@ -157,6 +157,7 @@ class Supervisor:
             self._is_blind = True
             raise UserError(refused(job_event, self._kind))
         if isinstance(job_event, UserError):
+            self._is_blind = True
             raise job_event
         self._interrupts += job_event is None
         return job_event

@@ -1,4 +1,4 @@
-"""A run as a JobSet while two things happen at once: an outage and a loss, a saving and a cancel."""
+"""A run as a JobSet while two things happen at once: an outage and a loss, or a cancel."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_pod_that_came_back_during_an_outage_is_left_alone(kube, run_events, m
         kube.store.expire()
     kube.faults.clear()
     kube.store.wait(lambda: run_events(Restart))
-    kube.wait_followed("worker-0", 2)
+    kube.wait_followed("worker-0")
     assert uids(kube)["worker-0"] == made["metadata"]["uid"]
     finish(kube, attempt)
     assert [each.task for each in run_events(Restart)] == ["worker-0"]
