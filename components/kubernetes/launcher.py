@@ -114,7 +114,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
             with_retry(partial(api.delete, resource, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
         # Where the kind is not served there is no job.
-        if error.is_unserved:
+        if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
             return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
     return [orphan["metadata"]["name"] for orphan in orphans]

@@ -70,7 +70,6 @@ def test_a_job_is_adopted_while_its_controller_is_away(kube, monkeypatch):
     kube.install_jobset(replicas=0)
     retry = Attempt(job_of(tree_of()))
     kube.wait_renewed(but=before)
-    kube.wait_watched("jobsets", "pods")
     assert kube.jobset()["metadata"]["uid"] == uid
     kube.install_jobset()
     finish(kube, retry)
@@ -79,11 +78,12 @@ def test_a_job_is_adopted_while_its_controller_is_away(kube, monkeypatch):
 @pytest.mark.parametrize("fault", ["GET .*/leases/", "PATCH .*/leases/"])
 def test_a_lease_that_goes_with_an_earlier_job_is_made_anew(kube, fault):
     kill_launcher(kube)
+    before = kube.wait_renewed()
     kube.faults.add(fault, 404, times=1)
     retry = Attempt(job_of(tree_of()))
-    kube.wait_watched("jobsets", "pods")
-    finish(kube, retry)
+    kube.wait_renewed(but=before)
     assert kube.faults.hits
+    finish(kube, retry)
 
 
 def test_pods_of_a_suspended_job_are_no_loss_where_jobs_may_not_be_listed(kube, run_events):
