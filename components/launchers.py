@@ -13,7 +13,7 @@ from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Config
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from components.kubernetes.engine import Engine
@@ -113,5 +113,12 @@ def end(launcher: str, kubernetes: str, run_id: str) -> None:
             return
     from components.kubernetes.launcher import delete_jobs
 
+    failed: list[UserError] = []
     for name in ENGINES if launcher == "auto" else (launcher,):
-        delete_jobs(engine(name), config.cluster.kubernetes, run_id)
+        try:
+            delete_jobs(engine(name), config.cluster.kubernetes, run_id)
+        except UserError as error:
+            # The jobs of the other engine end all the same.
+            failed.append(error)
+    if failed:
+        raise failed[0]

@@ -15,7 +15,7 @@ from http import HTTPStatus
 from typing import Any
 
 from components.kubernetes import names, stop
-from components.kubernetes.api.client import Api, RefusedError
+from components.kubernetes.api.client import Api, RefusedError, SilentControllerError
 from components.kubernetes.api.kinds import PODS
 from components.kubernetes.api.retry import refused, with_retry
 from components.kubernetes.engine import Engine
@@ -119,9 +119,16 @@ class Adoption:
         """Return a job with the metadata of this attempt; None where it is gone."""
         if not own:
             return found
-        patch = partial(
-            self._api.patch, self._kind.resource, found["metadata"]["name"], {"metadata": own}
-        )
+        name = found["metadata"]["name"]
+
+        def patch() -> Tree:
+            try:
+                return self._api.patch(self._kind.resource, name, {"metadata": own})
+            except SilentControllerError as error:
+                # Nobody renews the lease while this is retried, so that the guard would end it.
+                log.warning("the job %s keeps the owner of an earlier attempt: %s", name, error)
+                return found
+
         owned: Tree | None = self._ask(patch, unless=HTTPStatus.NOT_FOUND)
         return owned
 

@@ -69,6 +69,6 @@ def _jobs(api: Api, engine: Engine, run_id: str) -> list[Tree] | None:
         if error.is_unserved:
             return None
         if error.is_forbidden:
-            # Served, and not for this user: the launcher names what is missing.
-            return []
+            # Where it is served, the launcher names what is missing.
+            return [] if api.serves(engine.kind.resource) else None
         raise UserError(refused(error, engine.kind)) from None

@@ -27,17 +27,29 @@ log = logging.getLogger(__name__)
 # Several heartbeats may be lost before the guard takes the job for an orphan.
 HEARTBEATS = 10
 MAX_HEARTBEAT_SECONDS = 20.0
+# How often a lease is taken that vanishes, or changes, with the earlier job that owns it.
+_ATTEMPTS = 5
+_CHANGED = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY)
+
+
+class TakenOverError(UserError):
+    """Another launcher holds the lease of the job, which is its own from then on."""
 
 
 class Heartbeat(threading.Thread):
     """Renews the lease of a job until `stopped` is set."""
 
     def __init__(
-        self, api: Api, kind: JobKind, limit: float, on_refused: Callable[[RefusedError], None]
+        self,
+        api: Api,
+        kind: JobKind,
+        limit: float,
+        on_refused: Callable[[RefusedError | TakenOverError], None],
     ) -> None:
         """Renew `HEARTBEATS` times in the `limit` seconds after which the guard ends the job.
 
-        `on_refused` is called when half of them in a row were refused.
+        `on_refused` is called when half of them in a row were refused, or another launcher has
+        taken the lease.
         """
         super().__init__(name="heartbeat", daemon=True)
         self._api = api
@@ -48,6 +60,7 @@ class Heartbeat(threading.Thread):
         # Two launchers never hold the same.
         self._holder = f"flotilla-launcher-{secrets.token_hex(4)}"
         self._job: Tree = {}
+        self.is_taken_over = False
         self.stopped = threading.Event()
 
     def hold(self, job: Tree, limits: DeadlinesConfig, wait: Callable[[float], None]) -> None:
@@ -79,8 +92,13 @@ class Heartbeat(threading.Thread):
         refusals = 0
         while not self.stopped.wait(self._interval):
             try:
+                self._require_own()
                 self._renew()
                 refusals = 0
+            except TakenOverError as error:
+                self.is_taken_over = True
+                self._on_refused(error)
+                return
             except UnreachableError as error:
                 log.debug("a heartbeat was not sent: %s", error)
             except RefusedError as error:
@@ -94,8 +112,34 @@ class Heartbeat(threading.Thread):
                 if refusals == 1:
                     log.warning("a heartbeat was refused, retrying: %s", error)
 
+    def _require_own(self) -> None:
+        """Raise `TakenOverError` where another launcher holds the lease of this very job."""
+        name, uid = (self._job["metadata"][key] for key in ("name", "uid"))
+        try:
+            lease = self._api.get(LEASES, name)
+        except RefusedError as error:
+            if error.is_missing:
+                return
+            raise
+        owners = [each["uid"] for each in lease["metadata"].get("ownerReferences") or []]
+        holder = (lease.get("spec") or {}).get("holderIdentity")
+        if uid in owners and holder and holder != self._holder:
+            raise TakenOverError(
+                f"another launcher ({holder}) has taken over the job {name}, which is left to it"
+            )
+
     def _take(self) -> None:
         """Create the lease, or take over the one of an earlier launcher."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                self._take_once()
+            except RefusedError as error:
+                if error.is_unserved or error.code not in _CHANGED or not left:
+                    raise
+            else:
+                return
+
+    def _take_once(self) -> None:
         job = self._job["metadata"]
         now = _now()
         spec = {
@@ -123,7 +167,7 @@ class Heartbeat(threading.Thread):
                 f"the lease {job['name']} is not one of Flotilla: delete it, or give the model "
                 "another name"
             )
-        spec["leaseTransitions"] = int(found["spec"].get("leaseTransitions") or 0) + 1
+        spec["leaseTransitions"] = int((found.get("spec") or {}).get("leaseTransitions") or 0) + 1
         # A stop that was asked of an earlier job of this name is none of this one.
         stop = {names.STOP: None} if found["metadata"].get("annotations") else {}
         if (found["metadata"].get("annotations") or {}).get(names.STOP) == job["uid"]:

@@ -114,7 +114,7 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
             with_retry(partial(api.delete, resource, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
         # Where the kind is not served there is no job.
-        if error.is_unserved:
+        if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
             return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
     return [orphan["metadata"]["name"] for orphan in orphans]
@@ -176,6 +176,7 @@ class _Launch:
                     self._deadlines.begin_again()
             finally:
                 self._heartbeat.stopped.set()
+                self._await_stop()
                 self._delete()
 
     def _new_heartbeat(self) -> Heartbeat:
@@ -301,8 +302,7 @@ class _Launch:
 
     def _interrupted(self, supervisor: Supervisor, logs: Logs) -> RunInterruptedError:
         """Wait for the last checkpoint, and return the error that names it."""
-        if self._is_stopping and self._stop:
-            self._stop.wait(self._api, self._is_interrupted_again.wait)
+        self._await_stop()
         self._delete()
         try:
             deleted = supervisor.wait_until_deleted(self._deletion_seconds)
@@ -317,6 +317,12 @@ class _Launch:
         self._message = supervisor.termination_message() or self._message
         return self._interruption()
 
+    def _await_stop(self) -> None:
+        """Wait for the end of a job that was asked to end, once."""
+        if self._is_stopping and self._stop:
+            self._stop.wait(self._api, self._is_interrupted_again.wait)
+            self._is_stopping = False
+
     def _interruption(self) -> RunInterruptedError:
         return RunInterruptedError(self._message or "interrupted before training began")
 
@@ -325,17 +331,21 @@ class _Launch:
         again, self._is_interrupted = self._is_interrupted, True
         if again:
             self._is_interrupted_again.set()
-        self._is_stopping = not again and self._is_stop_requested()
-        if not self._is_stopping:
+            self._is_stopping = False
+        elif not self._heartbeat.is_taken_over:
+            self._is_stopping = self._is_stop_requested()
+        if not self._is_stopping and not self._heartbeat.is_taken_over and self._uid:
             with suppress(RefusedError, UnreachableError):
                 self._handler_api.delete(self._kind.resource, self._name, self._uid, quick=True)
         self._job_events.put(None)
 
     def _is_stop_requested(self) -> bool:
         """Ask the guard of the leading task to end the job, and say whether it may answer."""
-        if self._stop is None:
-            return False
         try:
+            if self._stop is None:
+                self._find_earlier()
+            if self._stop is None:
+                return False
             # The pods of an adopted job may run before this launcher has seen any of them.
             if not self._leader_runs() and not (
                 self._is_adopted and self._stop.leader_runs(self._handler_api)
@@ -346,8 +356,21 @@ class _Launch:
             return False
         return True
 
+    def _find_earlier(self) -> None:
+        """Find the job while it is created or adopted, or an earlier one whose chief still saves.
+
+        Raises:
+            RefusedError, UnreachableError: there is none, or the API does not answer.
+        """
+        found = self._handler_api.get(self._kind.resource, self._name)
+        if names.MANAGED in (found["metadata"].get("labels") or {}):
+            self._uid, self._is_adopted = found["metadata"]["uid"], True
+            self._stop = self._engine.stop(found)
+
     def _delete(self) -> bool:
         """Delete the job, unless it is gone or another job has its name by now; say whether."""
+        if self._heartbeat.is_taken_over:
+            return False
         call = partial(self._api.delete, self._kind.resource, self._name)
         try:
             uid = self._uid or with_retry(self._uid_of_own, REMOVAL_SECONDS, time.sleep)

@@ -40,9 +40,9 @@ class Stop:
         self.grace = float(pod.get("terminationGracePeriodSeconds", _GRACE_SECONDS))
 
     def leader_runs(self, api: Api) -> bool:
-        """Return whether the leading task runs, and so has something to save."""
+        """Return whether the leading task runs, and so has something to save, or saves it."""
         leader = self._leader_pod(api)
-        return leader is not None and pod_state.is_running(leader)
+        return leader is not None and pod_state.is_alive(leader)
 
     def request(self, api: Api) -> None:
         """Ask the guard of the leading task to end training, and then the job."""
@@ -126,6 +126,8 @@ class SuspendingStop(Stop):
             api.patch(self.kind.resource, self.name, patch, quick=True)
             self._is_suspended = True
         except UnreachableError:
+            # Only the leading task gets a signal then.
+            self._is_suspended = False
             super().request(api)
             return
         with suppress(RefusedError, UnreachableError):

@@ -41,8 +41,8 @@ DRAIN_SECONDS = 10.0
 SETTLE_SECONDS = 10.0
 
 # An object and whether it was deleted, a restart that a guard has written to the log of its pod,
-# what the API refused to watch, or None: interrupted.
-JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | None
+# what the API refused to watch, that another launcher has the job, or None: interrupted.
+JobEvent = tuple[Tree, bool] | events.Restart | RefusedError | UserError | None
 JobEvents = queue.SimpleQueue[JobEvent]
 
 
@@ -138,9 +138,9 @@ class Supervisor:
         return True
 
     def leader_runs(self) -> bool:
-        """Return whether the leading task runs, as far as is known."""
+        """Return whether the leading task runs or saves, as far as is known."""
         pods = [pod for pod in self._pods.values() if pod_state.task_of(pod) == self._leader]
-        return any(map(pod_state.is_running, pods))
+        return any(map(pod_state.is_alive, pods))
 
     def termination_message(self) -> str:
         """Return the last termination message of the leading task, or an empty string."""
@@ -156,6 +156,9 @@ class Supervisor:
         if isinstance(job_event, RefusedError):
             self._is_blind = True
             raise UserError(refused(job_event, self._kind))
+        if isinstance(job_event, UserError):
+            self._is_blind = True
+            raise job_event
         self._interrupts += job_event is None
         return job_event
 
@@ -280,7 +283,8 @@ class Supervisor:
         for uid, pod in list(self._to_bring_back.items()):
             task = pod_state.task_of(pod)
             try:
-                self._engine.bring_back(self._api, pod)
+                if not self._is_back(pod):
+                    self._engine.bring_back(self._api, pod)
             except UnreachableError as error:
                 log.debug("%s is made again later: %s", task, error)
                 continue
@@ -292,11 +296,22 @@ class Supervisor:
                 )
             del self._to_bring_back[uid]
 
+    def _is_back(self, lost: Tree) -> bool:
+        """Return whether another pod of the same task is there, as after an outage."""
+        pods = self._api.labelled(PODS, self._kind.selector(self._name))
+        return any(
+            pod["metadata"]["uid"] != lost["metadata"]["uid"]
+            and pod_state.task_of(pod) == pod_state.task_of(lost)
+            and not pod["metadata"].get("deletionTimestamp")
+            and not pod_state.has_ended(pod)
+            for pod in pods
+            if self._engine.owns(self._uid, pod)
+        )
+
     def _is_ending(self) -> bool:
         """Return whether the job has no use for its pods: finished, deleted, or suspended again."""
         try:
             job = self._api.get(self._kind.resource, self._name)
-            is_failing = self._engine.is_failing(self._api, job)
         except UnreachableError:
             return False
         except RefusedError as error:
@@ -304,7 +319,11 @@ class Supervisor:
         metadata = job["metadata"]
         is_deleted = bool(metadata.get("deletionTimestamp")) or metadata["uid"] != self._uid
         is_over = self._engine.end(job) is not None
-        return is_deleted or is_over or is_failing or self._engine.is_suspended(job)
+        if is_deleted or is_over or self._engine.is_suspended(job):
+            return True
+        with suppress(RefusedError, UnreachableError):
+            return self._engine.is_failing(self._api, job)
+        return False
 
     def _lost(self, job: Tree) -> Loss | None:
         """Return the loss with which a job has failed; None where its leader was done before.
@@ -407,5 +426,6 @@ class Supervisor:
         except UnreachableError:
             self._is_holding = True
             return ""
+        pods = [pod for pod in pods if self._engine.owns(self._uid, pod)]
         self._deadlines.observe(pods)
         return self._deadlines.exceeded(pods)

@@ -248,6 +248,10 @@ def chosen(kubernetes: Kubernetes, config: Config) -> Choice:
         kinds, resource = f"{examined.kind.kind}s", examined.kind.resource
         try:
             answer = kubernetes.get(f"{resource.path(kubernetes.namespace)}?limit=1")
+            if answer.is_forbidden:
+                # Kubernetes asks for the permission before it looks whether there is such a kind.
+                served = kubernetes.get(f"/apis/{resource.api_version}")
+                answer = served if served.is_missing else answer
         except UserError as error:
             return Choice(examined=None, finding=Finding("fail", str(error), SHOW))
         if answer.is_good or answer.is_forbidden:

@@ -179,8 +179,9 @@ class Handler(BaseHTTPRequestHandler):
             token = self._token()
             return self.server.control.answer(self.command, parts.path, body, query, token)
         kind, namespace, name = found["kind"], found["namespace"], found["name"]
-        self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
+        # In this order: who has no permission does not learn what the cluster serves.
         self._authorize(found, query)
+        self.server.control.check_served(found["group"] or "", found["version"] or "", kind)
         if found["log"]:
             return self._log(namespace, name, query)
         if self.command == "GET" and not name:

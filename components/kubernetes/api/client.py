@@ -209,6 +209,14 @@ class Api:
         """Return the objects of a kind that a label selects."""
         return self.list_of(resource, {"labelSelector": label})[0]
 
+    def serves(self, resource: Resource) -> bool:
+        """Return whether the API has a kind; who may do nothing with it is refused either way."""
+        try:
+            found = self._ask("GET", f"/apis/{resource.api_version}")
+        except RefusedError as error:
+            return not error.is_missing
+        return any(each.get("name") == resource.plural for each in found.get("resources") or [])
+
     def watch(self, resource: Resource, query: Mapping[str, str], version: str) -> Iterator[Tree]:
         """Yield the events of the objects of a kind after a version, until the stream ends."""
         parameters = {

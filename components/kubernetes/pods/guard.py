@@ -62,7 +62,7 @@ class Guard:
         self.term_seconds = grace - min(KILL_SECONDS, KILL_SHARE * grace)
         self._reason = ""
         self._process = process
-        self._sent: set[int] = set()
+        self._sent: dict[int, object] = {}
 
     def send_signal(self, number: int) -> None:
         """Forward a signal to the task, which is not started again after it.
@@ -70,8 +70,9 @@ class Guard:
         A second one of a kind is not: it would end the task without a last checkpoint, and a job
         that is suspended and asked to end sends two.
         """
-        if number not in self._sent:
-            self._sent.add(number)
+        mine = object()
+        # In one step: a handler and the thread that watches the launcher may both send it.
+        if self._sent.setdefault(number, mine) is mine:
             self._process.send_signal(number)
 
     def begin_no_more(self) -> None:

@@ -201,10 +201,9 @@ def has_ended(pod: Tree) -> bool:
     return "terminated" in _container(pod).get("state", {}) or _phase(pod) in _ENDED_PHASES
 
 
-def is_running(pod: Tree) -> bool:
-    """Return whether the container runs and the deletion of its pod is not requested."""
-    is_deleted = bool(pod["metadata"].get("deletionTimestamp"))
-    return has_started(pod) and not has_ended(pod) and not is_deleted
+def is_alive(pod: Tree) -> bool:
+    """Return whether the container runs, be it that its pod is deleted: a chief saves then."""
+    return has_started(pod) and not has_ended(pod)
 
 
 def ends(pod: Tree) -> list[TaskEnd]:

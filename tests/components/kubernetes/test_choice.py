@@ -47,6 +47,26 @@ def test_one_that_this_user_may_not_use_is_named_by_the_launcher(kube, job):
         launchers.launch(job)
 
 
+def test_a_kind_that_is_not_served_is_none_although_permission_for_it_is_refused(kube, job):
+    # Kubernetes asks for the permission first.
+    kube.server.control.deny(USER, "list jobsets")
+    assert launchers.choose(job) == "tfjob"
+    tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
+    kube.store.create("tfjobs", NAMESPACE, tree)
+    launchers.end("auto", "{}", "run-1")
+    kube.wait_until_deleted()
+
+
+def test_the_exit_step_ends_what_it_may_and_says_what_it_may_not(kube, job):
+    kube.install_jobset()
+    kube.server.control.deny(USER, "list jobsets")
+    tree = launchers.engine("tfjob").manifest(job, Place(namespace=NAMESPACE))
+    kube.store.create("tfjobs", NAMESPACE, tree)
+    with pytest.raises(UserError, match='cannot list resource "jobsets"'):
+        launchers.end("auto", "{}", "run-1")
+    kube.wait_until_deleted()
+
+
 def test_where_neither_is_served_the_remedy_is_named(kube, job):
     kube.server.control.kinds.clear()
     with pytest.raises(UserError, match="neither JobSets nor TFJobs; this cluster does not serve"):
