@@ -151,7 +151,7 @@ def test_a_worker_that_ends_with_0_while_its_pod_is_deleted_comes_back(kube, run
 
 def test_where_jobs_may_not_be_deleted_a_lost_pod_comes_back_later(kube, caplog):
     kube.server.control.deny(USER, "delete jobs")
-    kube.job_controller.backoff_seconds = 0.01
+    kube.job_controller.backoff_seconds = 1.0
     attempt = start(kube)
     before = uids(kube)["worker-0"]
     evict(kube, "worker-0")
