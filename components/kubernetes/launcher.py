@@ -106,18 +106,29 @@ def delete_jobs(engine: Engine, settings: KubernetesConfig, run_id: str) -> list
     resource = engine.kind.resource
     try:
         orphans = with_retry(partial(api.labelled, resource, label), DELETE_SECONDS, time.sleep)
-        for orphan in orphans:
-            name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
-            log.warning("ending the job %s, which its launcher has left", name)
-            if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
-                _stop(engine, api, orphan)
-            with_retry(partial(api.delete, resource, name, uid), DELETE_SECONDS, time.sleep)
     except RefusedError as error:
         # Where the kind is not served there is no job.
         if error.is_unserved or (error.is_forbidden and not api.serves(resource)):
             return []
         raise UserError(f"cannot delete the jobs with the label {label}: {error}") from None
+    left = list(filter(None, [_end_orphan(engine, api, orphan) for orphan in orphans]))
+    if left:
+        raise UserError(f"cannot delete the jobs with the label {label}: {'; '.join(left)}")
     return [orphan["metadata"]["name"] for orphan in orphans]
+
+
+def _end_orphan(engine: Engine, api: Api, orphan: Tree) -> str:
+    """End a job, and return why it could not be deleted, or an empty string."""
+    name, uid = orphan["metadata"]["name"], orphan["metadata"]["uid"]
+    log.warning("ending the job %s, which its launcher has left", name)
+    if not engine.end(orphan) and not orphan["metadata"].get("deletionTimestamp"):
+        _stop(engine, api, orphan)
+    delete = partial(api.delete, engine.kind.resource, name, uid)
+    try:
+        with_retry(delete, DELETE_SECONDS, time.sleep)
+    except (RefusedError, UserError) as error:
+        return str(error)
+    return ""
 
 
 def _stop(engine: Engine, api: Api, job: Tree) -> None:

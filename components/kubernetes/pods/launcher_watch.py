@@ -124,6 +124,10 @@ def _watch_heartbeat(guard: Ending, api: Any, job: str, limit: float) -> None:
     while True:
         try:
             lease = api.get(LEASES, job)
+            if is_stop_requested(lease):
+                # The watch may have been refused.
+                guard.end_job("")
+                return
             limits = 1 if is_renewed(lease) else UNRENEWED_LIMITS
             if age.read(heartbeat_of(lease)) >= limits * limit:
                 reason = f"no heartbeat of the launcher for {limits * limit:g} s"

@@ -7,12 +7,13 @@ import signal
 import pytest
 
 from components.kubernetes.launcher import delete_jobs
+from components.kubernetes.pods.template import Place
 from components.tfjob.engine import TFJobs
 from tests.components.kubernetes.attempts import Attempt, job_of, settings, step
 from tests.kubernetes import pods
 from tests.kubernetes.cluster import NAMESPACE
 from trainer.config.schema import Config
-from trainer.errors import INTERRUPTED
+from trainer.errors import INTERRUPTED, UserError
 
 pytestmark = pytest.mark.cluster
 KUBERNETES = Config().cluster.kubernetes
@@ -102,6 +103,18 @@ def test_the_exit_step_deletes_only_the_jobs_of_its_run(kube):
         pods.finished(kube.store, pod, 0)
     other.succeed()
     kube.wait_until_deleted()
+
+
+def test_one_job_that_may_not_be_deleted_leaves_no_other_one(kube):
+    made = TFJobs().manifest(job_of(settings()), Place(namespace=NAMESPACE))
+    for name in ("first", "second"):
+        kube.store.create(
+            "tfjobs", NAMESPACE, {**made, "metadata": {**made["metadata"], "name": name}}
+        )
+    kube.faults.add("DELETE .*tfjobs/first", 403)
+    with pytest.raises(UserError, match="cannot delete the jobs with the label"):
+        delete_jobs(TFJobs(), KUBERNETES, "run-1")
+    assert [job["metadata"]["name"] for job in kube.jobs()] == ["first"]
 
 
 def test_the_deletion_of_the_steps_pod_deletes_the_job(kube, monkeypatch):

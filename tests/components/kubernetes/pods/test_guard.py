@@ -311,6 +311,14 @@ def test_a_stop_that_was_asked_for_before_the_pod_began_is_seen(kube, watched, t
     assert not kube.jobs()
 
 
+def test_a_stop_is_seen_where_the_lease_may_be_read_and_not_watched(kube, watched, tmp_path):
+    kube.faults.add(r"GET .*leases\?", 422)
+    ask_to_stop(kube)
+    with guard(tmp_path, ENDS_AT_SIGTERM, **{**watched, **limit(5)}) as process:
+        assert exit_code_of(process) == 1
+    assert termination.read(tmp_path) == "interrupted at global step 7"
+
+
 def test_a_task_that_is_done_when_it_is_stopped_is_done(kube, watched, tmp_path):
     done = ENDS_AT_SIGTERM.replace("SystemExit(130)", "SystemExit(0)")
     with guard(tmp_path, done, **{**watched, **limit(1000)}) as process:
