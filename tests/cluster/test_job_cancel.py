@@ -33,14 +33,14 @@ def require_last_checkpoint(training, reached):
     training.require_nothing_left()
 
 
-@on_engines()
+@on_engines(tfjob=pytest.mark.long)
 def test_cancelled_while_training_the_chief_publishes_a_last_checkpoint(training):
     with training.begun(STEPS, every=STEPS, kubernetes=SECRET):
         require_last_checkpoint(training, training.wait(Progress).global_step)
 
 
 @pytest.mark.parametrize("lost", [pytest.param("worker", marks=pytest.mark.long), "server"])
-@on_engines()
+@on_engines(jobset=pytest.mark.long)
 def test_a_cancel_after_a_restart_publishes_the_last_checkpoint(training, lost):
     for _ in range(CANCELS):
         with training.begun(STEPS, every=STEPS):

@@ -33,7 +33,7 @@ def test_the_job_of_a_killed_launcher_is_adopted_while_it_trains(training):
     training.require_nothing_left()
 
 
-@on_engines(jobset=pytest.mark.long)
+@on_engines(tfjob=pytest.mark.long, jobset=pytest.mark.long)
 def test_a_launcher_killed_at_random_leaves_no_orphan_and_a_valid_checkpoint(training):
     seed = random.randrange(10**6)
     chance = random.Random(seed)

@@ -22,7 +22,7 @@ def require_plain_run(training, tasks):
     training.require_nothing_left()
 
 
-@on_engines(tfjob=pytest.mark.slow)
+@on_engines(tfjob=pytest.mark.long)
 def test_all_steps_are_trained_and_nothing_is_left(training):
     with training.begun(400):
         require_plain_run(training, ["chief-0", "ps-0", "worker-0", "worker-1"])
@@ -39,7 +39,7 @@ def test_all_steps_are_trained_with_each_strategy(training, strategy):
         require_plain_run(training, tasks)
 
 
-@on_engines(tfjob=pytest.mark.slow, jobset=pytest.mark.slow)
+@on_engines(tfjob=pytest.mark.long, jobset=pytest.mark.slow)
 def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube, engine, tmp_path):
     def run(launcher):
         options = setting(

@@ -194,7 +194,7 @@ def test_a_worker_that_comes_back_at_another_address_trains_again(running):
     assert 0 <= step - running.attempt_steps <= MAX_PORTION
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_after_a_server_has_come_back_at_another_address_an_attempt_begins(running):
     before = running.pods[PS].address
     gone = running.lose(PS)
