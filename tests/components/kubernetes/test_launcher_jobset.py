@@ -101,8 +101,19 @@ def test_a_run_succeeds_and_nothing_is_left(kube):
     finish(kube, attempt)
 
 
-@pytest.mark.parametrize("lose", LOSSES)
-@pytest.mark.parametrize("task", ["worker-0", "ps-0", "chief-0"])
+@pytest.mark.parametrize(
+    ("task", "lose"),
+    [
+        *(("worker-0", lose) for lose in LOSSES),
+        ("ps-0", kill),
+        ("chief-0", delete_gracefully),
+        *(
+            pytest.param(task, lose, marks=pytest.mark.slow)
+            for task in ("ps-0", "chief-0")
+            for lose in LOSSES
+        ),
+    ],
+)
 def test_a_lost_pod_costs_that_pod_and_comes_back_at_once(kube, run_events, task, lose):
     # Without the launcher the Job controller would wait so long.
     kube.job_controller.backoff_seconds = 1000.0

@@ -345,7 +345,9 @@ def test_a_job_whose_launcher_died_before_its_first_renewal_ends_after_two_limit
     assert termination.read(tmp_path).startswith("no heartbeat of the launcher for 2 s")
 
 
-@pytest.mark.parametrize("status", [422, 429, 500, 503])
+@pytest.mark.parametrize(
+    "status", [422, 503, *(pytest.param(each, marks=pytest.mark.slow) for each in (429, 500))]
+)
 def test_a_refusal_that_may_pass_does_not_end_the_watch_of_the_launcher(
     kube, watched, tmp_path, status
 ):
