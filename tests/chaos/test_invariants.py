@@ -183,6 +183,9 @@ def test_a_door_refuses_in_an_outage_and_opens_again():
         address = (LOOPBACK, door.port)
         before = socket.create_connection(address)
         inner, _ = server.accept()
+        # What has passed it is known to the door.
+        before.sendall(b"x")
+        assert inner.recv(1) == b"x"
         door.close_for(600, silent=False)
         assert before.recv(1) == inner.recv(1) == b""
         with pytest.raises(ConnectionRefusedError):
