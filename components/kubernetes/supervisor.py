@@ -170,9 +170,6 @@ class Supervisor:
             if over and over.is_done:
                 return True
             if deleted or item["metadata"].get("deletionTimestamp"):
-                if completion.is_over(self._job):
-                    # It was done while nobody watched, and its time to live is over.
-                    return True
                 raise UserError(deleted_by_another(self._name))
             return over is not None
         # The controller writes no status while it is away, or may not make a pod of another task.

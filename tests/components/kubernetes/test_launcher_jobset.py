@@ -19,7 +19,6 @@ from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.conditions import condition
 from tests.kubernetes.control import USER
 from trainer import events
-from trainer.cluster import completion
 from trainer.config.schema import Config
 from trainer.errors import INTERRUPTED
 from trainer.events import Restart, Suspension, to_tree
@@ -380,19 +379,6 @@ class TestRefused:
         tree["cluster"]["kubernetes"] |= given
         message = Attempt(job_of(tree)).failure()
         assert message.startswith(f"cluster.kubernetes.{key}: ")
-
-
-@pytest.mark.parametrize("is_over", [True, False])
-def test_a_job_that_is_gone_was_done_or_was_deleted_by_someone(kube, monkeypatch, is_over):
-    monkeypatch.setattr(completion, "is_over", lambda _job: is_over)
-    attempt = start(kube)
-    kube.store.delete("jobsets", NAMESPACE, kube.jobset()["metadata"]["name"])
-    kube.store.wait(lambda: not kube.jobsets())
-    kube.end_deleted()
-    if is_over:
-        attempt.succeed()
-    else:
-        assert "was deleted by someone else" in attempt.failure()
 
 
 def test_a_job_past_its_deadline_names_the_setting(kube):
