@@ -3,7 +3,8 @@
 ARG BASE=python:3.11.7-slim-bookworm
 
 # What the code requires, as files that nothing else changes: the packages, nearly all of the image,
-# are installed anew when one of these does. KFP's default store needs the extra s3. For CPUs
+# are installed anew when one of these does. The extras s3 (KFP's
+# default store), mlflow and signing are among them. For CPUs
 # TensorFlow is built without its kernels for GPUs too, under a name of its own.
 FROM ${BASE} AS requirements
 ARG VARIANT=cpu

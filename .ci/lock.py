@@ -33,6 +33,8 @@ PLATFORMS = (
     ("darwin", "Darwin", "arm64"),
 )
 PYTHONS = ("3.11", "3.12", "3.13")
+#: What the image has beside the package itself: KFP's default store, a tracker, signatures.
+IMAGE_EXTRAS = ("s3", "mlflow", "signing")
 INSTALLED = {canonicalize_name(each.metadata["Name"]): each for each in distributions()}
 
 
@@ -118,7 +120,9 @@ def main() -> None:
     """Write all lock files."""
     project = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
-    built = needed_by([*project["dependencies"], *extras["s3"]])
+    built = needed_by(
+        [*project["dependencies"], *(one for name in IMAGE_EXTRAS for one in extras[name])]
+    )
     index = read_index()
 
     def pinned(names: Iterable[str]) -> dict[str, str]:
