@@ -75,6 +75,7 @@ def train(dataset, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("strategy", strategies("single", LONG_MIRRORED))
+@pytest.mark.slow
 def test_a_leader_that_ends_with_0_before_its_record_has_failed(train, strategy):
     run, code, said = train(strategy, "leave")
     assert code == 1

@@ -23,6 +23,7 @@ def require_plain_run(training, tasks):
 
 
 @on_engines(tfjob=pytest.mark.long)
+@pytest.mark.slow
 def test_all_steps_are_trained_and_nothing_is_left(training):
     with training.begun(400):
         require_plain_run(training, ["chief-0", "ps-0", "worker-0", "worker-1"])

@@ -83,6 +83,7 @@ def fail(dataset, tmp_path, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_a_function_that_raises(fail):
     failed = fail("single", "never")
     line = line_with("no weights here")
@@ -105,6 +106,7 @@ def test_a_function_that_raises(fail):
         ),
     ],
 )
+@pytest.mark.slow
 def test_a_model_with_nothing_to_train(dataset, tmp_path, monkeypatch, strategy):
     (tmp_path / "blocks.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))

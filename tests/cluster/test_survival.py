@@ -75,9 +75,8 @@ def test_a_killed_chief_begins_a_new_attempt_on_the_same_servers(running):
     assert applied(running) - STEPS <= EVERY
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_an_interrupt_publishes_a_last_checkpoint(running, number):
     tasks = running.tasks()
     running.process.send_signal(number)

@@ -123,6 +123,7 @@ def test_the_leader_ends_the_job(kube, roles, leader):
     assert not _is_ending(kube, leader)
 
 
+@pytest.mark.slow
 def test_the_active_deadline_counts_from_the_start_and_the_ttl_from_the_end(kube):
     create(kube, activeDeadlineSeconds=1, ttlSecondsAfterFinished=2)
     failed = ended(kube, "Failed")

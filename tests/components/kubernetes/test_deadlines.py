@@ -45,6 +45,7 @@ def test_an_operator_that_is_not_running_is_named_at_once(kube):
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_an_outage_of_the_api_is_not_one_of_the_operator(kube):
     attempt = Attempt(job_of(settings(operator=2)))
     kube.store.wait(

@@ -227,6 +227,7 @@ def test_a_job_that_someone_deletes_is_not_made_again(kube, restarts):
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_the_api_may_be_unreachable_while_the_job_is_made_again(kube, restarts):
     attempt = start(kube)
     before = uid(kube)

@@ -97,6 +97,7 @@ def test_without_permission_to_watch_the_message_names_the_remedy(kube):
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_an_expired_token_is_retried(kube):
     kube.faults.add("GET .*(pods|tfjobs)", 401, times=4)
     attempt = watching_attempt(kube)
@@ -158,6 +159,7 @@ def test_a_job_that_admission_refuses_is_not_a_missing_permission(kube):
     assert "permission" not in message
 
 
+@pytest.mark.slow
 def test_an_operator_that_does_not_answer_its_webhook_is_named(kube):
     kube.server.control.is_webhook_silent = True
     message = Attempt(job_of(settings(operator=1))).failure()

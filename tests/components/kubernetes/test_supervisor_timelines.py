@@ -214,6 +214,7 @@ def test_the_deletion_by_someone_else_is_reported(kube):
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_training_without_progress_is_ended(kube):
     attempt = watching_attempt(kube, stalling=2)
     kube.run_all()
@@ -222,6 +223,7 @@ def test_training_without_progress_is_ended(kube):
     kube.wait_until_deleted()
 
 
+@pytest.mark.slow
 def test_training_that_takes_too_long_is_ended(kube):
     attempt = watching_attempt(kube, running=2)
     kube.run_all()

@@ -163,6 +163,7 @@ def test_an_error_of_the_store_ends_the_wait(time_, elsewhere, monkeypatch):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.slow
 def test_a_wait_can_be_interrupted(here, elsewhere, time_, number):
     time_.now = time.time()
     elsewhere("digits-1")

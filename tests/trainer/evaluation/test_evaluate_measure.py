@@ -43,6 +43,7 @@ def test_measure_agrees_with_the_evaluation(run, tmp_path):
     assert {type(value) for value in measured.values()} == {float}
 
 
+@pytest.mark.slow
 def test_measure_weighs_the_last_batch_by_its_examples(run):
     by_one, by_all = (measure(run.model, _batches(run, size)) for size in (1, 96))
     assert by_one == pytest.approx(by_all, rel=1e-5)

@@ -113,6 +113,7 @@ def test_a_model_worse_by_the_margin_is_promoted_no_more_often_than_the_confiden
 
 
 @pytest.mark.parametrize("count", [120, 1500])
+@pytest.mark.slow
 def test_a_mean_that_is_worse_by_the_margin_is_seldom_promoted(count):
     generator, passed, nights = np.random.default_rng(3), 0, 400
     for _ in range(nights):

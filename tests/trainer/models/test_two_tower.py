@@ -153,6 +153,7 @@ def test_wrong_arguments_are_named(args, message):
     assert str(caught.value) == f"model two_tower: {message}"
 
 
+@pytest.mark.slow
 def test_it_learns_tastes_that_popularity_does_not_show():
     users, items, labels = clicks.draw()
     model = build(rows={"user": clicks.USERS, "item": clicks.ITEMS}, dimension=8)

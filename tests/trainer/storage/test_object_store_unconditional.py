@@ -31,6 +31,7 @@ def uri(bucket: BucketPlace) -> str:
     return storage.join(bucket.root, "a b")
 
 
+@pytest.mark.slow
 def test_a_publication_does_without(
     make: Make, bucket: BucketPlace, uri: str, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_each_kind_of_request_is_asked_again(
     assert bucket.content(uri) == {}
 
 
+@pytest.mark.slow
 def test_silence_is_waited_for(make: Make, bucket: BucketPlace, uri: str) -> None:
     bucket.plan.add(Fault("silence", seconds=1.0, times=2))
     storage.publish(make(), uri, kind="x")
@@ -121,6 +122,7 @@ def test_a_store_that_takes_no_connection_is_asked_again(
         storage.write_bytes(uri, b"")
 
 
+@pytest.mark.slow
 def test_what_goes_on_is_not_cut_off_by_the_deadline(
     make: Make, bucket: BucketPlace, uri: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

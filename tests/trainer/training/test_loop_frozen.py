@@ -66,6 +66,7 @@ def test_frozen_variables_are_in_the_checkpoint_and_have_no_slots(tmp_path):
     assert run.fields(20)["freeze"] == list(HIDDEN)
 
 
+@pytest.mark.slow
 def test_another_list_thaws_with_new_slots_and_keeps_the_others(tmp_path, caplog):
     run = Run(tmp_path)
     train(run, 20, HIDDEN)
@@ -85,6 +86,7 @@ def test_another_list_thaws_with_new_slots_and_keeps_the_others(tmp_path, caplog
     assert not any(changed(before, after, "norm").values())
 
 
+@pytest.mark.slow
 def test_slots_that_a_number_tells_apart_begin_anew(tmp_path):
     run = Run(tmp_path)
     train(run, 20, ("dense/hidden/kernel",), "adafactor")

@@ -77,6 +77,7 @@ def test_its_checkpoint_is_a_model_for_a_plain_process(tmp_path):
     np.testing.assert_array_equal(model(points), strategy.model(points))
 
 
+@pytest.mark.slow
 def test_a_learning_rate_far_too_high_is_a_divergence(tmp_path):
     run = Run(tmp_path)
     problem = problem_of(optimizer="sgd", rate=1e30)
@@ -86,6 +87,7 @@ def test_a_learning_rate_far_too_high_is_a_divergence(tmp_path):
     assert run.steps() == [0]
 
 
+@pytest.mark.slow
 def test_the_learning_rate_is_the_configurations_also_when_training_is_resumed(tmp_path):
     run, strategy = Run(tmp_path), Plain()
     run.train(Plain(), steps=10, make_problem=problem_of(rate=0.01))

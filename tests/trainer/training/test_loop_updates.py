@@ -89,6 +89,7 @@ def test_a_validation_measures_the_average_and_training_goes_on_from_the_weights
 
 
 @pytest.mark.parametrize("before", ["", "float16"])
+@pytest.mark.slow
 def test_the_scale_is_continued_or_begun(tmp_path, before):
     run = Run(tmp_path)
     train(run, 10, mixed_precision=before)
