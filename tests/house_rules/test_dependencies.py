@@ -18,11 +18,16 @@ from tests.house_rules.source import PACKAGES, all_imports, project, python_file
 # Imported by TFDS, and by `tf.summary`, which do not declare them.
 FOR_OTHERS = {"importlib-resources", "tensorboard"}
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-cpu", "-gpu")]
+IMAGE = runpy.run_path(".ci/lock.py")
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)((?: --hash=sha256:[0-9a-f]{64})+)$")
 
 
 def normal(name):
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def extras_of_users():
+    return set(project()["project"]["optional-dependencies"]) - {"dev"}
 
 
 def requirements(*extras):
@@ -54,7 +59,7 @@ def imported_distributions():
 
 
 def undeclared_and_unused():
-    declared = {normal(requirement.name) for requirement in requirements("s3", "beam")}
+    declared = {normal(requirement.name) for requirement in requirements(*extras_of_users())}
     imported = imported_distributions()
     for top, owners in imported.items():
         if not owners & declared:
@@ -72,7 +77,7 @@ def wrong_pins():
     if pins_of("requirements-cpu.lock") != {"tensorflow-cpu": pins["tensorflow"]}:
         yield "requirements-cpu.lock: it is not the version of requirements.lock: `make lock`"
     pins |= pins_of("requirements-dev.lock")
-    for requirement in requirements("s3", "dev"):
+    for requirement in requirements(*IMAGE["IMAGE_EXTRAS"], "dev"):
         pin = pins.get(normal(requirement.name), "")
         if not pin or pin not in requirement.specifier:
             yield f"requirements.lock: {requirement} is pinned to {pin or 'nothing'}: `make lock`"
@@ -96,7 +101,7 @@ def test_what_is_imported_is_declared_and_locked():
 
 
 def test_the_lock_of_an_image_is_complete_and_has_nothing_of_development():
-    found = runpy.run_path(".ci/lock.py")["needed_by"](map(str, requirements("s3")))
+    found = IMAGE["needed_by"](map(str, requirements(*IMAGE["IMAGE_EXTRAS"])))
     assert found == pins_of("requirements.lock").keys()
 
 
