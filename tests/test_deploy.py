@@ -14,6 +14,7 @@ import pytest
 import yaml
 from kubernetes import client
 
+from components.kubernetes import names
 from components.kubernetes.api.rbac import BASE, FILE
 from tests.conftest import ROOT
 from tests.docs.markdown import read
@@ -95,6 +96,24 @@ def test_the_base_is_of_no_namespace_and_binds_nobody():
             assert tree["kind"] != "RoleBinding"
 
 
+def test_the_monitor_finds_the_port_and_the_leading_pod_of_either_engine():
+    [monitor] = parsed(DEPLOY / "monitoring/podmonitor.yaml")
+    [selected] = monitor["spec"]["selector"]["matchExpressions"]
+    assert selected == {"key": names.MANAGED, "operator": "Exists"}
+    [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint["port"] == names.METRICS_PORT
+    keep, label = endpoint["relabelings"]
+
+    def meta(name):
+        return "__meta_kubernetes_pod_label_" + re.sub(r"\W", "_", name)
+
+    assert keep["sourceLabels"] == [meta(each) for each in names.INDEX_LABELS]
+    # A pod has one of the two labels; Prometheus joins the values and matches the whole.
+    found = {each: bool(re.fullmatch(keep["regex"], each)) for each in ("0;", ";0", "1;", ";10")}
+    assert found == {"0;": True, ";0": True, "1;": False, ";10": False}
+    assert label["sourceLabels"] == [meta(names.RUN)]
+
+
 def test_the_page_names_every_overlay():
     text = PAGE.read_text(encoding="utf-8")
     rows = dict(re.findall(r"^\| `deploy/overlays/(\w+)` (\|.*)$", text, re.MULTILINE))
@@ -136,6 +155,13 @@ def check(trees, namespace, account):
         role: [{"kind": "ServiceAccount", "name": name, "namespace": namespace}]
         for role, name in (("flotilla-launcher", account), ("flotilla-trainer", "flotilla-trainer"))
     }
+
+
+def test_the_monitoring_builds_into_two_labelled_objects(build):
+    trees = build(DEPLOY / "monitoring")
+    assert {tree["kind"] for tree in trees} == {"PodMonitor", "PrometheusRule"}
+    for tree in trees:
+        assert set(tree["metadata"]["labels"]) == {*LABELS, f"{PREFIX}component"}
 
 
 @pytest.mark.parametrize("name", EXPECTED)

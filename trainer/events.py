@@ -214,8 +214,7 @@ class Validation(Event):
     Attributes:
         global_step: of the model.
         metrics: by name.
-        created: the time in the manifest of the checkpoint that the evaluator measured; empty where
-            the chief measured during training.
+        created: of the checkpoint that the evaluator measured; empty where the chief measured.
     """
 
     global_step: int
@@ -227,6 +226,12 @@ class OpenPorts(Event):
     """The ports of a local cluster are open to more than this machine."""
 
     warning: str
+
+
+class MetricsUnserved(Event):
+    """The metrics of the run cannot be served; training goes on without."""
+
+    reason: str
 
 
 class LeaseTakenOver(Event):
@@ -256,7 +261,6 @@ class WarmStart(Event):
     """Training begins with weights that were there already.
 
     Attributes:
-        uri: where they are from.
         taken: how many variables of the model got their values.
         left: how many did not, by the reason.
         what: both in a line, with the names of some that were left.
@@ -272,10 +276,8 @@ class HandedOn(Event):
     """Training is over, and this checkpoint goes on to the next steps.
 
     Attributes:
-        uri: where it is.
         global_step: its own.
         trained: the global step that training has reached.
-        why: a few words.
     """
 
     uri: str

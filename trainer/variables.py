@@ -36,6 +36,10 @@ _OBJECT: Form = ("a JSON object", _is_object)
 _NAME: Form = ("a name of letters, digits and . _ -", re.compile(r"\w[\w.-]{0,127}").fullmatch)
 VARIABLES: Mapping[str, Form] = {
     "FLOTILLA_STORAGE_DEADLINE": ("a number of seconds", _is_seconds),
+    "FLOTILLA_METRICS_HOST": (
+        "an address of this machine, or * for all",
+        re.compile(r"\*|[\w.:-]{1,253}").fullmatch,
+    ),
     "FLOTILLA_KFP_UI": _TEXT,
     "FLOTILLA_COMMIT": _TEXT,
     "FLOTILLA_EVENTS": _TEXT,

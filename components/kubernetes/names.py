@@ -12,6 +12,8 @@ Tree = dict[str, Any]
 
 # The controllers find the container by this name.
 CONTAINER = "tensorflow"
+# By this name a network policy and a PodMonitor find the port of the metrics.
+METRICS_PORT = "metrics"
 # Labels that the controllers set on every pod: of its role, and of its index among those of a role.
 ROLE_LABELS = ("training.kubeflow.org/replica-type", "jobset.sigs.k8s.io/replicatedjob-name")
 INDEX_LABELS = ("training.kubeflow.org/replica-index", "jobset.sigs.k8s.io/job-index")

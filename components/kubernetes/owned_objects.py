@@ -31,8 +31,9 @@ def isolate(templates: Sequence[Tree]) -> None:
 def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree | None:
     """Return the network policy of a job as the API holds it; None for one that is not isolated.
 
-    Only the pods of the job reach each other, on every port: NCCL takes any. It is deleted with the
-    job, and named for this job alone: that of an earlier one of its name may still be deleted.
+    Only the pods of the job reach each other, on every port: NCCL takes any. Any pod of the cluster
+    reaches the port of the metrics, where there is one. It is deleted with the job, and named for
+    this job alone: that of an earlier one of its name may still be deleted.
     """
     labels = [each.get("metadata", {}).get("labels") or {} for each in templates]
     if not all(names.NETWORK in each for each in labels):
@@ -48,8 +49,26 @@ def network_policy(kind: JobKind, job: Tree, templates: Sequence[Tree]) -> Tree 
             "labels": own_labels(job),
             "ownerReferences": [kind.owner(job)],
         },
-        "spec": {**pods, "policyTypes": ["Ingress"], "ingress": [{"from": [pods]}]},
+        "spec": {
+            **pods,
+            "policyTypes": ["Ingress"],
+            "ingress": [{"from": [pods]}, *([_SCRAPED] if any(map(_serves, templates)) else [])],
+        },
     }
+
+
+# Prometheus may be in any namespace.
+_SCRAPED: Tree = {
+    "from": [{"namespaceSelector": {}}],
+    "ports": [{"port": names.METRICS_PORT, "protocol": "TCP"}],
+}
+
+
+def _serves(template: Tree) -> bool:
+    """Say whether a template has the port of the metrics."""
+    containers = template["spec"].get("containers") or []
+    ports = [port for each in containers for port in each.get("ports") or []]
+    return any(port.get("name") == names.METRICS_PORT for port in ports)
 
 
 def own_labels(job: Tree) -> dict[str, str]:

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.cluster.launched import launched
+from tests.trainer.tensorboard.event_files import hyperparameters, scalars
 from trainer import storage
 from trainer.checkpoints import checkpoints
 from trainer.checkpoints.index import list_checkpoints, newest_checkpoint
@@ -104,13 +105,13 @@ def test_the_checkpoint_restores_into_a_model_of_one_process(trained, dataset, t
 
 def test_tensorboard_finds_the_metrics(trained):
     run, _ = trained
-    (log,) = (run.folder / "checkpoints" / "logs").iterdir()
-    tags = {
-        v.tag
-        for event in tf.compat.v1.train.summary_iterator(str(log))
-        for v in event.summary.value
-    }
-    assert {"loss", "learning_rate", "steps_per_second", "validation_accuracy"} <= tags
+    logs = run.folder / "checkpoints" / "logs"
+    tags = {(name, tag) for name, _, tag, _ in scalars(logs)}
+    train, validation = (f"{run.folder.name}/{part}" for part in ("train", "validation"))
+    assert {(train, name) for name in ("loss", "learning_rate", "steps_per_second")} <= tags
+    assert {(validation, name) for name in ("loss", "accuracy")} <= tags
+    _, values = hyperparameters(logs, run.folder.name)
+    assert values["training.steps"] == 300
 
 
 def test_says_nothing_secret_on_the_command_line(trained):

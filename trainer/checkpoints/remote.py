@@ -108,6 +108,32 @@ class UploadQueue:
         return None
 
 
+class LogFiles:
+    """TensorBoard's files in a folder of this machine, on their way to an object store."""
+
+    def __init__(self, folder: Path, uri: str) -> None:
+        """Upload what is below `folder` to the same paths below `uri`."""
+        self.folder = folder
+        self._uri = uri
+        self._uploaded: dict[Path, int] = {}
+        self._has_failed = False
+
+    def upload(self) -> None:
+        """Upload what has grown; the first failure is a warning, and none ends training."""
+        try:
+            for path in sorted(self.folder.rglob("*")):
+                if not path.is_file() or self._uploaded.get(path) == path.stat().st_size:
+                    continue
+                data = path.read_bytes()
+                place = path.relative_to(self.folder)
+                storage.write_bytes(storage.join(self._uri, *place.parts), data)
+                self._uploaded[path] = len(data)
+        except (UserError, OSError) as error:
+            level = logging.DEBUG if self._has_failed else logging.WARNING
+            log.log(level, "the logs for TensorBoard are not uploaded: %s", error)
+            self._has_failed = True
+
+
 def checkpoints_of(uri: str, *, alone: bool, **settings: Any) -> Checkpoints:
     """Return the checkpoints below `uri`, in a file system or in an object store.
 
@@ -128,15 +154,14 @@ class RemoteCheckpoints(Checkpoints):
         self._alone = alone
         self._uploads = UploadQueue()
         self._pending = storage.uri_of(scratch / "unpublished")
-        self._logs = scratch / "logs"
+        self._log_files = LogFiles(scratch / "logs", storage.join(self.uri, "logs"))
         self._uploading = ""
-        self._logs_failed = False
         self._measured: list[dict[str, Any]] = []
 
     @property
     def logs(self) -> Path:
         """Return the folder for TensorBoard's files, which are uploaded with each checkpoint."""
-        return self._logs
+        return self._log_files.folder
 
     def newest(self) -> RestoredCheckpoint | None:
         """Fetch the newest valid checkpoint, published or not yet; see `Checkpoints.newest`."""
@@ -236,12 +261,5 @@ class RemoteCheckpoints(Checkpoints):
             log.warning("%s", error)
 
     def _upload_logs(self) -> None:
-        """Upload TensorBoard's files; the first failure is a warning, and none ends training."""
         self.lease.require()
-        try:
-            for path in sorted(self._logs.glob("*")):
-                storage.write_bytes(storage.join(self.uri, "logs", path.name), path.read_bytes())
-        except (UserError, OSError) as error:
-            level = logging.DEBUG if self._logs_failed else logging.WARNING
-            log.log(level, "the logs for TensorBoard are not uploaded: %s", error)
-            self._logs_failed = True
+        self._log_files.upload()

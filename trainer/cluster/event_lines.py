@@ -15,6 +15,7 @@ from trainer.events import (
     HandedOn,
     LeaseAwaited,
     LeaseTakenOver,
+    MetricsUnserved,
     NewestVersion,
     OpenPorts,
     Progress,
@@ -34,6 +35,7 @@ _LINES: dict[type[Event], Callable[[Any], str]] = {
         f"training resumes from global step {event.global_step}" if event.resumed else ""
     ),
     OpenPorts: lambda event: f"warning: {event.warning}",
+    MetricsUnserved: lambda event: f"warning: no metrics for Prometheus: {event.reason}",
     NewestVersion: lambda event: f"{event.dataset} {event.version} is its newest version",
     WarmStart: lambda event: (
         f"training begins with the weights of {event.uri}"

@@ -29,8 +29,13 @@ class Job:
     @property
     def run_id(self) -> str:
         """The id of the run: the folder that holds its checkpoints."""
-        path, _, _ = self.checkpoints.partition("?")
-        return path.rstrip("/").rsplit("/", 2)[-2]
+        return run_of(self.checkpoints)
+
+
+def run_of(checkpoints: str) -> str:
+    """Return the id of the run that has its checkpoints below this URI."""
+    path, _, _ = checkpoints.partition("?")
+    return path.rstrip("/").rsplit("/", 2)[-2]
 
 
 def task_command(job: Job, config: Path, workdir: Path) -> list[str]:

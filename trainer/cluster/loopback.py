@@ -25,6 +25,8 @@ WARNING = (
     "other machines can reach the tasks of this run and run any graph as this user: this system "
     "cannot keep TensorFlow's servers on loopback, see docs/security.md"
 )
+# The address at which the leading task serves its metrics: loopback if it is not set, all in a pod.
+METRICS_HOST, EVERY_HOST = "FLOTILLA_METRICS_HOST", "*"
 # Read by TensorFlow when it makes a server.
 _SHARE_PORT = "TF_GRPC_REUSE_PORT"
 # asm-generic/socket.h

@@ -9,6 +9,8 @@ from pydantic import field_validator
 from trainer.config.base import MOST, Section, key
 from trainer.config.kubernetes import KubernetesConfig
 
+# The ports of a pod that its container does not need to be root for, and those that are taken.
+LOWEST_PORT, TASK_PORTS = 1024, (2222, 2223)
 Launcher = Literal["local", "tfjob", "jobset", "auto"]
 
 
@@ -42,9 +44,22 @@ class ClusterConfig(Section):
     max_restarts: int = key(
         3, "restarts of all tasks but the evaluator; lost pods until a checkpoint", ge=0, le=MOST
     )
+    metrics_port: int = key(
+        0, "port of Prometheus metrics, served by the leading task; 0: none", ge=0, lt=2**16
+    )
     kubernetes: KubernetesConfig = key(
         KubernetesConfig(), "settings of the job on Kubernetes and its pods"
     )
+
+    @field_validator("metrics_port")
+    @classmethod
+    def _free(cls, value: int) -> int:
+        if 0 < value < LOWEST_PORT or value in TASK_PORTS:
+            raise ValueError(
+                f"{value} is not free in a pod; choose one from {LOWEST_PORT} on, but "
+                f"{' and '.join(map(str, TASK_PORTS))}, at which tasks speak to each other"
+            )
+        return value
 
     @field_validator("placement")
     @classmethod

@@ -172,12 +172,24 @@ class TrainingConfig(Section):
     when_unchanged: Literal["stop", "train"] = key(
         "stop", "what a run does where its files and its configuration are those of a finished one"
     )
+    profile: tuple[int, ...] = key(
+        (), "first and last global step that TensorFlow's profiler traces, [100, 110]"
+    )
     seed: int = key(0, "seed of weights and of the order of examples", ge=0, lt=2**31)
 
     @property
     def step_examples(self) -> int:
         """The examples of one replica in one step."""
         return self.batch_size * self.accumulate
+
+    @field_validator("profile")
+    @classmethod
+    def _two_steps(cls, value: tuple[int, ...]) -> tuple[int, ...]:
+        if value and (len(value) != 2 or not 1 <= value[0] < value[1]):  # noqa: PLR2004
+            raise ValueError(
+                f"{list(value)} is not a first and a later last step, from 1 on, such as [100, 110]"
+            )
+        return value
 
     @field_validator("mixed_precision", mode="before")
     @classmethod
@@ -273,6 +285,16 @@ class Config(Section):
             raise ValueError(
                 "training.patience: an early stop needs training.validate_every and "
                 "data.validation, or cluster.evaluator"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _profiled_within_the_run(self) -> Config:
+        """`training.profile` ends within `training.steps`."""
+        profile, steps = self.training.profile, self.training.steps
+        if profile and profile[-1] > steps:
+            raise ValueError(
+                f"training.profile: step {profile[-1]} is never reached; training.steps is {steps}"
             )
         return self
 

@@ -34,6 +34,7 @@ from trainer.errors import ClusterLostError
 from trainer.evaluation import evaluate
 from trainer.models.freezing import freeze
 from trainer.models.registry import refused_input
+from trainer.monitoring.exporter import exported
 from trainer.storage import Manifest
 from trainer.strategies.parameter_server import worker_number
 from trainer.strategies.strategy import Problem, Strategy, create
@@ -94,7 +95,8 @@ def lead(job: Job, cluster: Cluster, task: Task, lease: NoLease) -> None:
         loopback.close_to_others(cluster.address(task))
     watch.begin()
     fed = feed.reporting() if feed else nullcontext()
-    with fed, _lost_cluster(strategy), refused_input():
+    publishes = exported(job, cluster, task) if strategy.publishes else nullcontext()
+    with fed, publishes, _lost_cluster(strategy), refused_input():
         with checkpoints.flushed():
             train(job.config, strategy, checkpoints, hooks)
         _end(job, strategy, checkpoints)

@@ -1,6 +1,7 @@
 """The evaluator: measures each new checkpoint of a run during training.
 
-It reads published checkpoints, and writes `validation.jsonl` next to them and nothing else.
+It reads published checkpoints, and writes `validation.jsonl` next to them, and the same metrics for
+TensorBoard, and nothing else.
 Training never waits for it, and it may die at any time.
 """
 
@@ -21,6 +22,7 @@ from trainer.checkpoints import learnt_before
 from trainer.checkpoints.checkpoints import restore_model
 from trainer.checkpoints.history import Validations
 from trainer.checkpoints.index import KIND
+from trainer.checkpoints.remote import LogFiles
 from trainer.cluster.launcher import Job
 from trainer.cluster.process import OVER
 from trainer.data.read import evaluation_batches, stage_shards
@@ -29,6 +31,7 @@ from trainer.errors import UserError
 from trainer.evaluation import evaluate
 from trainer.models.registry import refused_input
 from trainer.tasks import registry as tasks
+from trainer.tensorboard.scalars import TensorBoardLog
 
 # A store sends no event for a new checkpoint.
 POLL_SECONDS = 1.0
@@ -46,6 +49,8 @@ def watch(job: Job) -> None:
     """
     measure = _measure(job)
     done, passed = Validations(job.checkpoints), set[str]()
+    files = _log_files(job)
+    board = TensorBoardLog(files.folder, job.run_id)
     pause = threading.Event()
     while True:
         # Read before the listing, so that no checkpoint that was published before is missed.
@@ -61,6 +66,9 @@ def watch(job: Job) -> None:
                 row = done.add(manifest, metrics)
                 step, created = row["global_step"], manifest.created
                 events.emit(events.Validation(global_step=step, created=created, metrics=metrics))
+                board.add_validation(step, metrics)
+                if not storage.local_path(job.checkpoints):
+                    files.upload()
             else:
                 passed.add(name)
         if is_over or newest >= job.config.training.steps:
@@ -83,6 +91,12 @@ def metrics_of(measure: Measure, uri: str, scratch: Path) -> dict[str, float]:
         return metrics
     log.warning("passed over %s: its validation gives %s", uri, metrics)
     return {}
+
+
+def _log_files(job: Job) -> LogFiles:
+    """Return where this task writes for TensorBoard: at once in place, where that is a folder."""
+    uri = storage.join(job.checkpoints, "logs")
+    return LogFiles(storage.local_path(uri) or job.workdir / "scratch" / "logs", uri)
 
 
 def _measure(job: Job) -> Measure:

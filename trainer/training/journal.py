@@ -6,64 +6,22 @@ the same rows in memory (`UnpublishedJournal`), so that all make the same decisi
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from trainer import events
-from trainer.checkpoints.checkpoints import UNWRITABLE, Checkpoints
+from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import History
+from trainer.cluster.launcher import run_of
 from trainer.config.schema import Config
+from trainer.tensorboard.scalars import TensorBoardLog
 
 MAX_ROWS = 2000
 # The field of a checkpoint that says which examples were trained on.
 INPUT_POSITION = "input_position"
-log = logging.getLogger(__name__)
-
-
-class TensorBoardLog:
-    """Writes scalars for TensorBoard into a local folder."""
-
-    def __init__(self, folder: Path | None) -> None:
-        """Write into `folder`, or nowhere where it is None."""
-        self._writer = None
-        with self._unless_unwritable():
-            self._writer = tf.summary.create_file_writer(str(folder)) if folder else None
-
-    def add(self, row: Mapping[str, Any]) -> None:
-        """Write the numbers of one row of the history at its global step."""
-        if self._writer is None:
-            return
-        with self._unless_unwritable():
-            with self._writer.as_default(step=int(row["global_step"])):
-                for name, value in _scalars(row):
-                    if name != "global_step":
-                        tf.summary.scalar(name, value)
-            self._writer.flush()
-
-    @contextmanager
-    def _unless_unwritable(self) -> Iterator[None]:
-        """Stop writing when the disk is full: that is no reason to end a run."""
-        try:
-            yield
-        except UNWRITABLE as error:
-            log.warning("no more metrics for TensorBoard: %s", error.message.splitlines()[0])
-            self._writer = None
-
-
-def _scalars(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the numbers of a row; one in a mapping is named `outer/inner`."""
-    for name, value in row.items():
-        if isinstance(value, Mapping):
-            yield from _scalars(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value
-
 
 _PROGRESS = ("global_step", "loss", "learning_rate", "steps_per_second", "seconds")
 
@@ -73,6 +31,7 @@ class Journal:
 
     def __init__(self, config: Config, checkpoints: Checkpoints, start: int) -> None:
         """Read the rows up to global step `start`."""
+        self._config = config
         self._steps = config.training.steps
         self._fields: dict[str, Any] = {
             "strategy": config.training.strategy,
@@ -83,11 +42,12 @@ class Journal:
         self._checkpoints = checkpoints
         self._history = History(checkpoints.uri, start=start, file=checkpoints.history)
         self._newest = self._history.rows[-1] if self._history.rows else {}
+        self._board = TensorBoardLog(checkpoints.logs, run_of(checkpoints.uri))
 
-    @cached_property
-    def _board(self) -> TensorBoardLog:
-        # It creates its file at once: not before there is a row, and only where rows are written.
-        return TensorBoardLog(self._checkpoints.logs)
+    @property
+    def logs(self) -> Path | None:
+        """Return the local folder of this run for TensorBoard."""
+        return self._board.folder
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -104,6 +64,7 @@ class Journal:
         self._fields |= begun
         resumed = start > 0
         events.emit(events.AttemptBegin(global_step=start, steps=self._steps, resumed=resumed))
+        self._board.add_configuration(self._config)
 
     def progress(self, row: Mapping[str, Any]) -> None:
         """Emit the progress of training."""

@@ -33,6 +33,7 @@ from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.strategies.averaging import averaged, begin_averages
 from trainer.strategies.strategy import Problem, Strategy
 from trainer.strategies.visits import Stream
+from trainer.tensorboard.profiler import profiler_of
 from trainer.training.journal import INPUT_POSITION, Journal, UnpublishedJournal
 
 log = logging.getLogger(__name__)
@@ -82,6 +83,9 @@ class Pace:
         for every in (self.training.checkpoint_every, self.training.validate_every):
             if every:
                 boundaries.append((step // every + 1) * every)
+        if profile := self.training.profile:
+            # The trace begins before the first of its steps.
+            boundaries += [edge for edge in (profile[0] - 1, profile[1]) if edge > step]
         return min(boundaries) - step
 
 
@@ -182,6 +186,7 @@ class _OuterLoop:
         self._journal = journal
         self._hooks = hooks
         self._max_loss = max_loss
+        self._profiler = profiler_of(training, strategy, journal.logs)
         self._pace = Pace(training=training)
         self._early_stopping = EarlyStopping(patience=training.patience)
         self._stop_early = False
@@ -192,10 +197,17 @@ class _OuterLoop:
             self._note_validation(row)
 
     def run(self) -> int:
+        try:
+            return self._run()
+        finally:
+            self._profiler.end()
+
+    def _run(self) -> int:
         step = self._strategy.global_step()
         while step < self._training.steps:
             decision = self._decide(step)
             if decision.stop:
+                self._profiler.end()
                 uri = self.save()
                 self._strategy.leave()
                 raise RunInterruptedError(f"interrupted at global step {step}; checkpoint {uri}")
@@ -203,6 +215,7 @@ class _OuterLoop:
                 break
             if decision.save:
                 self.save()
+            self._profiler.at(step, self._pace.steps_per_second)
             result = self._run_inner_loop(step, decision.steps)
             if not result.loss <= self._max_loss:
                 self._raise_diverged(f"the loss is {result.loss:g}", result.global_step)
@@ -214,6 +227,8 @@ class _OuterLoop:
             if _crossed(before, step, self._training.checkpoint_every, self._training.steps):
                 self.save()
             self._stepped_at = time.monotonic()
+        # Its files go with the last checkpoint.
+        self._profiler.end()
         self.save()
         return step
 

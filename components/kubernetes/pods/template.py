@@ -16,6 +16,7 @@ from components.kubernetes.api.kinds import JobKind
 from components.kubernetes.names import Tree
 from trainer.cluster import lease, termination
 from trainer.cluster.launcher import Job
+from trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
 from trainer.cluster.process import gpu_count
 from trainer.config.kubernetes import (
     SCRATCH,
@@ -163,7 +164,7 @@ def _container(
                     for n in pod.env_from_config_maps
                 ),
             ],
-            "ports": [{"name": port_name, "containerPort": PORT}],
+            "ports": [{"name": port_name, "containerPort": PORT}, *_metrics_port(config, role)],
             "resources": resources,
             "volumeMounts": _mounts(pod, folder),
             "securityContext": _container_security(pod),
@@ -172,6 +173,14 @@ def _container(
             "terminationMessagePolicy": "FallbackToLogsOnError",
         }
     )
+
+
+def _metrics_port(config: Config, role: str) -> list[Tree]:
+    """Return the port of the metrics, which the leading task serves."""
+    port = config.cluster.metrics_port
+    if not port or role != leading(config).role:
+        return []
+    return [{"name": names.METRICS_PORT, "containerPort": port}]
 
 
 def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str]:
@@ -193,6 +202,8 @@ def _task_variables(config: Config, role: str, resources: Tree) -> dict[str, str
         "GRPC_FAIL_FAST": "use_caller",
         # In an image for GPUs a pod without one would see all GPUs of its node.
         **({} if gpus else {"CUDA_VISIBLE_DEVICES": "-1"}),
+        # Who scrapes is in another pod.
+        **({METRICS_HOST: EVERY_HOST} if _metrics_port(config, role) else {}),
         # With it TensorFlow does not import Keras 3, which a server never uses.
         **({} if leads or role == "evaluator" else {"TF_USE_LEGACY_KERAS": "1"}),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from components.kubernetes import names
 from tests.conftest import ROOT
 from tests.kubernetes.cluster import NAMESPACE
 from tests.kubernetes.control import USER
@@ -41,8 +42,9 @@ def test_it_isolates_what_has_no_policy_of_its_own():
     text = (ROOT / "deploy/base/networkpolicy.yaml").read_text(encoding="utf-8")
     spec = yaml.safe_load(text)["spec"]
     assert spec["policyTypes"] == ["Ingress"]
-    [rule] = spec["ingress"]
-    assert rule == {"from": [{"podSelector": spec["podSelector"]}]}
+    [among_tasks, scraped] = spec["ingress"]
+    assert among_tasks == {"from": [{"podSelector": spec["podSelector"]}]}
+    assert scraped["ports"] == [{"port": names.METRICS_PORT, "protocol": "TCP"}]
 
 
 def test_without_a_policy_any_pod_reaches_the_tasks(of_policies):

@@ -14,7 +14,7 @@ from trainer import events, storage
 from trainer.checkpoints.checkpoints import Checkpoints
 from trainer.checkpoints.history import read_history
 from trainer.checkpoints.index import list_checkpoints
-from trainer.checkpoints.remote import RemoteCheckpoints, checkpoints_of
+from trainer.checkpoints.remote import LogFiles, RemoteCheckpoints, checkpoints_of
 from trainer.cluster.lease import Lease, LeaseLostError, NoLease, holders, lease_uri
 from trainer.errors import ClusterLostError, RunInterruptedError, UserError
 from trainer.events import CheckpointPassedOver
@@ -251,6 +251,25 @@ def test_logs_go_with_a_checkpoint(of, uri):
     with kept.flushed():
         save(kept, 1)
     assert storage.read_bytes(storage.join(uri, "logs", "events.1")) == b"figures"
+
+
+def test_logs_keep_their_folders_and_only_what_has_grown_goes_again(tmp_path, monkeypatch):
+    folder, sent = tmp_path / "logs", []
+    monkeypatch.setattr(storage, "write_bytes", lambda place, data: sent.append((place, data)))
+    files = LogFiles(folder, "gs://b/logs")
+    files.upload()
+    (folder / "run" / "train").mkdir(parents=True)
+    (folder / "events.0").write_bytes(b"of an older version")
+    (folder / "run" / "train" / "events.1").write_bytes(b"one")
+    files.upload()
+    assert sorted(sent) == [
+        ("gs://b/logs/events.0", b"of an older version"),
+        ("gs://b/logs/run/train/events.1", b"one"),
+    ]
+    sent.clear()
+    (folder / "run" / "train" / "events.1").write_bytes(b"one, two")
+    files.upload()
+    assert sent == [("gs://b/logs/run/train/events.1", b"one, two")]
 
 
 @pytest.mark.usefixtures("blocked")

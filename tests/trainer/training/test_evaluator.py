@@ -6,8 +6,12 @@ import math
 
 import pytest
 
+from tests.trainer.tensorboard.event_files import scalars
 from trainer import storage
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
 from trainer.errors import UserError
+from trainer.training import evaluator
 from trainer.training.evaluator import metrics_of
 
 
@@ -51,3 +55,18 @@ def test_a_checkpoint_that_has_gone_meanwhile_is_passed_over(uri, tmp_path):
 def test_what_is_wrong_with_all_of_them_ends_the_evaluator(uri, tmp_path):
     with pytest.raises(UserError, match="no room"):
         metrics_of(measuring(UserError("no room")), uri, tmp_path)
+
+
+def test_its_metrics_are_in_the_validation_of_the_run_for_tensorboard(uri, tmp_path, monkeypatch):
+    checkpoints = tmp_path / "digits-1" / "checkpoints"
+    checkpoints.mkdir(parents=True)
+    (tmp_path / "step-00000010").rename(checkpoints / "step-00000010")
+    job = Job(
+        config=parse_config({"training": {"steps": 10}}),
+        dataset=uri,
+        checkpoints=storage.uri_of(checkpoints),
+        workdir=tmp_path / "evaluator-0",
+    )
+    monkeypatch.setattr(evaluator, "_measure", lambda _job: measuring({"loss": 0.5}))
+    evaluator.watch(job)
+    assert scalars(checkpoints / "logs") == [("digits-1/validation", 10, "loss", 0.5)]

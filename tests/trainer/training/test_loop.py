@@ -109,7 +109,7 @@ def test_further_metrics_of_a_strategy_stand_in_its_row(run):
 
 def test_the_metrics_reach_tensorboard(run):
     run.train(steps=10)
-    assert list((run.folder / "checkpoints" / "logs").glob("events.out.tfevents.*"))
+    assert list((run.folder / "checkpoints" / "logs").glob("*/train/events.out.tfevents.*"))
 
 
 def test_validation_at_every_boundary_and_at_the_end(run):

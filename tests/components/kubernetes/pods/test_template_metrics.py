@@ -1,0 +1,104 @@
+"""The port of the metrics in the pods of a job, and who reaches it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from components.jobset.engine import JobSets
+from components.kubernetes import names
+from components.kubernetes.api.kinds import NETWORK_POLICIES
+from components.kubernetes.owned_objects import isolate, network_policy
+from components.kubernetes.pods.shutdown import PORT as GUARD_PORT
+from components.kubernetes.pods.template import CONFIG_VARIABLE, PORT, Place
+from components.tfjob.engine import TFJobs
+from tests.components.kubernetes.attempts import job_of
+from trainer.cluster.loopback import EVERY_HOST, METRICS_HOST
+from trainer.config.cluster import TASK_PORTS
+from trainer.config.load import parse_config
+from trainer.errors import ConfigError
+
+ENGINES = pytest.mark.parametrize("engine", [TFJobs(), JobSets()], ids=["tfjob", "jobset"])
+
+
+def made(engine, port, strategy="async_parameter_server", **kubernetes):
+    """Return a job with its pod templates, by role."""
+    cluster = {"metrics_port": port, "evaluator": True, "kubernetes": kubernetes}
+    job = job_of({"training": {"strategy": strategy}, "cluster": cluster})
+    tree = engine.manifest(job, Place(namespace="team"))
+    tree["metadata"]["uid"] = "0123456789"
+    label = f"{names.APP}component"
+    templates = engine.templates(tree)
+    return tree, {each["metadata"]["labels"][label]: each for each in templates}
+
+
+def container(template):
+    [only] = template["spec"]["containers"]
+    return only
+
+
+def served(template):
+    ports = container(template)["ports"]
+    return [each["containerPort"] for each in ports if each["name"] == names.METRICS_PORT]
+
+
+def variable(template, name):
+    return [each.get("value") for each in container(template)["env"] if each["name"] == name]
+
+
+@ENGINES
+@pytest.mark.parametrize(
+    ("strategy", "kubernetes", "leader"),
+    [
+        ("single", {}, "chief"),
+        ("async_parameter_server", {}, "chief"),
+        ("async_parameter_server", {"chiefless": True}, "worker"),
+        ("multi_worker_mirrored", {}, "worker"),
+    ],
+)
+def test_the_role_that_leads_has_the_port_and_listens_outside_of_its_pod(
+    engine, strategy, kubernetes, leader
+):
+    _, templates = made(engine, 9464, strategy, **kubernetes)
+    for role, template in templates.items():
+        leads = role == leader
+        assert served(template) == ([9464] if leads else [])
+        assert variable(template, METRICS_HOST) == ([EVERY_HOST] if leads else [])
+        [config] = variable(template, CONFIG_VARIABLE)
+        assert json.loads(config)["cluster"]["metrics_port"] == 9464
+
+
+@ENGINES
+def test_without_a_port_nothing_is_served_or_admitted(engine):
+    tree, templates = made(engine, 0)
+    assert not any(map(served, templates.values()))
+    assert not any(variable(each, METRICS_HOST) for each in templates.values())
+    isolate([*templates.values()])
+    policy = network_policy(engine.kind, tree, [*templates.values()])
+    assert policy["apiVersion"] == NETWORK_POLICIES.api_version
+    assert len(policy["spec"]["ingress"]) == 1
+
+
+@ENGINES
+def test_the_policy_of_the_job_admits_pods_of_any_namespace_to_this_port_alone(engine):
+    tree, templates = made(engine, 9464)
+    isolate([*templates.values()])
+    among_tasks, scraped = network_policy(engine.kind, tree, [*templates.values()])["spec"][
+        "ingress"
+    ]
+    assert "ports" not in among_tasks
+    assert scraped["ports"] == [{"port": names.METRICS_PORT, "protocol": "TCP"}]
+    assert scraped["from"] == [{"namespaceSelector": {}}]
+
+
+@pytest.mark.parametrize("port", [-1, 80, 1023, PORT, GUARD_PORT, 65536])
+def test_a_port_that_is_taken_in_a_pod_is_refused(port):
+    with pytest.raises(ConfigError, match=r"cluster\.metrics_port"):
+        parse_config({"cluster": {"metrics_port": port}})
+    assert {PORT, 2223} == set(TASK_PORTS)
+
+
+@pytest.mark.parametrize("port", [0, 1024, 9464, 65535])
+def test_any_other_is_taken(port):
+    assert parse_config({"cluster": {"metrics_port": port}}).cluster.metrics_port == port

@@ -1,0 +1,159 @@
+"""The metrics of a run, as the events of the leading task make them."""
+
+from __future__ import annotations
+
+import re
+
+import prometheus_client
+import pytest
+import yaml
+
+from tests.conftest import ROOT
+from tests.trainer.monitoring.scraped import parsed
+from trainer import events
+from trainer.config.load import parse_config
+from trainer.monitoring.metrics import RunMetrics
+
+ALERTS = ROOT / "deploy/monitoring/alerts.yaml"
+PAGE = ROOT / "docs/how-to/metrics.md"
+PROGRESS = events.Progress(
+    time=1000.0, global_step=40, steps=90, loss=0.5, steps_per_second=20.0, seconds_left=2.5,
+    seconds=3.0, learning_rate=0.25, metrics={
+        "staleness_mean": 1.5, "epoch": 2,
+        "workers": {"worker-0": {"local_steps": 3, "examples": 192},
+                    "worker-1": {"local_steps": 1, "examples": 64}},
+    },
+)  # fmt: skip
+EVENTS = [
+    events.AttemptBegin(global_step=0, steps=90, resumed=False),
+    PROGRESS,
+    events.Validation(global_step=40, metrics={"loss": 0.75, "accuracy": 0.875}),
+    events.Saved(uri="file:///c/step-40", global_step=40, seconds=0.125),
+    events.UploadFailed(reason="away"),
+    events.CheckpointPublished(time=2000.0, uri="file:///c/step-40", global_step=40),
+]
+
+
+@pytest.fixture
+def metrics():
+    config = parse_config({"name": "digits", "training": {"steps": 90, "profile": []}})
+    return RunMetrics(config, "digits-1")
+
+
+def text_of(metrics):
+    return prometheus_client.generate_latest(metrics.registry).decode()
+
+
+def of(metrics):
+    return {k: v for k, v in parsed(text_of(metrics)).items() if k[0].startswith("flotilla_")}
+
+
+def after(metrics, *happened):
+    for event in happened:
+        metrics.take(event)
+    return of(metrics)
+
+
+def test_before_training_nothing_is_taken_for_a_value(metrics):
+    found = of(metrics)
+    assert found["flotilla_global_step_target",] == 90
+    assert ("flotilla_loss",) not in found
+    assert ("flotilla_checkpoint_age_seconds",) not in found
+    [info] = [key for key in found if key[0] == "flotilla_run_info"]
+    assert {"digits-1", "digits", "async_parameter_server"} <= set(info)
+
+
+def test_progress_is_served(metrics):
+    found = after(metrics, *EVENTS)
+    assert found["flotilla_global_step",] == 40
+    assert found["flotilla_loss",] == 0.5
+    assert found["flotilla_steps_per_second",] == 20
+    assert found["flotilla_learning_rate",] == 0.25
+    assert found["flotilla_remaining_seconds",] == 2.5
+    assert found["flotilla_training_seconds",] == 3
+    assert found["flotilla_progress_timestamp_seconds",] == 1000
+    assert found["flotilla_attempt_examples",] == 256
+    assert found["flotilla_strategy_metric", "staleness_mean"] == 1.5
+    assert ("flotilla_strategy_metric", "workers") not in found
+
+
+def test_validation_and_checkpoints_are_served(metrics, monkeypatch):
+    monkeypatch.setattr("trainer.monitoring.metrics.time.time", lambda: 2060.0)
+    found = after(metrics, *EVENTS)
+    assert found["flotilla_validation_metric", "accuracy"] == 0.875
+    assert found["flotilla_validation_global_step",] == 40
+    assert found["flotilla_checkpoint_global_step",] == 40
+    assert found["flotilla_checkpoint_timestamp_seconds",] == 2000
+    assert found["flotilla_checkpoint_age_seconds",] == 60
+    assert found["flotilla_checkpoint_pause_seconds_sum",] == 0.125
+    assert found["flotilla_checkpoints_published_total",] == 1
+    assert found["flotilla_checkpoint_upload_failures_total",] == 1
+
+
+def test_an_older_checkpoint_that_is_found_late_changes_nothing(metrics):
+    metrics.checkpoint_at(40, 2000.0)
+    metrics.checkpoint_at(20, 1000.0)
+    assert of(metrics)["flotilla_checkpoint_global_step",] == 40
+
+
+def test_tasks_and_restarts_by_role(metrics):
+    expected = {"worker": 2, "ps": 1, "chief": 1}
+    metrics.tasks({"worker": 2, "ps": 1, "chief": 1}, expected, {})
+    metrics.tasks({"worker": 1, "chief": 1}, expected, {"ps": 1, "worker": 2})
+    metrics.tasks({"worker": 1, "chief": 1}, expected, {"ps": 1, "worker": 3})
+    found = of(metrics)
+    assert found["flotilla_tasks_expected", "worker"] == 2
+    assert found["flotilla_tasks_alive", "worker"] == 1
+    assert found["flotilla_tasks_alive", "ps"] == 0
+    assert found["flotilla_restarts_total", "worker"] == 3
+    assert found["flotilla_restarts_total", "chief"] == 0
+
+
+def test_what_is_no_number_ends_nothing(metrics, caplog):
+    for _ in range(2):
+        metrics.take(events.Validation(global_step=1, metrics={"loss": "much"}))
+    assert caplog.text.count("a metric of the run is not served") == 1
+    assert after(metrics, PROGRESS)["flotilla_loss",] == 0.5
+
+
+def test_two_runs_of_one_process_share_nothing(metrics):
+    other = RunMetrics(parse_config({}), "digits-2")
+    metrics.take(PROGRESS)
+    assert ("flotilla_loss",) not in of(other)
+    assert "flotilla_" not in prometheus_client.generate_latest().decode()
+
+
+def served_names(metrics):
+    after(metrics, *EVENTS)
+    metrics.tasks({"worker": 1}, {"worker": 1}, {"worker": 1})
+    return {name for name, *_ in of(metrics)}
+
+
+def test_names_keep_to_the_conventions(metrics):
+    names = served_names(metrics)
+    assert all(re.fullmatch("flotilla_[a-z_]+[a-z]", name) for name in names)
+    text = text_of(metrics)
+    kinds = dict(re.findall(r"# TYPE (\S+) (\w+)", text))
+    assert all(name.endswith("_total") == (kind == "counter")
+               for name, kind in kinds.items() if name.startswith("flotilla_")
+               and not name.endswith("_created"))  # fmt: skip
+    assert not [name for name in names if re.search("_(ms|minutes|hours|kb|mb)(_|$)", name)]
+    documented = dict(re.findall(r"# HELP (flotilla_\S+) (.*)", text))
+    assert all(documented.values())
+
+
+def test_each_metric_that_an_alert_names_is_served(metrics):
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["spec"]["groups"]
+    rules = [rule for group in groups for rule in group["rules"]]
+    assert len(rules) == 3
+    names = served_names(metrics)
+    for rule in rules:
+        named = set(re.findall(r"flotilla_\w+", rule["expr"] + str(rule["annotations"])))
+        assert named
+        assert named <= names, rule["alert"]
+
+
+def test_the_page_names_exactly_what_is_served(metrics):
+    rows = re.findall(r"^\| `(flotilla_\w+)`", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    names = {re.sub("_(sum|count)$", "", each) for each in served_names(metrics)}
+    assert {name for name in names if not name.endswith("_created")} == set(rows)

@@ -1,0 +1,107 @@
+"""Which tasks are alive, and which have begun again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.cluster.liveness import Peers
+from trainer.monitoring import task_watch
+from trainer.monitoring.task_watch import TaskWatch
+from trainer.topology import Cluster, Task
+
+CHIEF = Task(role="chief", index=0)
+SERVER, FIRST, SECOND = (
+    Task(role="ps", index=0), Task(role="worker", index=0), Task(role="worker", index=1),
+)  # fmt: skip
+CLUSTER = Cluster(addresses={"chief": ("h:1",), "ps": ("h:2",), "worker": ("h:3", "h:4")})
+
+
+class Reports:
+    def __init__(self, folder):
+        self.folder, self.last = folder, None
+
+    def watch(self):
+        def report(*counts):
+            self.last = [dict(each) for each in counts]
+
+        return TaskWatch(CLUSTER, CHIEF, self.folder, report)
+
+
+@pytest.fixture
+def reports(tmp_path):
+    return Reports(tmp_path)
+
+
+def test_those_that_are_gone_or_silent_are_not_alive(reports):
+    reports.watch().note(Peers(gone=(SERVER,), silent=(FIRST,)))
+    alive, expected, restarts = reports.last
+    assert alive == {"chief": 1, "worker": 1}
+    assert expected == {"chief": 1, "ps": 1, "worker": 2}
+    assert restarts == {}
+
+
+def test_a_task_that_has_not_started_yet_has_not_begun_again(reports):
+    watch = reports.watch()
+    watch.note(Peers(gone=(SERVER, FIRST, SECOND)))
+    watch.note(Peers())
+    assert reports.last[2] == {}
+
+
+def test_a_task_that_comes_back_has_begun_again_once(reports):
+    watch = reports.watch()
+    for gone in [(), (FIRST,), (FIRST, SECOND), (), (FIRST,), ()]:
+        watch.note(Peers(gone=gone))
+    assert reports.last[2] == {"worker": 3}
+
+
+def begun(watch, monkeypatch):
+    monkeypatch.setattr(watch, "_watch", lambda: None)
+    with watch.watching():
+        pass
+
+
+def test_the_next_attempt_of_the_same_launcher_counts_on(reports, monkeypatch):
+    first = reports.watch()
+    begun(first, monkeypatch)
+    assert reports.last == [{"chief": 1}, {"chief": 1, "ps": 1, "worker": 2}, {}]
+    for gone in [(), (FIRST,), (), (SERVER,)]:
+        first.note(Peers(gone=gone))
+    second = reports.watch()
+    begun(second, monkeypatch)
+    assert reports.last[2] == {"worker": 1, "chief": 1}
+    # It was away when the attempt ended.
+    second.note(Peers())
+    assert reports.last[2] == {"worker": 1, "chief": 1, "ps": 1}
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"launcher": "1 2"}', '{"launcher": 3}', None])
+def test_another_launcher_or_a_damaged_file_begins_at_zero(reports, monkeypatch, text):
+    first = reports.watch()
+    begun(first, monkeypatch)
+    path = reports.folder / task_watch.FILE
+    if text is None:
+        kept = json.loads(path.read_text())
+        text = json.dumps({**kept, "launcher": "1 2"})
+    path.write_text(text)
+    begun(reports.watch(), monkeypatch)
+    assert reports.last[2] == {}
+
+
+def test_a_folder_that_takes_no_file_ends_nothing(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    reports = Reports(tmp_path / "file")
+    begun(reports.watch(), monkeypatch)
+    assert reports.last[2] == {}
+
+
+def test_an_attempt_that_fails_looks_once_more(reports, monkeypatch):
+    watch = reports.watch()
+    watch.note(Peers())
+    monkeypatch.setattr(watch, "_watch", lambda: None)
+    monkeypatch.setattr(task_watch, "probe_peers", lambda *_: Peers(gone=(SERVER,)))
+    with pytest.raises(KeyError), watch.watching():
+        raise KeyError
+    assert reports.last[0] == {"chief": 1, "worker": 2}
+    assert json.loads((reports.folder / task_watch.FILE).read_text())["lost"] == ["ps-0"]

@@ -1,0 +1,53 @@
+"""The journal of an attempt: which rows it keeps, and what it begins with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trainer.counting import config_of
+from tests.trainer.tensorboard.event_files import hyperparameters, scalars
+from trainer import storage
+from trainer.checkpoints.checkpoints import Checkpoints
+from trainer.training.journal import MAX_ROWS, Journal, UnpublishedJournal
+
+
+@pytest.fixture
+def checkpoints(tmp_path):
+    uri = storage.uri_of(tmp_path / "digits-1" / "checkpoints")
+    return Checkpoints(uri, keep=1, scratch=tmp_path / "scratch")
+
+
+def row(step, **metrics):
+    return {"global_step": step, "loss": 0.5, "seconds": 1.0, **metrics}
+
+
+def logs(checkpoints):
+    return Path(storage.local_path(storage.join(checkpoints.uri, "logs")))
+
+
+def test_a_long_run_keeps_some_rows_and_every_validation(checkpoints):
+    steps = 10 * MAX_ROWS
+    journal = Journal(config_of(steps=steps), checkpoints, 0)
+    for step in (10, 15, 16, 20, steps):
+        journal.add(row(step, **({"validation_loss": 0.25} if step == 16 else {})))
+    assert [each["global_step"] for each in journal.rows] == [10, 16, steps]
+
+
+def test_an_attempt_begins_with_the_configuration_for_tensorboard(checkpoints):
+    journal = Journal(config_of(steps=20), checkpoints, 0)
+    journal.begin(0, {})
+    journal.add(row(20, validation_loss=0.25))
+    _, values = hyperparameters(logs(checkpoints), "digits-1")
+    assert values["training.steps"] == 20
+    assert ("digits-1/validation", 20, "loss", 0.25) in scalars(logs(checkpoints))
+    assert journal.logs == logs(checkpoints) / "digits-1"
+
+
+def test_a_task_that_does_not_publish_writes_nothing(checkpoints):
+    journal = UnpublishedJournal(config_of(steps=20), checkpoints, 0)
+    journal.begin(0, {})
+    journal.add(row(20, validation_loss=0.25))
+    assert not logs(checkpoints).exists()
+    assert journal.rows == [row(20, validation_loss=0.25)]

@@ -1,0 +1,1 @@
+"""What Prometheus scrapes of a run: its metrics, what they are made of, and the server."""

@@ -1,0 +1,1 @@
+"""What TensorBoard displays of a run: scalars, the configuration as hyperparameters, a profile."""
