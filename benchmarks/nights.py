@@ -20,7 +20,7 @@ from scipy import stats
 
 from trainer.evaluation import noninferiority
 from trainer.evaluation.noninferiority import Pairs
-from trainer.report import views
+from trainer.report import charts
 
 NIGHTS = 1000
 EXAMPLES = 360
@@ -170,30 +170,31 @@ def drawn(found: dict[str, Nights]) -> str:
         {"night": night, **dict(zip(names, row, strict=True))}
         for night, row in enumerate(columns, 1)
     ]
-    chart = views.line_chart("accuracy of the champion", points, "night", names)
+    chart = charts.line_chart("accuracy of the champion", points, "night", names)
     assert chart
     colors = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd")
-    height = views.HEIGHT + 18 * len(chart.lines)
+    height = charts.HEIGHT + 18 * len(chart.lines)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {views.WIDTH} {height}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {charts.WIDTH} {height}" '
         'font-family="sans-serif" font-size="11">',
         '<rect width="100%" height="100%" fill="white"/>',
     ]
     for row in chart.rows:
         lines += [
-            f'<line x1="{views.LEFT}" x2="{views.WIDTH - views.RIGHT}" y1="{row.at:.1f}" '
+            f'<line x1="{charts.LEFT}" x2="{charts.WIDTH - charts.RIGHT}" y1="{row.at:.1f}" '
             f'y2="{row.at:.1f}" stroke="#ddd"/>',
-            f'<text x="{views.LEFT - 6}" y="{row.at + 4:.1f}" text-anchor="end">{row.label}</text>',
+            f'<text x="{charts.LEFT - 6}" y="{row.at + 4:.1f}" '
+            f'text-anchor="end">{row.label}</text>',
         ]
     lines += [
-        f'<text x="{tick.at:.1f}" y="{views.HEIGHT - 8}" text-anchor="middle">{tick.label}</text>'
+        f'<text x="{tick.at:.1f}" y="{charts.HEIGHT - 8}" text-anchor="middle">{tick.label}</text>'
         for tick in chart.columns
     ]
     for number, (line, color) in enumerate(zip(chart.lines, colors, strict=False)):
-        at = views.HEIGHT + 18 * number + 8
+        at = charts.HEIGHT + 18 * number + 8
         lines += [
             f'<polyline points="{line.path}" fill="none" stroke="{color}" stroke-width="1.2"/>',
-            f'<text x="{views.LEFT}" y="{at}" fill="{color}">{line.label}</text>',
+            f'<text x="{charts.LEFT}" y="{at}" fill="{color}">{line.label}</text>',
         ]
     return "\n".join([*lines, "</svg>", ""])
 

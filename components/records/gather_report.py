@@ -27,7 +27,7 @@ from components.records.step_record import (
     read,
     tries_of,
 )
-from components.table import EXIT_STEP, STEPS, UNCHANGED, Output, ends_well, maker_of
+from components.table import EXIT_STEP, STEPS, UNCHANGED, Output, ends_well, maker_of, published_by
 from trainer import events, storage
 from trainer.checkpoints.history import merge_validations, read_history, read_validations
 from trainer.config.schema import Config
@@ -169,8 +169,18 @@ def gathered(state: str, root: str, run_id: str, folder: Path, words: str = "") 
         "pictures": made.pictures(evaluation),
         "registered": registered,
         "lineage": {key: lineage[key] for key in _LINEAGE if key in lineage},
+        "artifacts": _artifacts(steps, root, run_id),
+        "workdir": str(folder.parent) if shared else "",
         "cost": cost(config, steps),
     }
+
+
+def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str, str]:
+    """Return the URI of everything that was published, by its name."""
+    found = {published_by(each.step) or each.step: each.uri for each in steps if each.uri}
+    if root and "checkpoint" in found:
+        found["TensorBoard logs"] = storage.join(root, run_id, "checkpoints", "logs")
+    return found
 
 
 def _facts(step: StepRecord) -> dict[str, Any]:

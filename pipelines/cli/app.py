@@ -133,7 +133,7 @@ def _comparison_table(found: Comparison) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    from trainer.report.report import formatted
+    from trainer.report.wording import formatted
 
     table = Table(box=None, pad_edge=False)
     table.add_column("")

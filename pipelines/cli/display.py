@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import math
+import re
+import time
 from collections.abc import Iterable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
-from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
 from rich.table import Column, Table
+from rich.text import Text
 
 from pipelines.cli.exit import discard
 from pipelines.runs.outcome import RunResult
 from trainer import storage
-from trainer.cluster.event_lines import LogLines, line_of, metrics_of
-from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed
+from trainer.cluster.event_lines import LogLines, line_of
+from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
+from trainer.report.views import main_metric
+from trainer.report.wording import duration
 
 if TYPE_CHECKING:
     from components.records.step_record import StepRecord
@@ -28,6 +34,8 @@ if TYPE_CHECKING:
 _MARKS = {
     "done": "[green]done[/]",
     "cached": "[green]cached[/]",
+    "blessed": "[green]blessed[/]",
+    "refused": "[red]refused[/]",
     "failed": "[red]failed[/]",
     "interrupted": "[yellow]interrupted[/]",
     "canceled": "[yellow]canceled[/]",
@@ -60,43 +68,84 @@ class Terminal(Console):
             discard(self.file)
 
 
+# The speed of so many seconds counts; a new stretch counts at least for so much of it.
+_SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
+_REFRESHES_PER_SECOND = 8
+_LONGEST_BAR = 40
+
+
+class TimeLeft:
+    """The seconds until training ends, by a speed that does not jump from stretch to stretch."""
+
+    def __init__(self) -> None:
+        """Begin without a speed."""
+        self._speed = 0.0
+        self._last: Progress | None = None
+
+    def take(self, event: Progress) -> None:
+        """Take the next stretch; the first one builds the functions, and counts for little."""
+        seconds = event.time - self._last.time if self._last else 0.0
+        weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
+        known = self._speed if self._last and self._last.global_step < event.global_step else 0.0
+        self._speed = (
+            known + weight * (event.steps_per_second - known) if known else (event.steps_per_second)
+        )
+        self._last = event
+
+    def seconds(self, now: float) -> float | None:
+        """Return what is left at the time `now`, None where there is no speed yet."""
+        if self._last is None or not self._speed > 0:
+            return None
+        left = (self._last.steps - self._last.global_step) / self._speed
+        return max(left - max(now - self._last.time, 0.0), 0.0)
+
+
 class Display:
     """Follows the events of one run; to be used as a context manager."""
 
     def __init__(self) -> None:
-        """Write to standard error."""
+        """Write to standard error: a view that changes on a terminal, else plain lines."""
         self._console = Terminal(stderr=True)
-        self._bars = Bars(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.completed:.0f}/{task.total:.0f}"),
-            TextColumn("{task.fields[metrics]}"),
-            TimeElapsedColumn(),
-            console=self._console,
-            transient=True,
-            disable=not self._console.is_terminal,
-        )
-        self._bar: TaskID | None = None
+        self._spinner = Spinner("dots")
+        self._step: StepBegin | None = None
+        self._progress_seen: Progress | None = None
+        self._validation: Validation | None = None
+        self._left = TimeLeft()
         self._lines = LogLines()
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._view,
+            refresh_per_second=_REFRESHES_PER_SECOND,
+            transient=True,
+            # The run's own output never passes through this process.
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
 
     def __enter__(self) -> Display:
         """Begin to draw."""
-        self._bars.start()
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Leave the terminal as it was."""
-        self._bars.stop()
+        if self._console.is_terminal:
+            self._live.stop()
 
     def __call__(self, event: Event) -> None:
         """Show one event."""
         match event:
             case StepBegin():
-                self._say(f"{event.step} ...")
+                self._step = event
+                if not self._console.is_terminal:
+                    self._say(f"{event.step} ...")
             case StepEnd():
                 self._step_end(event)
             case Progress():
                 self._progress(event)
+            case Validation() if self._console.is_terminal:
+                self._validation = event
             case TaskFailed():
                 for line in (f"{event.task} ended with {event.cause}:", *event.last_lines):
                     self._say_as_it_is(line)
@@ -111,9 +160,8 @@ class Display:
         self._console.print(text, markup=False, soft_wrap=True)
 
     def _step_end(self, event: StepEnd) -> None:
-        if self._bar is not None:
-            self._bars.remove_task(self._bar)
-            self._bar = None
+        self._step = self._progress_seen = self._validation = None
+        self._left = TimeLeft()
         self._say(f"{event.step} {_mark(event.status)} in {event.seconds:.1f} s")
 
     def _progress(self, event: Progress) -> None:
@@ -121,9 +169,54 @@ class Display:
             if text := self._lines.take(event):
                 self._say(text)
             return
-        if self._bar is None:
-            self._bar = self._bars.add_task("training", total=event.steps, metrics="")
-        self._bars.update(self._bar, completed=event.global_step, metrics=metrics_of(event))
+        self._left.take(event)
+        self._progress_seen = event
+
+    def _view(self) -> RenderableType:
+        """Return what is drawn now: the step with a spinner, and training with its bar."""
+        step, progress = self._step, self._progress_seen
+        if step is None and progress is None:
+            return Text("")
+        name = step.step if step else "training"
+        passed = f"  {duration(max(time.time() - step.time, 0.0))}" if step else ""
+        if progress is None:
+            return _one_line(self._spinner, Text(f"{name}{passed}"))
+        return Group(
+            _one_line(
+                self._spinner,
+                Text(name),
+                ProgressBar(progress.steps, progress.global_step, width=self._bar_width(name)),
+                Text(f"{progress.global_step}/{progress.steps}"),
+                Text(self._time_left()),
+            ),
+            *(Text(f"  {line}", no_wrap=True, overflow="ellipsis") for line in self._measured()),
+        )
+
+    def _bar_width(self, name: str) -> int:
+        # Room for the spinner, the counts and the time left next to it.
+        return max(min(self._console.width - len(name) - 36, _LONGEST_BAR), 4)
+
+    def _time_left(self) -> str:
+        left = self._left.seconds(time.time())
+        return "" if left is None else f"{duration(left)} left"
+
+    def _measured(self) -> list[str]:
+        lines = []
+        if progress := self._progress_seen:
+            speed = f"{progress.steps_per_second:.0f} steps/s"
+            lines.append(f"training    loss {progress.loss:.4f}  {speed}")
+        if found := self._validation:
+            values = "  ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
+            lines.append(f"validation  {values}  at {found.global_step}")
+        return lines
+
+
+def _one_line(*cells: RenderableType) -> Table:
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for _ in cells:
+        table.add_column(no_wrap=True)
+    table.add_row(*cells)
+    return table
 
 
 def _mark(status: str) -> str:
@@ -132,9 +225,9 @@ def _mark(status: str) -> str:
 
 
 def closing_table(result: RunResult) -> Table:
-    """Return the table of all steps: status, seconds, key metrics, where."""
+    """Return the table of all steps: status, seconds and key metrics."""
     table = Table(box=None, pad_edge=False)
-    for title in ("step", "status", "seconds", "metrics", "where"):
+    for title in ("step", "status", "seconds", "metrics"):
         table.add_column(title, justify="right" if title == "seconds" else "left", overflow="fold")
     for step in result.steps:
         table.add_row(
@@ -142,9 +235,40 @@ def closing_table(result: RunResult) -> Table:
             _mark(step.status),
             f"{step.seconds:.1f}",
             escape(_metrics(step.metrics)),
-            escape(_where(step)),
         )
     return table
+
+
+def show_result(console: Console, result: RunResult) -> None:
+    """Print the table of all steps, and below it on a line each what they have published."""
+    console.print(closing_table(result))
+    where = [(step.step, text) for step in result.steps if (text := _where(step))]
+    if where:
+        console.print()
+    width = max((len(name) for name, _ in where), default=0)
+    for name, text in where:
+        # To be copied whole: never cut, and never folded.
+        console.print(f"{name:<{width}}  {text}", markup=False, soft_wrap=True)
+
+
+def last_line(result: RunResult) -> str:
+    """Return how a run ended, with colour: its verdict, its main metric and its report."""
+    parts = [_mark(result.status)]
+    if value := main_value(result):
+        parts.append(escape(value))
+    if report := result.artifacts.get("report"):
+        parts.append(escape(display_path(report)))
+    return "  ".join(parts)
+
+
+def main_value(result: RunResult, digits: int = 4) -> str:
+    """Return the main metric of the model of a run with its name; empty where there is none."""
+    metrics = result.metrics
+    name = main_metric({"metrics": metrics})
+    value = metrics.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    return f"{name.replace('_', ' ')} {value:.{digits}g}"
 
 
 def display_path(uri: str) -> str:
@@ -224,14 +348,80 @@ def steps_table(steps: Iterable[Step]) -> Table:
 
 
 def runs_table(runs: Iterable[RemoteRun]) -> Table:
-    """Return the table of runs."""
+    """Return the table of runs of an instance."""
     table = Table(box=None, pad_edge=False)
-    for title in ("run", "name", "status", "created (UTC)"):
+    for title in ("run", "name", "status", "created (UTC)", "duration"):
         # What is to be copied stays whole.
         table.add_column(title, overflow="fold", no_wrap=title == "run")
     for run in runs:
-        table.add_row(run.run_id, escape(run.name), word(run.state), stamp(run.created))
+        took = (
+            (run.finished - run.created).total_seconds() if run.finished and run.created else None
+        )
+        table.add_row(
+            run.run_id,
+            escape(run.name),
+            word(run.state),
+            stamp(run.created),
+            "" if took is None else duration(took),
+        )
     return table
+
+
+# The name of a run is that of its model, when it was started, and four digits.
+_RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
+_WIDE = 100
+
+
+def local_runs_table(runs: Iterable[RunResult], width: int) -> Table:
+    """Return the table of runs of this machine; the model on its own where there is room."""
+    table = Table(box=None, pad_edge=False)
+    titles = ["run", "verdict", "began UTC", "duration", "metric"]
+    is_wide = width >= _WIDE
+    if is_wide:
+        titles.insert(1, "model")
+    for title in titles:
+        whole = title in ("run", "verdict", "duration")
+        table.add_column(title, overflow="fold", no_wrap=whole)
+    for run in runs:
+        moment, seconds = begun_of(run)
+        form = "%Y-%m-%d %H:%M" if is_wide else "%b %d %H:%M"
+        cells = [escape(run.run_id), _mark(run.status), f"{moment:{form}}" if moment else ""]
+        cells += [
+            "" if seconds is None else duration(seconds),
+            escape(_far(run, 4 if is_wide else 3)),
+        ]
+        if is_wide:
+            cells.insert(1, escape(model_of(run)))
+        table.add_row(*cells)
+    return table
+
+
+def begun_of(run: RunResult) -> tuple[datetime | None, float | None]:
+    """Return when a run began, and how many seconds it took until its last step ended."""
+    tries = [each.began for each in run.steps]
+    tries += [each.began for step in run.steps for each in step.earlier]
+    if not tries:
+        return None, None
+    ends = [step.ended or step.began + step.seconds for step in run.steps]
+    try:
+        return datetime.fromtimestamp(min(tries), UTC), max(ends) - min(tries)
+    except (ValueError, OverflowError, OSError):
+        return None, None
+
+
+def model_of(run: RunResult) -> str:
+    """Return the name of the model of a run of this machine by the name of the run."""
+    found = _RUN_NAME.fullmatch(run.run_id)
+    return found["model"] if found else ""
+
+
+def _far(run: RunResult, digits: int) -> str:
+    """Return the main metric of a run, or how far its training has come."""
+    if value := main_value(run, digits):
+        return value
+    reached = [each.metrics for each in run.steps if each.status == "running"]
+    step = next((each for each in reached if each.get("global_step") and each.get("steps")), None)
+    return f"step {step['global_step']}/{step['steps']}" if step else ""
 
 
 def word(state: str) -> str:

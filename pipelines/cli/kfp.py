@@ -129,7 +129,7 @@ def submit(
 
 
 def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
-    from pipelines.cli.display import Steps, Terminal, closing_table
+    from pipelines.cli.display import Steps, Terminal, show_result
     from pipelines.runs.kfp_client import connect
     from pipelines.runs.kfp_outcome import result_of
     from pipelines.runs.kfp_watch import command, watch
@@ -159,7 +159,7 @@ def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
             last = watch(client, run_id, steps.show, steps.say)
         result = result_of(client, last)
     with output():
-        Terminal().print(closing_table(result))
+        show_result(Terminal(), result)
     if result.message:
         note(f"flotilla: {result.status}: {result.message}")
     answer = answer_of(result)

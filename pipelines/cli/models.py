@@ -35,7 +35,7 @@ def list_models(
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal
-    from trainer.report.report import formatted
+    from trainer.report.wording import formatted
 
     place = registered.root_of(root, workdir)
     found = registered.versions(place, name)
@@ -71,7 +71,7 @@ def show_model(
 
     from pipelines import models as registered
     from pipelines.cli.display import Terminal, display_path
-    from trainer.report.report import formatted
+    from trainer.report.wording import formatted
 
     found = registered.details(registered.root_of(root, workdir), name, version)
     row = asdict(found.version)

@@ -91,9 +91,10 @@ def _run(
     with display.Display() as show:
         result = local.execute(started, *options.target(), show)
     with output():
-        display.Terminal().print(display.closing_table(result))
+        display.show_result(display.Terminal(), result)
     for line in _closing_lines(options, started, result):
         errors.print(f"flotilla: {line}", markup=False, soft_wrap=True)
+    errors.print(display.last_line(result), soft_wrap=True)
     return answer_of(result)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -16,6 +16,8 @@ from pipelines.runs.kfp_access import Instance, is_named
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from pipelines.runs.outcome import RunResult
 
 
 @answers
@@ -29,11 +31,32 @@ def list_runs(
     """List runs, newest first: those of the KFP instance that is named, else of this machine."""
     if experiment or is_named(instance.endpoint):
         return _list_remote(instance, experiment, limit)
+    from pipelines.cli.display import Terminal, local_runs_table
     from pipelines.runs import control
 
     found = control.list_local(workdir, limit)
-    write("".join(f"{run.run_id}  {run.status}\n" for run in found) or f"no runs below {workdir}\n")
-    return Answer(more={"runs": [{"run_id": run.run_id, "state": run.status} for run in found]})
+    terminal = Terminal()
+    if terminal.is_terminal and found:
+        with output():
+            terminal.print(local_runs_table(found, terminal.width))
+    else:
+        lines = "".join(f"{run.run_id}  {run.status}\n" for run in found)
+        write(lines or f"no runs below {workdir}\n")
+    return Answer(more={"runs": [_row(run) for run in found]})
+
+
+def _row(run: RunResult) -> dict[str, Any]:
+    from pipelines.cli.display import begun_of, model_of
+
+    moment, seconds = begun_of(run)
+    return {
+        "run_id": run.run_id,
+        "state": run.status,
+        "model": model_of(run),
+        "created": moment.isoformat() if moment else "",
+        "seconds": None if seconds is None else round(seconds, 1),
+        "metrics": run.metrics,
+    }
 
 
 def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
@@ -61,14 +84,14 @@ def _list_remote(instance: Instance, experiment: str, limit: int) -> Answer:
 @of_instance
 def status(instance: Instance, run: Run, workdir: RunsDir = RUNS) -> Answer:
     """Show the status of a run, on a KFP instance or on this machine."""
-    from pipelines.cli.display import Terminal, closing_table, word
+    from pipelines.cli.display import Terminal, show_result, word
     from pipelines.runs import control
 
     found = control.status(run, workdir=workdir, instance=instance)
     is_remote_running = bool(found.state) and found.status == "running"
     state = word(found.state) if is_remote_running else found.status
     with output():
-        Terminal().print(closing_table(found))
+        show_result(Terminal(), found)
         Terminal().print(f"run {found.run_id}: {state}", soft_wrap=True)
     if found.message:
         note(f"flotilla: {found.message}")

@@ -14,6 +14,7 @@ import numpy as np
 
 from trainer.data_gate.profile import DatasetProfile, FeatureProfile
 from trainer.masking import masked
+from trainer.report.pages import environment
 from trainer.statistics.statistics import CLASS, TEXT
 
 _TEMPLATE = Path(__file__).with_name("page.html.j2")
@@ -134,11 +135,4 @@ def _bars(rows: Sequence[tuple[str, float, float]]) -> list[Bar]:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATE.parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template(_TEMPLATE.name)
+    return environment(_TEMPLATE.parent).get_template(_TEMPLATE.name)

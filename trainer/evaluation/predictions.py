@@ -76,7 +76,8 @@ class Worst:
         """Write the pictures to `folder` and return a row for each example, the worst first.
 
         A row holds `index` in the split, `loss`, what the task says of the example, and `picture`
-        (a path below `folder`) or `inputs` (a text).
+        (a path below `folder`) or `inputs` (a text) and `columns` (a number or a text by the name
+        of each input).
         """
         rows = []
         for place, example in enumerate(self._kept, start=1):
@@ -84,6 +85,7 @@ class Worst:
             pictured = next((n for n in example.inputs if _is_image(self._spec.features[n])), None)
             if pictured is None:
                 row["inputs"] = ", ".join(_described(n, v) for n, v in example.inputs.items())
+                row["columns"] = {n: _cell(v) for n, v in example.inputs.items()}
             else:
                 row["picture"] = f"worst/{place:02d}.png"
                 path = folder / row["picture"]
@@ -126,9 +128,20 @@ def _png(values: Any) -> bytes:
 
 
 def _described(name: str, values: Any) -> str:
+    return f"{name} {_values(np.ravel(values))}"
+
+
+def _cell(values: Any) -> float | int | str:
     flat = np.ravel(values)
+    if flat.size == 1 and flat.dtype.kind in "iuf" and np.isfinite(flat[0]):
+        number: float | int = flat[0].item()
+        return number
+    return _values(flat)
+
+
+def _values(flat: Any) -> str:
     words = " ".join(text(value) for value in flat[:_VALUES_IN_TEXT])
-    return f"{name} {words}" + (" ..." if len(flat) > _VALUES_IN_TEXT else "")
+    return words + (" ..." if len(flat) > _VALUES_IN_TEXT else "")
 
 
 Answer = Callable[[Mapping[str, tf.Tensor]], Any]

@@ -11,7 +11,7 @@ from trainer import storage
 from trainer.config.schema import Config
 from trainer.evaluation.signature import LABELS, SERIALIZED, SERVING
 from trainer.report import views
-from trainer.report.report import formatted
+from trainer.report.wording import formatted
 
 # Of the names of classes, what a reader has to know.
 _MOST_NAMES = 20

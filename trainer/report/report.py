@@ -21,6 +21,8 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     validation  `validation.json`
     registered  `registration.json`
     lineage     {name: value}
+    artifacts   {name: URI} of everything that was published
+    workdir     the folder of the runs, where the run was on one machine
     cost        {name: value}
     error       what is known of a failure that no step reports
 """
@@ -29,7 +31,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,12 @@ import yaml
 
 from trainer import storage
 from trainer.masking import masked
-from trainer.report import views
-from trainer.report.views import HEIGHT, LEFT, RIGHT, WIDTH, line_chart
+from trainer.report import heading, pages, views
+from trainer.report.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, is_constant, line_chart
+from trainer.report.wording import duration, formatted, rounded, sentence, titled
 
-_TEMPLATE = Path(__file__).with_name("report.html.j2")
+_TEMPLATE = "report.html.j2"
+_ACROSS = "global_step"
 _CHARTS = (
     ("Learning rate", {"learning_rate": "training"}),
     ("Global steps a second", {"steps_per_second": "training"}),
@@ -57,10 +60,12 @@ HEADLINES = {
     "running": "The run is tried again after its end; this page was written while it was going on.",
     "interrupted": "The run was interrupted; what was published before is kept.",
 }
-_SIZE = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT}
-NOTHING = "-"
+_SIZE = {
+    "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT,
+    "top": TOP, "bottom": HEIGHT - BOTTOM,
+}  # fmt: skip
 # Of a worst example, what is not one of the lines below it.
-_PLACED = ("index", "label", "predicted", "inputs", "picture", "data")
+_PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
 Facts = Mapping[str, Any]
 
@@ -78,43 +83,78 @@ def write(facts: Facts, path: Path) -> None:
 def render(facts: Facts) -> str:
     """Return the page of a run as HTML; all that `facts` say is escaped."""
     verdict = str(facts.get("verdict") or "unknown")
-    steps, rules, history = (_rows(facts, name) for name in ("steps", "rules", "history"))
+    steps, rules = _rows(facts, "steps"), _rows(facts, "rules")
     incidents = _rows(facts, "incidents")
     bars = views.time_line(_rows(facts, "tries"), [*_rows(facts, "checkpoints"), *incidents])
     error = [str(facts["error"])] if facts.get("error") else []
     registered = facts.get("registered") or {}
     evaluation, validation = facts.get("evaluation") or {}, facts.get("validation") or {}
-    measured = {_titled(name): series for name, series in views.training(history).items()}
-    drawn = {**measured, **dict(_CHARTS)}
-    charts = (line_chart(title, history, "global_step", each) for title, each in drawn.items())
     metrics = views.metric_rows(evaluation, facts.get("metrics") or {})
     rules += [dict(rule) for rule in registered.get("rules") or ()]
+    intervals = evaluation.get("intervals") or {}
     return _template().render(
         run_id=str(facts.get("run_id") or "run"),
         verdict=verdict,
         headline=HEADLINES.get(verdict, "How the run ended is not known."),
         reasons=[
             *_of_data(validation, "reasons"),
-            *_reasons(verdict, steps, rules, registered),
+            *_reasons(verdict, steps, rules, registered, intervals),
             *error,
         ],
+        cause=heading.cause(steps) if verdict == "failed" else {},
+        commands=heading.commands(facts),
+        particulars=heading.particulars(facts),
+        use=heading.use(facts),
+        artifacts=heading.links(facts.get("artifacts") or {}),
         warnings=_of_data(validation, "warnings"),
         metrics=metrics,
         tiles=views.tiles(evaluation, metrics),
         rules=rules,
+        intervals=intervals,
         size=_SIZE,
-        charts=[chart for chart in charts if chart],
-        last=history[-1] if history else {},
+        **_trained(facts, incidents),
         steps=steps,
         bars=bars,
         marks=[mark for bar in bars for mark in bar.marks],
         incidents=[_incident(each) for each in incidents],
         config=_yaml(facts.get("config") or {}),
         lineage=facts.get("lineage") or {},
-        cost=facts.get("cost") or {},
+        cost=_cost(facts.get("cost") or {}),
         registered=registered,
         **_measured(evaluation, facts),
     )
+
+
+def _trained(facts: Facts, incidents: Sequence[Facts]) -> dict[str, Any]:
+    """Return the curves of training with the incidents on them, and what is one number."""
+    history = _rows(facts, "history")
+    flags = views.flags(incidents, _rows(facts, "checkpoints"))
+    drawn = {titled(name): series for name, series in views.training(history).items()}
+    charts, constant = [], []
+    for title, series in {**drawn, **dict(_CHARTS)}.items():
+        value = (
+            is_constant(history, _ACROSS, next(iter(series))) if title == "Learning rate" else None
+        )
+        if value is not None:
+            constant.append(f"{title}: {rounded(value)} throughout.")
+            continue
+        charts.append(
+            line_chart(
+                title, history, _ACROSS, series, flags=flags, logarithmic="loss" in title.lower()
+            )
+        )
+    return {
+        "charts": [chart for chart in charts if chart],
+        "constant": constant,
+        "flagged": views.counted(text for _, text in flags),
+        "last": history[-1] if history else {},
+    }
+
+
+def _cost(cost: Facts) -> dict[str, Any]:
+    return {
+        name: rounded(value) if isinstance(value, float) else value for name, value in cost.items()
+    }
 
 
 def _of_data(validation: Facts, name: str) -> list[str]:
@@ -136,10 +176,17 @@ def _measured(evaluation: Facts, facts: Facts) -> dict[str, Any]:
         "main_metric": views.main_metric(evaluation),
         "tables": evaluation.get("tables") or [],
         "own_charts": views.charts(evaluation),
-        "worst": [
-            {**row, "data": pictures.get(row.get("picture"), "")}
-            for row in _rows(evaluation, "worst")
-        ],
+        **_worst(_rows(evaluation, "worst"), pictures),
+    }
+
+
+def _worst(rows: Sequence[Facts], pictures: Facts) -> dict[str, Any]:
+    columns, table = views.worst_table(rows, _PLACED)
+    return {
+        "worst": [{**row, "data": pictures.get(str(row.get("picture")), "")} for row in rows],
+        "pictured": any(row.get("picture") for row in rows),
+        "worst_columns": columns,
+        "worst_rows": table,
     }
 
 
@@ -157,49 +204,33 @@ def _classified(output: str, evaluation: Facts, curves: Sequence[Facts]) -> dict
     }
 
 
-def _titled(name: str) -> str:
-    return name.replace("_", " ").capitalize()
-
-
-def formatted(value: object) -> str:
-    """Return a value as a person reads it."""
-    if value is None or value == "":
-        return NOTHING
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {formatted(each)}" for name, each in value.items()) or NOTHING
-    if isinstance(value, list | tuple):
-        return ", ".join(formatted(each) for each in value) or NOTHING
-    return str(value)
-
-
 def earlier(step: Facts) -> str:
     """Return what the earlier tries of a step have taken, to be read after its own seconds."""
     tries = step.get("tries")
     if not isinstance(tries, int) or tries <= 1:
         return ""
     word = "try" if tries - 1 == 1 else "tries"
-    return f" + {formatted(step.get('earlier_seconds'))} s in {tries - 1} earlier {word}"
+    return f" + {duration(step.get('earlier_seconds'))} in {tries - 1} earlier {word}"
 
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(_TEMPLATE.parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["formatted"] = formatted
-    environment.filters["earlier"] = earlier
-    environment.filters["short"] = lambda value: NOTHING if value is None else f"{value:.4g}"
-    environment.filters["interval"] = lambda pair: " to ".join(f"{end:.4g}" for end in pair)
-    environment.filters["words"] = lambda name: str(name).replace("_", " ")
-    return environment.get_template(_TEMPLATE.name)
+    made = pages.environment()
+    made.filters["earlier"] = earlier
+    made.filters["href"] = heading.href
+    made.filters["known"] = _known
+    return made.get_template(_TEMPLATE)
+
+
+def _known(values: object) -> object:
+    """Leave out of a mapping what says nothing."""
+    if not isinstance(values, Mapping):
+        return values
+    return {
+        name: rounded(each) if isinstance(each, float) else each
+        for name, each in values.items()
+        if each not in ("", None) and each != []
+    }
 
 
 def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
@@ -207,27 +238,20 @@ def _rows(facts: Facts, name: str) -> list[dict[str, Any]]:
 
 
 def _reasons(
-    verdict: str, steps: Sequence[Facts], rules: Sequence[Facts], registered: Facts
+    verdict: str,
+    steps: Sequence[Facts],
+    rules: Sequence[Facts],
+    registered: Facts,
+    intervals: Facts,
 ) -> list[str]:
     if verdict == "refused":
-        stand = [_stand(rule) for rule in rules if not rule.get("passed")]
+        broken = [sentence(rule, intervals) for rule in rules if not rule.get("passed")]
         # A race that was lost broke no rule.
-        return stand or [str(reason) for reason in registered.get("reasons") or ()]
+        return broken or [str(reason) for reason in registered.get("reasons") or ()]
     if verdict == "unchanged":
         return [str(each) for step in steps for each in step["metrics"].get("reasons", ())]
     failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
     return [f"{formatted(step.get('step'))}: {formatted(step.get('error'))}" for step in failed]
-
-
-def _stand(rule: Facts) -> str:
-    key = rule.get("key") or f"gate.{rule.get('bound')}"
-    bound = f"{key} {formatted(rule.get('threshold'))}"
-    value = rule.get("value")
-    if value is None:
-        return f"{rule.get('metric')} is not a finite number, and {bound} asks for one."
-    # The gate compares exact values; numbers rounded for reading could look equal.
-    note = f" ({rule['note']})" if rule.get("note") else ""
-    return f"{rule.get('metric')} is {value!r}, and {bound} does not allow that{note}."
 
 
 def _incident(event: Facts) -> dict[str, str]:
@@ -235,20 +259,11 @@ def _incident(event: Facts) -> dict[str, str]:
     lines = event.get("last_lines")
     rest = {name: value for name, value in event.items() if name not in apart}
     return {
-        "time": _clock(event.get("time")),
+        "time": heading.clock(event.get("time")),
         "event": formatted(event.get("event")),
         "what": formatted(rest),
         "lines": "\n".join(map(str, lines)) if isinstance(lines, list | tuple) else "",
     }
-
-
-def _clock(seconds: object) -> str:
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
-        return formatted(seconds)
-    try:
-        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    except (ValueError, OverflowError, OSError):
-        return formatted(seconds)
 
 
 def _yaml(config: object) -> str:

@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.report.report import HEADLINES, earlier, formatted
+from trainer.report.report import HEADLINES, earlier
+from trainer.report.wording import formatted
 
 Facts = Mapping[str, Any]
 

@@ -1,137 +1,16 @@
-"""What an evaluation and the events of a run look like on the page: plain data for the template.
-
-The geometry of a small line chart, as plain numbers that a template can draw as SVG.
-"""
+"""What an evaluation and the events of a run look like on the page: plain data for the template."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Small enough for a phone; two in a row on a screen.
-WIDTH, HEIGHT = 420, 220
-LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 28
-# More points than this are not distinguishable at this width.
-MOST_POINTS = 600
-MARKED_POINTS = 40
-# Beyond this the grid cannot be computed, and nobody can read it.
-_LARGEST = 1e100
+from trainer.report.charts import Chart, line_chart, number
+from trainer.report.wording import titled
 
 PUBLISHED = "checkpoint_published"
-
-Point = tuple[float, float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tick:
-    """One line of the grid: where it is, and its label."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Line:
-    """One series in the picture's coordinates; few points are marked one by one."""
-
-    label: str
-    points: tuple[Point, ...]
-
-    @property
-    def path(self) -> str:
-        """The points as an SVG polyline wants them."""
-        return " ".join(f"{x:.1f},{y:.1f}" for x, y in self.points)
-
-    @property
-    def marks(self) -> tuple[Point, ...]:
-        """The points that are marked."""
-        return self.points if len(self.points) <= MARKED_POINTS else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Chart:
-    """A chart with its grid and lines."""
-
-    title: str
-    lines: tuple[Line, ...]
-    columns: tuple[Tick, ...]
-    rows: tuple[Tick, ...]
-
-
-def line_chart(
-    title: str, table: Sequence[Mapping[str, Any]], across: str, series: Mapping[str, str]
-) -> Chart | None:
-    """Draw the columns `series`, with their labels, over the column `across`.
-
-    A row that lacks a column, or holds no finite number there, adds no point. None where there is
-    not one point.
-    """
-    found = {label: _points(table, across, name) for name, label in series.items()}
-    every = [point for points in found.values() for point in points]
-    if not every:
-        return None
-    columns, rows = (_ticks(values) for values in zip(*every, strict=True))
-
-    def place(point: Point) -> Point:
-        x = _share(point[0], columns) * (WIDTH - LEFT - RIGHT)
-        y = _share(point[1], rows) * (HEIGHT - TOP - BOTTOM)
-        return LEFT + x, HEIGHT - BOTTOM - y
-
-    return Chart(
-        title=title,
-        lines=tuple(
-            Line(label=label, points=tuple(place(point) for point in _thinned(points)))
-            for label, points in found.items()
-            if points
-        ),
-        columns=tuple(Tick(at=place((value, rows[0]))[0], label=f"{value:g}") for value in columns),
-        rows=tuple(Tick(at=place((columns[0], value))[1], label=f"{value:g}") for value in rows),
-    )
-
-
-def _points(table: Sequence[Mapping[str, Any]], across: str, name: str) -> list[Point]:
-    pairs = ((_number(row.get(across)), _number(row.get(name))) for row in table)
-    return sorted((x, y) for x, y in pairs if x is not None and y is not None)
-
-
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    return float(value) if abs(value) < _LARGEST else None
-
-
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """Keep the lowest and the highest point of each stretch, so that no peak is lost."""
-    if len(points) <= MOST_POINTS:
-        return list(points)
-    width = math.ceil(2 * len(points) / MOST_POINTS)
-    kept: list[Point] = []
-    for start in range(0, len(points), width):
-        stretch = points[start : start + width]
-        ends = {min(stretch, key=lambda p: p[1]), max(stretch, key=lambda p: p[1])}
-        kept += sorted(ends)
-    return kept
-
-
-def _ticks(values: Sequence[float]) -> list[float]:
-    """Return round values, at least two, that begin below all `values` and end above."""
-    low, high = min(values), max(values)
-    if high - low <= abs(high) * 1e-9:
-        room = abs(high) / 2 or 0.5
-        low, high = low - room, high + room
-    least = (high - low) / 4
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next((n * power for n in (1, 2, 5) if n * power >= least), 10 * power)
-    first, last = math.floor(low / step), math.ceil(high / step)
-    return [float(f"{number * step:.12g}") for number in range(first, last + 1)]
-
-
-def _share(value: float, ticks: Sequence[float]) -> float:
-    return (value - ticks[0]) / (ticks[-1] - ticks[0])
-
-
 # A matrix of more classes is a table that nobody reads; its largest confusions are listed instead.
 MOST_CLASSES = 20
 _MOST_CONFUSIONS = 10
@@ -140,6 +19,13 @@ _MOST_PARTS = 12
 _MOST_TILES = 4
 _VALIDATION = "validation_"
 _DARKEST = 55
+_MOST_COLUMNS = 12
+# What an incident is called where there is little room.
+_CALLED = {
+    "restart": "restart", "attempt_begin": "resumed", "task_failed": "a task was lost",
+    "suspension": "suspended", "stalled": "stalled", "evaluator_left": "evaluator left",
+    "checkpoint_passed_over": "checkpoint passed over",
+}  # fmt: skip
 
 Facts = Mapping[str, Any]
 
@@ -244,8 +130,8 @@ def charts(evaluation: Facts) -> list[Chart]:
 def _of_points(title: str, series: Mapping[str, Sequence[Sequence[Any]]]) -> Chart | None:
     """Draw series of points [x, y] by their labels."""
     table = [
-        {"across": x, str(number): y}
-        for number, points in enumerate(series.values())
+        {"across": x, str(place): y}
+        for place, points in enumerate(series.values())
         for x, y in points
     ]
     return line_chart(title, table, "across", {str(n): label for n, label in enumerate(series)})
@@ -327,7 +213,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
     `tries` have the time at which they `began`, and `seconds`; `events` have a `time`.
     """
     numbers = ("began", "seconds")
-    timed = [each for each in tries if None not in (_number(each.get(name)) for name in numbers)]
+    timed = [each for each in tries if None not in (number(each.get(name)) for name in numbers)]
     if not timed:
         return []
     begin: float = min(each["began"] for each in timed)
@@ -338,7 +224,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
 
     marks = {each["began"]: list[Mark]() for each in timed}
     for event in events:
-        if (moment := _number(event.get("time"))) is not None:
+        if (moment := number(event.get("time"))) is not None:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {moment - begin:.1f} s"
             began = max((each for each in marks if each <= moment), default=min(marks))
@@ -354,3 +240,89 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
         )
         for each in timed
     ]
+
+
+def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tuple[float, str]]:
+    """Return where on the global steps each incident was, and what it is called.
+
+    An incident has a time only: its step is between those of the checkpoints around it. One that
+    no checkpoint says the step of is left out.
+    """
+    known = sorted(
+        (time, step)
+        for each in (*checkpoints, *incidents)
+        if (time := number(each.get("time"))) is not None
+        and (step := number(each.get("global_step"))) is not None
+    )
+    found = []
+    for each in incidents:
+        kind = str(each.get("event"))
+        text = _CALLED.get(kind, kind.replace("_", " "))
+        if each.get("is_over") and kind == "suspension":
+            text = "went on"
+        text = f"{each['task']}: {text}" if kind == "restart" and each.get("task") else text
+        step = number(each.get("global_step"))
+        if step is None:
+            step = _step_at(number(each.get("time")), known)
+        if step is not None:
+            found.append((step, text))
+    return found
+
+
+def _step_at(time: float | None, known: Sequence[tuple[float, float]]) -> float | None:
+    if time is None:
+        return None
+    before = [each for each in known if each[0] <= time]
+    after = [each for each in known if each[0] > time]
+    if not before:
+        return None
+    # A resumed attempt may begin below what was reached.
+    if not after or after[0][1] < before[-1][1]:
+        return before[-1][1]
+    (begun, low), (ended, high) = before[-1], after[0]
+    return low + (high - low) * (time - begun) / (ended - begun)
+
+
+def counted(texts: Iterable[str]) -> str:
+    """Return each text once, with how often it was there."""
+    counts: dict[str, int] = {}
+    for text in texts:
+        counts[text] = counts.get(text, 0) + 1
+    first = [f"{text} ({n})" if n > 1 else text for text, n in counts.items()][:_MOST_PARTS]
+    return ", ".join([*first, "..."] if len(counts) > len(first) else first)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Column:
+    """One column of the worst examples."""
+
+    title: str
+    is_number: bool
+
+
+def worst_table(
+    rows: Sequence[Facts], placed: Sequence[str]
+) -> tuple[list[Column], list[list[object]]]:
+    """Return the worst examples as a table: what the model said, then the inputs by their names."""
+    reported = ["label", "predicted"]
+    reported += [name for row in rows for name in row if name not in (*placed, *reported)]
+    names = [(name, False) for name in dict.fromkeys(reported) if any(name in row for row in rows)]
+    inputs = dict.fromkeys(
+        name for row in rows if isinstance(row.get("columns"), Mapping) for name in row["columns"]
+    )
+    names += [(name, True) for name in inputs][:_MOST_COLUMNS]
+    if not inputs and any(row.get("inputs") for row in rows):
+        names.append(("inputs", False))
+    table = [
+        [(row.get("columns") or {}).get(name) if is_input else row.get(name)
+         for name, is_input in names]
+        for row in rows
+    ]  # fmt: skip
+    columns = [
+        Column(
+            title=name if is_input else titled(name),
+            is_number=all(number(cells[at]) is not None for cells in table),
+        )
+        for at, (name, is_input) in enumerate(names)
+    ]
+    return columns, table

@@ -2,15 +2,24 @@
 
 import io
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
-from pipelines.cli.display import Display, Terminal, closing_table
-from pipelines.runs.outcome import outcome_of
-from tests.pipelines.step_events import begun, done, ended, judged
+from pipelines.cli.display import (
+    Display,
+    Terminal,
+    TimeLeft,
+    last_line,
+    local_runs_table,
+    show_result,
+)
+from pipelines.runs.outcome import RunResult, outcome_of
+from tests.pipelines.step_events import begun, done, ended, judged, promoted
 from trainer import storage
 from trainer.events import (
     AttemptBegin,
@@ -26,6 +35,7 @@ from trainer.events import (
     RunBegin,
     Stalled,
     TaskFailed,
+    Validation,
     WarmStart,
 )
 
@@ -59,7 +69,7 @@ def terminal(monkeypatch):
 
 def table_of(events, width=80):
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(closing_table(outcome_of(events, 0, interrupted=False)))
+    show_result(console, outcome_of(events, 0, interrupted=False))
     return console.file.getvalue()
 
 
@@ -170,7 +180,7 @@ def test_the_table_has_a_row_for_every_step():
     events = [*done("prepare_data"), begun("train_model"), ended("train_model", "failed", 1)]
     lines = [line.split() for line in table_of(events).splitlines()]
     assert lines == [
-        ["step", "status", "seconds", "metrics", "where"],
+        ["step", "status", "seconds", "metrics"],
         ["prepare_data", "done", "1.5"],
         ["train_model", "failed", "1.5"],
     ]
@@ -186,8 +196,8 @@ def test_the_table_shows_four_metrics_and_no_lists():
 
 
 def where(uri, width=200):
-    row = table_of(done("finish", uri=uri), width=width).splitlines()[1]
-    return row.removeprefix("finish").removeprefix("  done").strip().removeprefix("1.5").strip()
+    _head, _row, *below = table_of(done("finish", uri=uri), width=width).splitlines()
+    return "".join(below).removeprefix("finish").strip()
 
 
 def test_below_the_current_folder_it_shows_a_relative_path(tmp_path, monkeypatch):
@@ -209,14 +219,125 @@ def test_what_is_in_no_file_system_stays_a_uri():
     assert where("") == ""
 
 
-def test_in_eighty_columns_a_usual_path_takes_two_lines(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    uri = storage.uri_of(tmp_path / "runs/digits-20250101-120000-abcd/report.html")
-    lines = table_of([*judged("blessed"), *done("finish", uri=uri)]).splitlines()
-    assert lines[-2].startswith("finish ")
-    assert "".join(line[-29:].strip() for line in lines[-2:]) == (
-        "runs/digits-20250101-120000-abcd/report.html"
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_uri_is_never_cut_and_is_on_one_line(width):
+    uri = "gs://bucket/" + "a-long-folder/" * 12 + "report.html"
+    lines = table_of([*judged("blessed"), *done("finish", uri=uri)], width=width).splitlines()
+    assert lines[-1] == f"finish  {uri}"
+    assert lines[-2] == ""
+    assert max(map(len, lines[:-2])) <= width
+
+
+def coloured(result):
+    console = Console(
+        file=io.StringIO(),
+        width=200,
+        highlight=False,
+        color_system="standard",
+        force_terminal=True,
+        no_color=False,
     )
+    console.print(last_line(result))
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("word", "colour"), [("blessed", "32"), ("refused", "31")], ids=["blessed", "refused"]
+)
+def test_the_last_line_says_verdict_main_metric_and_report(word, colour):
+    measured = {"loss": 0.1, "accuracy": 0.97777}
+    events = [
+        *done("evaluate_model", metrics=measured),
+        *done("check_gate", metrics={"decision": word, "reasons": []}),
+        *(promoted() if word == "blessed" else ()),
+        *done("finish", uri="gs://b/report.html"),
+    ]
+    text = coloured(outcome_of(events, 0, interrupted=False))
+    assert text == f"\x1b[{colour}m{word}\x1b[0m  accuracy 0.9778  gs://b/report.html\n"
+
+
+def test_the_last_line_of_a_run_that_measured_nothing():
+    events = [begun("train_model"), ended("train_model", "failed", 1)]
+    assert coloured(outcome_of(events, 0, interrupted=False)) == "\x1b[31mfailed\x1b[0m\n"
+
+
+@pytest.mark.parametrize("value", [float("nan"), None, "x", True])
+def test_a_metric_that_is_no_number_does_no_harm(value):
+    events = done("evaluate_model", metrics={"accuracy": value})
+    result = outcome_of(events, 0, interrupted=False)
+    assert ("accuracy" in last_line(result)) == isinstance(value, float)
+
+
+def runs_of(*runs, width=80):
+    console = Console(file=io.StringIO(), width=width, highlight=False)
+    console.print(local_runs_table(runs, width))
+    return [line.split() for line in console.file.getvalue().splitlines()]
+
+
+def run_of(events, run_id):
+    return replace(outcome_of(events, 0, interrupted=False), run_id=run_id)
+
+
+def test_runs_with_date_duration_metric_and_verdict():
+    events = [
+        *done("prepare_data", time=1_795_470_002.0),
+        *done("evaluate_model", time=1_795_470_091.0, metrics={"loss": 0.2, "accuracy": 0.9778}),
+    ]
+    run = run_of(events, "digits-20261123-214000-0dea")
+    assert runs_of(run)[1] == [
+        "digits-20261123-214000-0dea", "done", "Nov", "23", "21:40", "1", "min", "30", "s",
+        "accuracy", "0.978",
+    ]  # fmt: skip
+    wide = runs_of(run, width=120)
+    assert wide[0][:3] == ["run", "model", "verdict"]
+    assert wide[1][1:5] == ["digits", "done", "2026-11-23", "21:40"]
+
+
+def test_a_run_that_left_nothing_has_its_row():
+    empty = RunResult(run_id="odd name", status="unknown", exit_code=1, message="", steps=())
+    assert runs_of(empty)[1] == ["odd", "name", "unknown"]
+    assert runs_of(empty, width=120)[1] == ["odd", "name", "unknown"]
+
+
+class TestTimeLeft:
+    def test_it_is_smoothed_and_counts_down(self):
+        left = TimeLeft()
+        assert left.seconds(0.0) is None
+        left.take(progress(100, 10.0, steps_per_second=100.0, steps=1100))
+        assert left.seconds(10.0) == 10
+        # One slow stretch does not double it.
+        left.take(progress(200, 11.0, steps_per_second=50.0, steps=1100))
+        assert left.seconds(11.0) == 10
+        assert left.seconds(15.0) == 6
+        assert left.seconds(1e6) == 0
+
+    @pytest.mark.parametrize("speed", [0.0, float("nan"), -1.0])
+    def test_without_a_speed_it_is_not_known(self, speed):
+        left = TimeLeft()
+        left.take(progress(1, 1.0, steps_per_second=speed))
+        assert left.seconds(1.0) is None
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_shows_a_spinner_for_a_step_and_the_validation_below_training(lines_of):
+    text = "".join(lines_of(begun("export_model")))
+    assert "export_model" in text
+    found = Validation(global_step=150, metrics={"accuracy": 0.98765})
+    text = "".join(lines_of(begun("train_model"), progress(150, 1.0), found))
+    assert "accuracy 0.9877" in text
+    assert "at 150" in text
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize("columns", ["20", "60", "80", "120"])
+def test_the_view_fits_the_width_of_the_terminal(lines_of, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    metrics = {f"metric_{n}": 0.5 for n in range(12)}
+    found = Validation(global_step=150, metrics=metrics)
+    drawn = lines_of(begun("train_model"), progress(150, 1.0), found)
+    plain = [re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", line).split("\r")[-1] for line in drawn]
+    assert any("150/300" in line for line in plain) or columns == "20"
+    assert max(map(len, plain)) <= int(columns)
 
 
 class TestTerminal:

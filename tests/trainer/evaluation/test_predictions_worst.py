@@ -106,3 +106,10 @@ def test_a_huge_image_becomes_a_small_picture(tmp_path, shape, dtype, size):
     left, right = picture[:, : size[1] // 2 - 1], picture[:, size[1] // 2 + 1 :]
     assert (left == 0).all()
     assert (right == (200 if dtype == "uint8" else 255)).all()
+
+
+def test_each_input_of_a_worst_example_has_its_name(tmp_path):
+    spec = spec_of(user=((), "int64"), row=((2,), "float32"))
+    inputs = {"user": tf.constant([7]), "row": tf.constant([[0.5, float("nan")]])}
+    [row] = looked(tmp_path, spec, inputs, np.zeros((1, 3), np.float32))
+    assert row["columns"] == {"user": 7, "row": "0.5 nan"}

@@ -52,9 +52,9 @@ def test_a_whole_run(tmp_path: Path) -> None:
         "Test metrics", "Rules of the gate", "Training", "Steps", "Incidents", "Configuration",
     ]  # fmt: skip
     for words in [
-        "digits-20260102-ab12", "accuracy", "0.972222", "at least", "at most", "0.999",
-        "examples 1797, reused no", "global_step 1500, loss 0.0123457", "file:///r/datasets/k",
-        "2026-01-01 00:00:00 UTC", "task worker 1, exit_code -9", "12.25",
+        "digits-20260102-ab12", "Accuracy", "0.9722", "at least", "at most", "0.999",
+        "examples 1797, reused no", "global_step 1500, loss 0.01235", "file:///r/datasets/k",
+        "2026-01-01 00:00:00 UTC", "task worker 1, exit_code -9", "12 s",
     ]:  # fmt: skip
         assert words in page.text
     assert "strategy: async_parameter_server" in page.text
@@ -65,8 +65,8 @@ def test_the_verdict_comes_first_with_its_reasons() -> None:
     first = page.words.index("refused")
     assert page.words[first + 1 : first + 5] == [
         "It was refused; the champion stays as it was.",
-        "accuracy is 0.972, and gate.min 0.999 does not allow that.",
-        "auc is not a finite number, and gate.min 0.5 asks for one.",
+        "Accuracy is 0.972; it has to be at least 0.999 (gate.min).",
+        "AUC is not a finite number; it has to be at least 0.5 (gate.min).",
         "digits-20260102-ab12",
     ]
     assert page.words[0] == "digits-20260102-ab12: refused", "the title"
@@ -144,7 +144,9 @@ def test_all_is_escaped() -> None:
 def test_it_needs_no_other_file() -> None:
     html = report.render(FACTS)
     page = Page(html)
-    assert not [name for name, _ in page.attributes if name in ("src", "href", "srcset", "action")]
+    assert not [name for name, _ in page.attributes if name in ("src", "srcset", "action")]
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links == ["file:///r/datasets/k", "file:///r/c/step-1"], "to be followed by a person"
     assert not {"link", "script", "img", "iframe", "object", "base"} & set(page.tags)
     style = html[html.index("<style>") : html.index("</style>")]
     assert "url(" not in style
@@ -155,10 +157,10 @@ def test_it_needs_no_other_file() -> None:
 def test_it_is_made_for_light_and_dark() -> None:
     style = report.render({})
     assert "color-scheme: light dark" in style
-    light, dark = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
+    light, dark, paper = re.findall(r":root \{(.*?)\}", style, re.DOTALL)
     assert "prefers-color-scheme: dark" in style
-    names = [set(re.findall(r"(--\w+):", part)) for part in (light, dark)]
-    assert names[0] == names[1]
+    names = [set(re.findall(r"(--\w+):", part)) for part in (light, dark, paper)]
+    assert names[0] == names[1] == names[2]
     assert set(re.findall(r"var\((--\w+)\)", style)) == names[0]
 
 
@@ -172,7 +174,7 @@ def test_the_history_is_drawn() -> None:
         "Accuracy over global steps",
         "Global steps a second over global steps",
     ]
-    assert "Last row of the history: global_step 1000, loss 0.5" in page.text
+    assert "global_step 1000, loss 0.5" in page.text
     for name, value in page.attributes:
         if name == "points":
             assert re.fullmatch(r"[\d.]+,[\d.]+( [\d.]+,[\d.]+)*", value)
@@ -187,7 +189,9 @@ def test_a_history_without_metrics_draws_nothing() -> None:
 def test_a_rule_whose_rounded_values_look_equal_is_still_clear() -> None:
     value = math.nextafter(0.95, 0)
     rule = {"metric": "accuracy", "bound": "min", "threshold": 0.95, "value": value}
-    assert f"accuracy is {value!r}, and" in report.render({"verdict": "refused", "rules": [rule]})
+    assert f"Accuracy is {value!r}; it has to be at least 0.95" in report.render(
+        {"verdict": "refused", "rules": [rule]}
+    )
 
 
 @pytest.mark.parametrize("time", [math.nan, math.inf, 1e300, None, "today", True])

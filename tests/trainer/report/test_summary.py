@@ -65,7 +65,7 @@ def test_the_time_of_earlier_tries_and_the_cost_are_reported():
     once = {**step, "step": "check_gate", "tries": 1, "earlier_seconds": 0.0}
     cost = {"tasks": {"ps": 1, "worker": 2}, "task_hours": 0.5}
     rows = rows_of(text_of({"steps": [again, once], "cost": cost}))
-    assert ["train\\_model", "done", "12.5 \\+ 40.25 s in 2 earlier tries"] in rows
+    assert ["train\\_model", "done", "12.5 \\+ 40 s in 2 earlier tries"] in rows
     assert ["check\\_gate", "done", "12.5"] in rows
     assert ["tasks", "ps 1, worker 2"] in rows
     assert ["task hours", "0.5"] in rows

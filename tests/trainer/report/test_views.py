@@ -115,7 +115,7 @@ def test_every_picture_has_a_text_and_comes_with_the_page(facts: dict[str, Any])
     sources = [value for name, value in page.attributes if name == "src"]
     assert len(sources) == 25
     assert all(source.startswith("data:image/png;base64,") for source in sources)
-    assert not [name for name, _ in page.attributes if name in ("href", "srcset", "action")]
+    assert not [name for name, _ in page.attributes if name in ("srcset", "action")]
     texts = [value for name, value in page.attributes if name in ("alt", "aria-label")]
     assert len(texts) == 25 + 3 + 1
     assert all(texts)
@@ -281,10 +281,10 @@ def test_a_task_that_is_no_classifier_is_drawn_by_what_it_says() -> None:
     ]:  # fmt: skip
         assert words in page.words
     assert "accuracy" not in html.lower()
-    assert "1.5, predicted 3\nloss 2.25\nerror 1.5" in page.text
+    assert "Label\nPredicted\nLoss\nError\n1.5\n3\n2.25\n1.5" in page.text
     assert EVIL not in html
-    first = page.words.index("mean absolute error")
-    assert page.words[first + 1 : first + 4] == ["1", "loss", "2"]
+    first = page.words.index("Mean absolute error")
+    assert page.words[first + 1 : first + 4] == ["1", "Loss", "2"]
 
 
 def test_the_weakest_parts_have_the_worst_value_whatever_its_direction() -> None:
@@ -292,3 +292,35 @@ def test_the_weakest_parts_have_the_worst_value_whatever_its_direction() -> None
     assert [each["value"] for each in views.weakest(REGRESSION, rows)] == ["old", "young"]
     higher = {**REGRESSION, "directions": {"mean_absolute_error": "higher"}}
     assert [each["value"] for each in views.weakest(higher, rows)] == ["young", "old"]
+
+
+def test_worst_examples_without_a_picture_are_a_table_with_named_columns() -> None:
+    row = {"index": 3, "loss": 2.0, "label": "no", "predicted": "yes", "inputs": "age 43, job x"}
+    worst = [
+        {**row, "columns": {"age": 43, "job": EVIL}},
+        {**row, "index": 4, "columns": {"age": 7}},
+    ]
+    html = report.render({"evaluation": {"worst": worst}})
+    words = Page(html).words
+    first = words.index("Label")
+    assert words[first : first + 5] == ["Label", "Predicted", "Loss", "age", "job"]
+    assert words[first + 5 : first + 10] == ["no", "yes", "2", "43", EVIL]
+    assert EVIL not in html
+    # One of an earlier version has a text alone.
+    old = Page(report.render({"evaluation": {"worst": [row]}}))
+    assert "age 43, job x" in old.words
+
+
+def test_an_incident_is_flagged_between_the_checkpoints_around_it() -> None:
+    saved = [{"time": 10.0, "global_step": 100}, {"time": 20.0, "global_step": 200}]
+    incidents = [
+        {"event": "restart", "time": 15.0, "task": "worker-1"},
+        {"event": "attempt_begin", "time": 30.0, "global_step": 200},
+        {"event": "suspension", "time": 40.0, "is_over": True},
+        {"event": "stalled", "time": 5.0},
+        {"event": "task_failed", "time": "today"},
+    ]
+    assert views.flags(incidents, saved) == [
+        (150.0, "worker-1: restart"), (200.0, "resumed"), (200.0, "went on"),
+    ]  # fmt: skip
+    assert views.flags(incidents[:1], []) == []

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.report.views import (
+from trainer.report.charts import (
     BOTTOM,
     HEIGHT,
     LEFT,
@@ -124,3 +124,33 @@ def test_whatever_the_table_holds_the_picture_is_whole(table: list[dict[str, Any
         for x, y in line.points:
             assert LEFT - 0.1 <= x <= WIDTH - RIGHT + 0.1
             assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
+
+
+def test_flags_that_are_near_are_one_and_those_outside_are_at_the_end() -> None:
+    table = [{"step": 0, "loss": 1.0}, {"step": 1000, "loss": 2.0}]
+    flags = [(500.0, "restart"), (501.0, "restart"), (502.0, "stalled"), (9e9, "resumed")]
+    chart = line_chart("t", table, "step", {"loss": "training"}, flags=flags)
+    assert chart
+    assert [flag.text for flag in chart.flags] == ["restart (2 times), stalled", "resumed"]
+    assert chart.flags[-1].at == WIDTH - RIGHT
+
+
+@pytest.mark.parametrize(
+    ("values", "is_log"),
+    [([1.8, 0.03], True), ([1.8, 0.5], False), ([1.8, 0.0], False), ([1e9, 1e-9], True)],
+)
+def test_a_loss_that_falls_far_is_drawn_by_powers_of_ten(values: list[float], is_log: bool) -> None:
+    table = [{"step": at, "loss": value} for at, value in enumerate(values)]
+    chart = line_chart("t", table, "step", {"loss": "training"}, logarithmic=True)
+    assert chart
+    assert chart.is_log is is_log
+    assert 2 <= len(chart.rows) <= 8
+    for _, y in chart.lines[0].points:
+        assert TOP - 0.1 <= y <= HEIGHT - BOTTOM + 0.1
+
+
+def test_the_horizontal_axis_ends_where_the_points_end() -> None:
+    chart = drawn([{"step": 20, "loss": 1.0}, {"step": 12_000, "loss": 2.0}])
+    assert chart.lines[0].points[-1][0] == WIDTH - RIGHT
+    assert chart.columns[0].label == "0"
+    assert chart.columns[-1].at <= WIDTH - RIGHT

@@ -1,0 +1,156 @@
+"""The head of the page: what ran, why it failed, what to do next, and how to use the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tests.trainer.page import Page
+from trainer.config.schema import Config
+from trainer.report import heading, report
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/src/trainer/models/registry.py", line 67, in build
+    model = function(spec, **config.args)
+  File "/home/me/my_model.py", line 6, in build
+    return layers(spec, "<script>")
+  File "/venv/lib/python3.11/site-packages/keras/src/layers/core.py", line 9, in __init__
+    raise ValueError(units)
+ValueError: 0
+"""
+FAILED: dict[str, Any] = {
+    "run_id": "digits-1", "verdict": "failed", "workdir": "/my runs",
+    "config": Config().model_dump(mode="json"),
+    "steps": [
+        {"step": "prepare_data", "status": "done", "seconds": 1.0,
+         "metrics": {"train": 1293, "test": 360, "version": "1.0.0"}},
+        {"step": "train_model", "status": "failed", "error": "my_model: 0",
+         "traceback": TRACEBACK},
+    ],
+    "tries": [{"step": "prepare_data", "began": 1795470000.0, "seconds": 63.0}],
+    "history": [{"global_step": 5, "loss": 1.0}],
+}  # fmt: skip
+BLESSED = {
+    "run_id": "digits-1", "verdict": "blessed", "workdir": "/r", "config": FAILED["config"],
+    "registered": {"version": 3, "model": "file:///r/digits-1/model/step-5"},
+    "artifacts": {"model": "file:///r/digits-1/model/step-5", "dataset": "gs://b/datasets/k"},
+}  # fmt: skip
+
+
+def test_a_failed_run_begins_with_cause_place_and_next_command() -> None:
+    words = Page(report.render(FAILED)).words
+    assert words[2:12] == [
+        "The run failed.", "train_model: my_model: 0", "Where in your code",
+        "/home/me/my_model.py:6", "in", "build", 'return layers(spec, "<script>")',
+        "What to do next", "See it fail on this machine, in a debugger:",
+        "flotilla replay --workdir '/my runs' digits-1 train_model --pdb",
+    ]  # fmt: skip
+    assert words[13] == "flotilla run --workdir '/my runs' --resume digits-1"
+    assert words[14] == "digits-1"
+
+
+@pytest.mark.parametrize(
+    "traceback",
+    [
+        "",
+        "no traceback",
+        "  File",
+        TRACEBACK.replace("/home/me/my_model.py", "/x/site-packages/a.py"),
+    ],
+)
+def test_an_error_outside_of_the_users_code_has_no_place(traceback: str) -> None:
+    assert heading.place_of(traceback) == {}
+
+
+def test_a_run_without_a_checkpoint_is_not_resumed_and_one_elsewhere_neither() -> None:
+    for name in ("history", "workdir"):
+        commands = heading.commands({**FAILED, name: None})
+        assert len(commands) == 1
+        assert "replay" in commands[0]["command"]
+    assert heading.commands(BLESSED) == []
+
+
+def test_what_ran_is_at_the_head() -> None:
+    assert dict(heading.particulars(FAILED)) == {
+        "Date": "2026-11-23 21:40 UTC",
+        "Duration": "1 min 03 s",
+        "Model": "digits (mlp)",
+        "Dataset": "digits 1.0.0: 1,293 train, 360 test",
+        "Strategy": "async parameter server, 1 parameter server, 2 workers",
+    }
+
+
+def test_examples_a_second_are_those_that_the_workers_counted() -> None:
+    rows = [
+        {"global_step": n, "steps_per_second": speed, "workers": {"w": {"examples": n * 32}}}
+        for n, speed in ((10, 1.0), (20, 100.0), (30, 100.0), (5, math.nan))
+    ]
+    assert heading.examples_a_second(rows, {}) == 3200
+    assert heading.examples_a_second([], FAILED["config"]) == 0
+    plain = [{"global_step": 1, "steps_per_second": 10.0}]
+    assert heading.examples_a_second(plain, FAILED["config"]) == 10 * 64 * 2
+
+
+def test_a_model_that_was_exported_can_be_used_and_every_artifact_is_linked() -> None:
+    page = Page(report.render(BLESSED))
+    assert "flotilla predict --workdir /r digits@3 FILE" in page.words
+    assert "load_model('/r/digits-1/model/step-5/model.keras')" in page.text
+    links = [value for name, value in page.attributes if name == "href"]
+    assert links == ["file:///r/digits-1/model/step-5"], "no browser opens a bucket"
+    assert "gs://b/datasets/k" in page.words
+
+
+def test_a_model_in_a_bucket_says_what_to_copy() -> None:
+    uri = "s3://b/model"
+    page = Page(report.render({"artifacts": {"model": uri}}))
+    assert f"flotilla predict {uri} FILE" in page.words
+    assert f"Copy {uri} to the folder `model` first." in page.words
+
+
+@pytest.mark.parametrize(
+    "uri",
+    ["javascript:alert(1)", "data:text/html,x", "file:///a b", 'file:///"onclick=x', "FILE:///a",
+     "https://x.test", "//x.test", "", None],
+)  # fmt: skip
+def test_a_link_leads_to_a_local_file_or_nowhere(uri: Any) -> None:
+    assert heading.href(uri) == ""
+    html = report.render({"artifacts": {"model": uri}, "steps": [{"uri": uri}]})
+    assert not [name for name, _ in Page(html).attributes if name == "href"]
+
+
+def test_a_run_of_a_thousand_restarts_is_a_page_and_a_picture() -> None:
+    incidents = [
+        {"event": "restart", "time": 100.0 + n, "task": f"worker-{n % 3}", "cause": "SIGKILL"}
+        for n in range(1000)
+    ]
+    saved = [
+        {"event": "checkpoint_published", "time": 90.0 + 100 * n, "global_step": 100 * n}
+        for n in range(12)
+    ]
+    history = [{"global_step": n, "loss": 1.0 / (n + 1)} for n in range(0, 1100, 100)]
+    html = report.render({"history": history, "incidents": incidents, "checkpoints": saved})
+    page = Page(html.replace("></path>", "></path>"))
+    assert page.attributes.count(("class", "flag")) < 70
+    assert "worker-0: restart (334)" in page.text
+    assert len(html) < 500_000
+
+
+@pytest.mark.parametrize(
+    "history",
+    [
+        [],
+        [{"global_step": 1, "loss": 0.5}],
+        [{"global_step": 1, "loss": math.nan}, {"global_step": 2, "loss": None}],
+        [{"global_step": n, "loss": 1.0, "learning_rate": 0.1} for n in range(5)],
+    ],
+    ids=["none", "one point", "NaN", "no validation split"],
+)
+def test_odd_histories(history: list[dict[str, Any]]) -> None:
+    page = Page(report.render({**FAILED, "history": history, "incidents": [{"event": "restart"}]}))
+    finite = [row for row in history if row["loss"] is not None and math.isfinite(row["loss"])]
+    assert page.tags.count("polyline") == bool(finite)
+    assert "validation" not in page.words
+    if len(history) == 5:
+        assert "Learning rate: 0.1 throughout." in page.text

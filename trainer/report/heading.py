@@ -1,0 +1,249 @@
+"""What is at the head of the page: what ran, why it failed and what to do next, how to use it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import statistics
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import pairwise
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from trainer.errors import UserError
+from trainer.report.charts import number
+from trainer.report.wording import duration, formatted
+from trainer.topology import topology_of
+
+Facts = Mapping[str, Any]
+
+_FRAME = re.compile(r'^  File "(?P<file>[^"\n]+)", line (?P<line>\d+), in (?P<function>.+)$')
+# Code of the user is neither of these; what he calls of them may raise for him.
+_NOT_HIS = ("/site-packages/", "/dist-packages/", "/lib/python3", "<frozen", "<string>")
+_OURS = re.compile(r"(^|/)(trainer|components|pipelines)/[\w/]+\.py$")
+_WHOLE = 100
+
+
+def clock(seconds: object, form: str = "%Y-%m-%d %H:%M:%S UTC") -> str:
+    """Return a moment in seconds since 1970 for a person."""
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float):
+        return formatted(seconds)
+    try:
+        return datetime.fromtimestamp(seconds, UTC).strftime(form)
+    except (ValueError, OverflowError, OSError):
+        return formatted(seconds)
+
+
+def particulars(facts: Facts) -> list[tuple[str, str]]:
+    """Return what ran: date, duration, model, dataset, strategy and speed, as far as is known."""
+    config, steps = facts.get("config") or {}, facts.get("steps") or ()
+    tries = [
+        (began, seconds)
+        for each in facts.get("tries") or ()
+        if (began := number(each.get("began"))) is not None
+        and (seconds := number(each.get("seconds"))) is not None
+    ]
+    rows = []
+    if tries:
+        began = min(each for each, _ in tries)
+        rows.append(("Date", clock(began, "%Y-%m-%d %H:%M UTC")))
+        rows.append(("Duration", duration(max(sum(each) for each in tries) - began)))
+    if config:
+        rows += [("Model", _model(config, facts)), ("Dataset", _dataset(config, steps))]
+        rows.append(("Strategy", _strategy(config)))
+    speed = examples_a_second(facts.get("history") or (), config)
+    if speed:
+        rows.append(("Speed", f"{_three(speed)} examples/s"))
+    return [(name, text) for name, text in rows if text]
+
+
+def examples_a_second(history: Sequence[Facts], config: Facts) -> float:
+    """Return the examples that training took a second: the median over its stretches; 0 if unknown.
+
+    The first stretch builds the functions, and the median leaves it out.
+    """
+    speeds = [number(row.get("steps_per_second")) for row in history]
+    known = [each for each in speeds if each]
+    each_step = _examples_of_a_step(history) or _by_config(config)
+    return statistics.median(known) * each_step if known else 0.0
+
+
+def cause(steps: Sequence[Facts]) -> dict[str, str]:
+    """Return where a failed run failed: `step`, `error`, `file`, `line`, `function`, `source`.
+
+    Where the user's code raised it, the place is the last line of that code; else it is empty.
+    """
+    bad = [each for each in steps if each.get("status") == "failed" and each.get("error")]
+    if not bad:
+        return {}
+    step = bad[0]
+    place = place_of(str(step.get("traceback") or ""))
+    return {"step": str(step.get("step") or ""), "error": str(step["error"]), **place}
+
+
+def place_of(traceback: str) -> dict[str, str]:
+    """Return the last line of the user's own code in a traceback; nothing where there is none."""
+    lines = traceback.splitlines()
+    found: dict[str, str] = {}
+    for at, line in enumerate(lines):
+        frame = _FRAME.match(line)
+        if not frame or any(mark in frame["file"] for mark in _NOT_HIS):
+            continue
+        if _OURS.search(frame["file"]):
+            continue
+        following = lines[at + 1].strip() if at + 1 < len(lines) else ""
+        source = "" if _FRAME.match(f"  {following}") else following
+        found = {**frame.groupdict(), "source": source}
+    return found
+
+
+def commands(facts: Facts) -> list[dict[str, str]]:
+    """Return what to do next with a run that has not finished: `why` and `command`."""
+    verdict, run_id = facts.get("verdict"), str(facts.get("run_id") or "")
+    where = _workdir(facts)
+    steps = facts.get("steps") or ()
+    bad = [str(each.get("step")) for each in steps if each.get("status") == "failed"]
+    if not run_id or verdict not in ("failed", "interrupted"):
+        return []
+    rows = []
+    if bad:
+        replay = ["flotilla", "replay", *where, run_id, bad[0], "--pdb"]
+        rows.append(("See it fail on this machine, in a debugger", replay))
+    if facts.get("workdir") and (facts.get("history") or facts.get("checkpoints")):
+        fix = "Fix it, then go on" if verdict == "failed" else "Go on"
+        rows.append((f"{fix} from the last checkpoint", ["flotilla", "run", *where, "--resume",
+                                                         run_id]))  # fmt: skip
+    return [{"why": why, "command": shlex.join(words)} for why, words in rows]
+
+
+def use(facts: Facts) -> dict[str, Any]:
+    """Return how to use the model of a run: `name`, `predict`, `python`; nothing without one."""
+    registered, artifacts = facts.get("registered") or {}, facts.get("artifacts") or {}
+    uri = str(registered.get("model") or artifacts.get("model") or "")
+    if not uri:
+        return {}
+    name = str((facts.get("config") or {}).get("name") or "")
+    version = registered.get("version")
+    model = f"{name}@{version}" if name and version else uri
+    predict = ["flotilla", "predict", *_workdir(facts), model, "FILE"]
+    folder = href(uri) and unquote(urlsplit(uri).path)
+    return {
+        "model": model,
+        "uri": uri,
+        "predict": shlex.join(predict),
+        "python": _python(folder or "model", name),
+        "copied": "" if folder else f"Copy {uri} to the folder `model` first.",
+    }
+
+
+def links(artifacts: Facts) -> list[dict[str, str]]:
+    """Return every artifact: `name`, `uri` and `href`, empty where a browser cannot open it."""
+    return [
+        {"name": str(name), "uri": str(uri), "href": href(uri)}
+        for name, uri in artifacts.items()
+        if uri
+    ]
+
+
+def href(uri: object) -> str:
+    """Return the URI if it is that of a local file: a page from data links to nothing else."""
+    text = str(uri)
+    return text if text.startswith("file:///") and not re.search(r"[\s\"'<>\\]", text) else ""
+
+
+def _python(folder: str, name: str) -> str:
+    keras, serving = f"{folder}/model.keras", f"{folder}/serving/{name or '*'}/*"
+    return "\n".join(
+        [
+            "import keras",
+            f"model = keras.models.load_model({keras!r})",
+            "",
+            "import glob, tensorflow as tf",
+            f"[saved] = glob.glob({serving!r})",
+            "serve = tf.saved_model.load(saved).signatures['serving_default']",
+        ]
+    )
+
+
+def _workdir(facts: Facts) -> list[str]:
+    folder = str(facts.get("workdir") or "")
+    return ["--workdir", folder] if folder else []
+
+
+def _model(config: Facts, facts: Facts) -> str:
+    name, kind = config.get("name"), (config.get("model") or {}).get("name")
+    version = (facts.get("registered") or {}).get("version")
+    text = " ".join(str(each) for each in (name, f"version {version}" if version else "") if each)
+    return f"{text} ({kind})" if kind else text
+
+
+def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
+    data = config.get("data") or {}
+    made = next((each.get("metrics") for each in steps if each.get("step") == "prepare_data"), None)
+    counts = made if isinstance(made, Mapping) else {}
+    name = " ".join(
+        str(each) for each in (data.get("source") or data.get("dataset"), counts.get("version"))
+        if each
+    )  # fmt: skip
+    known = [
+        f"{counts[split]:,} {split}"
+        for split in ("train", "validation", "test")
+        if isinstance(counts.get(split), int)
+    ]
+    return f"{name}: {', '.join(known)}" if known else name
+
+
+def _strategy(config: Facts) -> str:
+    training, cluster = config.get("training") or {}, config.get("cluster") or {}
+    name = str(training.get("strategy") or "")
+    try:
+        roles = topology_of(name).tasks(
+            servers=int(cluster.get("parameter_servers") or 0),
+            workers=int(cluster.get("workers") or 0),
+        )
+    except (UserError, ValueError, TypeError):
+        return name
+    words = {"ps": "parameter server", "worker": "worker"}
+    tasks = [
+        f"{count} {words[role]}{'s' if count != 1 else ''}"
+        for role, count in roles.items()
+        if role in words
+    ]
+    return ", ".join([name.replace("_", " "), *tasks])
+
+
+def _examples_of_a_step(history: Sequence[Facts]) -> float:
+    """Return the examples of one global step by what the workers counted; 0 where they did not."""
+    sums = [(number(row.get("global_step")), _counted(row.get("workers"))) for row in history]
+    known = [(step, count) for step, count in sums if step is not None and count]
+    # The counts of another attempt begin again.
+    ratios = [
+        (later[1] - sooner[1]) / (later[0] - sooner[0])
+        for sooner, later in pairwise(known)
+        if later[0] > sooner[0] and later[1] > sooner[1]
+    ]
+    return statistics.median(ratios) if ratios else 0.0
+
+
+def _counted(workers: object) -> float:
+    if not isinstance(workers, Mapping):
+        return 0.0
+    each = [row.get("examples") for row in workers.values() if isinstance(row, Mapping)]
+    return sum(found for one in each if (found := number(one)) is not None)
+
+
+def _by_config(config: Facts) -> float:
+    training, cluster = config.get("training") or {}, config.get("cluster") or {}
+    try:
+        topology = topology_of(str(training.get("strategy") or ""))
+        replicas = int(cluster.get("workers") or 1) if topology.workers else 1
+        replicas = int(training.get("replicas_to_aggregate") or 0) or replicas
+        each = int(training["batch_size"]) * int(training.get("accumulate") or 1)
+    except (UserError, KeyError, ValueError, TypeError):
+        return 0.0
+    return float(each * replicas * max(int(cluster.get("gpus_per_worker") or 0), 1))
+
+
+def _three(value: float) -> str:
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= _WHOLE else f"{value:.3g}"

@@ -1,0 +1,42 @@
+"""The environment of every page: escaped, without script, with one style and one set of words.
+
+A template of any room begins its style with `{% include "style.css.j2" %}`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+
+from trainer.report.wording import (
+    duration,
+    formatted,
+    interval_text,
+    rounded,
+    sentence,
+    titled,
+)
+
+_OWN = Path(__file__).parent
+
+
+def environment(folder: Path = _OWN) -> jinja2.Environment:
+    """Return the environment of the templates in `folder`; those of this room can be included."""
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([folder, _OWN]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(
+        duration=duration,
+        formatted=formatted,
+        interval=interval_text,
+        rounded=rounded,
+        sentence=sentence,
+        titled=titled,
+        words=lambda name: str(name).replace("_", " "),
+    )
+    return made
