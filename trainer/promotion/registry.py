@@ -6,6 +6,7 @@ Below `<root>/registry` are published directories, written once and never change
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
     models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
                                      promotion before
+    models/NAME/retired, promoting   what retention has removed: `promotion.retired`
     models/NAME/claims/...           notes that give each number one owner: `promotion.consensus`
 
 The champion is the version of the newest promotion. A promotion names its predecessor by its own
@@ -29,7 +30,7 @@ from typing import Any, TypeVar
 from trainer import storage
 from trainer.errors import UserError, nearest
 from trainer.json_records import from_tree
-from trainer.promotion import kserve
+from trainer.promotion import kserve, retired
 from trainer.promotion.consensus import decide
 from trainer.promotion.gate import publish_json
 from trainer.storage import Manifest
@@ -235,7 +236,14 @@ def promote(  # noqa: PLR0913
         PromotionLostError: another promotion was made after `after`.
         UserError: there is no such version, or it is damaged.
     """
-    storage.verify(version(root, name, number).uri)
+    with retired.promoting(home(root, name), number):
+        storage.verify(version(root, name, number).uri)
+        return _promoted(root, name, number, after=after, by=by, restores=restores)
+
+
+def _promoted(  # noqa: PLR0913
+    root: str, name: str, number: int, *, after: int, by: str, restores: int
+) -> Promotion:
     fields = {
         "version": number,
         "predecessor": after,
@@ -292,6 +300,11 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
     if not before:
         raise UserError(f"{name} has no champion before version {newest.version}")
     target = made[max(before)]
+    if target.version not in {each.number for each in versions(root, name)}:
+        raise UserError(
+            f"{name} has no version {target.version} any more, the champion before version "
+            f"{newest.version}: make another one champion with `flotilla models promote`"
+        )
     restores = target.restores or target.number
     return promote(root, name, target.version, after=newest.number, by=by, restores=restores)
 
