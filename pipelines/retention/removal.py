@@ -29,6 +29,7 @@ from pipelines.retention.plan import (
 )
 from trainer import storage
 from trainer.promotion import registry, retired
+from trainer.storage.retry import in_parallel
 
 # Of a run these go last: by them a later removal sees how old the rest is.
 _LAST = ("config.json", "events.jsonl", "lock", "steps")
@@ -78,9 +79,11 @@ def _by_path(plan: Plan) -> dict[str, Item]:
 
 
 def _remove_run(uri: str) -> None:
-    for name in storage.names(uri):
-        if name not in _LAST:
-            storage.delete(storage.join(uri, name))
+    if storage.local_path(uri) is not None:
+        # It is renamed away as a whole.
+        return
+    names = [name for name in storage.names(uri) if name not in _LAST]
+    in_parallel(lambda name: storage.delete(storage.join(uri, name)), names)
 
 
 @contextmanager
@@ -115,7 +118,7 @@ def _retired(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
 
 
 def _number(item: Item) -> int:
-    return int(storage.name_of(item.path))
+    return int(item.path.rpartition("/")[2])
 
 
 @contextmanager
