@@ -17,10 +17,10 @@ from typer.completion import (  # type: ignore[attr-defined]
 from pipelines.cli.answer import Answer
 from pipelines.cli.doctor import doctor
 from pipelines.cli.exit import answers, discard, fail, finish, note, output
-from pipelines.cli.garbage import COLLECTED, gc
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
+from pipelines.cli.retention import COLLECTED, gc
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables

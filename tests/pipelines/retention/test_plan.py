@@ -54,8 +54,9 @@ class History:
         number = len(self.promotions) + 1
         self.promotions.append(Promotion(number=number, version=version, restores=restores))
 
-    def train(self, day, dataset, code, warm, busy, outcome) -> None:
+    def train(self, *drawn) -> None:
         """Train; as the gate does, keep the reference until a gain is proved."""
+        day, dataset, code, warm, busy, outcome = drawn
         run = Trained(day=day, dataset=f"datasets/{dataset}", code=f"code/{code}", busy=busy)
         run.warm = self.champion if warm else 0
         run.against = self.champion
@@ -220,8 +221,13 @@ def test_nothing_that_the_champion_needs_ever_goes(happened, wanted):
 
 
 def test_what_is_old_and_not_needed_goes_in_the_order_of_references():
-    history = lived([(90, "a", "x", False, False, "gained"), (80, "b", "x", True, False, "equal"),
-                     (70, "c", "y", False, False, "refused"), (1, "d", "z", True, False, "equal")])  # fmt: skip
+    nights = [
+        (90, "a", "x", False, False, "gained"),
+        (80, "b", "x", True, False, "equal"),
+        (70, "c", "y", False, False, "refused"),
+        (1, "d", "z", True, False, "equal"),
+    ]
+    history = lived(nights)
     plan = planned(inventory(history), policy("30d", 1), NOW)
     assert [(each.kind, each.path) for each in plan.going] == [
         ("run", "m-0002"),

@@ -136,7 +136,7 @@ def test_a_run_that_goes_on_stays_with_all_that_it_names(root):
         assert swept(root) == []
 
 
-def test_a_run_that_was_resumed_since_it_was_listed_stays(root, monkeypatch):
+def test_a_run_that_was_resumed_since_it_was_listed_stays(root):
     run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
     uri, wanted, gone = storage.uri_of(root), policy("30d", None), []
     plan = planned(read(uri, Path()), wanted, datetime.now(UTC))
