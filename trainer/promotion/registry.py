@@ -33,6 +33,7 @@ from trainer.json_records import from_tree
 from trainer.promotion import kserve, retired
 from trainer.promotion.consensus import decide
 from trainer.promotion.gate import publish_json
+from trainer.signing import provenance, signing
 from trainer.storage import Manifest
 
 MODEL = "model"
@@ -203,6 +204,8 @@ def register(
             served = served.rename(served.with_name(str(number)))
             service = kserve.service(name, uri)
             (copy / "kserve.yaml").write_text(service, encoding="utf-8")
+            provenance.write(copy, name, lineage, there.created)
+            signing.sign(copy)
             fields = {
                 **there.fields,
                 "saved_model": served.relative_to(copy).as_posix(),
@@ -234,10 +237,12 @@ def promote(  # noqa: PLR0913
 
     Raises:
         PromotionLostError: another promotion was made after `after`.
-        UserError: there is no such version, or it is damaged.
+        UserError: there is no such version, it is damaged, or its signature is not valid.
     """
     with retired.promoting(home(root, name), number):
-        storage.verify(version(root, name, number).uri)
+        uri = version(root, name, number).uri
+        storage.verify(uri)
+        signing.verify(uri)
         return _promoted(root, name, number, after=after, by=by, restores=restores)
 
 
