@@ -88,8 +88,9 @@ def test_what_was_signed_is_verified(tmp_path, keys):
     assert "OpenSSL" not in sys.modules or sys.modules["OpenSSL"].__spec__
 
 
+@pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("how", ["changed", "added", "removed", "unsigned", "garbled", "other key"])
-def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatch, keys, how):
+def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatch, how):
     folder = model(tmp_path)
     signing.sign(folder)
     if how == "changed":
@@ -104,7 +105,7 @@ def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatc
         (folder / SIGNATURE).write_text("{")
     else:
         monkeypatch.setenv(PUBLIC_KEY, str(key_pair(tmp_path, "two")[1]))
-    with pytest.raises(UnsignedError, match="not signed|not valid") as refused:
+    with pytest.raises(UnsignedError, match=r"not signed|not valid") as refused:
         signing.verify(folder)
     assert str(folder) in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -128,7 +129,8 @@ def test_a_key_that_is_none_is_refused(tmp_path, monkeypatch, what):
     assert str(wrong) in str(refused.value)
 
 
-def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch, keys):
+@pytest.mark.usefixtures("keys")
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "model_signing", None)
     with pytest.raises(ConfigError, match=r"flotilla\[signing\]"):
         signing.verify(model(tmp_path))
