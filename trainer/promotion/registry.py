@@ -202,10 +202,7 @@ def register(
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
             served = served.rename(served.with_name(str(number)))
-            service = kserve.service(name, uri)
-            (copy / "kserve.yaml").write_text(service, encoding="utf-8")
-            provenance.write(copy, name, lineage, there.created)
-            signing.sign(copy)
+            _complete(copy, name, uri, lineage, there.created)
             fields = {
                 **there.fields,
                 "saved_model": served.relative_to(copy).as_posix(),
@@ -222,6 +219,13 @@ def register(
                     number += 1
                     continue
             return Version(number=number, uri=uri, manifest=manifest)
+
+
+def _complete(copy: Path, name: str, uri: str, lineage: Mapping[str, Any], created: str) -> None:
+    """Write what belongs to a version and not to the export; the signature is of all files."""
+    (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
+    provenance.write(copy, name, lineage, created)
+    signing.sign(copy)
 
 
 def _name(root: str, name: str) -> None:

@@ -51,7 +51,7 @@ def swept(root, keep_runs="30d", keep_versions=1, workdir=Path()):
     return gone
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_500_runs_and_50_versions(root, monkeypatch, capsys):
     nights(root, 500, 50)
     uri, words = storage.uri_of(root), ("--keep-runs", "30d", "--keep-versions", "10")

@@ -16,17 +16,6 @@ from trainer.signing import signing
 from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
 
 NONE = serialization.NoEncryption()
-LINEAGE = {
-    "run_id": "digits-1",
-    "dataset": "gs://bucket/datasets/d",
-    "fingerprint": "ab" * 32,
-    "checkpoint": "gs://bucket/digits-1/checkpoints/step-1",
-    "warmed_from": "",
-    "code": "gs://bucket/code/c",
-    "config": "eabacc834897",
-    "commit": "c" * 40 + "-dirty",
-    "image": "host/name@sha256:" + "d" * 64,
-}
 
 
 def key_pair(folder, name="one", key=None, encryption=NONE):
@@ -137,31 +126,18 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("keys")
-def test_a_registered_version_is_signed_again_and_says_where_it_is_from(tmp_path):
+def test_a_registered_version_is_signed_again(tmp_path):
     root, uri = storage.uri_of(tmp_path / "root"), published(tmp_path)
-    made = registry.register(root, "digits", uri, lineage=LINEAGE, scratch=tmp_path)
+    made = registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
     assert signing.verify(made.uri)
+    assert storage.read_file(made.uri, SIGNATURE) != storage.read_file(uri, SIGNATURE)
     assert registry.promote(root, "digits", 1, after=0, by="me").version == 1
-    tree = json.loads(storage.read_file(made.uri, "provenance.json"))
-    assert tree["_type"] == "https://in-toto.io/Statement/v1"
-    assert tree["predicateType"] == "https://slsa.dev/provenance/v1"
-    names = {each["name"] for each in tree["subject"]}
-    assert names == {"serving/digits/1/saved_model.pb", "labels.txt", "kserve.yaml"}
-    build = tree["predicate"]["buildDefinition"]
-    found = {each["name"]: each for each in build["resolvedDependencies"]}
-    assert found["dataset"]["digest"] == {"sha256": "ab" * 32}
-    assert found["flotilla"]["digest"] == {"gitCommit": "c" * 40}
-    assert found["flotilla"]["annotations"] == {"changed": True}
-    assert found["image"]["digest"] == {"sha256": "d" * 64}
-    assert {"checkpoint", "code"} < found.keys()
-    assert "warmed_from" not in found
-    assert tree["predicate"]["runDetails"]["metadata"]["invocationId"] == "digits-1"
 
 
 @pytest.mark.usefixtures("keys")
 def test_a_version_whose_signature_is_not_valid_is_not_promoted(tmp_path, monkeypatch):
     root, uri = storage.uri_of(tmp_path / "root"), published(tmp_path)
-    registry.register(root, "digits", uri, lineage=LINEAGE, scratch=tmp_path)
+    registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
     monkeypatch.setenv(PUBLIC_KEY, str(key_pair(tmp_path, "two")[1]))
     with pytest.raises(UserError, match="not valid for the key of FLOTILLA_VERIFYING_KEY"):
         registry.promote(root, "digits", 1, after=0, by="me")
