@@ -7,14 +7,13 @@ no configuration, record or log ever holds one.
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from trainer import storage
 from trainer.errors import ConfigError, UserError
@@ -141,15 +140,16 @@ def _package() -> Any:
 def _loaded() -> ModuleType:
     """Return the package; it imports pyOpenSSL for certificates, and does not depend on it."""
     try:
-        return importlib.import_module("model_signing")
+        import model_signing  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "OpenSSL":
             raise
-    absent = ModuleType("OpenSSL")
-    absent.crypto = None  # type: ignore[attr-defined]
-    sys.modules["OpenSSL"] = absent
-    try:
-        return importlib.import_module("model_signing")
-    finally:
-        # Others ask whether it is there.
-        del sys.modules["OpenSSL"]
+        absent = ModuleType("OpenSSL")
+        absent.crypto = None  # type: ignore[attr-defined]
+        sys.modules["OpenSSL"] = absent
+        try:
+            import model_signing  # noqa: PLC0415
+        finally:
+            # Others ask whether it is there.
+            del sys.modules["OpenSSL"]
+    return cast(ModuleType, model_signing)
