@@ -13,7 +13,7 @@ import tempfile
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any, cast
+from typing import Any
 
 from trainer import storage
 from trainer.errors import ConfigError, UserError
@@ -152,4 +152,4 @@ def _loaded() -> ModuleType:
         finally:
             # Others ask whether it is there.
             del sys.modules["OpenSSL"]
-    return cast(ModuleType, model_signing)
+    return model_signing
