@@ -4,7 +4,7 @@ from typing import Any
 
 from kfp import dsl
 
-from components import descriptor, locations, pinned_inputs
+from components import descriptor, in_use, locations, pinned_inputs
 from components.image import component
 from components.records.record import StepOutput, tried
 from trainer import events
@@ -34,9 +34,11 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
             section = DataConfig.model_validate_json(data)
             key = f"version of {section.name}"
             chosen = section.version or pinned_inputs.pinned(key)
-            prepared = prepare.prepare(
-                section.model_copy(update={"version": chosen}), root, scratch
-            )
+            exact = section.model_copy(update={"version": chosen})
+            prepared = prepare.prepare(exact, root, scratch)
+            while not in_use.use(prepared.uri):
+                # Retention has removed it at this very moment.
+                prepared = prepare.prepare(exact, root, scratch)
             fields = prepared.manifest.fields
             version = fields["version"]
             pinned_inputs.pin(key, version)

@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 
 from kfp import dsl
 
-from components import contract, descriptor, locations, pinned_inputs, table
+from components import contract, descriptor, in_use, locations, pinned_inputs, table
 from components.image import component
 from components.pod_parameters import check_parameters
 from components.records import step_record
 from components.records.record import StepOutput, tried
+from trainer import storage
 from trainer.cluster import fitting
 from trainer.config.data import DataConfig
 from trainer.config.run_parameters import from_parameters
@@ -135,6 +136,10 @@ def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:
     from trainer.data import key
 
     datasets = key.seal(data, root)
+    for line in datasets.splitlines():
+        # KFP may take it from its cache, and then nothing else says that it is used.
+        if not in_use.use(storage.join(root, "datasets", line.partition(" ")[0])):
+            return ""
     # From the cache comes the artifact of an earlier run, too. KFP copies it into the pods of the
     # next steps, and has keys and endpoint for the pipeline root of this run alone.
     return "\n".join(filter(None, (datasets, pipeline_root))) if datasets else ""

@@ -20,6 +20,7 @@ from pipelines.cli.exit import answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
+from pipelines.cli.retention import COLLECTED, gc
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables
@@ -148,19 +149,7 @@ def _comparison_table(found: Comparison) -> Table:
     return table
 
 
-@app.command(epilog="--json adds `removed`, the URIs of what was removed.")
-@answers
-def gc(config: Config = None, assignments: Assignments = None, workdir: Workdir = RUNS) -> Answer:
-    """Remove what dead writers left below the storage root."""
-    from pipelines.garbage import collect
-    from pipelines.runs.local import configuration, root_of
-
-    root = root_of(configuration(config, assignments or ()), workdir)
-    removed = collect(root)
-    for uri in removed:
-        note(f"removed {uri}")
-    note(f"{len(removed)} left-overs removed below {root}")
-    return Answer(more={"removed": removed})
+app.command(epilog=COLLECTED)(gc)
 
 
 @app.command(epilog="--json adds `manifest`, the job itself.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ from trainer import user_code
 from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.signing import signing
 from trainer.storage.probe import SILENT, Probe
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
@@ -51,6 +53,8 @@ KFP_SECONDS = 20.0
 _HEALTH = "/apis/v2beta1/healthz"
 # Connecting, failing and removing take seconds each.
 STORAGE_SECONDS = 16.0
+# The champion is fetched.
+SIGNATURE_SECONDS = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +145,13 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
     yield Check(name="packages", look=lambda: machine.packages(config))
     yield Check(name="disk", look=lambda: machine.disk(workdir))
     yield Check(name="loopback", look=machine.loopback)
+    if any(map(os.environ.get, (signing.PRIVATE_KEY, signing.PUBLIC_KEY))):
+        root = root_of(config, workdir)
+        yield Check(
+            name="signatures",
+            look=lambda: storage.signatures(root, config.name),
+            seconds=SIGNATURE_SECONDS,
+        )
     if not engines.is_on_kubernetes(config) and config.cluster.gpus_per_worker:
         yield Check(name="GPUs of this machine", look=lambda: machine.gpus(config))
         if config.cluster.gpus_per_worker * config.cluster.workers > 1:

@@ -12,6 +12,9 @@ from pipelines.doctor.examination import Finding
 from pipelines.doctor.kubernetes_api import Kubernetes, unexpected
 from trainer import storage
 from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.promotion import registry
+from trainer.signing import signing
 from trainer.storage.bucket import Trouble
 from trainer.storage.probe import SILENT, Probe, Unfit
 from trainer.storage.s3_endpoint import BOTO_KEYS, KFP_KEYS, KFP_SECRET, endpoint_of
@@ -42,6 +45,18 @@ def usable(root: str, probe: Probe) -> Finding:
         left = f"; {probe.uri} could not be removed, remove it" if "delete" in unfit.actions else ""
         return Finding("fail", f"{_said(root, unfit)}{left}", remedy_for(root, unfit.trouble))
     return Finding("ok", f"{root}: written, read, listed and deleted")
+
+
+def signatures(root: str, name: str) -> Finding:
+    """Check the keys of signatures, and with a public one that of the champion."""
+    try:
+        keys = ", ".join(signing.check())
+        champion = registry.champion(root, name)
+        if champion and signing.verify(champion.uri):
+            return Finding("ok", f"{keys}; version {champion.number} of {name} is signed by it")
+    except UserError as error:
+        return Finding("fail", str(error), f"flotilla models show {shlex.quote(name)}")
+    return Finding("ok", keys)
 
 
 def _said(root: str, unfit: Unfit) -> str:

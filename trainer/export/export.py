@@ -32,6 +32,7 @@ from trainer.export import model_card
 from trainer.export.formats import FORMATS, format_path
 from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
 from trainer.promotion import gate, kserve
+from trainer.signing import signing
 from trainer.statistics import statistics
 from trainer.tasks import registry as tasks
 from trainer.tasks.objective import Objective
@@ -92,6 +93,7 @@ def export(  # noqa: PLR0913, PLR0917
         _write_json(folder / "config.json", config.model_dump(mode="json"))
         _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
         _write_text(folder / "model_card.md", model_card.written(facts, parity, fields))
+        signing.sign(folder)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 

@@ -22,6 +22,7 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.promotion.gate import COMPARABLE, MARGIN, Decision, Rule, publish_json, row
+from trainer.signing import signing
 
 KIND = "registration"
 PROMOTED = "promoted"
@@ -144,6 +145,7 @@ def _of_reference(decided: Decision, reference: registry.Version) -> Iterator[Ru
 
 def _rules(request: Request, champion: registry.Version | None) -> Iterator[Rule]:
     manifest = storage.verify(request.model)
+    signing.verify(request.model)
     parity = json.loads(storage.read_file(request.model, "parity.json"))
     for form, found in parity["formats"].items():
         value, limit = found["max_difference"], found["tolerance"]

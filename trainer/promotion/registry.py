@@ -6,6 +6,7 @@ Below `<root>/registry` are published directories, written once and never change
     models/NAME/versions/000003      a copy of an exported model (kind `model`), with its lineage
     models/NAME/promotions/000002    `promotion.json`: the version that became champion, and the
                                      promotion before
+    models/NAME/retired, promoting   what retention has removed: `promotion.retired`
     models/NAME/claims/...           notes that give each number one owner: `promotion.consensus`
 
 The champion is the version of the newest promotion. A promotion names its predecessor by its own
@@ -29,9 +30,10 @@ from typing import Any, TypeVar
 from trainer import storage
 from trainer.errors import UserError, nearest
 from trainer.json_records import from_tree
-from trainer.promotion import kserve
+from trainer.promotion import kserve, retired
 from trainer.promotion.consensus import decide
 from trainer.promotion.gate import publish_json
+from trainer.signing import provenance, signing
 from trainer.storage import Manifest
 
 MODEL = "model"
@@ -200,8 +202,7 @@ def register(
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
             served = served.rename(served.with_name(str(number)))
-            service = kserve.service(name, uri)
-            (copy / "kserve.yaml").write_text(service, encoding="utf-8")
+            _complete(copy, name, uri, lineage, there.created)
             fields = {
                 **there.fields,
                 "saved_model": served.relative_to(copy).as_posix(),
@@ -220,6 +221,13 @@ def register(
             return Version(number=number, uri=uri, manifest=manifest)
 
 
+def _complete(copy: Path, name: str, uri: str, lineage: Mapping[str, Any], created: str) -> None:
+    """Write what belongs to a version and not to the export; the signature is of all files."""
+    (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
+    provenance.write(copy, name, lineage, created)
+    signing.sign(copy)
+
+
 def _name(root: str, name: str) -> None:
     with tempfile.TemporaryDirectory(prefix="name-") as folder:
         uri = storage.join(root, "registry", "names", name)
@@ -233,9 +241,18 @@ def promote(  # noqa: PLR0913
 
     Raises:
         PromotionLostError: another promotion was made after `after`.
-        UserError: there is no such version, or it is damaged.
+        UserError: there is no such version, it is damaged, or its signature is not valid.
     """
-    storage.verify(version(root, name, number).uri)
+    with retired.promoting(home(root, name), number):
+        uri = version(root, name, number).uri
+        storage.verify(uri)
+        signing.verify(uri)
+        return _promoted(root, name, number, after=after, by=by, restores=restores)
+
+
+def _promoted(  # noqa: PLR0913
+    root: str, name: str, number: int, *, after: int, by: str, restores: int
+) -> Promotion:
     fields = {
         "version": number,
         "predecessor": after,
@@ -292,6 +309,11 @@ def rollback(root: str, name: str, *, by: str) -> Promotion:
     if not before:
         raise UserError(f"{name} has no champion before version {newest.version}")
     target = made[max(before)]
+    if target.version not in {each.number for each in versions(root, name)}:
+        raise UserError(
+            f"{name} has no version {target.version} any more, the champion before version "
+            f"{newest.version}: make another one champion with `flotilla models promote`"
+        )
     restores = target.restores or target.number
     return promote(root, name, target.version, after=newest.number, by=by, restores=restores)
 

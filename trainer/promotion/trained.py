@@ -15,7 +15,7 @@ from typing import Any
 
 from trainer import storage, user_code
 from trainer.config.schema import Config, OutputConfig, TaskConfig
-from trainer.promotion import registry
+from trainer.promotion import registry, retired
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
@@ -58,7 +58,7 @@ def of_lineages(lineages: Iterable[Mapping[str, Any]]) -> TrainedData:
 def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
     """Yield the lineage of the champion and of those that it followed, newest first."""
     made = {each.number: each for each in registry.promotions(root, name)}
-    known = {each.number: each for each in registry.versions(root, name)} if made else {}
+    known = _known_lineages(root, name) if made else {}
     number = max(made, default=0)
     while number:
         promotion = made.get(number)
@@ -66,8 +66,17 @@ def _lineages(root: str, name: str) -> Iterator[Mapping[str, Any]]:
             number = promotion.restores
             continue
         if promotion and promotion.version in known:
-            yield known[promotion.version].manifest.fields.get("lineage", {})
+            yield known[promotion.version]
         number -= 1
+
+
+def _known_lineages(root: str, name: str) -> dict[int, Mapping[str, Any]]:
+    """Return the lineage of each version, also of those that retention has removed."""
+    here = {
+        each.number: each.manifest.fields.get("lineage", {})
+        for each in registry.versions(root, name)
+    }
+    return {**retired.lineages(registry.home(root, name)), **here}
 
 
 def digest(config: Config) -> str:

@@ -11,6 +11,7 @@ import threading
 import pytest
 
 from pipelines.doctor import examination
+from pipelines.doctor.storage import signatures
 from tests.pipelines.doctor.conftest import content
 from tests.stores.faults import Fault
 from tests.stores.fixtures import bucket_name
@@ -184,3 +185,12 @@ def _started(folder, root):
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def test_signatures_are_checked_where_a_key_is_named(tmp_path, monkeypatch):
+    found = signatures(tmp_path.as_uri(), "digits")
+    assert (found.state, found.message) == ("ok", "")
+    monkeypatch.setenv("FLOTILLA_VERIFYING_KEY", str(tmp_path / "absent.pub"))
+    found = signatures(tmp_path.as_uri(), "digits")
+    assert found.state == "fail"
+    assert "FLOTILLA_VERIFYING_KEY: cannot read" in found.message

@@ -1,0 +1,74 @@
+"""Marks that a dataset is in use, so that retention does not remove it under a run.
+
+A run that chooses a published dataset writes `<root>/in_use/NAME/used.json`, and then looks whether
+a removal has begun. A removal writes `removing.json` there, and then looks whether the dataset was
+used. Of two at the same time at least one sees the other, as every store shows what was written.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from trainer import storage
+from trainer.json_records import parse_mapping
+
+FOLDER = "in_use"
+_USED, _REMOVING = "used.json", "removing.json"
+# A removal that takes longer was killed.
+_SECONDS = 600.0
+_POLL_SECONDS = 0.5
+
+
+def use(uri: str) -> bool:
+    """Mark what is at `<root>/<folder>/<name>` as used; return whether it is published still.
+
+    Where a removal has begun its end is waited for, so that nothing is published under it.
+    """
+    root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
+    _write(root, path, _USED)
+    while time.time() - _read(root, path, _REMOVING) < _SECONDS:
+        time.sleep(_POLL_SECONDS)
+    return storage.is_published(uri)
+
+
+def last_use(root: str, path: str) -> float:
+    """Return when `path` below `root` was used last, in seconds since 1970; 0 for never."""
+    return _read(root, path, _USED)
+
+
+@contextmanager
+def removing(root: str, path: str, seen: float) -> Iterator[bool]:
+    """Yield whether `path` may be removed: it was not used after `seen`."""
+    _write(root, path, _REMOVING)
+    free = _read(root, path, _USED) <= seen
+    try:
+        yield free
+    finally:
+        names = (_USED, _REMOVING) if free else (_REMOVING,)
+        for name in names:
+            storage.delete(_place(root, path, name))
+
+
+def _path_of(uri: str) -> str:
+    return f"{storage.name_of(storage.parent_of(uri))}/{storage.name_of(uri)}"
+
+
+def _place(root: str, path: str, name: str) -> str:
+    return storage.join(root, FOLDER, path.replace("/", "-"), name)
+
+
+def _write(root: str, path: str, name: str) -> None:
+    storage.write_bytes(_place(root, path, name), json.dumps({"at": time.time()}).encode())
+
+
+def _read(root: str, path: str, name: str) -> float:
+    try:
+        return float(parse_mapping(storage.read_bytes(_place(root, path, name)))["at"])
+    except storage.Missing:
+        return 0.0
+    except (storage.Corrupt, ValueError, KeyError, TypeError):
+        # Damaged: as if it were of this moment, so that nothing is removed.
+        return time.time()

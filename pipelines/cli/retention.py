@@ -1,0 +1,153 @@
+"""`flotilla gc`: left-overs of dead writers, and by request what is old and nothing refers to."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines.cli.answer import Answer, failure
+from pipelines.cli.exit import answers, note, output
+from pipelines.cli.options import Assignments, Config, Workdir
+from pipelines.cli.run import RUNS
+from trainer.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from pipelines.retention.plan import Item, Plan, Policy
+
+COLLECTED = (
+    "--json adds `removed`, the URIs of what was removed; with --keep-runs or --keep-versions also "
+    "`planned`, an object each, their `bytes`, and `kept`, remarks on what stays."
+)
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_STEP = 1000
+
+
+@answers
+def gc(
+    config: Config = None,
+    assignments: Assignments = None,
+    workdir: Workdir = RUNS,
+    keep_runs: Annotated[
+        str,
+        typer.Option(
+            metavar="TIME",
+            help="Also remove older runs, and datasets, checkpoints and code that nothing needs.",
+        ),
+    ] = "",
+    keep_versions: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Also remove older versions of each model than the newest."),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would go.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Remove without a question.")] = False,
+) -> Answer:
+    """Remove what dead writers left below the storage root, and old runs and versions."""
+    from pipelines.garbage import collect
+    from pipelines.retention.plan import policy
+    from pipelines.runs.local import configuration, root_of
+
+    wanted = policy(keep_runs, keep_versions)
+    is_asked = wanted.runs is not None or wanted.versions is not None
+    if dry_run and not is_asked:
+        raise ConfigError("--dry-run lists what --keep-runs and --keep-versions remove: give one")
+    root = root_of(configuration(config, assignments or ()), workdir)
+    answer = _retained(root, workdir, wanted, dry_run=dry_run, yes=yes) if is_asked else Answer()
+    if answer.code or dry_run:
+        return answer
+    removed = collect(root)
+    for uri in removed:
+        note(f"removed {uri}")
+    note(f"{len(removed)} left-overs removed below {root}")
+    gone = [*answer.more.get("removed", ()), *removed]
+    return Answer(more={**answer.more, "removed": gone})
+
+
+def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: bool) -> Answer:
+    from datetime import UTC, datetime
+
+    from pipelines.retention.inventory import read
+    from pipelines.retention.plan import planned
+    from pipelines.retention.removal import remove
+    from trainer import storage
+
+    plan = planned(read(root, workdir), wanted, datetime.now(UTC))
+    for remark in plan.remarks:
+        note(remark)
+    uris = {each.path: storage.join(root, *each.path.split("/")) for each in plan.going}
+    _show(plan, root)
+    rows = [_row(each, uris[each.path]) for each in plan.going]
+    facts = {"planned": rows, "bytes": plan.bytes, "kept": list(plan.remarks)}
+    if dry_run or not plan.going:
+        return Answer(more={**facts, "removed": []})
+    if not yes:
+        _ask(plan)
+    removed: list[str] = []
+
+    def done(item: Item) -> None:
+        removed.append(uris[item.path])
+        note(f"removed {uris[item.path]}")
+
+    try:
+        for item in remove(root, workdir, plan, wanted, done):
+            note(f"kept: {item.path}: it is in use, or gone, since it was listed")
+    except UserError as error:
+        note(f"flotilla: {error}; {len(removed)} of {len(rows)} are removed, try again")
+        failed = failure(str(error), error.exit_code)
+        return Answer(
+            status=failed.status,
+            code=failed.code,
+            message=failed.message,
+            more={**facts, "removed": removed},
+        )
+    return Answer(more={**facts, "removed": removed})
+
+
+def _ask(plan: Plan) -> None:
+    """Raise a `ConfigError` unless a person at a terminal agrees."""
+    if not sys.stdin.isatty():
+        raise ConfigError("nothing was removed: give --yes, or --dry-run to see the list alone")
+    try:
+        agreed = typer.confirm(f"Remove these {len(plan.going)}?", err=True)
+    except typer.Abort:
+        agreed = False
+    if not agreed:
+        raise ConfigError("nothing was removed")
+
+
+def _show(plan: Plan, root: str) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from pipelines.cli.display import Terminal
+
+    if not plan.going:
+        note(f"nothing below {root} is old enough, and needed by nothing that stays")
+        return
+    table = Table(box=None, pad_edge=False)
+    table.add_column("kind")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("last used", no_wrap=True)
+    table.add_column("what", overflow="fold")
+    for each in plan.going:
+        last = f"{each.last:%Y-%m-%d}" if each.last else ""
+        table.add_row(each.kind, _size(each.bytes), last, escape(each.path))
+    with output():
+        terminal = Terminal()
+        terminal.print(table)
+        terminal.print(f"{len(plan.going)} to go, {_size(plan.bytes)}, below {root}", markup=False)
+
+
+def _row(item: Item, uri: str) -> dict[str, Any]:
+    last = item.last.isoformat(timespec="seconds") if item.last else ""
+    return {"uri": uri, "kind": item.kind, "bytes": item.bytes, "last": last}
+
+
+def _size(count: int) -> str:
+    size, unit = float(count), 0
+    while size >= _STEP and unit < len(_UNITS) - 1:
+        size, unit = size / _STEP, unit + 1
+    return f"{size:.3g} {_UNITS[unit]}" if unit else f"{count} B"

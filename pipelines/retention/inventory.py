@@ -1,0 +1,366 @@
+"""What is below a storage root, and what refers to what, found by one listing and the manifests.
+
+A reference is any text in a record that ends with the path of something below the root, or is the
+digest of a listing or of code: one that is found too many keeps too much, and loses nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+from components import in_use
+from pipelines.retention.plan import RUN, SHARED, VERSION, Inventory, Item, Model, Promotion
+from trainer import storage
+from trainer.cluster.lease import FOLDER as LEASES
+from trainer.cluster.lease import holders
+from trainer.errors import ConfigError, UserError
+from trainer.json_records import parse, parse_mapping
+from trainer.promotion import retired
+from trainer.storage.errors import reported
+from trainer.storage.local import is_gone
+from trainer.storage.manifest import MANIFEST
+from trainer.storage.retry import in_parallel
+from trainer.storage.schemes import store_for
+
+_REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
+# Of a run: where its steps publish, and the small records that name what it uses.
+_PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
+_RECORDS = ("config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json")
+_NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, *SHARED}
+_STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
+_TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
+# A step that was killed leaves no end on record.
+_UNENDED = timedelta(days=7)
+
+
+@dataclass
+class _Folder:
+    """What a listing shows of one thing; times are in seconds since 1970, 0 for none."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    changed: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.files.values())
+
+
+def read(root: str, workdir: Path) -> Inventory:
+    """Return what is below `root`; the local part of runs may be below `workdir`.
+
+    Raises:
+        ConfigError: it is no storage root.
+        UserError: the store fails.
+    """
+    tops = _listed(root)
+    if MANIFEST in tops:
+        raise ConfigError(f"{root} is a published directory and no storage root: name that above")
+    runs = {name: each for name, each in tops.items() if name not in _NOT_RUNS and each.files}
+    reader = _Reader(root, workdir)
+    found: dict[str, _Raw] = {}
+    for name in SHARED:
+        found |= reader.shared(name, tops.get(name, _Folder()))
+    for raws in in_parallel(lambda name: reader.run(name, runs[name]), list(runs)):
+        found |= raws
+    registry = tops.get(_REGISTRY, _Folder())
+    found |= reader.versions(registry)
+    if not found and not registry.files:
+        raise ConfigError(f"{root} is no storage root: there is no run, dataset or model below it")
+    names = _Names(found)
+    items = {path: raw.item(names) for path, raw in found.items()}
+    return Inventory(items=items, models=tuple(reader.models(registry, found)))
+
+
+def read_model(root: str, name: str) -> Model:
+    """Return a model as it is now, without anything else; raises `UserError`."""
+    above = f"models/{name}"
+    home = storage.join(root, _REGISTRY, "models", name)
+    with reported(f"list {home}"):
+        listed = {f"{above}/{file.path}": file.bytes for file in store_for(home).files(home)}
+    reader, registry = _Reader(root, Path()), _Folder(files=listed)
+    return next(iter(reader.models(registry, reader.versions(registry))))
+
+
+def _listed(root: str) -> dict[str, _Folder]:
+    """Return what is below a root, by the first name of each path."""
+    tops: dict[str, _Folder] = defaultdict(_Folder)
+    is_local = storage.local_path(root) is not None
+    with reported(f"list {root}"):
+        try:
+            for file in store_for(root).files(root):
+                top, _, rest = file.path.partition("/")
+                folder = tops[top]
+                if rest:
+                    folder.files[rest] = file.bytes
+                if is_local:
+                    folder.changed = max(folder.changed, int(file.tag) / 1e9)
+        except FileNotFoundError:
+            raise ConfigError(f"{root} is no storage root: there is nothing") from None
+    return tops
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Raw:
+    """An item before its references are known: `texts` may name them."""
+
+    path: str
+    kind: str
+    bytes: int
+    last: float
+    texts: frozenset[str] = frozenset()
+    busy: bool = False
+    damaged: str = ""
+
+    def item(self, names: _Names) -> Item:
+        last = datetime.fromtimestamp(self.last, UTC) if self.last else None
+        refs = frozenset(names.named(self.texts)) - {self.path}
+        return Item(
+            path=self.path, kind=self.kind, bytes=self.bytes, last=last, refs=refs,
+            busy=self.busy, damaged=self.damaged,
+        )  # fmt: skip
+
+
+class _Names:
+    """The paths of all items, to be found at the end of a URI."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = set(paths)
+        self._tops = {path.partition("/")[0] for path in self._paths}
+
+    def named(self, texts: Iterable[str]) -> Iterator[str]:
+        """Yield the items that the words of some texts name."""
+        for word in texts:
+            segments = unquote(word).partition("?")[0].split("/")
+            if len(segments) == 1:
+                yield from self._paths & {f"listings/{word}", f"code/{word}"}
+            for first, segment in enumerate(segments[:-1]):
+                if segment in self._tops:
+                    yield from self._longest(segments[first:])
+
+    def _longest(self, segments: list[str]) -> Iterator[str]:
+        for count in range(len(segments), 0, -1):
+            path = "/".join(segments[:count])
+            if path in self._paths:
+                yield path
+                return
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(_TOKEN.findall(text))
+
+
+def _seconds(created: str) -> float:
+    try:
+        return datetime.fromisoformat(created).timestamp()
+    except ValueError:
+        return 0.0
+
+
+class _Reader:
+    """Reads the manifests and records below one root."""
+
+    def __init__(self, root: str, workdir: Path) -> None:
+        self._root, self._workdir = root, workdir
+
+    def _at(self, path: str) -> str:
+        return storage.join(self._root, *path.split("/"))
+
+    def _published(self, path: str, kind: str, files: Mapping[str, int]) -> _Raw | None:
+        """Return the item of a published directory; None where it was removed meanwhile."""
+        size = sum(files.values())
+        try:
+            manifest = storage.read_manifest(self._at(path))
+        except storage.NotPublished:
+            return None
+        except (storage.Corrupt, storage.UnknownSchema) as error:
+            return _Raw(path=path, kind=kind, bytes=size, last=0.0, damaged=str(error))
+        # Where a version is copied from: it has a copy.
+        fields = {name: each for name, each in manifest.fields.items() if name != "source"}
+        text = json.dumps(fields, ensure_ascii=False)
+        last = _seconds(manifest.created)
+        return _Raw(path=path, kind=kind, bytes=size, last=last, texts=_words(text))
+
+    def shared(self, top: str, folder: _Folder) -> dict[str, _Raw]:
+        """Return the datasets, listings or code below one folder of the root."""
+        found = {}
+        for name, files in _children(folder.files).items():
+            path = f"{top}/{name}"
+            if MANIFEST in files and (raw := self._published(path, SHARED[top], files)):
+                used = in_use.last_use(self._root, path)
+                found[path] = _Raw(**{**vars(raw), "last": max(raw.last, used)})
+        return found
+
+    def versions(self, registry: _Folder) -> dict[str, _Raw]:
+        """Return the versions of all models."""
+        found = {}
+        for place, files in _deep(registry.files, 4).items():
+            if place[0] == "models" and place[2] == "versions" and MANIFEST in files:
+                path = "/".join((_REGISTRY, *place))
+                if raw := self._published(path, VERSION, files):
+                    found[path] = raw
+        return found
+
+    def run(self, name: str, folder: _Folder) -> dict[str, _Raw]:
+        """Return a run and what it has published; nothing where the folder is no run."""
+        found, texts = dict[str, _Raw](), set[str]()
+        last, unended = folder.changed, False
+        for place, files in _deep(folder.files, 2).items():
+            if place[0] in _PUBLISHED and MANIFEST in files:
+                kind = "checkpoint" if place[0] == _CHECKPOINTS else place[0]
+                if raw := self._published("/".join((name, *place)), kind, files):
+                    found[raw.path] = raw
+                    texts |= raw.texts
+                    last = max(last, raw.last)
+        records = [each for each in _children(folder.files).get("steps", {}) if "/" not in each]
+        for record in (self._record(f"{name}/steps/{each}") for each in records):
+            began, ended = record.get("began"), record.get("ended")
+            last = max([last, *(float(t) for t in (began, ended) if isinstance(t, int | float))])
+            unended |= began is not None and ended is None
+            texts |= _words(json.dumps(record))
+        is_run = bool(found or records) or {"events.jsonl", "lock"} <= folder.files.keys()
+        if not is_run or MANIFEST in folder.files:
+            return {}
+        if stamp := _STAMP.search(name):
+            with suppress(ValueError):
+                began_at = datetime.strptime(stamp[1], "%Y%m%d-%H%M%S").replace(tzinfo=UTC)
+                last = max(last, began_at.timestamp())
+        for each in _RECORDS:
+            if each in folder.files:
+                texts |= _words(self._text(f"{name}/{each}"))
+        renewed, held = self._lease(name, folder)
+        last = max(last, renewed)
+        is_late = unended and last > (datetime.now(UTC) - _UNENDED).timestamp()
+        is_new = last > (datetime.now(UTC) - timedelta(days=1)).timestamp()
+        busy = held or is_late or is_new or self.is_locked(name)
+        size = folder.bytes
+        run = _Raw(path=name, kind=RUN, bytes=size, last=last, texts=frozenset(texts), busy=busy)
+        return {**found, name: run}
+
+    def _lease(self, name: str, folder: _Folder) -> tuple[float, bool]:
+        """Return when the lease of a run was renewed last, and whether it is held."""
+        if not any(path.startswith(f"{_CHECKPOINTS}/{LEASES}/") for path in folder.files):
+            return 0.0, False
+        now = datetime.now(UTC).timestamp()
+        found = [each for each in holders(self._at(f"{name}/{_CHECKPOINTS}")).values() if each]
+        held = (not (each.released or is_gone(each.writer)) and now < each.until for each in found)
+        return max((each.renewed for each in found), default=0.0), any(held)
+
+    def is_locked(self, name: str) -> bool:
+        """Say whether a process of this machine has a run open."""
+        above = {storage.local_path(self._root), self._workdir.absolute()}
+        for folder in filter(None, above):
+            with suppress(OSError):
+                descriptor = os.open(folder / name / "lock", os.O_RDONLY)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                finally:
+                    os.close(descriptor)
+        return False
+
+    def _record(self, path: str) -> dict[str, Any]:
+        try:
+            return parse_mapping(self._text(path))
+        except ValueError:
+            return {}
+
+    def _text(self, path: str) -> str:
+        # It may be damaged, or gone: whatever is legible counts.
+        try:
+            return storage.read_bytes(self._at(path)).decode(errors="replace")
+        except (storage.Missing, storage.Corrupt):
+            return ""
+
+    def models(self, registry: _Folder, found: Mapping[str, _Raw]) -> Iterator[Model]:
+        """Yield the models with their promotions."""
+        for name, files in _deep(registry.files, 2).items():
+            if name[0] == "models":
+                yield self._model(name[1], files, found)
+
+    def _model(self, name: str, files: Mapping[str, int], found: Mapping[str, _Raw]) -> Model:
+        above = f"{_REGISTRY}/models/{name}/versions/"
+        paths = [path for path in found if path.startswith(above)]
+        versions = {int(path[len(above) :]): path for path in paths if path[len(above) :].isdigit()}
+        made, damaged = [], []
+        for number in _numbers(files, "promotions"):
+            uri = self._at(f"{_REGISTRY}/models/{name}/promotions/{number}")
+            try:
+                fields = storage.read_manifest(uri).fields
+                made.append(
+                    Promotion(
+                        number=int(fields["predecessor"]) + 1,
+                        version=int(fields["version"]),
+                        restores=int(fields["restores"]),
+                    )
+                )
+            except storage.NotPublished:
+                continue
+            except (UserError, KeyError, TypeError, ValueError) as error:
+                damaged.append(f"{uri} is no promotion: {error}")
+        newest = max((each.number for each in made), default=0)
+        later = [each for each in _numbers(files, "claims/promotions") if int(each) > newest]
+        claimed = [one for each in later for one in self._claimed(name, each, damaged)]
+        return Model(
+            name=name,
+            versions=versions,
+            promotions=tuple(made),
+            claimed=frozenset([*claimed, *retired.asked_for(self._root, name)]),
+            references=self._references(versions, damaged),
+            damaged=tuple(damaged),
+        )
+
+    def _claimed(self, name: str, number: str, damaged: list[str]) -> Iterator[int]:
+        """Yield the versions of a promotion that may be decided, and is not published."""
+        uri = self._at(f"{_REGISTRY}/models/{name}/claims/promotions/{number}")
+        for note in storage.names(uri):
+            if note.endswith("-accepted"):
+                try:
+                    yield int(parse(storage.read_bytes(storage.join(uri, note)))["version"])
+                except (UserError, KeyError, TypeError, ValueError):
+                    damaged.append(f"{storage.join(uri, note)} holds no proposal")
+
+    def _references(self, versions: Mapping[int, str], damaged: list[str]) -> dict[int, int]:
+        found = {}
+        for number, path in versions.items():
+            # One that cannot be read is an item that says so.
+            with suppress(storage.NotPublished, storage.Corrupt, storage.UnknownSchema):
+                lineage = storage.read_manifest(self._at(path)).fields.get("lineage", {})
+                named = lineage.get("reference") if isinstance(lineage, dict) else None
+                if isinstance(named, int):
+                    found[number] = named
+                elif named is not None or not isinstance(lineage, dict):
+                    damaged.append(f"{self._at(path)} has no lineage")
+        return found
+
+
+def _children(files: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    return {place[0]: inside for place, inside in _deep(files, 1).items()}
+
+
+def _deep(files: Mapping[str, int], depth: int) -> dict[tuple[str, ...], dict[str, int]]:
+    """Return the files of each folder that is so deep; what is being written is left out."""
+    found: dict[tuple[str, ...], dict[str, int]] = defaultdict(dict)
+    for path, size in files.items():
+        segments = path.split("/")
+        place = tuple(segments[:depth])
+        if len(segments) > depth and not any(each.startswith(".") for each in place):
+            found[place]["/".join(segments[depth:])] = size
+    return found
+
+
+def _numbers(files: Mapping[str, int], folder: str) -> list[str]:
+    depth = folder.count("/") + 2
+    found = _deep({path: 0 for path in files if path.startswith(f"{folder}/")}, depth)
+    return sorted({place[-1] for place in found if place[-1].isdigit()})

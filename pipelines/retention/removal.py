@@ -1,0 +1,139 @@
+"""The removal of what a plan lists, one after the other.
+
+What refers to something goes before it, and of each directory the manifest goes first: whatever
+ends the removal, nothing that is left reads as whole without its inputs. Each is looked at again
+just before it goes: it may be in use since the plan was made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from components import in_use
+from pipelines.retention.inventory import read, read_model
+from pipelines.retention.plan import (
+    RUN,
+    SHARED,
+    VERSION,
+    Item,
+    Plan,
+    Policy,
+    kept_versions,
+    planned,
+)
+from trainer import storage
+from trainer.promotion import registry, retired
+from trainer.storage.retry import in_parallel
+
+# Of a run these go last: by them a later removal sees how old the rest is.
+_LAST = ("config.json", "events.jsonl", "lock", "steps")
+
+
+def remove(
+    root: str, workdir: Path, plan: Plan, wanted: Policy, done: Callable[[Item], None]
+) -> tuple[Item, ...]:
+    """Remove what is in `plan` and may still go; return what stays after all.
+
+    Args:
+        root: the storage root.
+        workdir: with the local part of runs.
+        plan: what was agreed to.
+        wanted: by which policy.
+        done: called with each item that is gone.
+
+    Raises:
+        UserError: the store fails; what `done` was called with is gone, all else is whole.
+    """
+    # Time has passed since the plan was made, perhaps in front of a question.
+    now = _by_path(planned(read(root, workdir), wanted, datetime.now(UTC)))
+    stays = {each.path: each for each in plan.going if each.path not in now}
+    going = [now[each.path] for each in plan.going if each.path in now]
+    stays |= _retired(root, [each for each in going if each.kind == VERSION], wanted)
+    for item in going:
+        if item.path in stays:
+            continue
+        with _may_go(root, workdir, item) as free:
+            if not free:
+                stays[item.path] = item
+                continue
+            uri = _uri(root, item)
+            if item.kind == RUN:
+                _remove_run(uri)
+            storage.delete(uri)
+        done(item)
+    return tuple(stays.values())
+
+
+def _uri(root: str, item: Item) -> str:
+    return storage.join(root, *item.path.split("/"))
+
+
+def _by_path(plan: Plan) -> dict[str, Item]:
+    return {each.path: each for each in plan.going}
+
+
+def _remove_run(uri: str) -> None:
+    if storage.local_path(uri) is not None:
+        # It is renamed away as a whole.
+        return
+    names = [name for name in storage.names(uri) if name not in _LAST]
+    in_parallel(lambda name: storage.delete(storage.join(uri, name)), names)
+
+
+@contextmanager
+def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
+    if item.kind == RUN:
+        with _locked(root, workdir, item) as free:
+            yield free
+    elif item.kind in SHARED.values():
+        seen = item.last.timestamp() if item.last else 0.0
+        with in_use.removing(root, item.path, seen) as free:
+            yield free
+    else:
+        yield True
+
+
+def _retired(root: str, going: list[Item], wanted: Policy) -> dict[str, Item]:
+    """Keep the lineages of versions that go; return those that stay, as they are promoted now."""
+    stays = {}
+    for name in sorted({each.path.split("/")[2] for each in going}):
+        ours = [each for each in going if each.path.split("/")[2] == name]
+        home = registry.home(root, name)
+        for item in ours:
+            with suppress(storage.NotPublished):
+                lineage: Any = storage.read_manifest(_uri(root, item)).fields.get("lineage", {})
+                retired.retire(home, _number(item), lineage)
+        needed = set(kept_versions(read_model(root, name), wanted.versions))
+        for item in ours:
+            if item.path in needed:
+                retired.restore(home, _number(item))
+                stays[item.path] = item
+    return stays
+
+
+def _number(item: Item) -> int:
+    return int(item.path.rpartition("/")[2])
+
+
+@contextmanager
+def _locked(root: str, workdir: Path, item: Item) -> Iterator[bool]:
+    """Keep a run of this machine from being resumed while it is removed."""
+    descriptors = []
+    try:
+        for folder in {storage.local_path(root), workdir.absolute()} - {None}:
+            with suppress(FileNotFoundError, NotADirectoryError):
+                path = Path(str(folder), item.path, "lock")
+                descriptors.append(os.open(path, os.O_RDONLY))
+                fcntl.flock(descriptors[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield True
+    except BlockingIOError:
+        yield False
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)

@@ -1,0 +1,325 @@
+"""`flotilla gc --keep-runs --keep-versions` on roots as runs leave them."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from components import in_use
+from pipelines.cli.__main__ import main
+from pipelines.retention import removal
+from pipelines.retention.inventory import read
+from pipelines.retention.plan import planned, policy
+from tests.pipelines.retention.roots import (
+    age,
+    manifest,
+    missing,
+    nights,
+    run_of,
+    version_of,
+    whole,
+)
+from tests.stores.fixtures import bucket_name
+from trainer import storage
+from trainer.cluster.lease import Lease
+from trainer.errors import UserError
+from trainer.promotion import registry, retired, trained
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "root"
+
+
+def gc(monkeypatch, capsys, root, *words):
+    monkeypatch.setattr("sys.argv", ["flotilla", "gc", "--workdir", str(root), *words, "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    return ended.value.code or 0, json.loads(out.splitlines()[-1]), out, err
+
+
+def swept(root, keep_runs="30d", keep_versions=1, workdir=Path()):
+    """Plan and remove; return the paths that are gone."""
+    uri, wanted = storage.uri_of(root), policy(keep_runs, keep_versions)
+    plan, gone = planned(read(uri, workdir), wanted, datetime.now(UTC)), []
+    removal.remove(uri, workdir, plan, wanted, lambda item: gone.append(item.path))
+    return gone
+
+
+@pytest.mark.long
+def test_500_runs_and_50_versions(root, monkeypatch, capsys):
+    nights(root, 500, 50)
+    uri, words = storage.uri_of(root), ("--keep-runs", "30d", "--keep-versions", "10")
+    before = sorted(path for path in root.rglob("*") if path.is_file())
+    code, found, out, _ = gc(monkeypatch, capsys, root, *words, "--dry-run")
+    assert (code, found["removed"]) == (0, [])
+    assert before == sorted(path for path in root.rglob("*") if path.is_file())
+    kinds = [each["kind"] for each in found["planned"]]
+    # Of the first 470 nights those stay of which one of the newest ten versions was made.
+    assert {kind: kinds.count(kind) for kind in kinds} == {
+        "version": 40, "run": 470 - 7, "checkpoint": 7, "dataset": 41
+    }  # fmt: skip
+    assert found["bytes"] == sum(each["bytes"] for each in found["planned"]) > 0
+    assert "digits-0001" in out
+    code, done, _, err = gc(monkeypatch, capsys, root, *words)
+    assert code == 2
+    assert "--yes" in done["message"]
+    assert before == sorted(path for path in root.rglob("*") if path.is_file())
+    code, done, _, err = gc(monkeypatch, capsys, root, *words, "--yes")
+    assert code == 0
+    assert done["removed"] == [each["uri"] for each in found["planned"]]
+    assert not missing(uri)
+    assert [each.number for each in registry.versions(uri, "digits")] == list(range(41, 51))
+    assert len(registry.promotions(uri, "digits")) == 50
+    assert registry.rollback(uri, "digits", by="test").version == 49
+    # What all champions were trained on is still known.
+    assert len(trained.of_champion(uri, "digits").spans) == 49
+    assert not swept(root, keep_versions=10)
+    assert "left-overs removed" in err
+
+
+def test_the_reference_of_the_gate_and_its_chain_stay(root):
+    nights(root, 12, 6)
+    age(root, 60)
+    for each in (root / "registry").rglob("MANIFEST.json"):
+        tree = json.loads(each.read_text())
+        tree["created"] = "2026-01-01T00:00:00.000Z"
+        if tree.get("version") in (5, 6) and "lineage" in tree:
+            tree["lineage"]["reference"] = 2
+        each.write_text(json.dumps(tree))
+    swept(root)
+    uri = storage.uri_of(root)
+    assert [each.number for each in registry.versions(uri, "digits")] == [2, 5, 6]
+    found = registry.reference(uri, "digits", registry.champion(uri, "digits"))
+    assert found.number == 2
+    assert all(whole(each) for each in found.manifest.fields["made_from"].values())
+
+
+def test_a_warm_start_and_code_stay_with_what_was_made_of_them(root):
+    data = manifest(root / "datasets" / "d", "dataset", 90)
+    for digest in ("a" * 32, "b" * 32):
+        manifest(root / "code" / digest, "code", 90)
+    first = run_of(root, 1, 90, data)
+    second = run_of(root, 2, 80, data, warmed_from=first["checkpoint"])
+    lineage = {"warmed_from": first["checkpoint"], "code": "b" * 32}
+    version_of(root, 1, 80, second, **lineage)
+    (root / "digits-0001" / "pinned_inputs.json").write_text("{}")
+    age(root, 80)
+    gone = swept(root)
+    assert gone == [
+        "digits-0001/checkpoints/step-00000000",
+        "digits-0002/checkpoints/step-00000000",
+        f"code/{'a' * 32}",
+    ]
+    assert whole(first["checkpoint"])
+
+
+def test_a_run_that_goes_on_stays_with_all_that_it_names(root):
+    data = manifest(root / "datasets" / "d", "dataset", 90)
+    first, _ = run_of(root, 1, 90, data), run_of(root, 2, 90, data)
+    text = json.dumps({"training": {"warm_start": first["checkpoint"]}})
+    (root / "digits-0002" / "config.json").write_text(text)
+    age(root, 90)
+    lease = Lease(storage.uri_of(root / "digits-0002" / "checkpoints"), "digits-0002")
+    lease.acquire()
+    age(root / "digits-0002", 90)
+    assert swept(root) == ["digits-0001/checkpoints/step-00000000"]
+    lease.release()
+    age(root / "digits-0002", 90)
+    with (root / "digits-0002" / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert swept(root) == []
+
+
+def test_a_run_that_was_resumed_since_it_was_listed_stays(root):
+    run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
+    uri, wanted, gone = storage.uri_of(root), policy("30d", None), []
+    plan = planned(read(uri, Path()), wanted, datetime.now(UTC))
+    assert len(plan.going) == 2
+    (root / "digits-0001" / "config.json").touch()
+    text = json.dumps({"dataset": storage.uri_of(root / "datasets" / "d")})
+    (root / "digits-0001" / "arguments.json").write_text(text)
+    stays = removal.remove(uri, Path(), plan, wanted, gone.append)
+    assert {each.path for each in stays} == {"digits-0001", "datasets/d"}
+    assert not gone
+
+
+def test_a_dataset_that_is_chosen_at_the_last_moment_stays(root):
+    uri = manifest(root / "datasets" / "d", "dataset", 90)
+    path, above = "datasets/d", storage.uri_of(root)
+    seen = next(iter(read(above, Path()).items.values())).last.timestamp()
+    assert in_use.use(uri)
+    with in_use.removing(above, path, seen) as free:
+        assert not free
+    assert swept(root) == []
+    assert whole(uri)
+
+
+def test_a_dataset_that_is_chosen_during_its_removal_is_made_again(root, monkeypatch):
+    uri, waited = manifest(root / "datasets" / "d", "dataset", 90), []
+    with in_use.removing(storage.uri_of(root), "datasets/d", 0.0) as free:
+        assert free
+
+        def ended(_seconds):
+            waited.append(True)
+            storage.delete(uri)
+            storage.delete(storage.join(storage.uri_of(root), "in_use", "datasets-d"))
+
+        monkeypatch.setattr(in_use.time, "sleep", ended)
+        assert not in_use.use(uri)
+    assert waited
+
+
+def test_a_version_that_is_promoted_at_the_last_moment_stays(root, monkeypatch):
+    nights(root, 6, 6)
+    uri, retire = storage.uri_of(root), retired.retire
+
+    def promoted_first(home, number, lineage):
+        if number == 2:
+            registry.promote(uri, "digits", 2, after=6, by="a person")
+        retire(home, number, lineage)
+
+    monkeypatch.setattr(removal.retired, "retire", promoted_first)
+    gone = swept(root, keep_runs="", keep_versions=1)
+    assert [path.rpartition("/")[2] for path in gone] == ["000001", "000003", "000004"]
+    assert registry.champion(uri, "digits").number == 2
+    assert sorted(retired.lineages(registry.home(uri, "digits"))) == [1, 3, 4]
+
+
+def test_a_version_that_is_being_removed_cannot_be_promoted(root):
+    nights(root, 3, 3)
+    uri = storage.uri_of(root)
+    retired.retire(registry.home(uri, "digits"), 1, {})
+    with pytest.raises(UserError, match="version 1 is being removed by `flotilla gc`"):
+        registry.promote(uri, "digits", 1, after=3, by="a person")
+    assert registry.champion(uri, "digits").number == 3
+    assert retired.asked_for(uri, "digits") == []
+
+
+def test_a_rollback_past_what_was_removed_is_one_line(root):
+    nights(root, 6, 6)
+    uri = storage.uri_of(root)
+    swept(root, keep_runs="", keep_versions=1)
+    assert registry.rollback(uri, "digits", by="a person").version == 5
+    with pytest.raises(UserError, match="no version 4 any more, the champion before version 5"):
+        registry.rollback(uri, "digits", by="a person")
+
+
+def test_whenever_the_store_fails_what_is_left_is_whole(root, monkeypatch, capsys):
+    nights(root, 20, 5)
+    age(root, 90)
+    uri, delete, calls = storage.uri_of(root), storage.delete, []
+
+    def failing(at):
+        calls.append(at)
+        # The first ones prepare: no mark of a version was written by then.
+        if len(calls) % 7 == 0:
+            raise storage.Unavailable(f"cannot delete {at}: the store does not answer")
+        delete(at)
+
+    monkeypatch.setattr(removal.storage, "delete", failing)
+    words = ("--keep-runs", "2d", "--keep-versions", "1", "--yes")
+    for _ in range(20):
+        code, found, _, err = gc(monkeypatch, capsys, root, *words)
+        assert not missing(uri)
+        if code == 0:
+            break
+        assert found["status"] == "failed"
+        assert "the store does not answer" in found["message"]
+        assert "are removed, try again" in err
+    assert code == 0
+    monkeypatch.undo()
+    assert not swept(root, keep_runs="2d")
+
+
+def test_two_at_once(root):
+    nights(root, 20, 5)
+    age(root, 90)
+    uri, wanted = storage.uri_of(root), policy("2d", 1)
+    plan = planned(read(uri, Path()), wanted, datetime.now(UTC))
+    ours, other = [], []
+
+    def done(item):
+        ours.append(item.path)
+        if len(ours) == 3:
+            removal.remove(uri, Path(), plan, wanted, lambda each: other.append(each.path))
+
+    removal.remove(uri, Path(), plan, wanted, done)
+    assert {*ours} == {each.path for each in plan.going}
+    assert not missing(uri)
+    assert not (root / "in_use").exists() or not list((root / "in_use").rglob("*.json"))
+
+
+def test_a_damaged_manifest_keeps_its_run_and_says_so(root, monkeypatch, capsys):
+    nights(root, 4, 1)
+    age(root, 90)
+    damaged = root / "digits-0001" / "checkpoints" / "step-00000100" / "MANIFEST.json"
+    damaged.write_text("{")
+    for each in (root / "datasets").rglob("MANIFEST.json"):
+        each.write_text(each.read_text().replace("2026-", "2025-"))
+    age(root, 90)
+    for run in ("digits-0001", "digits-0002"):
+        for each in (root / run).rglob("MANIFEST.json"):
+            each.write_text(each.read_text().replace('"created": "2026', '"created": "2025'))
+    age(root, 90)
+    code, found, _, _ = gc(monkeypatch, capsys, root, "--keep-runs", "30d", "--dry-run")
+    assert code == 0
+    assert any("step-00000100" in each and "damaged" in each for each in found["kept"])
+    going = {storage.name_of(each["uri"]) for each in found["planned"]}
+    assert "digits-0001" not in going
+    assert "digits-0002" in going
+
+
+@pytest.mark.parametrize("what", ["nothing", "other files", "a published directory"])
+def test_what_is_no_root_is_refused(root, monkeypatch, capsys, what):
+    if what == "other files":
+        (root / "project" / "checkpoints" / "step-1").mkdir(parents=True)
+        (root / "project" / "config.json").write_text("{}")
+        (root / "project" / "checkpoints" / "step-1" / "weights").write_text("")
+        age(root, 900)
+    elif what == "a published directory":
+        manifest(root, "dataset", 90)
+    code, found, _, _ = gc(monkeypatch, capsys, root, "--keep-runs", "30d", "--yes")
+    assert code == 2
+    assert "no storage root" in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--dry-run"], "--dry-run lists what --keep-runs and --keep-versions remove"),
+        (["--keep-runs", "30"], "'30' is no time, such as 30d"),
+        (["--keep-versions", "0"], "keep at least 1 version"),
+    ],
+)
+def test_wrong_usage(root, monkeypatch, capsys, words, message):
+    code, found, _, _ = gc(monkeypatch, capsys, root, *words)
+    assert code == 2
+    assert message in found["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_a_bucket(tmp_path, request, scheme):
+    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    uri = f"{scheme}://{bucket}/root"
+    local = tmp_path / "local"
+    nights(local, 4, 2)
+    for each in local.rglob("*"):
+        if each.is_file():
+            text = each.read_text().replace(storage.uri_of(local), uri)
+            text = text.replace('"created": "2026', '"created": "2025')
+            storage.write_bytes(storage.join(uri, *each.relative_to(local).parts), text.encode())
+    wanted, gone = policy("30d", 1), []
+    plan = planned(read(uri, tmp_path), wanted, datetime.now(UTC))
+    removal.remove(uri, tmp_path, plan, wanted, lambda item: gone.append(item.path))
+    assert [path for path in gone if "/" not in path] == ["digits-0001", "digits-0003"]
+    assert not missing(uri)
+    assert storage.names(storage.join(uri, "digits-0001")) == []

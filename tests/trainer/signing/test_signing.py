@@ -1,0 +1,144 @@
+"""Signatures of models: by OpenSSF model signing, with keys that are files."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+
+from trainer import storage
+from trainer.errors import ConfigError, UserError
+from trainer.promotion import registry
+from trainer.signing import signing
+from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
+
+NONE = serialization.NoEncryption()
+
+
+def key_pair(folder, name="one", key=None, encryption=NONE):
+    """Write a private key and its public one; return both paths."""
+    key = key or ec.generate_private_key(ec.SECP256R1())
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    private.write_bytes(key.private_bytes(pem, form, encryption))
+    spki = serialization.PublicFormat.SubjectPublicKeyInfo
+    public.write_bytes(key.public_key().public_bytes(pem, spki))
+    return private, public
+
+
+@pytest.fixture
+def keys(tmp_path, monkeypatch):
+    """A pair of keys, both of which are configured."""
+    private, public = key_pair(tmp_path)
+    monkeypatch.setenv(PRIVATE_KEY, str(private))
+    monkeypatch.setenv(PUBLIC_KEY, str(public))
+    return private, public
+
+
+def model(folder, name="model"):
+    found = folder / name
+    (found / "serving" / "digits" / "7").mkdir(parents=True)
+    (found / "serving" / "digits" / "7" / "saved_model.pb").write_text("weights")
+    (found / "labels.txt").write_text("0\n1\n")
+    return found
+
+
+def published(folder, name="model"):
+    source = model(folder, name)
+    signing.sign(source)
+    uri = storage.uri_of(folder / f"published-{name}")
+    fields = {"saved_model": "serving/digits/7", "inputs": [], "num_labels": 2}
+    storage.publish(source, uri, kind="model", fields=fields)
+    return uri
+
+
+def test_without_a_key_nothing_is_signed_and_all_is_taken(tmp_path, monkeypatch):
+    monkeypatch.delenv(PRIVATE_KEY, raising=False)
+    monkeypatch.delenv(PUBLIC_KEY, raising=False)
+    folder = model(tmp_path)
+    (folder / SIGNATURE).write_text("of other files")
+    assert not signing.sign(folder)
+    assert not (folder / SIGNATURE).exists()
+    assert not signing.verify(folder)
+    assert signing.check() == []
+
+
+def test_what_was_signed_is_verified(tmp_path, keys):
+    uri = published(tmp_path)
+    assert signing.verify(uri)
+    assert signing.verify(tmp_path / "published-model")
+    assert len(signing.check()) == 2
+    bundle = json.loads((tmp_path / "model" / SIGNATURE).read_text())
+    assert "sigstore.bundle" in bundle["mediaType"]
+    assert keys[0].read_text().splitlines()[1] not in json.dumps(bundle)
+    assert "OpenSSL" not in sys.modules or sys.modules["OpenSSL"].__spec__
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("how", ["changed", "added", "removed", "unsigned", "garbled", "other key"])
+def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatch, how):
+    folder = model(tmp_path)
+    signing.sign(folder)
+    if how == "changed":
+        (folder / "labels.txt").write_text("1\n0\n")
+    elif how == "added":
+        (folder / ".gitattributes").write_text("more")
+    elif how == "removed":
+        (folder / "labels.txt").unlink()
+    elif how == "unsigned":
+        (folder / SIGNATURE).unlink()
+    elif how == "garbled":
+        (folder / SIGNATURE).write_text("{")
+    else:
+        monkeypatch.setenv(PUBLIC_KEY, str(key_pair(tmp_path, "two")[1]))
+    with pytest.raises(UnsignedError, match=r"not signed|not valid") as refused:
+        signing.verify(folder)
+    assert str(folder) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("what", ["absent", "no key", "of RSA", "with a password", "public"])
+def test_a_key_that_is_none_is_refused(tmp_path, monkeypatch, what):
+    wrong = tmp_path / "wrong.pem"
+    if what == "no key":
+        wrong.write_text("hello")
+    elif what == "of RSA":
+        key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+        wrong = key_pair(tmp_path, key=key)[0]
+    elif what == "with a password":
+        wrong = key_pair(tmp_path, encryption=serialization.BestAvailableEncryption(b"pw"))[0]
+    elif what == "public":
+        wrong = key_pair(tmp_path)[1]
+    monkeypatch.setenv(PRIVATE_KEY, str(wrong))
+    with pytest.raises(ConfigError, match=PRIVATE_KEY) as refused:
+        signing.check()
+    assert str(wrong) in str(refused.value)
+
+
+@pytest.mark.usefixtures("keys")
+def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "model_signing", None)
+    with pytest.raises(ConfigError, match=r"flotilla\[signing\]"):
+        signing.verify(model(tmp_path))
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_registered_version_is_signed_again(tmp_path):
+    root, uri = storage.uri_of(tmp_path / "root"), published(tmp_path)
+    made = registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
+    assert signing.verify(made.uri)
+    assert storage.read_file(made.uri, SIGNATURE) != storage.read_file(uri, SIGNATURE)
+    assert registry.promote(root, "digits", 1, after=0, by="me").version == 1
+
+
+@pytest.mark.usefixtures("keys")
+def test_a_version_whose_signature_is_not_valid_is_not_promoted(tmp_path, monkeypatch):
+    root, uri = storage.uri_of(tmp_path / "root"), published(tmp_path)
+    registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
+    monkeypatch.setenv(PUBLIC_KEY, str(key_pair(tmp_path, "two")[1]))
+    with pytest.raises(UserError, match="not valid for the key of FLOTILLA_VERIFYING_KEY"):
+        registry.promote(root, "digits", 1, after=0, by="me")
+    assert registry.champion(root, "digits") is None
