@@ -38,6 +38,7 @@ VARIABLES: Mapping[str, Form] = {
     "FLOTILLA_STORAGE_DEADLINE": ("a number of seconds", _is_seconds),
     "FLOTILLA_KFP_UI": _TEXT,
     "FLOTILLA_COMMIT": _TEXT,
+    "FLOTILLA_MODEL_REGISTRY": _TEXT,
     "FLOTILLA_EVENTS": _TEXT,
     "FLOTILLA_RUN_FOLDER": _TEXT,
     "FLOTILLA_USER_FOLDER": _TEXT,

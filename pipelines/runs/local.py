@@ -25,7 +25,8 @@ from typing import Any, BinaryIO
 
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
-from pipelines.runs.outcome import RunResult, outcome_of
+from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
+from pipelines.runs.tracked import Tracked
 from trainer import events, storage, user_code
 from trainer.cluster import signals
 from trainer.config.load import load_config, override
@@ -42,8 +43,6 @@ CONFIG = "config.json"
 EVENTS = "events.jsonl"
 # How often the events of a run are read: often enough for a progress bar.
 LOOK_SECONDS = 0.2
-# A disk with less free bytes is full.
-LEAST_ROOM = 1 << 16
 _PIPELINES = ("run", "prepare", "train")
 
 
@@ -309,10 +308,11 @@ def execute(
 
     `extra` are further arguments of the pipeline; `on_event` is called with every event.
     """
+    tracked = Tracked(run.config, run.run_id, run.folder / EVENTS, on_event)
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
-            happened = _follow(run, child, on_event or (lambda _event: None))
+            happened = _follow(run, child, tracked.hear)
     finally:
         _signal_group(child, signal.SIGKILL)
         child.wait()
@@ -325,7 +325,7 @@ def execute(
     if result.status not in ("failed", "interrupted"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
-    return with_full_disk(result, run.folder)
+    return tracked.end(with_full_disk(result, run.folder))
 
 
 def _interrupted(run: LocalRun) -> Interrupted:
@@ -333,17 +333,6 @@ def _interrupted(run: LocalRun) -> Interrupted:
     with suppress(OSError):
         events.append(run.folder / EVENTS, event)
     return event
-
-
-def with_full_disk(result: RunResult, folder: Path) -> RunResult:
-    """Add to the message of a failed run that the disk is full.
-
-    The steps may have had no space left to write that themselves.
-    """
-    if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
-        return result
-    message = f"{result.message}; there is no space left at {folder}"
-    return replace(result, message=message)
 
 
 def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:
