@@ -224,9 +224,7 @@ class RegistryConfig(Section):
 
     max_megabytes: float = key(0, "megabytes of all files; 0: no limit", ge=0)
     max_milliseconds: float = key(0, "latency of one example in a fresh process; 0: no limit", ge=0)
-    hub: str = key(
-        "", "address of Kubeflow's Model Registry, which is told of promotions; or empty"
-    )
+    hub: str = key("", "address of a Kubeflow Model Registry that learns of promotions; or empty")
 
     @field_validator("hub")
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 
@@ -24,6 +25,7 @@ SECRET_KEYS = {
 VARIABLES = frozenset((*PLAIN, *SECRET_KEYS))
 # The address of the Model Registry where `registry.hub` is empty.
 HUB = "FLOTILLA_MODEL_REGISTRY"
+log = logging.getLogger(__name__)
 
 
 def is_tracked() -> bool:
@@ -50,7 +52,15 @@ def of_pods() -> tuple[dict[str, str], dict[str, str]]:
     An address with a password in it is neither: a manifest is read by many.
     """
     address = os.environ.get(URI, "")
-    if not address or credentials_in(address):
+    if words := credentials_in(address):
+        log.warning(
+            "%s is not given to the pods of the job, where many could read it: %s; write them into "
+            "a secret, see docs/how-to/tracking.md",
+            URI,
+            words,
+        )
+        return {}, {}
+    if not address:
         return {}, {}
     values = {name: os.environ[name] for name in PLAIN if os.environ.get(name)}
     secrets = {

@@ -1,4 +1,4 @@
-"""Kubeflow's Model Registry (Hub), by its REST API v1alpha3: where a promotion is told a second time.
+"""Kubeflow's Model Registry (Hub): a second address of a promotion, by its REST API v1alpha3.
 
 A RegisteredModel of the model's name, a ModelVersion of the version's number, a ModelArtifact with
 its URI. What is there already is left as it is, so that a retry adds nothing.

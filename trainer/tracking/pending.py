@@ -98,8 +98,8 @@ class Reader:
 
     def _add_step(self, event: StepEnd, pending: Pending) -> None:
         metrics = event.metrics
-        if is_number(step := metrics.get("handed_on_step")):
-            self._reached = int(step)
+        if isinstance(step := metrics.get("handed_on_step"), int):
+            self._reached = step
         if event.step == _TEST:
             named = {f"test_{name}": value for name, value in metrics.items()}
             _add(pending, named, self._reached, event.time, repeats=False)
