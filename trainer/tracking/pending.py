@@ -106,9 +106,9 @@ class Reader:
         if event.uri:
             pending.tags[f"flotilla.{event.step}.uri"] = _tag(event.uri)
         if decision := metrics.get("decision"):
-            pending.tags["flotilla.decision"] = _tag(str(decision))
-            reasons = metrics.get("reasons") or ()
-            pending.tags["flotilla.reasons"] = _tag("; ".join(map(str, reasons)))
+            pending.tags[f"flotilla.{event.step}.decision"] = _tag(str(decision))
+            if reasons := metrics.get("reasons"):
+                pending.tags[f"flotilla.{event.step}.reasons"] = _tag("; ".join(map(str, reasons)))
         if event.error:
             pending.tags["flotilla.error"] = _tag(f"{event.step}: {event.error}")
 
