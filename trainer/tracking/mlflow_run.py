@@ -22,7 +22,7 @@ from trainer.tracking.pending import Pending, Point
 
 OWN_ID = "flotilla.run_id"
 # Seconds for one request; a tracker that is away is asked again later.
-REQUEST_SECONDS = 5
+REQUEST_SECONDS = 10
 # MLflow's own limits for one request, and for the value of a parameter in all of its versions.
 _MOST_METRICS, _MOST_PARAMETERS, _MOST_TAGS, _LONGEST_PARAMETER = 1000, 100, 100, 500
 _SETTINGS = {

@@ -25,7 +25,7 @@ from trainer.tracking.mlflow_run import REQUEST_SECONDS, MlflowRun, RunName, par
 from trainer.tracking.pending import Pending, Reader, ended, status_of
 
 # How long the end of a run waits for the tracker.
-CLOSE_SECONDS = 2.0 * REQUEST_SECONDS
+CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
 FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
 MISSING = (
     "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
@@ -68,8 +68,9 @@ class Tracker:
         except Exception as error:
             self._warn(error)
 
-    def close(self, end: Pending | None = None, seconds: float = CLOSE_SECONDS) -> bool:
+    def close(self, end: Pending | None = None, seconds: float | None = None) -> bool:
         """Write `end` and what waits, for so many seconds; return whether all is written."""
+        seconds = CLOSE_SECONDS if seconds is None else seconds
         with self._changed:
             self._is_closing = True
             self._note(end or Pending())
