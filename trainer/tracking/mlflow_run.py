@@ -99,7 +99,8 @@ class MlflowRun:
         if self._id:
             return
         self._client = self._client or client_of_mlflow()
-        run = found_run(self._client, self._name) or self._made()
+        experiment, run = found_run(self._client, self._name)
+        run = run or self._made(experiment)
         if self._name.ends and run.info.status != "RUNNING":
             self._client.update_run(run.info.run_id, status="RUNNING")
         self._write_parameters(run)
@@ -118,11 +119,10 @@ class MlflowRun:
         if pending.status and self._name.ends:
             self._client.set_terminated(self._id, pending.status)
 
-    def _made(self) -> Any:
+    def _made(self, experiment: str) -> Any:
         tags = {OWN_ID: self._name.run_id, "mlflow.source.name": "flotilla"}
         if parent := os.environ.get(addresses.RUN):
             tags["mlflow.parentRunId"] = parent
-        experiment = experiment_of(self._client, self._name.experiment)
         return self._client.create_run(experiment, tags=tags, run_name=self._name.run_id)
 
     def _write_parameters(self, run: Any) -> None:
@@ -175,22 +175,23 @@ class MlflowRun:
             self._client.log_batch(run_id, tags=some)
 
 
-def found_run(client: Any, name: RunName) -> Any:
-    """Return the run of MLflow; None where there is none yet.
+def found_run(client: Any, name: RunName) -> tuple[str, Any]:
+    """Return the id of the experiment, and the run of MLflow: None where there is none yet.
 
-    That which the environment names, unless it is the one of another run: of two runs of one shell
-    the second one gets a run below it.
+    It is the run that the environment names, unless that is the one of another run: of two runs of
+    one shell the second one gets a run below it.
     """
-    experiment, chosen = "", f"tags.`{OWN_ID}` = '{name.run_id}'"
     if given := os.environ.get(addresses.RUN):
         run = client.get_run(given)
+        experiment = str(run.info.experiment_id)
         if not name.run_id or run.data.tags.get(OWN_ID) in (None, name.run_id):
-            return run
-        experiment = run.info.experiment_id
+            return experiment, run
+    else:
+        experiment = experiment_of(client, name.experiment)
     # The id of a run has no quotes.
-    within = [experiment or experiment_of(client, name.experiment)]
-    runs = client.search_runs(within, chosen, max_results=1, order_by=["start_time ASC"])
-    return client.get_run(runs[0].info.run_id) if runs else None
+    chosen = f"tags.`{OWN_ID}` = '{name.run_id}'"
+    runs = client.search_runs([experiment], chosen, max_results=1, order_by=["start_time ASC"])
+    return experiment, client.get_run(runs[0].info.run_id) if runs else None
 
 
 def experiment_of(client: Any, default: str) -> str:

@@ -98,7 +98,7 @@ def register_in_mlflow(model: PromotedModel) -> str:
 
 def _made(client: Any, model: PromotedModel) -> Any:
     name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
-    run = found_run(client, name)
+    _, run = found_run(client, name)
     source, folder = model.uri.partition("?")[0], storage.local_path(model.uri)
     if folder and run:
         place = f"models/{model.version}"

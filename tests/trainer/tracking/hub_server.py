@@ -36,7 +36,7 @@ _PLACE = re.compile(
 )
 
 
-class Refused(Exception):
+class RefusedError(Exception):
     def __init__(self, status, message):
         super().__init__(message)
         self.status = status
@@ -55,17 +55,17 @@ class Store:
 
     def create(self, kind, parent, tree):
         if unknown := set(tree) - FIELDS[kind]:
-            raise Refused(400, f'json: unknown field "{min(unknown)}"')
+            raise RefusedError(400, f'json: unknown field "{min(unknown)}"')
         if not tree.get("name"):
-            raise Refused(422, "required field 'name' is zero value.")
+            raise RefusedError(422, "required field 'name' is zero value.")
         if kind == "model_versions" and parent not in self.kinds["registered_models"]:
-            raise Refused(404, f"no registered model found for id {parent}: not found")
+            raise RefusedError(404, f"no registered model found for id {parent}: not found")
         for name, value in tree.get("customProperties", {}).items():
             field, form = VALUES[value["metadataType"]]
             if set(value) != {"metadataType", field} or not isinstance(value[field], form):
-                raise Refused(400, f"{name}: bad request")
+                raise RefusedError(400, f"{name}: bad request")
         if any(self.listed(kind, parent, tree["name"])):
-            raise Refused(409, f"{kind} with name {tree['name']} already exists: conflict")
+            raise RefusedError(409, f"{kind} with name {tree['name']} already exists: conflict")
         made = {**tree, "id": str(next(self.ids)), "parent": parent}
         self.kinds[kind][made["id"]] = made
         return made
@@ -80,7 +80,7 @@ def place_of(path):
     """Return the kind of what a path lists, and the id of its parent."""
     found = _PLACE.fullmatch(path)
     if not found:
-        raise Refused(404, "404 page not found")
+        raise RefusedError(404, "404 page not found")
     models, versions, model, _, version, _ = found.groups()
     if models or versions:
         return models or versions, ""
@@ -99,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
     def read(self, path, query):
         kind, parent = place_of(path)
         if not re.fullmatch("[1-9][0-9]{0,8}", query.get("pageSize", "1")):
-            raise Refused(400, "pageSize: bad request")
+            raise RefusedError(400, "pageSize: bad request")
         every = list(self.store.listed(kind, parent))
         begin, size = int(query.get("nextPageToken", "0")), int(query.get("pageSize", "20"))
         items = every[begin : begin + size]
@@ -123,7 +123,7 @@ class Handler(BaseHTTPRequestHandler):
         if not status:
             try:
                 status, tree = work(parts.path, dict(parse_qsl(parts.query)))
-            except Refused as error:
+            except RefusedError as error:
                 status = error.status
                 tree = {"code": HTTPStatus(status).phrase, "message": str(error)}
         body = tree if isinstance(tree, bytes) else json.dumps(tree).encode()

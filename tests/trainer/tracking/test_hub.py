@@ -1,4 +1,4 @@
-"""Kubeflow's Model Registry as a second address of a promotion, against a stand-in of its server."""
+"""Kubeflow's Model Registry as a second address, against a stand-in of its server."""
 
 from __future__ import annotations
 

@@ -147,9 +147,7 @@ def promoted(folder, version, **changes):
     )
 
 
-def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias(
-    server, tmp_path
-):
+def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias(server, tmp_path):
     run = tracked(tmp_path, "kept", "kept-1")
     run.hear(progress(20))
     run.end(result())
@@ -173,5 +171,5 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
     assert client.get_model_version_by_alias("kept", "champion").version == "1"
 
 
-def test_the_server_is_seen_before_a_run(server, monkeypatch):
+def test_the_server_is_seen_before_a_run(server):
     assert probe.tracker() == f"MLflow answers at {server.url}"
