@@ -16,7 +16,7 @@ from trainer.config.schema import Config
 from trainer.data import listing
 from trainer.promotion import gate, lineage, registration, registry, trained
 from trainer.tracking import addresses, promotions
-from trainer.tracking.promoted import PromotedModel
+from trainer.tracking.hub import PromotedModel
 
 
 @component

@@ -42,7 +42,8 @@ from trainer.cluster import fitting
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.storage.probe import SILENT, Probe
-from trainer.tracking import addresses, probe
+from trainer.tracking import addresses, mlflow_run
+from trainer.tracking.hub import Hub
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS, ENGINE = "GPUs of the cluster", "engine"
@@ -153,9 +154,9 @@ def _of_trackers(config: Config) -> Iterator[Check]:
     """Check that the trackers answer, where there are any: without them a run goes on."""
     found: dict[str, Callable[[], str]] = {}
     if addresses.is_tracked():
-        found["MLflow"] = probe.tracker
-    if addresses.hub_of(config.registry.hub):
-        found["model registry"] = lambda: probe.hub(config.registry.hub)
+        found["MLflow"] = mlflow_run.health
+    if hub := addresses.hub_of(config.registry.hub):
+        found["model registry"] = lambda: Hub(hub).check()
     for name, ask in found.items():
         yield Check(name=name, look=partial(_answers, ask), show="less docs/how-to/tracking.md")
 

@@ -26,7 +26,6 @@ from typing import Any, BinaryIO
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
-from pipelines.runs.tracked import Tracked
 from trainer import events, storage, user_code
 from trainer.cluster import signals
 from trainer.config.load import load_config, override
@@ -35,6 +34,7 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.events import AttemptBegin, Event, Interrupted, Progress
 from trainer.storage.uri import require_uri
+from trainer.tracking import tracker
 
 OnEvent = Callable[[Event], None]
 
@@ -308,7 +308,7 @@ def execute(
 
     `extra` are further arguments of the pipeline; `on_event` is called with every event.
     """
-    tracked = Tracked(run.config, run.run_id, run.folder / EVENTS, on_event)
+    tracked = tracker.LocalRun(run.config, run.run_id, run.folder / EVENTS, on_event)
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
@@ -325,7 +325,9 @@ def execute(
     if result.status not in ("failed", "interrupted"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
-    return tracked.end(with_full_disk(result, run.folder))
+    result = with_full_disk(result, run.folder)
+    tracked.end(result.status, result.message)
+    return result
 
 
 def _interrupted(run: LocalRun) -> Interrupted:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,6 @@ import requests
 from trainer.errors import UserError
 from trainer.json_records import is_number
 from trainer.masking import is_sent_openly, masked
-from trainer.tracking.promoted import PromotedModel
 
 PATH = "/api/model_registry/v1alpha3"
 # As the registry's own Python client has it: the variable names a file, and a pod has the other.
@@ -28,6 +28,27 @@ _POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 # Seconds to connect, and for each answer.
 _TIMEOUT = (3.0, 5.0)
 _PAGE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromotedModel:
+    """One version in Flotilla's registry, which is what counts.
+
+    Attributes:
+        name: of the model.
+        version: its number.
+        uri: of the version in the registry.
+        run_id: of the run that has made it.
+        is_champion: whether it is still the champion.
+        properties: numbers and texts of its lineage.
+    """
+
+    name: str
+    version: int
+    uri: str
+    run_id: str
+    is_champion: bool
+    properties: Mapping[str, Any]
 
 
 class Hub:
@@ -45,9 +66,10 @@ class Hub:
                 )
             self._session.headers["Authorization"] = f"Bearer {token}"
 
-    def check(self) -> None:
-        """Raise a `UserError` unless the registry answers."""
+    def check(self) -> str:
+        """Return in words that the registry answers; raises `UserError` where it does not."""
         self._ask("GET", "registered_models", query={"pageSize": "1"})
+        return f"the model registry answers at {masked(self._home)}"
 
     def announce(self, model: PromotedModel) -> str:
         """Have the registry know a promoted version; return the id of its ModelVersion there.

@@ -12,10 +12,14 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeVar
 
+import requests
+
 from trainer.config.schema import Config
+from trainer.errors import UserError
 from trainer.masking import masked
 from trainer.tracking import addresses
 from trainer.tracking.pending import Pending, Point
@@ -217,3 +221,25 @@ def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
     rest = iter(items)
     while some := list(islice(rest, size)):
         yield some
+
+
+def health() -> str:
+    """Return what answers at `MLFLOW_TRACKING_URI`.
+
+    Raises:
+        UserError: nothing does, or the package is not installed.
+    """
+    if find_spec("mlflow") is None:
+        raise UserError("MLFLOW_TRACKING_URI is set, and the extra mlflow is not installed")
+    address = os.environ[addresses.URI]
+    if not address.startswith(("http://", "https://")):
+        return f"MLflow writes to {masked(address)}"
+    # The server of MLflow answers this without a token.
+    url = f"{address.rstrip('/')}/health"
+    try:
+        answer = requests.get(url, timeout=REQUEST_SECONDS / 2, allow_redirects=False)
+    except (requests.RequestException, ValueError) as error:
+        raise UserError(f"{masked(url)} does not answer: {type(error).__name__}") from None
+    if answer.status_code != requests.codes.ok:
+        raise UserError(f"{masked(url)} answers {answer.status_code}: is it a server of MLflow?")
+    return f"MLflow answers at {masked(address)}"

@@ -15,9 +15,8 @@ from typing import Any
 from trainer import storage
 from trainer.masking import masked
 from trainer.tracking import addresses
-from trainer.tracking.hub import Hub
+from trainer.tracking.hub import Hub, PromotedModel
 from trainer.tracking.mlflow_run import RunName, client_of_mlflow, found_run
-from trainer.tracking.promoted import PromotedModel
 from trainer.tracking.tracker import MISSING
 
 # For each address; a model of a local run is uploaded in it.

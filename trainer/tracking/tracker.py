@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +33,8 @@ MISSING = (
 )
 # Of these events the curves are made.
 _CURVES = (AttemptBegin, Progress, Validation)
+# MLflow's word for how a run ended; a refused one is finished.
+_STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
 log = logging.getLogger(__name__)
 
 
@@ -139,18 +141,37 @@ class Tracker:
         )
 
 
-def of_local_run(config: Config, run_id: str, history: Path) -> Tracker | None:
-    """Return what follows a run on this machine; None where the environment names no tracker.
+class LocalRun:
+    """A run on this machine: what it says is passed on to who asked for it, and to the tracker."""
 
-    `history` is the file of its events so far, of which the tracker may have missed some.
-    """
-    if not addresses.is_tracked():
-        return None
-    tracker = Tracker(MlflowRun(_named(config, run_id, ends=True)))
-    for event in events.read(history, every=_CURVES):
-        if isinstance(event, _CURVES):
-            tracker.hear(event)
-    return tracker
+    def __init__(
+        self,
+        config: Config,
+        run_id: str,
+        history: Path,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Begin with what the file `history` says of earlier starts: the tracker may lack some."""
+        self._on_event = on_event
+        self._tracker: Tracker | None = None
+        if addresses.is_tracked():
+            self._tracker = Tracker(MlflowRun(_named(config, run_id, ends=True)))
+            for event in events.read(history, every=_CURVES):
+                if isinstance(event, _CURVES):
+                    self._tracker.hear(event)
+
+    def hear(self, event: Event) -> None:
+        """Pass one event on."""
+        if self._tracker:
+            self._tracker.hear(event)
+        if self._on_event:
+            self._on_event(event)
+
+    def end(self, status: str, message: str) -> None:
+        """Write how the run ended, in its own words; takes seconds at most."""
+        if self._tracker:
+            word = _STATUS.get(status, "FINISHED")
+            self._tracker.close(ended(word, message, status))
 
 
 @contextmanager

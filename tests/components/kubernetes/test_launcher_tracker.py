@@ -1,4 +1,4 @@
-"""The pods of a job get the tracker that KFP gives the step, and never its credentials as values."""
+"""The pods of a job get the tracker of the step, and never its credentials as values."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ import pytest
 from tests.trainer.tracking.hub_server import serving
 from trainer.errors import UserError
 from trainer.tracking import hub
-from trainer.tracking.hub import TOKEN_FILE, Hub
-from trainer.tracking.promoted import PromotedModel
+from trainer.tracking.hub import TOKEN_FILE, Hub, PromotedModel
 
 MODEL = PromotedModel(
     name="my_model",
@@ -75,12 +74,12 @@ def test_what_another_run_makes_at_the_same_moment_is_taken(server):
     address, store = server
     made = []
 
-    def rival_first(verb, path):
+    def other_first(verb, path):
         kind = path.rpartition("/")[2]
         if verb == "POST" and kind == "registered_models" and not made:
             made.append(store.create(kind, "", {"name": MODEL.name}))
 
-    store.fault = rival_first
+    store.fault = other_first
     Hub(address).announce(MODEL)
     assert list(store.kinds["registered_models"]) == [made[0]["id"]]
 

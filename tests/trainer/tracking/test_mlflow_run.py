@@ -7,15 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipelines.runs.outcome import RunResult
-from pipelines.runs.tracked import Tracked
 from tests.trainer.tracking.mlflow_server import MlflowServer
 from tests.trainer.tracking.test_pending import progress
 from trainer import events, storage
 from trainer.config.load import parse_config
 from trainer.events import AttemptBegin, StepEnd, Validation
-from trainer.tracking import addresses, probe, promotions
-from trainer.tracking.promoted import PromotedModel
+from trainer.tracking import addresses, mlflow_run, promotions
+from trainer.tracking.hub import PromotedModel
+from trainer.tracking.tracker import LocalRun
 
 pytestmark = pytest.mark.slow
 
@@ -47,11 +46,7 @@ def server(running, monkeypatch):
 
 def tracked(tmp_path, name, run_id, **training):
     config = parse_config({"name": name, "training": {"steps": 100, **training}})
-    return Tracked(config, run_id, tmp_path / f"{run_id}.jsonl")
-
-
-def result(status="blessed", message=""):
-    return RunResult(status=status, exit_code=0, message=message, steps=())
+    return LocalRun(config, run_id, tmp_path / f"{run_id}.jsonl")
 
 
 def runs_of(server, name):
@@ -77,14 +72,14 @@ def test_a_run_its_repeated_steps_and_its_resumption_are_one_run_of_mlflow(serve
     first = tracked(tmp_path, "one", "one-1")
     for event in (*attempt([20, 50, 70]), *attempt([60, 70, 90], start=50, loss=0.4)):
         first.hear(event)
-    first.end(result("interrupted"))
+    first.end("interrupted", "")
     client, (run,) = runs_of(server, "one")
     assert run.info.status == "KILLED"
     assert curve(client, run, "loss") == [(20, 0.5), (50, 0.5), (70, 0.5), (90, 0.4)]
     again = tracked(tmp_path, "one", "one-1", batch_size=32)
     for event in attempt([80, 100], start=50, loss=0.3):
         again.hear(event)
-    again.end(result())
+    again.end("blessed", "")
     client, (run,) = runs_of(server, "one")
     assert run.info.status == "FINISHED"
     assert [step for step, _ in curve(client, run, "loss")] == [20, 50, 70, 90, 100]
@@ -102,7 +97,7 @@ def test_a_second_run_a_refused_one_and_a_failed_one(server, tmp_path):
         run = tracked(tmp_path, "several", f"several-{number}")
         evaluation = {"accuracy": 0.1 * number, "labels": ["a"]}
         run.hear(StepEnd(step="evaluate_model", status="done", metrics=evaluation, uri="s3://e"))
-        run.end(result(status, message))
+        run.end(status, message)
     _, found = runs_of(server, "several")
     assert [each.info.status for each in found] == ["FINISHED", "FINISHED", "FAILED"]
     verdicts = [each.data.tags["flotilla.verdict"] for each in found]
@@ -118,7 +113,7 @@ def test_what_the_server_missed_comes_when_it_answers_again(server, tmp_path):
         events.append(history, event)
     run = tracked(tmp_path, "late", "late-1")
     run.hear(progress(60))
-    run.end(result())
+    run.end("blessed", "")
     client, (found,) = runs_of(server, "late")
     assert [step for step, _ in curve(client, found, "loss")] == [20, 40, 60]
 
@@ -131,7 +126,7 @@ def test_a_given_run_is_taken_and_a_second_run_is_below_it(server, tmp_path, mon
     for number in (1, 2):
         run = tracked(tmp_path, "ignored", f"given-{number}")
         run.hear(progress(20))
-        run.end(result())
+        run.end("blessed", "")
     _, (first, second) = runs_of(server, "given")
     assert (first.info.run_id, first.data.tags["flotilla.run_id"]) == (given, "given-1")
     assert second.data.tags["mlflow.parentRunId"] == given
@@ -150,7 +145,7 @@ def promoted(folder, version, **changes):
 def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias(server, tmp_path):
     run = tracked(tmp_path, "kept", "kept-1")
     run.hear(progress(20))
-    run.end(result())
+    run.end("blessed", "")
     (tmp_path / "000001" / "serving").mkdir(parents=True)
     (tmp_path / "000001" / "serving" / "saved_model.pb").write_bytes(b"model")
     model = promoted(tmp_path / "000001", 1)
@@ -172,4 +167,4 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
 
 
 def test_the_server_is_seen_before_a_run(server):
-    assert probe.tracker() == f"MLflow answers at {server.url}"
+    assert mlflow_run.health() == f"MLflow answers at {server.url}"

@@ -203,7 +203,7 @@ def test_without_an_address_nothing_is_tracked(target, job, monkeypatch, tmp_pat
     monkeypatch.delenv(addresses.URI)
     with tracker.following_training(job, leads=True), tracker.following_step():
         emit()
-    assert tracker.of_local_run(job.config, "r", tmp_path / "none") is None
+    tracker.LocalRun(job.config, "r", tmp_path / "none").end("blessed", "")
     assert target.names == []
 
 
@@ -211,9 +211,14 @@ def test_a_resumed_run_offers_what_the_tracker_may_have_missed(target, job, tmp_
     history = tmp_path / "events.jsonl"
     for each in (events.RunBegin(run_id="r", number=1), progress(20), progress(40)):
         events.append(history, each)
-    follower = tracker.of_local_run(job.config, "r", history)
-    follower.close()
-    assert target.steps == [20, 40]
+    heard = []
+    run = tracker.LocalRun(job.config, "r", history, heard.append)
+    run.hear(progress(60))
+    run.end("refused", "accuracy 0.1")
+    assert target.steps == [20, 40, 60]
+    assert heard == [progress(60)]
+    assert target.written.status == "FINISHED"
+    assert target.written.tags["flotilla.verdict"] == "refused"
 
 
 def test_training_goes_on_while_the_tracker_hangs(target, job):
