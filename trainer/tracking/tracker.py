@@ -132,7 +132,7 @@ class Tracker:
         if isinstance(error, ImportError):
             log.warning("%s", MISSING)
             return
-        words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:300]
+        words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:160]
         log.warning(
             "MLflow at %s does not take what this run sends (%s); the run goes on, and what is "
             "missing is sent when it answers again",
