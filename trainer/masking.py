@@ -19,6 +19,7 @@ HIDDEN = "***"
 # Secrets themselves; the programs of others read them from there.
 VARIABLES = (
     "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "secretkey", "KFP_EXISTING_TOKEN", "KFP_COOKIES",
+    "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD",
 )  # fmt: skip
 _LEAST_SECRET = 8
 # An AWS secret may hold a slash. The colon of a bucket cannot begin a port, that of a host can.

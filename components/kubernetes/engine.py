@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from components.image import DEFAULTS, PodDefaults
 from components.kubernetes import names
@@ -26,6 +26,7 @@ from trainer import storage
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
 from trainer.config.schema import Config
+from trainer.tracking import addresses
 
 # Placeholders of a document without a run.
 _RUN_ID, _DATASET, _ROOT = "RUN-ID", "DATASET", "gs://BUCKET"
@@ -134,15 +135,29 @@ def document(engine: Engine, config: Config, defaults: PodDefaults = DEFAULTS) -
 
 
 def with_digest(tree: Tree) -> Tree:
-    """Return a job with the digest of all of it: a retry adopts the job that has the same.
+    """Return a job with the digest of it: a retry adopts the job that has the same.
 
     A label that only isolates its pods is no part of it: a launcher that may make network policies
-    adopts the job of one that may not.
+    adopts the job of one that may not. Nor are the variables of the tracker: a step that is retried
+    may have been given another run of MLflow, and training does not depend on it.
     """
-    digest = hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(_without_tracker(tree), sort_keys=True).encode()).hexdigest()
     metadata = tree["metadata"]
     annotations = {**metadata["annotations"], names.MANIFEST: digest}
     return {**tree, "metadata": {**metadata, "annotations": annotations}}
+
+
+def _without_tracker(value: Any) -> Any:
+    """Return a part of a job without the variables of the tracker."""
+    if isinstance(value, list):
+        return [_without_tracker(each) for each in value if not _is_of_tracker(each)]
+    if isinstance(value, dict):
+        return {name: _without_tracker(each) for name, each in value.items()}
+    return value
+
+
+def _is_of_tracker(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("name") in addresses.VARIABLES
 
 
 def condition(tree: Tree, kind: str) -> Tree | None:

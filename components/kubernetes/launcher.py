@@ -59,6 +59,7 @@ from trainer.cluster.signals import on_interrupt
 from trainer.config.kubernetes import KubernetesConfig
 from trainer.errors import ConfigError, RunInterruptedError, UserError
 from trainer.topology import Task
+from trainer.tracking import addresses
 
 log = logging.getLogger(__name__)
 # Variables of the step that address the object store; its credentials come from secrets.
@@ -420,9 +421,12 @@ class _Launch:
 
 def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:
     own = namespace == connection.namespace
+    tracker, secrets = addresses.of_pods()
+    endpoints = {name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)}
     return Place(
         namespace=namespace,
         service_account=connection.service_account if own else "",
-        variables={name: os.environ[name] for name in ENDPOINTS if os.environ.get(name)},
+        variables={**endpoints, **tracker},
+        secrets=secrets,
         defaults=defaults,
     )

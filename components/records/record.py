@@ -37,6 +37,7 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import Event, StepBegin, StepEnd
+from trainer.tracking.tracker import following_step
 from trainer.user_code import line_of, traceback_of
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.
@@ -137,6 +138,11 @@ def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
 def _framed(course: _Course) -> Iterator[_Course]:
     signals.end_with_parent()
     masking.log_to_stderr()
+    with following_step():
+        yield from _course_of(course)
+
+
+def _course_of(course: _Course) -> Iterator[_Course]:
     course.begin()
     try:
         variables.check()

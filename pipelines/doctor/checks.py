@@ -44,6 +44,8 @@ from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.signing import signing
 from trainer.storage.probe import SILENT, Probe
+from trainer.tracking import addresses, mlflow_run
+from trainer.tracking.hub import Hub
 
 CONFIGURATION, API, ACCOUNT = "configuration", "Kubernetes API", "account of the KFP UI"
 GPUS, ENGINE = "GPUs of the cluster", "engine"
@@ -124,6 +126,7 @@ def _of_config(options: DoctorOptions) -> Iterator[Check]:
     )
     yield from _of_machine(config, options.workdir)
     yield _storage(config, options.workdir)
+    yield from _of_trackers(config)
     if options.covers_cluster(config):
         yield from _of_cluster(config, options)
     else:
@@ -156,6 +159,25 @@ def _of_machine(config: Config, workdir: Path) -> Iterator[Check]:
         yield Check(name="GPUs of this machine", look=lambda: machine.gpus(config))
         if config.cluster.gpus_per_worker * config.cluster.workers > 1:
             yield Check(name="shared memory", look=machine.shared_memory)
+
+
+def _of_trackers(config: Config) -> Iterator[Check]:
+    """Check that the trackers answer, where there are any: without them a run goes on."""
+    found: dict[str, Callable[[], str]] = {}
+    if addresses.is_tracked():
+        found["MLflow"] = mlflow_run.health
+    if hub := addresses.hub_of(config.registry.hub):
+        found["model registry"] = lambda: Hub(hub).check()
+    for name, ask in found.items():
+        yield Check(name=name, look=partial(_answers, ask), show="less docs/how-to/tracking.md")
+
+
+def _answers(ask: Callable[[], str]) -> Finding:
+    try:
+        return Finding("ok", ask())
+    except UserError as error:
+        message = f"{error}; a run goes on without it"
+        return Finding("warn", message, "less docs/how-to/tracking.md")
 
 
 def _storage(config: Config, workdir: Path) -> Check:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
-from pipelines.runs.outcome import RunResult, outcome_of
+from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage, user_code
 from trainer.cluster import signals
 from trainer.config.load import load_config, override
@@ -34,6 +34,7 @@ from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.events import AttemptBegin, Event, Interrupted, Progress
 from trainer.storage.uri import require_uri
+from trainer.tracking import tracker
 
 OnEvent = Callable[[Event], None]
 
@@ -42,8 +43,6 @@ CONFIG = "config.json"
 EVENTS = "events.jsonl"
 # How often the events of a run are read: often enough for a progress bar.
 LOOK_SECONDS = 0.2
-# A disk with less free bytes is full.
-LEAST_ROOM = 1 << 16
 _PIPELINES = ("run", "prepare", "train")
 
 
@@ -309,10 +308,11 @@ def execute(
 
     `extra` are further arguments of the pipeline; `on_event` is called with every event.
     """
+    tracked = tracker.LocalRun(run.config, run.run_id, run.folder / EVENTS, on_event)
     child = _started(run, pipeline, {**to_parameters(run.config), **extra})
     try:
         with _interrupts(child) as interrupts:
-            happened = _follow(run, child, on_event or (lambda _event: None))
+            happened = _follow(run, child, tracked.hear)
     finally:
         _signal_group(child, signal.SIGKILL)
         child.wait()
@@ -325,7 +325,9 @@ def execute(
     if result.status not in ("failed", "interrupted"):
         run.save_config()
     result = replace(result, run_id=run.run_id, folder=run.folder)
-    return with_full_disk(result, run.folder)
+    result = with_full_disk(result, run.folder)
+    tracked.end(result.status, result.message)
+    return result
 
 
 def _interrupted(run: LocalRun) -> Interrupted:
@@ -333,17 +335,6 @@ def _interrupted(run: LocalRun) -> Interrupted:
     with suppress(OSError):
         events.append(run.folder / EVENTS, event)
     return event
-
-
-def with_full_disk(result: RunResult, folder: Path) -> RunResult:
-    """Add to the message of a failed run that the disk is full.
-
-    The steps may have had no space left to write that themselves.
-    """
-    if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
-        return result
-    message = f"{result.message}; there is no space left at {folder}"
-    return replace(result, message=message)
 
 
 def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:

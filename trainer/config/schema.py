@@ -236,6 +236,14 @@ class RegistryConfig(Section):
 
     max_megabytes: float = key(0, "megabytes of all files; 0: no limit", ge=0)
     max_milliseconds: float = key(0, "latency of one example in a fresh process; 0: no limit", ge=0)
+    hub: str = key("", "address of a Kubeflow Model Registry that learns of promotions; or empty")
+
+    @field_validator("hub")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if value and not value.startswith(("http://", "https://")):
+            raise ValueError("not an address: write it as http://HOST:PORT or https://HOST")
+        return value.rstrip("/")
 
 
 class StorageConfig(Section):

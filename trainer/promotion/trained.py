@@ -20,7 +20,11 @@ from trainer.promotion import registry, retired
 _MARK = "finished"
 _PURPOSE = "purpose.json"
 # What has no effect on a model.
-_APART: Mapping[str, Any] = {"storage": True, "training": {"when_unchanged"}}
+_APART: Mapping[str, Any] = {
+    "storage": True,
+    "training": {"when_unchanged"},
+    "registry": {"hub"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)

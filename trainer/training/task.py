@@ -14,7 +14,6 @@ import argparse
 import os
 import subprocess
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 
 from trainer import topology, user_code
@@ -25,6 +24,7 @@ from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.topology import Cluster, Task, leader, topology_of
+from trainer.tracking.tracker import following_training
 
 CHIEF = Task(role="chief", index=0)
 FIRST_WORKER = Task(role="worker", index=0)
@@ -77,8 +77,10 @@ def run(options: argparse.Namespace) -> None:
         liveness.begin()
         # The lease is held by the task that publishes.
         publishes = this == leader(tasks)
-        unheld = nullcontext(lease.NoLease())
-        with lease.held(job.checkpoints, job.run_id) if publishes else unheld as held:
+        if not publishes:
+            lead(job, tasks, this, lease.NoLease())
+            return
+        with following_training(job, leads=True), lease.held(job.checkpoints, job.run_id) as held:
             lead(job, tasks, this, held)
     else:
         from trainer.training.server import serve
@@ -125,7 +127,8 @@ def _evaluate(job: Job) -> None:
     os.environ.pop("TF_CONFIG", None)
     _enter(job.workdir)
     liveness.begin()
-    watch(job)
+    with following_training(job, leads=False):
+        watch(job)
 
 
 def _cluster(options: argparse.Namespace) -> tuple[Cluster, Task]:

@@ -49,12 +49,14 @@ class Place:
         namespace: where the settings name none; empty: that of who creates the job.
         service_account: where the settings name none; empty: the namespace's default.
         variables: endpoints of the object store and the like, for every task; never a secret.
+        secrets: variables that are references, `SECRET/KEY`, where the settings have none.
         defaults: the image and the secret where the settings name none.
     """
 
     namespace: str
     service_account: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, str] = field(default_factory=dict)
     defaults: PodDefaults = DEFAULTS
 
 
@@ -105,7 +107,7 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
     """Return the template of the pods of a role, for the engine with these names."""
     uris = ["--dataset", job.dataset, "--checkpoints", job.checkpoints]
     arguments = ["--config", CONFIG_FILE, *uris, "--workdir", "."]
-    pod = _with_defaults(job.config.cluster.kubernetes.of(role), arguments, place.defaults)
+    pod = _with_defaults(job.config.cluster.kubernetes.of(role), arguments, place)
     spec: Tree = {
         "containers": [_container(job.config, role, pod, arguments, place.variables, port_name)],
         "volumes": _volumes(pod),
@@ -126,12 +128,16 @@ def pod_template(job: Job, role: str, place: Place, *, launcher: str, port_name:
     return {"metadata": metadata, "spec": without_empty(spec)}
 
 
-def _with_defaults(pod: PodConfig, arguments: list[str], defaults: PodDefaults) -> PodConfig:
+def _with_defaults(pod: PodConfig, arguments: list[str], place: Place) -> PodConfig:
     """Return the settings with the run's image, and with its secret where its store needs one."""
+    defaults = place.defaults
     update: dict[str, Any] = {} if pod.image else {"image": defaults.image}
     has_secret = pod.env_from_secrets or set(SECRET_KEYS) & {*pod.env, *pod.secret_env}
+    references = {name: key for name, key in place.secrets.items() if name not in pod.env}
     if not has_secret and any(map(speaks_s3, arguments)):
-        update["secret_env"] = {**defaults.secret_env(), **pod.secret_env}
+        references |= defaults.secret_env()
+    if references:
+        update["secret_env"] = {**references, **pod.secret_env}
     return pod.model_copy(update=update)
 
 

@@ -1,0 +1,170 @@
+"""Runs in MLflow, against its own server: made, resumed, refused, failed, nested, registered."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+import pytest
+
+from tests.trainer.tracking.mlflow_server import MlflowServer
+from tests.trainer.tracking.test_pending import progress
+from trainer import events, storage
+from trainer.config.load import parse_config
+from trainer.events import AttemptBegin, StepEnd, Validation
+from trainer.tracking import addresses, mlflow_run, promotions
+from trainer.tracking.hub import PromotedModel
+from trainer.tracking.tracker import LocalRun
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _libraries():
+    """Import MLflow, whose own libraries warn of each other."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import mlflow
+
+    return mlflow
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory):
+    server = MlflowServer(tmp_path_factory.mktemp("mlflow"))
+    server.start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def server(running, monkeypatch):
+    running.name_in(monkeypatch)
+    monkeypatch.delenv(events.VARIABLE, raising=False)
+    return running
+
+
+def tracked(tmp_path, name, run_id, **training):
+    config = parse_config({"name": name, "training": {"steps": 100, **training}})
+    return LocalRun(config, run_id, tmp_path / f"{run_id}.jsonl")
+
+
+def runs_of(server, name):
+    client = server.client()
+    experiment = client.get_experiment_by_name(name)
+    runs = client.search_runs([experiment.experiment_id], order_by=["start_time ASC"])
+    return client, [client.get_run(each.info.run_id) for each in runs]
+
+
+def curve(client, run, name):
+    return [(each.step, each.value) for each in client.get_metric_history(run.info.run_id, name)]
+
+
+def attempt(steps, start=0, loss=0.5):
+    yield AttemptBegin(global_step=start, steps=100, resumed=start > 0)
+    for step in steps:
+        yield replace(progress(step), loss=loss)
+        if step % 50 == 0:
+            yield Validation(global_step=step, metrics={"loss": loss})
+
+
+def test_a_run_its_repeated_steps_and_its_resumption_are_one_run_of_mlflow(server, tmp_path):
+    first = tracked(tmp_path, "one", "one-1")
+    for event in (*attempt([20, 50, 70]), *attempt([60, 70, 90], start=50, loss=0.4)):
+        first.hear(event)
+    first.end("interrupted", "")
+    client, (run,) = runs_of(server, "one")
+    assert run.info.status == "KILLED"
+    assert curve(client, run, "loss") == [(20, 0.5), (50, 0.5), (70, 0.5), (90, 0.4)]
+    again = tracked(tmp_path, "one", "one-1", batch_size=32)
+    for event in attempt([80, 100], start=50, loss=0.3):
+        again.hear(event)
+    again.end("blessed", "")
+    client, (run,) = runs_of(server, "one")
+    assert run.info.status == "FINISHED"
+    assert [step for step, _ in curve(client, run, "loss")] == [20, 50, 70, 90, 100]
+    assert curve(client, run, "validation_loss") == [(50, 0.5), (100, 0.3)]
+    assert run.data.params["training.batch_size"] == "64"
+    assert run.data.tags["flotilla.resumed_with.training.batch_size"] == "32"
+    assert run.data.tags["flotilla.verdict"] == "blessed"
+    assert run.info.run_name == "one-1"
+
+
+def test_a_second_run_a_refused_one_and_a_failed_one(server, tmp_path):
+    for number, (status, message) in enumerate(
+        [("blessed", ""), ("refused", "accuracy 0.1"), ("failed", "train_model: no disk")]
+    ):
+        run = tracked(tmp_path, "several", f"several-{number}")
+        evaluation = {"accuracy": 0.1 * number, "labels": ["a"]}
+        run.hear(StepEnd(step="evaluate_model", status="done", metrics=evaluation, uri="s3://e"))
+        run.end(status, message)
+    _, found = runs_of(server, "several")
+    assert [each.info.status for each in found] == ["FINISHED", "FINISHED", "FAILED"]
+    verdicts = [each.data.tags["flotilla.verdict"] for each in found]
+    assert verdicts == ["blessed", "refused", "failed"]
+    assert [each.data.metrics["test_accuracy"] for each in found] == [0, 0.1, 0.2]
+    assert found[1].data.tags["flotilla.message"] == "accuracy 0.1"
+    assert found[2].data.tags["flotilla.evaluate_model.uri"] == "s3://e"
+
+
+def test_what_the_server_missed_comes_when_it_answers_again(server, tmp_path):
+    history = tmp_path / "late-1.jsonl"
+    for event in attempt([20, 40]):
+        events.append(history, event)
+    run = tracked(tmp_path, "late", "late-1")
+    run.hear(progress(60))
+    run.end("blessed", "")
+    client, (found,) = runs_of(server, "late")
+    assert [step for step, _ in curve(client, found, "loss")] == [20, 40, 60]
+
+
+def test_a_given_run_is_taken_and_a_second_run_is_below_it(server, tmp_path, monkeypatch):
+    client = server.client()
+    experiment = client.create_experiment("given")
+    given = client.create_run(experiment, run_name="of a notebook").info.run_id
+    monkeypatch.setenv(addresses.RUN, given)
+    for number in (1, 2):
+        run = tracked(tmp_path, "ignored", f"given-{number}")
+        run.hear(progress(20))
+        run.end("blessed", "")
+    _, (first, second) = runs_of(server, "given")
+    assert (first.info.run_id, first.data.tags["flotilla.run_id"]) == (given, "given-1")
+    assert second.data.tags["mlflow.parentRunId"] == given
+    assert client.get_experiment_by_name("ignored") is None
+
+
+def promoted(folder, version, **changes):
+    uri = folder if isinstance(folder, str) else storage.uri_of(folder)
+    values = {"name": "kept", "run_id": "kept-1", "is_champion": True}
+    properties = {"test_accuracy": 0.97, "dataset": "s3://d"}
+    return PromotedModel(
+        uri=uri, version=version, **{**values, "properties": properties, **changes}
+    )
+
+
+def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias(server, tmp_path):
+    run = tracked(tmp_path, "kept", "kept-1")
+    run.hear(progress(20))
+    run.end("blessed", "")
+    (tmp_path / "000001" / "serving").mkdir(parents=True)
+    (tmp_path / "000001" / "serving" / "saved_model.pb").write_bytes(b"model")
+    model = promoted(tmp_path / "000001", 1)
+    assert [promotions.register_in_mlflow(model) for _ in range(2)] == ["1", "1"]
+    client, (found,) = runs_of(server, "kept")
+    (version,) = client.search_model_versions("name = 'kept'")
+    assert version.run_id == found.info.run_id
+    assert version.tags["flotilla.test_accuracy"] == "0.97"
+    assert client.get_model_version_by_alias("kept", "champion").version == "1"
+    artifact = client.download_artifacts(found.info.run_id, "models/1", str(tmp_path))
+    with open(f"{artifact}/serving/saved_model.pb", "rb") as file:
+        assert file.read() == b"model"
+    # In a bucket it stays where it is; and an old promotion does not move the alias.
+    bucket = "s3://models/registry/kept/000002?endpoint=http://s3:9000"
+    later = promoted(bucket, 2, is_champion=False)
+    assert promotions.register_in_mlflow(later) == "2"
+    assert client.get_model_version("kept", "2").source == "s3://models/registry/kept/000002"
+    assert client.get_model_version_by_alias("kept", "champion").version == "1"
+
+
+def test_the_server_is_seen_before_a_run(server):
+    assert mlflow_run.health() == f"MLflow answers at {server.url}"

@@ -1,0 +1,230 @@
+"""A tracker that is away, slow or raises never makes a run wait, and is one line of log."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from tests.trainer.tracking.test_pending import progress
+from trainer import events
+from trainer.cluster.launcher import Job
+from trainer.config.load import parse_config
+from trainer.errors import ClusterLostError, UserError
+from trainer.tracking import addresses, tracker
+from trainer.tracking.pending import Pending, ended
+from trainer.tracking.tracker import MISSING, Tracker
+
+
+class Target:
+    """Takes what it is given, after `faults` failures; waits while `gate` is closed."""
+
+    url = "http://mlflow"
+
+    def __init__(self, *faults):
+        self.faults = list(faults)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.asked, self.taken = threading.Semaphore(0), threading.Semaphore(0)
+        self.written = Pending()
+
+    def write(self, pending):
+        self.asked.release()
+        self.gate.wait(30)
+        if self.faults:
+            raise self.faults.pop(0)
+        self.written = pending.after(self.written)
+        self.taken.release()
+
+    @property
+    def steps(self):
+        return [each.step for each in self.written.points if each.name == "loss"]
+
+
+@pytest.fixture
+def warnings(caplog):
+    caplog.set_level(logging.INFO)
+    return lambda: [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+
+
+def test_all_is_written_in_order_and_the_end_last(warnings):
+    target = Target()
+    follower = Tracker(target)
+    for step in (20, 40, 60):
+        follower.hear(progress(step))
+    assert follower.close(ended("FINISHED", "", "blessed"))
+    assert (target.steps, target.written.status) == ([20, 40, 60], "FINISHED")
+    assert target.written.tags == {"flotilla.verdict": "blessed"}
+    assert warnings() == []
+
+
+def test_what_was_not_taken_is_sent_again_and_said_once(warnings):
+    target = Target(ConnectionError("refused"), TimeoutError("late"), ValueError("<html>"))
+    follower = Tracker(target, first_pause=0.001)
+    follower.hear(progress(20))
+    assert target.taken.acquire(timeout=30)
+    follower.hear(progress(40))
+    assert follower.close(ended("FINISHED"))
+    assert (target.steps, target.written.status) == ([20, 40], "FINISHED")
+    (line,) = warnings()
+    assert "MLflow at http://mlflow does not take" in line
+    assert "ConnectionError: refused" in line
+
+
+def test_a_silent_tracker_makes_nobody_wait(warnings):
+    target = Target()
+    target.gate.clear()
+    follower = Tracker(target)
+    follower.hear(progress(20))
+    assert target.asked.acquire(timeout=30)
+    # The thread hangs in the tracker from here on.
+    for step in range(21, 40):
+        follower.hear(progress(step))
+    assert not follower.close(ended("FINISHED"), seconds=0.01)
+    (line,) = warnings()
+    assert "no answer within 0.01 s" in line
+    follower.hear(progress(60))
+    target.gate.set()
+
+
+def test_at_the_end_a_tracker_that_is_away_is_asked_once_more():
+    faults = [ConnectionError()] * 9
+    target = Target(*faults)
+    follower = Tracker(target, first_pause=3600)
+    follower.hear(progress(20))
+    assert target.asked.acquire(timeout=30)
+    assert not follower.close(ended("FINISHED"))
+    assert len(target.faults) in (7, 8)
+
+
+def test_without_the_package_the_warning_names_the_extra(warnings):
+    target = Target(ModuleNotFoundError("No module named 'mlflow'"))
+    follower = Tracker(target)
+    follower.hear(progress(20))
+    assert not follower.close(ended("FINISHED"))
+    assert warnings() == [MISSING]
+    assert "mlflow" in MISSING
+
+
+def test_an_event_that_cannot_be_read_is_no_failure(warnings):
+    follower = Tracker(Target())
+    follower.hear(progress(20, metrics={"far": 1, 3: {"x": 1}}))
+    follower.hear(progress("twenty"))
+    follower.close()
+    assert len(warnings()) == 1
+
+
+def test_nothing_begins_where_nothing_is_said():
+    before = threading.active_count()
+    follower = Tracker(Target())
+    follower.hear(events.RunBegin(run_id="r", number=1))
+    assert threading.active_count() == before
+    assert follower.close()
+
+
+@pytest.fixture
+def target(monkeypatch):
+    """Have what would write to MLflow write here."""
+    made = Target()
+    made.names = []
+
+    def make(name):
+        made.names.append(name)
+        return made
+
+    monkeypatch.setattr(tracker, "MlflowRun", make)
+    monkeypatch.setenv(addresses.URI, "http://mlflow")
+    monkeypatch.delenv(addresses.RUN, raising=False)
+    monkeypatch.delenv(events.VARIABLE, raising=False)
+    return made
+
+
+@pytest.fixture
+def job(tmp_path):
+    config = parse_config({"name": "digits"})
+    at = "s3://b/root/run-7/checkpoints"
+    return Job(config=config, dataset="s3://b/d", checkpoints=at, workdir=tmp_path)
+
+
+def emit(error=None):
+    events.emit(progress(20))
+    if error:
+        raise error
+
+
+def test_the_chief_of_a_job_writes_and_ends_its_run(target, job):
+    with tracker.following_training(job, leads=True):
+        emit()
+    (name,) = target.names
+    assert (name.run_id, name.experiment, name.ends) == ("run-7", "digits", True)
+    assert name.parameters["training.steps"] == str(job.config.training.steps)
+    assert (target.steps, target.written.status) == ([20], "FINISHED")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(UserError("the loss is nan"), "FAILED"), (ClusterLostError("x"), "")]
+)
+def test_a_chief_that_begins_again_has_not_ended_the_run(target, job, error, status):
+    with pytest.raises(type(error)), tracker.following_training(job, leads=True):
+        emit(error)
+    assert (target.steps, target.written.status) == ([20], status)
+
+
+def test_a_run_that_kfp_has_made_is_ended_by_kfp(target, job, monkeypatch):
+    monkeypatch.setenv(addresses.RUN, "0123")
+    with tracker.following_training(job, leads=True):
+        emit()
+    assert [each.ends for each in target.names] == [False]
+    with tracker.following_step():
+        events.emit(events.StepEnd(step="check_gate", status="done", uri="s3://d"))
+    assert [each.ends for each in target.names] == [False, False]
+    assert target.written.status == ""
+    assert target.written.tags["flotilla.check_gate.uri"] == "s3://d"
+
+
+def test_the_evaluator_never_ends_a_run(target, job):
+    with tracker.following_training(job, leads=False):
+        emit()
+    assert (target.names[0].ends, target.written.status) == (False, "")
+
+
+def test_where_the_command_line_follows_the_events_no_other_process_writes(
+    target, job, monkeypatch, tmp_path
+):
+    monkeypatch.setenv(events.VARIABLE, str(tmp_path / "events.jsonl"))
+    monkeypatch.setenv(addresses.RUN, "0123")
+    with tracker.following_training(job, leads=True), tracker.following_step():
+        emit()
+    assert target.names == []
+
+
+def test_without_an_address_nothing_is_tracked(target, job, monkeypatch, tmp_path):
+    monkeypatch.delenv(addresses.URI)
+    with tracker.following_training(job, leads=True), tracker.following_step():
+        emit()
+    tracker.LocalRun(job.config, "r", tmp_path / "none").end("blessed", "")
+    assert target.names == []
+
+
+def test_a_resumed_run_offers_what_the_tracker_may_have_missed(target, job, tmp_path):
+    history = tmp_path / "events.jsonl"
+    for each in (events.RunBegin(run_id="r", number=1), progress(20), progress(40)):
+        events.append(history, each)
+    heard = []
+    run = tracker.LocalRun(job.config, "r", history, heard.append)
+    run.hear(progress(60))
+    run.end("refused", "accuracy 0.1")
+    assert target.steps == [20, 40, 60]
+    assert heard == [progress(60)]
+    assert target.written.status == "FINISHED"
+    assert target.written.tags["flotilla.verdict"] == "refused"
+
+
+def test_training_goes_on_while_the_tracker_hangs(target, job):
+    target.gate.clear()
+    with tracker.following_training(job, leads=True):
+        for step in range(1, 2001):
+            events.emit(progress(step, steps=2000))
+        target.gate.set()
+    assert target.steps == list(range(1, 2001))

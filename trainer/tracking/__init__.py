@@ -1,0 +1,1 @@
+"""Trackers outside of Flotilla: MLflow, and Kubeflow's Model Registry; none can end a run."""

@@ -1,0 +1,207 @@
+"""Kubeflow's Model Registry (Hub): a second address of a promotion, by its REST API v1alpha3.
+
+A RegisteredModel of the model's name, a ModelVersion of the version's number, a ModelArtifact with
+its URI. What is there already is left as it is, so that a retry adds nothing.
+
+https://github.com/kubeflow/hub/blob/main/api/openapi/model-registry.yaml
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import requests
+
+from trainer.errors import UserError
+from trainer.json_records import is_number
+from trainer.masking import is_sent_openly, masked
+
+PATH = "/api/model_registry/v1alpha3"
+# As the registry's own Python client has it: the variable names a file, and a pod has the other.
+TOKEN_FILE = "KF_PIPELINES_SA_TOKEN_PATH"
+_POD_TOKEN = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
+# Seconds to connect, and for each answer.
+_TIMEOUT = (3.0, 5.0)
+_PAGE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromotedModel:
+    """One version in Flotilla's registry, which is what counts.
+
+    Attributes:
+        name: of the model.
+        version: its number.
+        uri: of the version in the registry.
+        run_id: of the run that has made it.
+        is_champion: whether it is still the champion.
+        properties: numbers and texts of its lineage.
+    """
+
+    name: str
+    version: int
+    uri: str
+    run_id: str
+    is_champion: bool
+    properties: Mapping[str, Any]
+
+
+class Hub:
+    """A client of one registry."""
+
+    def __init__(self, address: str) -> None:
+        """Take the address, such as `http://model-registry-service.kubeflow:8080`."""
+        self._home = f"{address.rstrip('/')}{PATH}"
+        self._session = requests.Session()
+        if token := _token():
+            if is_sent_openly(address):
+                raise UserError(
+                    f"registry.hub: {masked(address)} is plain http, over which no token is sent: "
+                    "use https"
+                )
+            self._session.headers["Authorization"] = f"Bearer {token}"
+
+    def check(self) -> str:
+        """Return in words that the registry answers; raises `UserError` where it does not."""
+        self._ask("GET", "registered_models", query={"pageSize": "1"})
+        return f"the model registry answers at {masked(self._home)}"
+
+    def announce(self, model: PromotedModel) -> str:
+        """Have the registry know a promoted version; return the id of its ModelVersion there.
+
+        Raises:
+            UserError: it does not answer, refuses, or knows another model under this version.
+        """
+        name, number = model.name, str(model.version)
+        parent = self._ensured(
+            "registered_models", {"name": name, "state": "LIVE", "owner": "flotilla"}
+        )
+        version = self._ensured(
+            "model_versions",
+            {
+                "name": number,
+                "registeredModelId": parent,
+                "state": "LIVE",
+                "author": f"run {model.run_id}",
+                "customProperties": _properties(model.properties),
+            },
+            f"registered_models/{parent}/versions",
+        )
+        self._ensure_artifact(version, model)
+        return version
+
+    def _ensured(self, kind: str, wanted: Mapping[str, Any], listed: str = "") -> str:
+        """Return the id of what has this name; it is made where there is none."""
+        if found := self._found(listed or kind, wanted["name"]):
+            return str(found["id"])
+        made = self._ask("POST", kind, body=wanted, unless=HTTPStatus.CONFLICT)
+        # Another run may have made it meanwhile.
+        made = made or self._found(listed or kind, wanted["name"])
+        if not made or "id" not in made:
+            raise self._strange(f"no id for {wanted['name']}")
+        return str(made["id"])
+
+    def _ensure_artifact(self, version: str, model: PromotedModel) -> None:
+        place, name = f"model_versions/{version}/artifacts", f"{model.name}-{model.version}"
+        wanted = {
+            "artifactType": "model-artifact",
+            "name": name,
+            "uri": model.uri,
+            "modelFormatName": "tensorflow",
+            "modelFormatVersion": "2",
+            "modelSourceKind": "flotilla",
+            "modelSourceId": model.run_id,
+            "state": "LIVE",
+        }
+        found = self._found(place, name)
+        if not found:
+            found = self._ask("POST", place, body=wanted, unless=HTTPStatus.CONFLICT)
+            found = found or self._found(place, name) or {}
+        if found.get("uri") != model.uri:
+            raise UserError(
+                f"the registry at {masked(self._home)} has another {model.name}, version "
+                f"{model.version}, at {masked(str(found.get('uri')))}: it is left as it is; give "
+                "this model another name"
+            )
+
+    def _found(self, place: str, name: str) -> dict[str, Any] | None:
+        # To find by name is no way: its server compares by LIKE, and `my_model` is `my-model`.
+        return next((each for each in self._listed(place) if each.get("name") == name), None)
+
+    def _listed(self, place: str) -> Iterator[dict[str, Any]]:
+        query = {"pageSize": str(_PAGE)}
+        while True:
+            page = self._ask("GET", place, query=query) or {}
+            items = page.get("items", [])
+            if not isinstance(items, list):
+                raise self._strange(f"a list of {place} that is none")
+            yield from (each for each in items if isinstance(each, dict))
+            token = page.get("nextPageToken")
+            if not token or token == query.get("nextPageToken"):
+                return
+            query["nextPageToken"] = str(token)
+
+    def _ask(
+        self,
+        verb: str,
+        place: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        unless: HTTPStatus | None = None,
+    ) -> dict[str, Any] | None:
+        """Return the answer; None where it is refused with the status `unless`."""
+        url = f"{self._home}/{place}"
+        try:
+            answer = self._session.request(
+                verb, url, params=query, json=body, timeout=_TIMEOUT, allow_redirects=False
+            )
+        except requests.RequestException as error:
+            raise self._strange(type(error).__name__) from None
+        if answer.status_code == unless:
+            return None
+        if answer.status_code not in (HTTPStatus.OK, HTTPStatus.CREATED):
+            raise self._strange(f"{answer.status_code} {_words(answer)}")
+        try:
+            tree = answer.json()
+        except ValueError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise self._strange("an answer that is no JSON object")
+        return tree
+
+    def _strange(self, words: str) -> UserError:
+        return UserError(f"the model registry at {masked(self._home)}: {masked(words)[:300]}")
+
+
+def _words(answer: requests.Response) -> str:
+    try:
+        return str(answer.json()["message"])
+    except (ValueError, KeyError, TypeError):
+        return answer.reason or ""
+
+
+def _token() -> str:
+    named = os.environ.get(TOKEN_FILE)
+    try:
+        return Path(named or _POD_TOKEN).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        if named:
+            raise UserError(f"{TOKEN_FILE}: cannot read {named}: {error.strerror}") from None
+        return ""
+
+
+def _properties(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return custom properties: numbers and texts, each with its type."""
+    made: dict[str, Any] = {}
+    for name, value in values.items():
+        if is_number(value):
+            made[name] = {"metadataType": "MetadataDoubleValue", "double_value": float(value)}
+        elif isinstance(value, str) and value:
+            made[name] = {"metadataType": "MetadataStringValue", "string_value": masked(value)}
+    return made

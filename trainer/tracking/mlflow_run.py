@@ -1,0 +1,245 @@
+"""One run in MLflow: finds or makes it, and writes what is pending.
+
+Everything is safe to write twice. A run is found again by the tag `flotilla.run_id`, so that a
+resumed run goes on in its own. A curve is a list to which MLflow only appends, so that the steps
+that it has are asked for before the first point is written, and again after each failure.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import islice
+from typing import Any, TypeVar
+
+import requests
+
+from trainer.config.schema import Config
+from trainer.errors import UserError
+from trainer.masking import masked
+from trainer.tracking import addresses
+from trainer.tracking.pending import Pending, Point
+
+OWN_ID = "flotilla.run_id"
+# Seconds for one request; a tracker that is away is asked again later.
+REQUEST_SECONDS = 10
+# MLflow's own limits for one request, and for the value of a parameter in all of its versions.
+_MOST_METRICS, _MOST_PARAMETERS, _MOST_TAGS, _LONGEST_PARAMETER = 1000, 100, 100, 500
+_SETTINGS = {
+    "MLFLOW_HTTP_REQUEST_TIMEOUT": str(REQUEST_SECONDS),
+    "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+    "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+    # A run sends nothing to anyone but the tracker that it was given.
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+}
+_Item = TypeVar("_Item")
+
+
+def client_of_mlflow() -> Any:
+    """Return a client of the tracker; raises `ImportError` without the package."""
+    for name, value in _SETTINGS.items():
+        os.environ.setdefault(name, value)
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri=os.environ[addresses.URI])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunName:
+    """What a run is called: its id, and the experiment where the environment names none.
+
+    Attributes:
+        run_id: Flotilla's; empty in a step that knows the run of MLflow alone.
+        experiment: that of the model.
+        parameters: by key; empty where another process writes them.
+        ends: whether this process also ends the run. KFP ends those that it has made.
+    """
+
+    run_id: str = ""
+    experiment: str = ""
+    parameters: Mapping[str, str]
+    ends: bool = False
+
+
+def parameters_of(config: Config) -> dict[str, str]:
+    """Return the configuration as parameters, without what is empty and what a cluster needs."""
+    tree = config.model_dump(mode="json")
+    tree["cluster"].pop("kubernetes", None)
+    return dict(_leaves(tree, ""))
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    for key, value in tree.items():
+        name = re.sub(r"[^\w\-. /:]", "_", f"{prefix}{key}")[:250]
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{name}.")
+        elif value not in ("", [], None):
+            text = value if isinstance(value, str) else json.dumps(value)
+            yield name, masked(text)[:_LONGEST_PARAMETER]
+
+
+class MlflowRun:
+    """Writes into one run; every call may raise whatever the client does."""
+
+    def __init__(self, name: RunName) -> None:
+        """Connect at the first call."""
+        self._name = name
+        self._client: Any = None
+        self._id = ""
+        # The steps that each curve has, as far as they were asked for.
+        self._steps: dict[str, set[int]] = {}
+
+    @property
+    def url(self) -> str:
+        """The address of the tracker, to be read in a message."""
+        return masked(os.environ.get(addresses.URI, ""))
+
+    def open(self) -> None:
+        """Find the run, or make it, and write the parameters that it lacks."""
+        if self._id:
+            return
+        self._client = self._client or client_of_mlflow()
+        experiment, run = found_run(self._client, self._name)
+        run = run or self._made(experiment)
+        if self._name.ends and run.info.status != "RUNNING":
+            self._client.update_run(run.info.run_id, status="RUNNING")
+        self._write_parameters(run)
+        self._id = run.info.run_id
+
+    def write(self, pending: Pending) -> None:
+        """Write all of it."""
+        self.open()
+        try:
+            self._write_points(pending.points)
+        except BaseException:
+            # Whether the tracker has them is not known.
+            self._steps.clear()
+            raise
+        self._write_tags(self._id, pending.tags)
+        if pending.status and self._name.ends:
+            self._client.set_terminated(self._id, pending.status)
+
+    def _made(self, experiment: str) -> Any:
+        tags = {OWN_ID: self._name.run_id, "mlflow.source.name": "flotilla"}
+        if parent := os.environ.get(addresses.RUN):
+            tags["mlflow.parentRunId"] = parent
+        return self._client.create_run(experiment, tags=tags, run_name=self._name.run_id)
+
+    def _write_parameters(self, run: Any) -> None:
+        from mlflow.entities import Param
+
+        run_id, wanted, known = run.info.run_id, self._name.parameters, run.data.params
+        missing = [Param(key, value) for key, value in wanted.items() if key not in known]
+        for some in _parts(missing, _MOST_PARAMETERS):
+            self._client.log_batch(run_id, params=some)
+        # MLflow never changes a parameter.
+        tags = {
+            f"flotilla.resumed_with.{key}": value
+            for key, value in wanted.items()
+            if known.get(key, value) != value
+        }
+        if self._name.run_id:
+            tags[OWN_ID] = self._name.run_id
+        self._write_tags(run_id, tags)
+
+    def _write_points(self, points: Iterable[Point]) -> None:
+        from mlflow.entities import Metric
+
+        fresh: list[Point] = []
+        seen: dict[str, set[int]] = {}
+        for point in points:
+            steps = seen.setdefault(point.name, set(self._known(point.name)))
+            newest = max(steps, default=-1) if point.repeats else -1
+            if point.step > newest and point.step not in steps:
+                steps.add(point.step)
+                fresh.append(point)
+        for some in _parts(fresh, _MOST_METRICS):
+            metrics = [Metric(each.name, each.value, each.when, each.step) for each in some]
+            self._client.log_batch(self._id, metrics=metrics)
+            for each in some:
+                self._steps[each.name].add(each.step)
+
+    def _known(self, name: str) -> set[int]:
+        if name not in self._steps:
+            history = self._client.get_metric_history(self._id, name)
+            self._steps[name] = {each.step for each in history}
+        return self._steps[name]
+
+    def _write_tags(self, run_id: str, tags: Mapping[str, str]) -> None:
+        if not tags:
+            return
+        from mlflow.entities import RunTag
+
+        every = [RunTag(key, value) for key, value in tags.items()]
+        for some in _parts(every, _MOST_TAGS):
+            self._client.log_batch(run_id, tags=some)
+
+
+def found_run(client: Any, name: RunName) -> tuple[str, Any]:
+    """Return the id of the experiment, and the run of MLflow: None where there is none yet.
+
+    It is the run that the environment names, unless that is the one of another run: of two runs of
+    one shell the second one gets a run below it.
+    """
+    if given := os.environ.get(addresses.RUN):
+        run = client.get_run(given)
+        experiment = str(run.info.experiment_id)
+        if not name.run_id or run.data.tags.get(OWN_ID) in (None, name.run_id):
+            return experiment, run
+    else:
+        experiment = experiment_of(client, name.experiment)
+    # The id of a run has no quotes.
+    chosen = f"tags.`{OWN_ID}` = '{name.run_id}'"
+    runs = client.search_runs([experiment], chosen, max_results=1, order_by=["start_time ASC"])
+    return experiment, client.get_run(runs[0].info.run_id) if runs else None
+
+
+def experiment_of(client: Any, default: str) -> str:
+    """Return the id of the experiment that the environment names, or of the one of this name."""
+    if given := os.environ.get(addresses.EXPERIMENT):
+        return given
+    name = os.environ.get(addresses.EXPERIMENT_NAME) or default
+    found = client.get_experiment_by_name(name)
+    if found is None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            return str(client.create_experiment(name))
+        except MlflowException:
+            # Another run may have made it meanwhile.
+            found = client.get_experiment_by_name(name)
+            if found is None:
+                raise
+    return str(found.experiment_id)
+
+
+def _parts(items: Sequence[_Item], size: int) -> Iterator[list[_Item]]:
+    rest = iter(items)
+    while some := list(islice(rest, size)):
+        yield some
+
+
+def health() -> str:
+    """Return what answers at `MLFLOW_TRACKING_URI`.
+
+    Raises:
+        UserError: nothing does, or the package is not installed.
+    """
+    if find_spec("mlflow") is None:
+        raise UserError("MLFLOW_TRACKING_URI is set, and the extra mlflow is not installed")
+    address = os.environ[addresses.URI]
+    if not address.startswith(("http://", "https://")):
+        return f"MLflow writes to {masked(address)}"
+    # The server of MLflow answers this without a token.
+    url = f"{address.rstrip('/')}/health"
+    try:
+        answer = requests.get(url, timeout=REQUEST_SECONDS / 2, allow_redirects=False)
+    except (requests.RequestException, ValueError) as error:
+        raise UserError(f"{masked(url)} does not answer: {type(error).__name__}") from None
+    if answer.status_code != requests.codes.ok:
+        raise UserError(f"{masked(url)} answers {answer.status_code}: is it a server of MLflow?")
+    return f"MLflow answers at {masked(address)}"

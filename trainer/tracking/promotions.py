@@ -1,0 +1,110 @@
+"""The second addresses of a promotion: MLflow's registry, and Kubeflow's Model Registry.
+
+The promotion in Flotilla's own registry is what counts. An address that is away, slow or refuses is
+one line of log, and a retry of the step tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from trainer import storage
+from trainer.masking import masked
+from trainer.tracking import addresses
+from trainer.tracking.hub import Hub, PromotedModel
+from trainer.tracking.mlflow_run import RunName, client_of_mlflow, found_run
+from trainer.tracking.tracker import MISSING
+
+# For each address; a model of a local run is uploaded in it.
+SECONDS = 120.0
+CHAMPION = "champion"
+_VERSION = "flotilla.version_uri"
+log = logging.getLogger(__name__)
+
+
+def announce(model: PromotedModel, hub: str, *, seconds: float = SECONDS) -> None:
+    """Announce a promotion wherever there is an address; never raises.
+
+    `hub` is the address of Kubeflow's Model Registry, or empty.
+    """
+    wanted: dict[str, Callable[[], object]] = {}
+    if addresses.is_tracked():
+        wanted["MLflow"] = lambda: register_in_mlflow(model)
+    if hub:
+        wanted["the model registry"] = lambda: Hub(hub).announce(model)
+    threads = {name: _Call(call) for name, call in wanted.items()}
+    for name, each in threads.items():
+        if words := each.failure(seconds):
+            log.warning(
+                "%s does not know that version %d of %s was promoted: %s; the promotion holds",
+                name,
+                model.version,
+                model.name,
+                words,
+            )
+
+
+class _Call:
+    """A call in a thread of its own, which is left behind when it is late."""
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call, self._words = call, ""
+        self._thread = threading.Thread(target=self._work, name="promotion", daemon=True)
+        self._thread.start()
+
+    def _work(self) -> None:
+        try:
+            self._call()
+        except ImportError:
+            self._words = MISSING
+        except Exception as error:
+            self._words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:300]
+
+    def failure(self, seconds: float) -> str:
+        """Return why it failed, after so many seconds at most; empty where it did not."""
+        self._thread.join(seconds)
+        return f"no answer within {seconds:g} s" if self._thread.is_alive() else self._words
+
+
+def register_in_mlflow(model: PromotedModel) -> str:
+    """Register a version in MLflow, linked to its run, as its `champion`; return its number there.
+
+    The same version again is left as it is. A model in a folder of this machine is uploaded to the
+    run: the server of MLflow takes no path.
+    """
+    client = client_of_mlflow()
+    from mlflow.exceptions import MlflowException
+
+    try:
+        client.get_registered_model(model.name)
+    except MlflowException:
+        try:
+            client.create_registered_model(model.name)
+        except MlflowException:
+            # Another run may have made it meanwhile.
+            client.get_registered_model(model.name)
+    known = client.search_model_versions(f"name = '{model.name}'")
+    version = next((each for each in known if each.tags.get(_VERSION) == model.uri), None)
+    version = version or _made(client, model)
+    if model.is_champion:
+        client.set_registered_model_alias(model.name, CHAMPION, version.version)
+    return str(version.version)
+
+
+def _made(client: Any, model: PromotedModel) -> Any:
+    name = RunName(run_id=model.run_id, experiment=model.name, parameters={})
+    _, run = found_run(client, name)
+    source, folder = model.uri.partition("?")[0], storage.local_path(model.uri)
+    if folder and run:
+        place = f"models/{model.version}"
+        client.log_artifacts(run.info.run_id, os.fspath(folder), place)
+        source = f"{run.info.artifact_uri}/{place}"
+    tags = {_VERSION: model.uri, "flotilla.version": str(model.version)}
+    tags |= {f"flotilla.{key}": str(value) for key, value in model.properties.items() if value}
+    return client.create_model_version(
+        model.name, source, run.info.run_id if run else None, tags=tags
+    )

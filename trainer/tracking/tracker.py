@@ -1,0 +1,217 @@
+"""Follows the events of a run and writes them to MLflow, from a thread of its own.
+
+Nothing here can end a run or make it wait: `hear` only takes a note. While the tracker is away the
+notes wait, within a limit, and one line says so. At the end of a run the last of them are waited
+for, for seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from trainer import events
+from trainer.cluster.launcher import Job
+from trainer.config.schema import Config
+from trainer.errors import ClusterLostError
+from trainer.events import AttemptBegin, Event, Progress, Validation
+from trainer.masking import masked
+from trainer.tracking import addresses
+from trainer.tracking.mlflow_run import REQUEST_SECONDS, MlflowRun, RunName, parameters_of
+from trainer.tracking.pending import Pending, Reader, ended, status_of
+
+# How long the end of a run waits for the tracker.
+CLOSE_SECONDS = 3.0 * REQUEST_SECONDS
+FIRST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 2.0, 60.0
+MISSING = (
+    "MLFLOW_TRACKING_URI is set, and the package for it is not installed: nothing is tracked; "
+    "install the extra mlflow: pip install 'flotilla[mlflow]'"
+)
+# Of these events the curves are made.
+_CURVES = (AttemptBegin, Progress, Validation)
+# MLflow's word for how a run ended; a refused one is finished.
+_STATUS = {"failed": "FAILED", "interrupted": "KILLED"}
+log = logging.getLogger(__name__)
+
+
+class Target(Protocol):
+    """Where it is written; `trainer.tracking.mlflow_run.MlflowRun`."""
+
+    @property
+    def url(self) -> str:
+        """The address, to be read in a message."""
+
+    def write(self, pending: Pending) -> None:
+        """Write all of it; may raise anything, and is then called again with it."""
+
+
+class Tracker:
+    """Writes what it hears. Its thread begins with the first event that says something."""
+
+    def __init__(self, target: Target, *, first_pause: float = FIRST_PAUSE_SECONDS) -> None:
+        """Wait for `first_pause` seconds after a first failure, and longer after each next one."""
+        self._target = target
+        self._reader = Reader()
+        self._pending = Pending()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._first_pause = first_pause
+        self._is_closing = self._is_over = self._is_warned = False
+
+    def hear(self, event: Event) -> None:
+        """Take a note of an event; never waits for the tracker, and never raises."""
+        try:
+            with self._changed:
+                self._note(self._reader.read(event))
+        except Exception as error:
+            self._warn(error)
+
+    def close(self, end: Pending | None = None, seconds: float | None = None) -> bool:
+        """Write `end` and what waits, for so many seconds; return whether all is written."""
+        seconds = CLOSE_SECONDS if seconds is None else seconds
+        with self._changed:
+            self._is_closing = True
+            self._note(end or Pending())
+            self._changed.notify_all()
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(seconds)
+        with self._changed:
+            is_done = not thread.is_alive() and not self._pending
+            self._is_over = True
+        if not is_done:
+            self._warn(TimeoutError(f"no answer within {seconds:g} s"))
+        return is_done
+
+    def _note(self, more: Pending) -> None:
+        if not more or self._is_over:
+            return
+        self._pending = more.after(self._pending)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
+
+    def _work(self) -> None:
+        pause = self._first_pause
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closing)
+                if not self._pending or self._is_over:
+                    return
+                batch, self._pending = self._pending, Pending()
+                is_last = self._is_closing
+            try:
+                self._target.write(batch)
+                pause = self._first_pause
+            except Exception as error:
+                if not self._again(batch, error, pause, is_last=is_last):
+                    return
+                pause = min(2 * pause, MOST_PAUSE_SECONDS)
+
+    def _again(self, batch: Pending, error: Exception, pause: float, *, is_last: bool) -> bool:
+        """Put back what was not written, and wait; return whether to try again."""
+        self._warn(error)
+        with self._changed:
+            self._pending = self._pending.after(batch)
+            self._is_over = self._is_over or isinstance(error, ImportError)
+            if self._is_over or is_last:
+                return False
+            self._changed.wait_for(lambda: self._is_closing, pause)
+        return True
+
+    def _warn(self, error: Exception) -> None:
+        if self._is_warned:
+            return
+        self._is_warned = True
+        if isinstance(error, ImportError):
+            log.warning("%s", MISSING)
+            return
+        words = " ".join(masked(f"{type(error).__name__}: {error}").split())[:160]
+        log.warning(
+            "MLflow at %s does not take what this run sends (%s); the run goes on, and what is "
+            "missing is sent when it answers again",
+            self._target.url,
+            words,
+        )
+
+
+class LocalRun:
+    """A run on this machine: what it says is passed on to who asked for it, and to the tracker."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_id: str,
+        history: Path,
+        on_event: Callable[[Event], None] | None = None,
+    ) -> None:
+        """Begin with what the file `history` says of earlier starts: the tracker may lack some."""
+        self._on_event = on_event
+        self._tracker: Tracker | None = None
+        if addresses.is_tracked():
+            self._tracker = Tracker(MlflowRun(_named(config, run_id, ends=True)))
+            for event in events.read(history, every=_CURVES):
+                if isinstance(event, _CURVES):
+                    self._tracker.hear(event)
+
+    def hear(self, event: Event) -> None:
+        """Pass one event on."""
+        if self._tracker:
+            self._tracker.hear(event)
+        if self._on_event:
+            self._on_event(event)
+
+    def end(self, status: str, message: str) -> None:
+        """Write how the run ended, in its own words; takes seconds at most."""
+        if self._tracker:
+            word = _STATUS.get(status, "FINISHED")
+            self._tracker.close(ended(word, message, status))
+
+
+@contextmanager
+def following_training(job: Job, *, leads: bool) -> Iterator[None]:
+    """Track what this process says of training, unless the command line follows it.
+
+    The process that `leads` ends the run of MLflow, unless KFP has made it and ends it.
+    """
+    if not addresses.writes_itself():
+        yield
+        return
+    ends = leads and not addresses.is_given_run()
+    tracker = Tracker(MlflowRun(_named(job.config, job.run_id, ends=ends)))
+    failure: BaseException | None = None
+    try:
+        with events.heard_by(tracker.hear):
+            yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        goes_on = isinstance(failure, ClusterLostError) or not ends
+        tracker.close(None if goes_on else ended(status_of(failure)))
+
+
+@contextmanager
+def following_step() -> Iterator[None]:
+    """Track what a step on a KFP instance says of itself, in the run that KFP has made for it."""
+    if not (addresses.writes_itself() and addresses.is_given_run()):
+        yield
+        return
+    tracker = Tracker(MlflowRun(RunName(parameters={})))
+    try:
+        with events.heard_by(tracker.hear):
+            yield
+    finally:
+        tracker.close()
+
+
+def _named(config: Config, run_id: str, *, ends: bool) -> RunName:
+    return RunName(
+        run_id=run_id, experiment=config.name, parameters=parameters_of(config), ends=ends
+    )
