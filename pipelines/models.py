@@ -53,7 +53,7 @@ def root_of(root: str, workdir: Path) -> str:
 
 def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
     """Return every version of one model, or of all; raises `ConfigError`."""
-    wanted = [_known(root, name)] if name else registry.names(root)
+    wanted = [require_known(root, name)] if name else registry.names(root)
     champions = {each: registry.champion_number(root, each) for each in wanted}
     return tuple(
         _version(each, version, champions[each])
@@ -64,7 +64,7 @@ def versions(root: str, name: str = "") -> tuple[ModelVersion, ...]:
 
 def details(root: str, name: str, number: int = 0) -> ModelDetails:
     """Return one version, the champion where the number is 0; raises `ConfigError`."""
-    _known(root, name)
+    require_known(root, name)
     found = registry.version(root, name, number) if number else registry.champion(root, name)
     if found is None:
         raise ConfigError(f"{name} has no champion below {root}; name a version")
@@ -78,18 +78,19 @@ def details(root: str, name: str, number: int = 0) -> ModelDetails:
 
 def promote(root: str, name: str, number: int) -> Promotion:
     """Make a version the champion; raises `UserError`."""
-    _known(root, name)
+    require_known(root, name)
     after = registry.newest(root, name)
     return registry.promote(root, name, number, after=after, by=_user())
 
 
 def rollback(root: str, name: str) -> Promotion:
     """Make the version before the champion the champion again; raises `UserError`."""
-    _known(root, name)
+    require_known(root, name)
     return registry.rollback(root, name, by=_user())
 
 
-def _known(root: str, name: str) -> str:
+def require_known(root: str, name: str) -> str:
+    """Return the name of a registered model; raises `ConfigError` where there is none."""
     found = registry.names(root)
     if name not in found:
         hint = nearest(name, found) or (f" (there is {', '.join(found)})" if found else "")

@@ -47,6 +47,8 @@ ELSEWHERE = {
     "tests/golden": ("tests/golden",),
     "trainer/export/model_card.py": ("tests/trainer/export/test_export.py",),
     "trainer/export/smoke_request.py": ("tests/trainer/export/test_parity_smoke.py",),
+    "trainer/data/files/recorded_columns.py": ("tests/trainer/prediction",),
+    "trainer/prediction": ("tests/trainer/prediction",),
     "trainer/storage": ("tests/trainer/storage",),
     "trainer/strategies/in_graph.py": ("tests/cluster/test_equivalence.py",),
 }

@@ -83,10 +83,21 @@ def _parser() -> argparse.ArgumentParser:
     fit = stages.add_parser("fit", help="whether model and dataset fit; nothing is downloaded")
     fit.add_argument("--dataset", default="", metavar="URI", help="a prepared one")
     fit.set_defaults(stage=_fit)
+    # Of `flotilla predict`, which writes the request.
+    rows = stages.add_parser("predict")
+    rows.add_argument("--request", required=True, type=_path, metavar="FILE")
+    rows.set_defaults(stage=_predict)
     for stage in (own, fit):
         stage.add_argument("--config", required=True, type=_path, metavar="FILE")
+    for stage in (own, fit, rows):
         stage.add_argument("--workdir", required=True, type=_path, metavar="DIR")
     return parser
+
+
+def _predict(options: argparse.Namespace) -> None:
+    from trainer.prediction import child
+
+    child.answer(options.request, options.workdir)
 
 
 def _fit(options: argparse.Namespace) -> None:

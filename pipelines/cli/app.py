@@ -21,6 +21,7 @@ from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
 from pipelines.cli.retention import COLLECTED, gc
+from pipelines.cli.predict import predict
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables
@@ -83,6 +84,9 @@ app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.command(epilog=TRAINED)(run)
 app.command()(prepare)
 app.command(epilog=TRAINED)(train)
+app.command(epilog="--json adds `rows`, `skipped`, `unsound`, `rows_per_second` and `output`.")(
+    predict
+)
 
 
 @app.command("compile")

@@ -29,6 +29,7 @@ SAME_ROLE = {
     "local.py": "the implementation on this machine of what its room does",
     "manifest.py": "the document that describes the whole",
     "models.py": "the command, and what it calls",
+    "predict.py": "the command, its process, and what that calls",
     "registry.py": "what each name means",
     "retry.py": "which failures of its API are tried again",
     "spec.py": "the frozen description that its room works from",
@@ -42,6 +43,7 @@ ALONE = {
     "trainer/cluster/rejoin.py": "settings of gRPC, which have nothing to do with a role",
     "trainer/export/smoke_request.py": "a program that imports nothing of this project",
     "trainer/models/recurrent.py": "models of sequences, beside those of tables and images",
+    "trainer/prediction/image_files.py": "a form of input that training does not take",
     "trainer/data/embedded/digits.py": "a TFDS builder, which TFDS imports by name",
 }
 

@@ -34,3 +34,16 @@ def described(spec: DatasetSpec, feature: str) -> dict[str, Any]:
 def labels_of(task: Task) -> dict[str, list[str]]:
     """Return the names of the classes of each of several outputs; nothing of a single one."""
     return {name: list(part.labels) for name, part in task.parts.items() if name}
+
+
+def kinds_of(task: Task) -> dict[str, str]:
+    """Return the task of each output as this package names it; that of a single one has no name.
+
+    A task of the user's is of the kind that it is derived from, and of none where there is none.
+    """
+    return {name: _kind(type(part)) for name, part in task.parts.items()}
+
+
+def _kind(task: type[Task]) -> str:
+    own = (each for each in task.__mro__ if each.__module__.startswith("trainer.tasks."))
+    return next((str(vars(each)["name"]) for each in own if "name" in vars(each)), "")

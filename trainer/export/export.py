@@ -23,11 +23,12 @@ import keras
 
 from trainer import storage
 from trainer.config.schema import Config
+from trainer.data.files.recorded_columns import recorded
 from trainer.data.read import evaluation_batches, stage_shards
 from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.evaluate import SPLIT, made_before, read_inputs, restored
-from trainer.evaluation.signature import LABELS, described, labels_of
+from trainer.evaluation.signature import LABELS, described, kinds_of, labels_of
 from trainer.export import model_card
 from trainer.export.formats import FORMATS, format_path
 from trainer.export.parity import Batch, Fresh, Original, answered, fresh_process, prove
@@ -107,11 +108,13 @@ def _fields(
         "global_step": facts.step,
         "formats": list(config.export.formats),
         "inputs": [described(spec, feature) for feature in spec.inputs],
+        "reads": recorded(spec, storage.read_manifest(facts.dataset), config.data),
         "task": subject.task.name,
         "main_metric": subject.task.main_metric,
         "outputs": subject.columns(),
         "num_labels": len(subject.task.labels),
         "labels": labels_of(subject.task),
+        "kinds": kinds_of(subject.task),
         "saved_model": format_path("saved_model", config.name, facts.step),
         "decision": facts.decision,
         "evaluation": evaluation,

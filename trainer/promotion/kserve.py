@@ -7,12 +7,14 @@ import re
 import yaml
 
 from trainer import storage
+from trainer.storage.uri import locate, speaks_s3
 
 
 def service(name: str, uri: str) -> str:
     """Return the YAML of a service for model `name`, published at `uri`.
 
-    KServe takes the folder that holds the versions, as TensorFlow Serving does.
+    KServe takes the folder that holds the versions, as TensorFlow Serving does. It knows no scheme
+    `minio`: the endpoint of such a store is an annotation of the secret with its keys.
     """
     document = {
         "apiVersion": "serving.kserve.io/v1beta1",
@@ -22,13 +24,20 @@ def service(name: str, uri: str) -> str:
             "predictor": {
                 "model": {
                     "modelFormat": {"name": "tensorflow"},
-                    # Without the options of the URI, which are for Flotilla's own client.
-                    "storageUri": storage.join(uri, "serving", name).partition("?")[0],
+                    "storageUri": _storage_uri(storage.join(uri, "serving", name)),
                 }
             }
         },
     }
     return yaml.safe_dump(document, sort_keys=False)
+
+
+def _storage_uri(uri: str) -> str:
+    if not speaks_s3(uri):
+        return uri
+    # Without the options of the URI, which are for Flotilla's own client.
+    place = locate(uri)
+    return f"s3://{place.bucket}/{place.key}"
 
 
 def service_name(name: str) -> str:

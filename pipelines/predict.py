@@ -1,0 +1,212 @@
+"""`flotilla predict`: which model is meant, and the process that asks it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pipelines import models
+from trainer import storage, user_code
+from trainer.cluster import signals, termination
+from trainer.errors import USAGE, ConfigError, RunInterruptedError, UserError
+from trainer.promotion import registry
+from trainer.storage.uri import require_uri
+
+FORMS = {".csv": "csv", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+STANDARD_OUTPUT = "-"
+_VERSION = re.compile(r"(?P<name>.+)@(?P<number>[1-9][0-9]{0,8})")
+# Seconds that an interrupted process has to end by itself.
+_GRACE = 5.0
+_POLL = 0.1
+OnProgress = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What was written: `closed` where the reader of standard output went away before the end."""
+
+    model: str
+    output: str
+    rows: int = 0
+    skipped: int = 0
+    unsound: int = 0
+    seconds: float = 0.0
+    closed: bool = False
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows written in a second, without the time to load the model."""
+        return self.rows / self.seconds if self.seconds else 0.0
+
+
+def model_uri(model: str, root: str) -> str:
+    """Return the URI of a model that is named by a URI, a folder, `NAME` or `NAME@VERSION`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if "://" in model:
+        require_uri("MODEL", model)
+        return model.rstrip("/") if "?" not in model else model
+    if "/" in model:
+        return storage.uri_of(model)
+    found = _VERSION.fullmatch(model)
+    name, number = (found["name"], int(found["number"])) if found else (model, 0)
+    if "@" in name or not name:
+        raise ConfigError(f"MODEL: {model!r} is no model: write NAME, NAME@3 or a URI")
+    models.require_known(root, name)
+    if number:
+        return registry.version(root, name, number).uri
+    champion = registry.champion(root, name)
+    if champion is None:
+        raise ConfigError(f"{name} has no champion below {root}; name a version, as {name}@1")
+    return champion.uri
+
+
+def form_of(output: str, said: str) -> str:
+    """Return the form of the output, by what was said or by the ending of its name.
+
+    Raises:
+        ConfigError: it cannot be reported, or standard output cannot take it.
+    """
+    if output == STANDARD_OUTPUT:
+        if said == "parquet":
+            raise ConfigError("--to: parquet needs a file; name it by -o")
+        return said or "jsonl"
+    ending = FORMS.get(Path(output).suffix, "")
+    if not ending and not said:
+        raise ConfigError(
+            f"-o: the name of {output} ends with none of {', '.join(FORMS)}; rename it, or say "
+            "the form by --to"
+        )
+    return said or ending
+
+
+def check_output(output: str, inputs: tuple[str, ...]) -> None:
+    """Refuse an output that is a folder, or one of the inputs; raises `ConfigError`."""
+    if "://" in output:
+        raise ConfigError(f"-o: {output!r} is no path of this machine: write a file and copy it")
+    path = Path(output)
+    if path.is_dir():
+        raise ConfigError(f"-o: {output} is a folder; name a file in it")
+    for each in inputs:
+        with suppress(OSError):
+            if "://" not in each and path.exists() and path.samefile(each):
+                raise ConfigError(f"-o: {output} is an input as well; name another file")
+
+
+def predict(request: dict[str, Any], on_progress: OnProgress) -> Prediction:
+    """Answer a request (`trainer.prediction.request.Request` as JSON) in a process of its own.
+
+    Rows that go to standard output are written there by that process. `on_progress` is called with
+    the rows so far and a line for the user, which may be empty.
+
+    Raises:
+        UserError: what is wrong, in one line.
+        RunInterruptedError: a signal came; no part of the output is left.
+    """
+    with tempfile.TemporaryDirectory(prefix="flotilla-predict-") as name:
+        folder = Path(name)
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        events = _Events(folder / "events.jsonl", on_progress)
+        events.path.touch()
+        interrupts: list[int] = []
+        with signals.on_interrupt(lambda: interrupts.append(1)):
+            child = _started(folder)
+            try:
+                while child.poll() is None and not interrupts:
+                    with suppress(subprocess.TimeoutExpired):
+                        child.wait(_POLL)
+                    events.read()
+            finally:
+                _end(child, request["output"])
+        events.read()
+        if interrupts:
+            raise RunInterruptedError("interrupted; nothing of the output is left")
+        if child.returncode or events.summary is None:
+            raise _failure(folder, child.returncode)
+        return Prediction(model=request["model"], output=request["output"], **events.summary)
+
+
+class _Events:
+    """Reads what the process tells, line by line, as far as it is written."""
+
+    def __init__(self, path: Path, on_progress: OnProgress) -> None:
+        self.path = path
+        self.summary: dict[str, Any] | None = None
+        self._on_progress = on_progress
+        self._place = 0
+        self._rows = 0
+
+    def read(self) -> None:
+        with self.path.open("rb") as file:
+            file.seek(self._place)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._place += len(line)
+                reported = json.loads(line)
+                self._rows = int(reported.get("rows", self._rows))
+                self.summary = reported.get("summary", self.summary)
+                self._on_progress(self._rows, str(reported.get("note", "")))
+
+
+def _started(folder: Path) -> subprocess.Popen[bytes]:
+    environment = {
+        **os.environ,
+        **signals.parent_environment(),
+        **user_code.environment(),
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TMPDIR": str(folder),
+    }
+    command = [sys.executable, "-m", "trainer", "predict"]
+    command += ["--request", str(folder / "request.json"), "--workdir", str(folder)]
+    with (folder / "stderr.log").open("wb") as log:
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stderr=log,
+            # A session of its own: an interrupt reaches it once, from here, not from the terminal.
+            start_new_session=True,
+        )
+
+
+def _end(child: subprocess.Popen[bytes], output: str) -> None:
+    """End the process if it has not ended, and remove what it has left of the output."""
+    if child.poll() is None:
+        child.terminate()
+        try:
+            child.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            child.wait()
+    if output != STANDARD_OUTPUT:
+        path = Path(output)
+        with suppress(OSError):
+            path.with_name(f".{path.name}.{child.pid}.part").unlink(missing_ok=True)
+
+
+def _failure(folder: Path, code: int) -> UserError:
+    message = termination.read(folder)
+    if not message:
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        why = (
+            "; there may not have been enough memory, lower --batch-size"
+            if code == -signal.SIGKILL
+            else ""
+        )
+        lines = (folder / "stderr.log").read_text(errors="replace").split("\n")
+        last = next((line for line in reversed(lines) if line.strip()), "")
+        message = f"the process that predicts ended with {how}{why or f': {last}'}"
+    return ConfigError(message) if code == USAGE else UserError(message)

@@ -1,0 +1,298 @@
+"""`flotilla predict`: which model and which output are meant, and the process that answers."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from pipelines import predict
+from pipelines.cli import app
+from tests.pipelines.called import FLOTILLA, call
+from tests.trainer.prediction import made_model
+from trainer import storage
+from trainer.errors import ConfigError, UserError
+from trainer.promotion import registry
+
+# The exported form may differ by as much from the model: `trainer.export.formats`.
+TOLERANCE = 1e-5
+
+
+def published(tmp_path, number):
+    source = tmp_path / f"source-{number}"
+    (source / "serving/digits/7").mkdir(parents=True)
+    (source / "serving/digits/7/saved_model.pb").write_text(str(number))
+    uri = storage.uri_of(tmp_path / f"model-{number}")
+    storage.publish(source, uri, kind="model", fields={"saved_model": "serving/digits/7"})
+    return uri
+
+
+@pytest.fixture
+def root(tmp_path):
+    """A storage root with two versions of `digits`; the first one is champion."""
+    root = storage.uri_of(tmp_path / "runs")
+    for number in (1, 2):
+        uri = published(tmp_path, number)
+        registry.register(root, "digits", uri, lineage={}, scratch=tmp_path)
+    registry.promote(root, "digits", 1, after=0, by="me")
+    return root
+
+
+def test_a_model_is_named_by_name_version_folder_or_uri(root, tmp_path):
+    versions = storage.join(registry.home(root, "digits"), "versions")
+    assert predict.model_uri("digits", root) == storage.join(versions, "000001")
+    assert predict.model_uri("digits@2", root) == storage.join(versions, "000002")
+    folder = tmp_path / "model-1"
+    assert predict.model_uri(str(folder), root) == storage.uri_of(folder)
+    for uri in (storage.uri_of(folder), "s3://bucket/model", "gs://bucket/model"):
+        assert predict.model_uri(uri, root) == uri
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("digit", "no model 'digit' is registered .*did you mean 'digits'"),
+        ("digits@3", "digits has no version 3"),
+        ("digits@x", "write NAME, NAME@3 or a URI"),
+        ("@3", "write NAME, NAME@3 or a URI"),
+        ("", "write NAME, NAME@3 or a URI"),
+        ("http://host/model", "is not a storage URI"),
+        ("gs://bucket/a//b", "empty part"),
+    ],
+)
+def test_a_model_that_is_none_is_one_line(root, model, says):
+    with pytest.raises(UserError, match=says):
+        predict.model_uri(model, root)
+
+
+def test_a_model_without_a_champion_has_versions(tmp_path):
+    root = storage.uri_of(tmp_path / "runs")
+    registry.register(root, "m", published(tmp_path, 1), lineage={}, scratch=tmp_path)
+    with pytest.raises(ConfigError, match="name a version, as m@1"):
+        predict.model_uri("m", root)
+
+
+@pytest.mark.parametrize(
+    ("output", "said", "form"),
+    [
+        ("-", "", "jsonl"),
+        ("-", "csv", "csv"),
+        ("a/b.csv", "", "csv"),
+        ("b.parquet", "", "parquet"),
+        ("b.jsonl", "", "jsonl"),
+        ("b.txt", "csv", "csv"),
+    ],
+)
+def test_the_ending_says_the_form(output, said, form):
+    assert predict.form_of(output, said) == form
+
+
+def flotilla(*arguments, capsys):
+    code = app.called(["predict", *map(str, arguments)])
+    written = capsys.readouterr()
+    assert len(written.err.splitlines()) == 1
+    return code, written.err
+
+
+@pytest.mark.usefixtures("root")
+def test_wrong_usage_is_one_line_and_starts_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(predict, "predict", None)
+    monkeypatch.chdir(tmp_path)
+    data = tmp_path / "in.csv"
+    data.write_text("a\n1\n")
+    linked = tmp_path / "link.csv"
+    linked.hardlink_to(data)
+    for arguments, says in (
+        (["digits"], "INPUT: name files"),
+        (["digits", ""], "INPUT: one is empty"),
+        (["digits", data, "--split", "test"], "--split"),
+        (["digits", data, "-o", "x.txt"], "ends with none of"),
+        (["digits", data, "-o", tmp_path / "runs", "--to", "csv"], "is a folder"),
+        (["digits", data, "-o", linked], "is an input as well"),
+        (["digits", data, "-o", "s3://bucket/out.csv"], "no path of this machine"),
+        (["digits", data, "--to", "parquet"], "needs a file"),
+        (["digits", data, "--batch-size", "-1"], "batch-size"),
+        (["digits", data, "--to", "xml"], "--to"),
+        (["nothing", data], "no model 'nothing'"),
+    ):
+        code, line = flotilla(*arguments, "--workdir", tmp_path / "runs", capsys=capsys)
+        assert code == 2, line
+        assert says in line
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory):
+    """A folder with a registered model of plain sums, and 300,000 rows for it."""
+    folder = tmp_path_factory.mktemp("work")
+    root = storage.uri_of(folder / "runs")
+    model = made_model.sums(folder / "m")
+    registry.register(root, "m", model, lineage={}, scratch=folder)
+    registry.promote(root, "m", 1, after=0, by="me")
+    lines = "".join(f"{number},{number}.5,1,Rome\n" for number in range(300_000))
+    (folder / "in.csv").write_text("id,age,count,city\n" + lines)
+    (folder / "few.csv").write_text("id,age,count,city\n" + lines[:100].rpartition("\n")[0])
+    return folder
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_rows_are_written_and_summed_up(work):
+    result = call("predict", work / "runs", "m", "few.csv", "-o", "out/few.csv", cwd=work)
+    assert result.code == 0, result.err
+    with (work / "out/few.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    assert [float(row["prediction"]) for row in found] == [
+        number + 1001.5 for number in range(len(found))
+    ]
+    answer = result.answer
+    assert (answer["status"], answer["rows"], answer["skipped"]) == ("done", len(found), 0)
+    assert answer["output"] == str(work / "out/few.csv")
+    assert answer["artifacts"]["model"].endswith("versions/000001")
+    assert f"{len(found)} rows (" in result.err
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_a_reader_that_has_enough_and_ctrl_c_end_it_and_leave_nothing(work):
+    command = [FLOTILLA, "predict", "m", "in.csv", "--workdir", work / "runs", "--batch-size", "50"]
+    with subprocess.Popen(command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as few:
+        assert json.loads(few.stdout.readline())["prediction"] == 1001.5
+        few.stdout.close()
+        assert few.wait() == 0, few.stderr.read()
+    before = sorted(os.listdir(work))
+    with subprocess.Popen(
+        [*command, "--columns", "id"], cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130
+    assert errors.decode().splitlines()[-1].startswith("flotilla: interrupted")
+    assert sorted(os.listdir(work)) == before
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_a_process_that_is_killed_leaves_nothing_that_looks_whole(work, tmp_path):
+    output = tmp_path / "out.csv"
+    request = {
+        "model": storage.uri_of(work / "m"),
+        "inputs": [str(work / "in.csv")],
+        "output": str(output),
+        "form": "csv",
+        "batch_size": 10,
+    }
+    lines = []
+
+    def kill_when_it_writes(rows, line):
+        lines.append(line)
+        if rows:
+            for part in tmp_path.glob(".out.csv.*.part"):
+                os.kill(int(part.name.split(".")[3]), signal.SIGKILL)
+
+    with pytest.raises(UserError, match=r"signal 9.*lower --batch-size"):
+        predict.predict(request, kill_when_it_writes)
+    assert os.listdir(tmp_path) == []
+
+
+TABLE = """
+name: table
+data:
+  splits: {train: train.csv, test: test.csv}
+  label: bought
+  drop: [id]
+model: {name: tabular}
+training: {strategy: single, steps: 60}
+gate: {min: {accuracy: 0.1}}
+"""
+
+
+def write_table(folder, name, rows, seed):
+    random = np.random.default_rng(seed)
+    with (folder / name).open("w", newline="", encoding="utf-8") as file:
+        lines = csv.writer(file)
+        lines.writerow(["id", "age", "visits", "city", "bought"])
+        for number in range(rows):
+            age = "" if number % 19 == 0 else f"{random.normal(40, 12):.1f}"
+            city = random.choice(["Rome", "Köln", "São Paulo"])
+            bought = "yes" if city == "Rome" else "no"
+            lines.writerow([number, age, random.integers(9), city, bought])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A registered model of a table, by a run of the whole pipeline."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "data").mkdir()
+    write_table(folder / "data", "train.csv", 600, 1)
+    write_table(folder / "data", "test.csv", 200, 2)
+    (folder / "table.yaml").write_text(TABLE.replace("data:", "data:\n  source: data", 1))
+    result = call("run", folder / "runs", "table.yaml", cwd=folder)
+    assert result.code == 0, result.err
+    return folder, result
+
+
+def probabilities(path):
+    with path.open(newline="", encoding="utf-8") as file:
+        return {
+            row["id"] if "id" in row else row["row"]: float(row["probabilities/yes"])
+            for row in csv.DictReader(file)
+        }
+
+
+@pytest.mark.cluster
+@pytest.mark.slow
+def test_the_answers_are_those_of_the_evaluation(trained):
+    """Of the same split in the same order, and of the same rows as a file."""
+    folder, result = trained
+    evaluation = result.path_of("evaluation")
+    logits = np.load(evaluation / "predictions" / "output.npy")
+    both = np.exp(logits - logits.max(axis=1, keepdims=True))
+    expected = (both / both.sum(axis=1, keepdims=True))[:, 1]
+    made = call("predict", folder / "runs", "table", "--split", "test", "-o", "s.csv", cwd=folder)
+    assert made.code == 0, made.err
+    of_split = probabilities(folder / "s.csv")
+    assert np.abs(np.array(list(of_split.values())) - expected).max() <= TOLERANCE
+    arguments = ["table", "data/test.csv", "-o", "f.csv", "--columns", "id", "--batch-size", "7"]
+    made = call("predict", folder / "runs", *arguments, cwd=folder)
+    assert made.code == 0, made.err
+    of_file = probabilities(folder / "f.csv")
+    assert list(of_file) == [str(number) for number in range(200)]
+    # The shards have another order than the file.
+    found = np.sort(list(of_file.values()))
+    assert np.abs(found - np.sort(expected)).max() <= TOLERANCE
+
+
+PEAK = """
+import resource, subprocess, sys
+code = subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL).returncode
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)
+sys.exit(code)
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_the_memory_does_not_grow_with_the_rows(trained):
+    folder, _ = trained
+    peaks = {}
+    for rows in (100_000, 1_000_000):
+        write_table(folder, "many.csv", rows, 3)
+        arguments = ["predict", "table", "many.csv", "-o", "many-out.csv", "--columns", "id"]
+        found = subprocess.run(
+            [sys.executable, "-c", PEAK, FLOTILLA, *arguments, "--workdir", folder / "runs"],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert found.returncode == 0, found.stderr
+        peaks[rows] = int(found.stdout.split()[-1])
+        with (folder / "many-out.csv").open("rb") as file:
+            assert sum(1 for _ in file) == rows + 1
+    # In MiB. The ten times as many rows alone would take 300 more, as a table in memory.
+    assert peaks[1_000_000] - peaks[100_000] < 150, peaks

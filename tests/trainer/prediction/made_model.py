@@ -1,0 +1,73 @@
+"""Published models whose answers are known by plain arithmetic, in the layout of an export."""
+
+from __future__ import annotations
+
+import json
+
+import tensorflow as tf
+
+from trainer import storage
+from trainer.config.load import parse_config
+from trainer.data.spec import FeatureSpec
+from trainer.evaluation.signature import serving_name
+
+AGE = FeatureSpec(shape=(), dtype="float32", stored="float")
+COUNT = FeatureSpec(shape=(), dtype="int64", stored="int")
+CITY = FeatureSpec(shape=(), dtype="string", stored="bytes")
+
+
+def published(  # noqa: PLR0913
+    folder,
+    features,
+    answer,
+    *,
+    kinds=None,
+    labels=None,
+    types=None,
+    data=None,
+    dataset="",
+    batch_size=3,
+):
+    """Publish a model that answers by a function of tensors, in the order of the features."""
+    source = folder.with_name(f"{folder.name}-source")
+    takes = [
+        tf.TensorSpec((None, *spec.shape), spec.dtype, name=serving_name(name))
+        for name, spec in features.items()
+    ]
+    module = tf.Module()
+    module.serve = tf.function(answer, takes)
+    signatures = {"serving_default": module.serve.get_concrete_function()}
+    tf.saved_model.save(module, str(source / "serving/m/1"), signatures=signatures)
+    tree = {"name": "m", "data": data or {}, "evaluation": {"batch_size": batch_size}}
+    written = json.dumps(parse_config(tree).model_dump(mode="json"))
+    (source / "config.json").write_text(written)
+    kinds = kinds or {"": "regression"}
+    if isinstance(labels, list):
+        (source / "labels.txt").write_text("\n".join(labels) + "\n")
+        labels = {}
+    fields = {
+        "name": "m",
+        "saved_model": "serving/m/1",
+        "task": "classification",
+        "inputs": [{"feature": name, "name": serving_name(name)} for name in features],
+        "reads": [
+            {"feature": name, "type": (types or {}).get(name, ""), **spec.to_json()}
+            for name, spec in features.items()
+        ],
+        "kinds": kinds,
+        "labels": labels or {},
+        "made_from": {"dataset": dataset},
+    }
+    uri = storage.uri_of(folder)
+    storage.publish(source, uri, kind="model", fields=fields)
+    return uri
+
+
+def sums(folder, **more):
+    """Publish a regression of `age` plus `count`, and a thousand for a city that is Rome."""
+
+    def answer(age, count, city):
+        rome = 1000 * tf.cast(city == "Rome", tf.float32)
+        return {"prediction": age + tf.cast(count, tf.float32) + rome}
+
+    return published(folder, {"age": AGE, "count": COUNT, "city": CITY}, answer, **more)

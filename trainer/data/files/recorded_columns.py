@@ -1,0 +1,80 @@
+"""What an exported model says of its inputs, so that files can be read as those of training were.
+
+The manifest of a model has one entry an input: the spec by which it was stored, and the type that
+the column of the files had. Later files are read by it, and nothing is inferred from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.data import DataConfig
+from trainer.data.files.column_types import Column
+from trainer.data.spec import DatasetSpec, FeatureSpec
+from trainer.storage import Manifest
+
+# Height, width and channels.
+_PICTURE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedInput:
+    """One input of a model: its feature, how it is stored, and the column that it is read from."""
+
+    feature: str
+    spec: FeatureSpec
+    column: Column
+
+
+def recorded(spec: DatasetSpec, dataset: Manifest, config: DataConfig) -> list[dict[str, Any]]:
+    """Return what the manifest of a model says of the inputs of a dataset, in their order."""
+    # Those of `data.map` are columns before the function.
+    columns = [] if config.map else dataset.fields.get("columns", [])
+    types = {each["name"]: each["type"] for each in columns}
+    return [
+        {"feature": name, "type": types.get(name, ""), **spec.features[name].to_json()}
+        for name in spec.inputs
+    ]
+
+
+def inputs_of(entries: Sequence[Mapping[str, Any]]) -> tuple[RecordedInput, ...]:
+    """Return the inputs from what `recorded` returned."""
+    found = []
+    for entry in entries:
+        given = {name: value for name, value in entry.items() if name not in ("feature", "type")}
+        spec = FeatureSpec(
+            **{**given, "shape": tuple(given["shape"]), "labels": tuple(given["labels"])}
+        )
+        name = str(entry["feature"])
+        column = _column(name, spec, str(entry["type"]))
+        found.append(RecordedInput(feature=name, spec=spec, column=column))
+    return tuple(found)
+
+
+def _column(name: str, spec: FeatureSpec, said: str) -> Column:
+    kind = said or _type_of(spec)
+    return Column(
+        name=name,
+        type=kind,
+        why="the model",
+        gaps=kind in ("int", "bool") and spec.dtype.startswith("float"),
+        shape=spec.sizes,
+        dtype=spec.dtype,
+        stored=spec.stored,
+        classes=spec.labels if kind == "class" else (),
+    )
+
+
+def _type_of(spec: FeatureSpec) -> str:
+    """Return the type of a column that holds what a dataset that was no file has."""
+    if spec.stored == "image" or (len(spec.shape) == _PICTURE and spec.dtype == "uint8"):
+        return "image"
+    if spec.shape:
+        return "tensor"
+    if spec.labels:
+        return "class"
+    if spec.dtype in ("string", "bool"):
+        return {"string": "text", "bool": "bool"}[spec.dtype]
+    return "float" if "float" in spec.dtype else "int"

@@ -1,0 +1,1 @@
+"""An exported model on data of any size: `flotilla predict`."""

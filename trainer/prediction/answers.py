@@ -1,0 +1,154 @@
+"""What a model answers, in the words of its task: classes by name, probabilities, numbers.
+
+Each output gives these columns; those of several outputs are in a struct named after the output.
+
+    classification            prediction, probability, probabilities by class
+    binary classification     the same, of the two classes
+    multilabel classification prediction (a list), probabilities by class
+    sequence to label         as classification
+    sequence labelling        prediction and probability (lists as long as the example)
+    regression                prediction
+    ranking                   score, probability
+    a task of the user's      its answers as they are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from trainer.prediction.exported_model import ExportedModel
+
+# With more classes their probabilities are a list in the order of the classes.
+MOST_NAMED = 1000
+_HALF = 0.5
+Answers = Mapping[str, NDArray[Any]]
+Columns = dict[str, pa.Array]
+
+
+def columns_of(model: ExportedModel, answers: Answers, lengths: Any) -> Columns:
+    """Return the columns for the answers to a batch; `lengths` are those of its examples."""
+    if set(model.kinds) == {""}:
+        return _columns(model.kinds[""], model.labels.get("", ()), answers, lengths)
+    found: Columns = {}
+    for name, kind in model.kinds.items():
+        own = {
+            column.removeprefix(f"{name}_"): values
+            for column, values in answers.items()
+            if column.startswith(f"{name}_")
+        }
+        inner = _columns(kind, model.labels.get(name, ()), own, lengths)
+        found[name] = pa.StructArray.from_arrays(list(inner.values()), list(inner))
+    return found
+
+
+def unsound(answers: Answers) -> int:
+    """Return for how many examples there is a number that is not finite."""
+    rows = [
+        np.isfinite(each.reshape(len(each), -1)).all(axis=1)
+        for each in answers.values()
+        if each.dtype.kind == "f"
+    ]
+    return int((~np.logical_and.reduce(rows)).sum()) if rows else 0
+
+
+def _columns(kind: str, labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
+    made, needs = _KINDS.get(kind, (_raw, ()))
+    # A task that is derived from one of ours may answer otherwise.
+    if not all(each in answers for each in needs):
+        made = _raw
+    return made(labels, answers, lengths)
+
+
+def _classes(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
+    each = answers["probabilities"]
+    best = each.argmax(axis=-1)
+    names = _names(labels, each.shape[-1])
+    return {
+        "prediction": pa.array(names[best].tolist(), pa.string()),
+        "probability": pa.array(np.take_along_axis(each, best[:, None], axis=-1)[:, 0]),
+        "probabilities": _by_class(names, each),
+    }
+
+
+def _binary(labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
+    second = answers["probability"]
+    both = np.stack([1 - second, second], axis=-1)
+    return _classes(labels, {"probabilities": both}, lengths)
+
+
+def _several(labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
+    each = answers["probabilities"]
+    names = _names(labels, each.shape[-1])
+    found = [names[row > _HALF].tolist() for row in each]
+    return {
+        "prediction": pa.array(found, pa.list_(pa.string())),
+        "probabilities": _by_class(names, each),
+    }
+
+
+def _places(labels: Sequence[str], answers: Answers, lengths: Any) -> Columns:
+    each = answers["probabilities"]
+    best = each.argmax(axis=-1)
+    names = _names(labels, each.shape[-1])
+    cut = [len(row) for row in each] if lengths is None else lengths.tolist()
+    highest = each.max(axis=-1)
+    predicted = [names[row[:size]].tolist() for row, size in zip(best, cut, strict=True)]
+    sure = [row[:size].tolist() for row, size in zip(highest, cut, strict=True)]
+    numbers: Any = pa.float32()
+    for _ in range(best.ndim - 1):
+        numbers = pa.list_(numbers)
+    return {"prediction": pa.array(predicted), "probability": pa.array(sure, numbers)}
+
+
+def _scores(_labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
+    return {"score": pa.array(answers["logit"]), "probability": pa.array(answers["probability"])}
+
+
+def _raw(_labels: Sequence[str], answers: Answers, _lengths: Any) -> Columns:
+    return {name: _nested(values) for name, values in answers.items()}
+
+
+def _names(labels: Sequence[str], count: int) -> NDArray[Any]:
+    known = list(labels) if len(labels) == count else [str(each) for each in range(count)]
+    return np.array(known, object)
+
+
+def _by_class(names: NDArray[Any], each: NDArray[Any]) -> pa.Array:
+    if len(names) > MOST_NAMED or len(set(names)) < len(names):
+        return _nested(each)
+    columns = [pa.array(np.ascontiguousarray(each[:, at])) for at in range(len(names))]
+    return pa.StructArray.from_arrays(columns, names.tolist())
+
+
+def _nested(values: NDArray[Any]) -> pa.Array:
+    """Return an array as one of lists, as deep as it has axes besides the examples."""
+    if values.dtype == object:
+        return pa.array([_text(each) for each in values.tolist()])
+    found = pa.array(values.reshape(-1))
+    for size in values.shape[:0:-1]:
+        offsets = np.arange(0, len(found) + 1, max(size, 1), dtype=np.int32)
+        found = pa.ListArray.from_arrays(pa.array(offsets), found)
+    return found
+
+
+def _text(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_text(each) for each in value]
+    return value.decode(errors="replace") if isinstance(value, bytes) else value
+
+
+_Made = Callable[[Sequence[str], Answers, Any], Columns]
+_KINDS: dict[str, tuple[_Made, tuple[str, ...]]] = {
+    "classification": (_classes, ("probabilities",)),
+    "sequence_to_label": (_classes, ("probabilities",)),
+    "binary_classification": (_binary, ("probability",)),
+    "multilabel_classification": (_several, ("probabilities",)),
+    "sequence_labelling": (_places, ("probabilities",)),
+    "regression": (lambda _labels, answers, _lengths: _raw((), answers, None), ("prediction",)),
+    "ranking": (_scores, ("logit", "probability")),
+}

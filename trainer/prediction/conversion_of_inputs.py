@@ -1,0 +1,140 @@
+"""Columns of a file become the inputs of a model; a value that does not fit breaks its row."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from trainer.config.data import ImageConfig
+from trainer.data.examples import images
+from trainer.data.files.column_scan import is_list
+from trainer.data.files.conversion import Values, converted
+from trainer.data.files.pictures import Pictures
+from trainer.data.files.recorded_columns import RecordedInput
+from trainer.data.spec import FeatureSpec
+
+
+@dataclass(frozen=True)
+class Converted:
+    """The values of an input by row, which of them are broken, and why, in words."""
+
+    values: Sequence[Any] | NDArray[Any]
+    bad: NDArray[np.bool_]
+    why: Sequence[str]
+
+
+def convert(wanted: RecordedInput, array: pa.Array, image: ImageConfig, folder: str) -> Converted:
+    """Return the values of some rows.
+
+    Args:
+        wanted: what the model takes.
+        array: the values as they are in the file.
+        image: how images are decoded.
+        folder: URI of the folder that paths of images are relative to.
+    """
+    column, spec = wanted.column, wanted.spec
+    if column.type == "image" and not is_list(array.type):
+        return _pictures(spec, Pictures(image, folder), array)
+    if spec.shape:
+        return _lists(spec, array)
+    try:
+        return _in_range(spec, array, converted(column, array, required=False))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, pa.ArrowTypeError):
+        size = len(array)
+        why = f"is {array.type}, and the model takes {column.type}"
+        return Converted(np.zeros(size), np.ones(size, np.bool_), [why] * size)
+
+
+def as_input(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    """Return values of rows that are not broken as the model takes them: decoded, and padded."""
+    if spec.stored == "image" and not isinstance(values[0], np.ndarray):
+        pixels: NDArray[Any] = images.decode(spec, tf.constant(list(values))).numpy()
+        return pixels
+    if spec.varies:
+        return _padded(spec, values)
+    if spec.dtype == "string":
+        return np.asarray(values, object)
+    return np.asarray(values).astype(tf.as_dtype(spec.dtype).as_numpy_dtype)
+
+
+def _padded(spec: FeatureSpec, values: Sequence[Any] | NDArray[Any]) -> NDArray[Any]:
+    longest = max(1, *(len(each) for each in values))
+    is_text = spec.dtype == "string"
+    fill: Any = b"" if is_text else spec.padding
+    dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
+    found = np.full((len(values), longest, *spec.sizes[1:]), fill, dtype)
+    for place, each in enumerate(values):
+        found[place, : len(each)] = each
+    return found
+
+
+def _in_range(spec: FeatureSpec, array: pa.Array, found: Values) -> Converted:
+    values, bad = found.values, found.bad
+    dtype = tf.as_dtype(spec.dtype)
+    if dtype.is_integer and values.dtype.kind in "iu":
+        bad = bad | (values < dtype.min) | (values > dtype.max)
+    why = [""] * len(bad)
+    for place in np.flatnonzero(bad):
+        why[place] = f"{found.why} ({str(array[int(place)].as_py())[:40]!r})"
+    return Converted(values, bad, why)
+
+
+def _pictures(spec: FeatureSpec, pictures: Pictures, array: pa.Array) -> Converted:
+    values, bad, why = pictures.decoded(spec, array.to_pylist())
+    return Converted(values, bad, why)
+
+
+def _lists(spec: FeatureSpec, array: pa.Array) -> Converted:
+    """Return lists, also those that are written as JSON in a text, as arrays of one shape."""
+    is_text = spec.dtype == "string"
+    dtype: Any = object if is_text else tf.as_dtype(spec.dtype).as_numpy_dtype
+    empty = np.zeros(tuple(0 if size is None else size for size in spec.shape), dtype)
+    found: list[NDArray[Any]] = []
+    why: list[str] = []
+    for row in array.to_pylist():
+        try:
+            values = np.asarray(json.loads(row) if isinstance(row, str | bytes) else row)
+            if values.size:
+                _check_kind(values, spec)
+            values = np.vectorize(_encoded, otypes=[object])(values) if is_text else values
+            values = values.astype(dtype) if values.size else empty
+        except (TypeError, ValueError, OverflowError):
+            values = None
+        if values is None or not _fits(spec, values.shape):
+            sizes = ", ".join("any" if size is None else str(size) for size in spec.shape)
+            what = f"is no {spec.dtype} of shape ({sizes})"
+            why.append(what if values is None else f"{what}: it has {list(values.shape)}")
+            values = empty
+        else:
+            why.append("")
+        found.append(values)
+    bad = np.array([bool(each) for each in why], np.bool_)
+    return Converted(found, bad, why)
+
+
+def _check_kind(values: NDArray[Any], spec: FeatureSpec) -> None:
+    kinds = {"string": "U", "bool": "b"}.get(spec.dtype, "iub")
+    kinds = "iubf" if "float" in spec.dtype else kinds
+    if values.dtype.kind not in kinds:
+        raise TypeError
+    if "int" in spec.dtype:
+        limits = np.iinfo(spec.dtype)
+        if values.min() < limits.min or values.max() > limits.max:
+            raise OverflowError
+
+
+def _fits(spec: FeatureSpec, shape: tuple[int, ...]) -> bool:
+    return len(shape) == len(spec.shape) and all(
+        size in (None, found) for size, found in zip(spec.shape, shape, strict=True)
+    )
+
+
+def _encoded(value: str) -> bytes:
+    return value.encode()

@@ -1,0 +1,132 @@
+"""An exported model, fetched by its manifest, verified and loaded to be asked in batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from trainer import storage, user_code
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
+from trainer.data.files.recorded_columns import RecordedInput, inputs_of, recorded
+from trainer.data.spec import DatasetSpec
+from trainer.errors import UserError
+from trainer.evaluation.signature import LABELS, SERVING
+from trainer.models.registry import refused_input
+
+KIND = "model"
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExportedModel:
+    """A loaded model.
+
+    Attributes:
+        config: of the run that made it.
+        inputs: what it takes, in order.
+        kinds: the kind of each output by name, as `trainer.tasks` names them; that of a single
+            output has no name.
+        labels: names of the classes of each output.
+        dataset: URI of the dataset that it was trained on.
+    """
+
+    uri: str
+    config: Config
+    inputs: tuple[RecordedInput, ...]
+    kinds: Mapping[str, str]
+    labels: Mapping[str, Sequence[str]]
+    dataset: str
+    signature: Any
+    names: Mapping[str, str]
+
+    @property
+    def varying_answers(self) -> frozenset[str]:
+        """The answers whose second axis is as long as the longest input of the batch."""
+        return frozenset(
+            name
+            for name, each in self.signature.structured_outputs.items()
+            if len(each.shape) > 1 and each.shape[1] is None
+        )
+
+    def ask(self, inputs: Arrays) -> dict[str, NDArray[Any]]:
+        """Return the answers to a batch of inputs by feature; raises `UserError`."""
+        given = {
+            self.names[each.feature]: tf.constant(inputs[each.feature], each.spec.dtype)
+            for each in self.inputs
+        }
+        with _refusals(self.uri), refused_input():
+            return {name: each.numpy() for name, each in self.signature(**given).items()}
+
+
+def fetched(uri: str, folder: Path) -> ExportedModel:
+    """Fetch the model published at `uri` into `folder`, verified, and load it.
+
+    Raises:
+        UserError: it is missing, damaged or no model, or cannot be loaded.
+    """
+    manifest = storage.read_manifest(uri)
+    if manifest.kind != KIND:
+        raise UserError(f"{uri} is a {manifest.kind} and not a {KIND}: name a model")
+    fields = manifest.fields
+    place = str(fields["saved_model"])
+    few = {LABELS, "config.json"}
+    storage.fetch(
+        uri,
+        folder,
+        only=lambda path: path in few or path.startswith(f"{place}/"),
+        manifest=manifest,
+    )
+    config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    with _refusals(uri):
+        signature = tf.saved_model.load(folder / place).signatures[SERVING]
+    made_from = fields.get("made_from", {})
+    labels = folder / LABELS
+    return ExportedModel(
+        uri=uri,
+        config=config,
+        inputs=inputs_of(_entries(uri, fields, config)),
+        # A model of an earlier version names its task alone.
+        kinds=fields.get("kinds") or {"": fields.get("task", "classification")},
+        labels=fields.get("labels")
+        or {"": labels.read_text(encoding="utf-8").splitlines() if labels.is_file() else []},
+        dataset=str(made_from.get("dataset", "")),
+        signature=signature,
+        names={each["feature"]: each["name"] for each in fields["inputs"]},
+    )
+
+
+def _entries(uri: str, fields: Mapping[str, Any], config: Config) -> list[dict[str, Any]]:
+    if "reads" in fields:
+        return list(fields["reads"])
+    # A model of an earlier version: its dataset says how it was read.
+    dataset = str(fields.get("made_from", {}).get("dataset", ""))
+    try:
+        manifest = storage.read_manifest(dataset)
+    except storage.NotPublished:
+        raise UserError(
+            f"{uri} was exported by an earlier version and does not say how its inputs are read, "
+            f"and its dataset {dataset} is gone: train and export it again"
+        ) from None
+    return recorded(DatasetSpec.from_manifest(manifest), manifest, config.data)
+
+
+@contextmanager
+def _refusals(uri: str) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError:
+        raise UserError("there is not enough memory for a batch; lower --batch-size") from None
+    except UserError:
+        raise
+    # A SavedModel may raise anything.
+    except Exception as error:
+        line = " ".join(str(user_code.line_of(error)).split())[:500]
+        raise UserError(f"the model {uri} cannot be asked: {line}") from error

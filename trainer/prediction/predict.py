@@ -1,0 +1,122 @@
+"""Ask an exported model about data of any size, batch by batch, and write a row for each example.
+
+The memory does not grow with the rows: files are read as streams, and rows are written as they are
+answered.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+
+from trainer.errors import ConfigError, UserError
+from trainer.prediction.answers import columns_of, unsound
+from trainer.prediction.batch import Batch, Examples
+from trainer.prediction.exported_model import ExportedModel, fetched
+from trainer.prediction.file_examples import FileExamples, batch_size_for
+from trainer.prediction.output import WRITERS, Writer, rows_to
+from trainer.prediction.request import STANDARD_OUTPUT, Request, Summary, Tell
+from trainer.prediction.split_examples import SplitExamples
+
+_log = logging.getLogger(__name__)
+
+
+def predict(request: Request, tell: Tell) -> Summary:
+    """Answer a request; `tell` is called with the rows so far, and with lines for the user.
+
+    Raises:
+        UserError: the model or the data cannot be read, or the rows cannot be written; a file
+            that was there before is as it was then.
+    """
+    with tempfile.TemporaryDirectory(prefix="predict-") as name:
+        scratch = Path(name)
+        model = fetched(request.model, scratch / "model")
+        with _in_words_of_a_prediction():
+            examples = _examples(model, request, scratch, tell)
+            size = batch_size_for(
+                model.inputs, request.batch_size, model.config.evaluation.batch_size
+            )
+            with _rows(request) as writer:
+                return _predicted(model, examples, size, writer, tell)
+
+
+def _predicted(
+    model: ExportedModel, examples: Examples, size: int, writer: Writer, tell: Tell
+) -> Summary:
+    rows = bad = 0
+    began = time.monotonic()
+    for batch in examples.batches(size):
+        answers = model.ask(batch.inputs)
+        lengths = batch.lengths if model.varying_answers else None
+        columns = columns_of(model, answers, lengths)
+        writer.write(_joined(batch, columns))
+        bad += unsound(answers)
+        rows += len(batch.copied)
+        tell(rows, "")
+    if bad:
+        tell(rows, f"{bad} of {rows} rows have an answer that is not finite")
+    seconds = time.monotonic() - began
+    return Summary(rows=rows, skipped=examples.skipped, unsound=bad, seconds=seconds)
+
+
+def _joined(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
+    copied = dict(zip(batch.copied.column_names, batch.copied.columns, strict=True))
+    if both := [name for name in copied if name in columns]:
+        raise ConfigError(
+            f"--columns: the answers have a column {both[0]!r} of their own; rename that of the "
+            "data, or leave it out"
+        )
+    return pa.table({**copied, **columns})
+
+
+def _examples(model: ExportedModel, request: Request, scratch: Path, tell: Tell) -> Examples:
+    if request.split:
+        return SplitExamples(model, request, scratch)
+    return FileExamples(model, request, scratch, tell)
+
+
+@contextmanager
+def _rows(request: Request) -> Iterator[Writer]:
+    if request.output != STANDARD_OUTPUT:
+        with rows_to(Path(request.output), request.form) as writer:
+            yield writer
+        return
+    writer = WRITERS[request.form](sys.stdout.buffer)
+    try:
+        yield writer
+        writer.close()
+        sys.stdout.buffer.flush()
+    except BrokenPipeError:
+        # The reader has what it wanted, as `head` has.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        raise
+    except OSError as error:
+        raise UserError(f"cannot write to standard output: {error.strerror}") from None
+
+
+@contextmanager
+def _in_words_of_a_prediction() -> Iterator[None]:
+    """Say an error of the readers, which are those of training, without the keys of its data."""
+    try:
+        yield
+    except UserError as error:
+        text = str(error).removeprefix("data.source: ")
+        for key, option in {
+            "set data.format": "set --format",
+            "data.format: ": "",
+            "data.source": "the input",
+        }.items():
+            text = text.replace(key, option)
+        if text == str(error):
+            raise
+        raise type(error)(text) from error
