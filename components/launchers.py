@@ -14,6 +14,7 @@ from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
+from trainer.storage import mirror
 
 if TYPE_CHECKING:
     from components.kubernetes.engine import Engine
@@ -57,6 +58,8 @@ def choose(job: Job) -> Launcher:
         UserError: the API does not answer, or serves none of the engines.
     """
     launcher = job.config.cluster.launcher
+    if mirror.current():
+        return "local"
     if launcher != "auto":
         return launcher
     from components.kubernetes import choice
@@ -80,6 +83,12 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def _launch_here(job: Job) -> None:
+    replay = mirror.current()
+    if replay and replay.in_process:
+        from trainer.training import in_process
+
+        in_process.train_here(job)
+        return
     if os.environ.get(events.VARIABLE):
         # Who started the run follows the events of its tasks.
         local.launch(job)

@@ -43,6 +43,7 @@ def run_step(
     model_descriptor: Any = None,
 ) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
+    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
@@ -65,7 +66,7 @@ def run_step(
             descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})
             return word
 
-    return tried("register_model", run_at(root, run_id), work)
+    return tried("register_model", run_at(root, run_id), work, call=call)
 
 
 def _compared(
