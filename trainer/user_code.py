@@ -144,22 +144,22 @@ def traceback_of(error: BaseException) -> str:
     return text
 
 
-def frames_of(error: BaseException) -> list[FrameType]:
-    """Return the frames of an error from outside in, up to the innermost of the user's code.
+def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return frames and lines of an error from outside in, up to the innermost of the user's code.
 
     All frames of the error where none is the user's; for a debugger.
     """
     for each in _chain(error):
-        found = [frame for frame, _ in traceback.walk_tb(each.__traceback__)]
+        found = list(traceback.walk_tb(each.__traceback__))
         own = [
             number
-            for number, frame in enumerate(found)
+            for number, (frame, _) in enumerate(found)
             if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
         ]
         if own:
             return found[: own[-1] + 1]
     innermost = [each for each in _chain(error) if each.__traceback__]
-    return [frame for frame, _ in traceback.walk_tb(innermost[-1].__traceback__)] if innermost else []
+    return list(traceback.walk_tb(innermost[-1].__traceback__)) if innermost else []
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from components.table import EXIT_STEP
 from pipelines.replay.recorded import RecordedStep
 from trainer import storage
 from trainer.checkpoints.index import list_checkpoints
-from trainer.config.load import parse_config, parse_value
+from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.promotion import registry
@@ -154,7 +155,7 @@ def _known(uri: str, snapshot: Snapshot) -> str:
 
 
 def _config(recorded: RecordedStep) -> Config:
-    return parse_config(parse_value(str(recorded.given.arguments["config"])))
+    return parse_config(json.loads(str(recorded.given.arguments["config"])))
 
 
 def require_room(inputs: list[Input], folder: Path) -> None:
