@@ -70,7 +70,7 @@ def given_to(step: str, call: Mapping[str, Any]) -> Given:
         on_this_machine=bool(os.environ.get(RUN_FOLDER)),
         version=version("flotilla"),
         commit=lineage.commit(),
-        code=digests(plain.get("config", "")),
+        code=digests(str(plain.get("config", ""))),
     )
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from components import contract
+from pipelines.replay.debugger import post_mortem
 from trainer.errors import UserError
 from trainer.storage import mirror
 
@@ -41,8 +42,6 @@ def main() -> None:
         _run(step, arguments, tree["artifacts"], folder)
     except SystemExit as ended:
         if tree["debug"] and ended.__context__ is not None:
-            from pipelines.replay.debugger import post_mortem
-
             post_mortem(ended.__context__)
         raise
 

@@ -40,6 +40,7 @@ REPLAYS = "replays"
 # So long a step that was asked to end may take.
 _END_SECONDS = 20
 _POD = "replay"
+_MEGABYTE = 1_000_000
 OnLine = Callable[[str], None]
 
 
@@ -121,7 +122,7 @@ def replay(options: ReplayOptions, on_line: OnLine = lambda _line: None) -> Repl
             fetched = fetch(inputs, folder, snapshot)
         _lay_out(folder, recorded)
         with reported(f"write to {folder}"):
-            said = {"step": recorded.step, "arguments": arguments}
+            said: dict[str, Any] = {"step": recorded.step, "arguments": arguments}
             said |= {"artifacts": dict(recorded.given.artifacts), "debug": options.debug}
             mirror.write(folder, snapshot, {**said, "in_process": options.debug})
         replayed = _run(recorded, folder, debug=options.debug)
@@ -144,7 +145,7 @@ def _ended(recorded: RecordedStep) -> str:
 
 
 def _size(size: int) -> str:
-    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size} bytes"
+    return f"{size / 1e6:.1f} MB" if size >= _MEGABYTE else f"{size} bytes"
 
 
 @contextmanager
