@@ -108,6 +108,8 @@ def _of_figures(recorded: StepResult, replayed: StepResult) -> Verdict:
         deciding = {name: pair for name, pair in differs.items() if name in _REACHED}
     if not deciding:
         words = f"the same figures: {', '.join(_short(pairs)) or 'it has none'}"
+        if reasons := recorded.metrics.get("reasons"):
+            words = f"the same decision, {recorded.metrics.get('decision')}: {'; '.join(reasons)}"
         if differs:
             words = f"as far as on record; training is not repeatable: {', '.join(_pairs(differs))}"
         return Verdict(same=True, words=words, differs=differs)

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
-from trainer.storage.local import FileStore
+from trainer.storage.local import FileStore, NotAFileError
 from trainer.storage.manifest import MANIFEST, Checksum, Manifest
 from trainer.storage.mirror import Replay, Snapshot
 from trainer.storage.store import ListedFile, Store
@@ -216,7 +216,7 @@ class Overlay:
     def _is_there(self, uri: str) -> bool:
         try:
             self.read(uri)
-        except (*_ABSENT, IsADirectoryError):
+        except (*_ABSENT, NotAFileError):
             return False
         return True
 
