@@ -22,6 +22,7 @@ from trainer.storage.errors import reported
 from trainer.storage.manifest import MANIFEST
 from trainer.storage.mirror import Snapshot
 from trainer.storage.overlay import below
+from trainer.topology import topology_of
 
 # Arguments of steps that are URIs of published directories.
 _DIRECTORIES = ("dataset", "checkpoint", "evaluation", "decision", "model")
@@ -73,11 +74,12 @@ def _last_attempt(recorded: RecordedStep) -> float:
     """Return when training began again for the last time, in this step; 0 where it did not."""
     if recorded.step != _TRAINS:
         return 0.0
-    leading = ("chief-0", "worker-0")
+    strategy = topology_of(_config(recorded).training.strategy)
+    leading = "chief-0" if strategy.chief else "worker-0"
     began = [
         float(each.get("time", 0.0))
         for each in recorded.record.incidents
-        if each.get("event") in (None, "restart") and each.get("task") in leading
+        if each.get("event") in (None, "restart") and each.get("task") == leading
     ]
     return max(began, default=0.0)
 

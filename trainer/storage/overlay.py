@@ -29,7 +29,9 @@ _Found = TypeVar("_Found")
 def over(uri: str, replay: Replay, store_of: Callable[[str], Store]) -> Store:
     """Return the store that serves `uri` in a replay; `store_of` returns the one elsewhere."""
     snapshot = replay.snapshot
-    if below(uri, snapshot.root) is None or _is_own(uri, replay):
+    if _is_own(uri, replay):
+        return store_of(uri)
+    if below(uri, snapshot.root) is None:
         return ReadOnly(store_of(uri))
     return Overlay(store_of(snapshot.source), replay)
 

@@ -107,7 +107,9 @@ class ClusterRun:
             )
             for each in OUTPUTS[name]
         }
-        own = {"root": self.root, "run_id": self.run_id} if name != "prepare_data" else {}
+        own = {"root": self.root}
+        if name != "prepare_data":
+            own["run_id"] = self.run_id
         given = {**own, **made, **arguments}
         if name in ("validate_data", "check_gate"):
             given["uri_path"] = str(self.folder / uuid4().hex)
@@ -197,7 +199,7 @@ def _no_files(run: ClusterRun) -> StepRecord:
 
 
 def _refused_data(run: ClusterRun) -> StepRecord:
-    config = run.config(data={"gate": {"min_examples": {"train": 1000}}})
+    config = run.config(data={"gate": {"rules": {"all": "refuse"}, "limits": {"imbalance": 1.0}}})
     return run.step("validate_data", config=config, dataset=run.dataset)
 
 

@@ -113,4 +113,4 @@ def test_training_begins_where_its_last_attempt_has_begun(root, tmp_path):
     assert first(task="chief-0", time=1772323230.0) == ["step-100"]
     assert first(task="chief-0", time=1772323290.0) == ["step-200"]
     # One that did not lead has begun again in the midst of an attempt.
-    assert first(task="worker-1", time=1772323290.0) == []
+    assert first(task="worker-0", time=1772323290.0) == []
