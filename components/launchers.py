@@ -7,14 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from components.image import DEFAULTS, PodDefaults
-from trainer import events
+from trainer import events, mirror
 from trainer.cluster import completion, local, task_logs
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
 from trainer.config.load import parse_config, parse_value
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
-from trainer.storage import mirror
 
 if TYPE_CHECKING:
     from components.kubernetes.engine import Engine
@@ -85,9 +84,9 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 def _launch_here(job: Job) -> None:
     replay = mirror.current()
     if replay and replay.in_process:
-        from trainer.training import in_process
+        from trainer.training import task
 
-        in_process.train_here(job)
+        task.train_here(job)
         return
     if os.environ.get(events.VARIABLE):
         # Who started the run follows the events of its tasks.

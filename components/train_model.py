@@ -59,7 +59,6 @@ def run_step(
 
     The pods of a TFJob get the image and the secret of the run where its settings name none.
     """
-    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
@@ -93,7 +92,9 @@ def run_step(
         descriptor.describe(checkpoint, found.uri, {"tensorboard": logs, **metrics})
         return found.uri
 
-    return tried("train_model", run_at(root, run_id), work, inputs={"dataset": dataset}, call=call)
+    return tried(
+        "train_model", run_at(root, run_id), work, inputs={"dataset": dataset}, call=locals()
+    )
 
 
 def _metrics(found: HandedOn) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from components.locations import is_local_run
 from components.records import given, step_record
 from components.records.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, step_of
-from trainer import events, masking, variables
+from trainer import events, masking, mirror, variables
 from trainer.cluster import signals
 from trainer.errors import (
     DONE,
@@ -38,7 +38,6 @@ from trainer.errors import (
     UserError,
 )
 from trainer.events import Event, StepBegin, StepEnd
-from trainer.storage import mirror
 from trainer.user_code import line_of, traceback_of
 
 # Set by a runner that was asked to end: no step but the exit step does its work then.

@@ -30,9 +30,9 @@ def replay(
 
     A run of a cluster is found by --set storage.root=URI, or by --endpoint.
     """
-    from pipelines.replay import replay as replays
+    from pipelines.replay import execution
 
-    options = replays.ReplayOptions(
+    options = execution.ReplayOptions(
         run=run,
         step=step,
         settings=tuple(assignments or ()),
@@ -40,7 +40,7 @@ def replay(
         instance=instance,
         debug=pdb,
     )
-    result = replays.replay(options, lambda line: note(f"flotilla: {line}"))
+    result = execution.replay(options, lambda line: note(f"flotilla: {line}"))
     verdict, replayed = result.verdict, result.replayed
     note(f"flotilla: {result.recorded.step}: {verdict.words}")
     note(f"flotilla: what it wrote is in {result.folder}; remove it when you are done")
@@ -48,7 +48,7 @@ def replay(
         status="same" if verdict.same else "different",
         code=DONE if verdict.same else FAILED,
         run_id=result.recorded.run_id,
-        metrics=replays.figures_of(result),
+        metrics=execution.metrics_of(result),
         message=replayed.error if replayed else "the process of the step was killed",
         more={
             "step": result.recorded.step,

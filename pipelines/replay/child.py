@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
+import pdb
 import sys
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import SimpleNamespace
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from components import contract
-from pipelines.replay.debugger import post_mortem
+from trainer import mirror
 from trainer.errors import UserError
-from trainer.storage import mirror
+from trainer.user_code import frames_of, line_of
+
+log = logging.getLogger(__name__)
 
 
 class OutputArtifact:
@@ -75,6 +79,23 @@ def _artifact(name: str, said: Mapping[str, Any], place: Path) -> Any:
     if said.get("tree") is not None:
         path.write_text(json.dumps(said["tree"]), encoding="utf-8")
     return OutputArtifact(str(said.get("uri", "")), path)
+
+
+def post_mortem(error: BaseException) -> None:
+    """Open pdb at the innermost frame of the user's code in an error, or where it was raised.
+
+    `up` leads to what called it. The end of the input ends the debugger.
+    """
+    trace: TracebackType | None = None
+    for frame, line in reversed(frames_of(error)):
+        # What the user's code has called is left out: pdb begins at the last one.
+        trace = TracebackType(trace, frame, frame.f_lasti, line)
+    if trace is None:
+        return
+    log.error("%s", line_of(error))
+    debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr)
+    debugger.reset()
+    debugger.interaction(None, trace)
 
 
 if __name__ == "__main__":

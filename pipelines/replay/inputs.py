@@ -11,17 +11,17 @@ from pathlib import Path
 
 from components.table import EXIT_STEP
 from pipelines.replay.recorded import RecordedStep
-from trainer import storage
+from trainer import mirror, storage
 from trainer.checkpoints.index import list_checkpoints
 from trainer.config.load import parse_config
 from trainer.config.schema import Config
 from trainer.errors import UserError
+from trainer.mirror import Snapshot
 from trainer.promotion import registry
-from trainer.storage import Manifest, mirror
+from trainer.storage import Manifest
 from trainer.storage.errors import reported
 from trainer.storage.manifest import MANIFEST
-from trainer.storage.mirror import Snapshot
-from trainer.storage.overlay import below
+from trainer.storage.replays.overlay import below
 from trainer.topology import topology_of
 
 # Arguments of steps that are URIs of published directories.

@@ -66,7 +66,7 @@ def compare(recorded: StepResult, replayed: StepResult | None) -> Verdict:
         return Verdict(same=False, words=words)
     if recorded.status != "done":
         return _of_failures(recorded, replayed)
-    return _of_figures(recorded, replayed)
+    return _of_metrics(recorded, replayed)
 
 
 def _is_killed(recorded: StepResult) -> bool:
@@ -99,7 +99,7 @@ def _bare(text: str) -> str:
     return " ".join(text.split())
 
 
-def _of_figures(recorded: StepResult, replayed: StepResult) -> Verdict:
+def _of_metrics(recorded: StepResult, replayed: StepResult) -> Verdict:
     names = [name for name in {**recorded.metrics, **replayed.metrics} if name not in _APART]
     pairs = {name: (recorded.metrics.get(name), replayed.metrics.get(name)) for name in names}
     differs = {name: pair for name, pair in pairs.items() if not _equal(*pair)}

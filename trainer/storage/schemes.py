@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from trainer import mirror
 from trainer.errors import UserError
-from trainer.storage import mirror, overlay
 from trainer.storage.bucket import Bucket, Retrying
 from trainer.storage.local import FileStore
 from trainer.storage.object_store import ObjectStore
+from trainer.storage.replays import overlay
 from trainer.storage.s3_endpoint import endpoint_of
 from trainer.storage.store import Store
 from trainer.storage.uri import Location, locate, scheme_of

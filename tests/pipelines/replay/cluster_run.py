@@ -80,7 +80,10 @@ class ClusterRun:
         self.s3.create_bucket(self.bucket)
         self.dataset = self._copied(self.small.dataset, "datasets", "digits")
         self.checkpoint = self._copied(
-            self.small.checkpoint, self.run_id, "checkpoints", storage.name_of(self.small.checkpoint)
+            self.small.checkpoint,
+            self.run_id,
+            "checkpoints",
+            storage.name_of(self.small.checkpoint),
         )
 
     @property
@@ -199,7 +202,8 @@ def _no_files(run: ClusterRun) -> StepRecord:
 
 
 def _refused_data(run: ClusterRun) -> StepRecord:
-    config = run.config(data={"gate": {"rules": {"all": "refuse"}, "limits": {"imbalance": 1.0}}})
+    limits = {"duplicates": 0.0, "leakage": 0.0, "imbalance": 1.0, "label_leakage": 0.5}
+    config = run.config(data={"gate": {"rules": {"all": "refuse"}, "limits": limits}})
     return run.step("validate_data", config=config, dataset=run.dataset)
 
 

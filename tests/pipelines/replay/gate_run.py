@@ -1,4 +1,4 @@
-"""A run below a storage root in which the gate has judged an evaluation, made without TensorFlow."""
+"""A run below a storage root with a judged evaluation, made without TensorFlow."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def evaluation_at(folder: Path, root: str, accuracy: float = 0.9) -> str:
 def gated(folder: Path, root: str, evaluation: str, **gate: Any) -> StepRecord:
     """Run the gate of the run, to whichever end; return its record."""
     config = parse_config({"gate": {"min": {}, **gate}}).model_dump_json()
-    artifact = OutputArtifact(f"s3://b/v2/flotilla/{RUN}/check-gate/1/decision", folder / "artifact")
+    artifact = OutputArtifact(
+        f"s3://b/v2/flotilla/{RUN}/check-gate/1/decision", folder / "artifact"
+    )
     with suppress(SystemExit):
         check_gate.run_step(config, root, RUN, evaluation, str(folder / "uri"), artifact)
     at = storage.join(root, RUN)

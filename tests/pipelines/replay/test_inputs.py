@@ -1,4 +1,4 @@
-"""What a step reads: as it was at its time, counted before it is fetched, and named where it is gone."""
+"""What a step reads: as it was, counted before it is fetched, named where it is gone."""
 
 import json
 import shutil
@@ -11,11 +11,10 @@ from components.records.step_record import StepRecord
 from pipelines.replay import inputs
 from pipelines.replay.recorded import RecordedStep
 from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated, published
-from trainer import storage
+from trainer import mirror, storage
 from trainer.config.load import parse_config
 from trainer.errors import UserError
 from trainer.promotion import registry
-from trainer.storage import mirror
 
 TEXT = parse_config({}).model_dump_json()
 
@@ -66,7 +65,7 @@ def test_a_disk_that_is_too_small(root, tmp_path, monkeypatch):
     ones, _ = found(step_of(root, "check_gate", began=1.0, evaluation=evaluation))
     inputs.require_room(ones, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 << 20))
-    with pytest.raises(UserError, match="the inputs need 64 MB, and .* has 9 MB free"):
+    with pytest.raises(UserError, match=r"the inputs need 64 MB, and .* has 9 MB free"):
         inputs.require_room(ones, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Which step is replayed: of a run of this machine or of a storage root, and what is no such step."""
+"""Which step is replayed, of which run, and what is no such step."""
 
 import json
 

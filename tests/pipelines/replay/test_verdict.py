@@ -63,7 +63,7 @@ def test_a_step_that_is_killed_here_alone():
     assert (found.same, found.words) == (False, "differs: it was done; here it was killed")
 
 
-def test_figures_may_differ_in_the_last_digits():
+def test_numbers_may_differ_in_the_last_digits():
     before = {"accuracy": 0.91, "loss": 0.3000001, "reasons": [], "matrix": {"a": [1, 2]}}
     now = {**before, "loss": 0.3}
     found = compare(recorded(metrics=before), replayed(metrics=now))
@@ -71,7 +71,7 @@ def test_figures_may_differ_in_the_last_digits():
     assert found.words == "the same figures: accuracy 0.91, loss 0.3"
 
 
-def test_figures_that_differ_are_named():
+def test_numbers_that_differ_are_named():
     found = compare(
         recorded(metrics={"accuracy": 0.91, "auc": 0.5}), replayed(metrics={"accuracy": 0.9})
     )

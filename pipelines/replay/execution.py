@@ -1,7 +1,7 @@
 """Replay a step: fetch what it had, run its body in a process of its own, and compare.
 
 The process sees storage as it was when the step began, and writes to a mirror of it below
-`<workdir>/replays/`; the storage of the run is only read (`trainer.storage.overlay`).
+`<workdir>/replays/`; the storage of the run is only read (`trainer.storage.replays.overlay`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from pipelines.replay.recorded import RecordedStep, find
 from pipelines.replay.verdict import Verdict, compare
 from pipelines.runs import local
 from pipelines.runs.kfp_access import Instance
-from trainer import events, user_code
+from trainer import events, mirror, user_code
 from trainer.cluster import signals
 from trainer.errors import ConfigError, RunInterruptedError, UserError
 from trainer.events import StepEnd
-from trainer.storage import mirror
 from trainer.storage.errors import reported
 
 REPLAYS = "replays"
@@ -277,6 +276,6 @@ def _kill_group(child: subprocess.Popen[Any]) -> None:
         return
 
 
-def figures_of(result: ReplayResult) -> Mapping[str, Any]:
+def metrics_of(result: ReplayResult) -> Mapping[str, Any]:
     """Return the figures that the replay has measured."""
     return dict(result.replayed.metrics) if result.replayed else {}

@@ -16,9 +16,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
+from trainer.mirror import Replay, Snapshot
 from trainer.storage.local import FileStore, NotAFileError
 from trainer.storage.manifest import MANIFEST, Checksum, Manifest
-from trainer.storage.mirror import Replay, Snapshot
 from trainer.storage.store import ListedFile, Store
 from trainer.storage.uri import join, locate, raw_path, uri_of
 

@@ -1,10 +1,8 @@
 """Failures of a cluster's run, replayed from its bucket: seen again, and the bucket untouched."""
 
-import os
-
 import pytest
 
-from pipelines.replay.replay import ReplayOptions, replay
+from pipelines.replay.execution import ReplayOptions, replay
 from tests.pipelines.replay.cluster_run import PLANTS, ClusterRun, write_code
 from tests.trainer.small_run import small_run
 
@@ -36,7 +34,6 @@ def seen_again(run, name):
     assert record.status == "failed" or record.metrics["decision"] == "refused", record
     before = run.content()
     result, lines = replayed(run, record.step)
-    print(name, "|", record.step, "|", record.error or record.metrics["reasons"], "|", result.verdict.words)
     assert result.verdict.same, (record.error, result.verdict)
     assert run.content() == before
     return record, result, lines

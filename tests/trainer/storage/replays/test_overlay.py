@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.stores.fixtures import bucket_name
-from trainer import storage
+from trainer import mirror, storage
 from trainer.errors import UserError
-from trainer.storage import mirror
-from trainer.storage.mirror import Snapshot
+from trainer.mirror import Snapshot
 
 NOW = "2026-03-01T00:00:00.000Z"
 
