@@ -92,9 +92,8 @@ def run_step(
         descriptor.describe(checkpoint, found.uri, {"tensorboard": logs, **metrics})
         return found.uri
 
-    return tried(
-        "train_model", run_at(root, run_id), work, inputs={"dataset": dataset}, call=locals()
-    )
+    at, inputs = run_at(root, run_id), {"dataset": dataset}
+    return tried("train_model", at, work, inputs=inputs, call=locals())
 
 
 def _metrics(found: HandedOn) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 `FLOTILLA_REPLAY` names a folder with `replay.json`. Below it, in `storage`, is a mirror of the
 storage root: what a replay writes goes there, and nothing at all to the root itself. Every process
-of a replay inherits the variable. This module reads it; `trainer.storage.replays.overlay` is the store.
+of a replay inherits the variable. `trainer.storage.replays.overlay` is the store.
 """
 
 from __future__ import annotations

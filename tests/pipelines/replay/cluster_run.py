@@ -201,9 +201,8 @@ def _no_files(run: ClusterRun) -> StepRecord:
     return run.prepared(ROWS, label="label", source=f"s3://{run.bucket}/raw/*.parquet")
 
 
-def _refused_data(run: ClusterRun) -> StepRecord:
-    limits = {"duplicates": 0.0, "leakage": 0.0, "imbalance": 1.0, "label_leakage": 0.5}
-    config = run.config(data={"gate": {"rules": {"all": "refuse"}, "limits": limits}})
+def _no_schema(run: ClusterRun) -> StepRecord:
+    config = run.config(data={"schema_file": f"s3://{run.bucket}/schema.yaml"})
     return run.step("validate_data", config=config, dataset=run.dataset)
 
 
@@ -286,7 +285,7 @@ PLANTS: Mapping[str, Plant] = {
     "data: no such column": _missing_column,
     "data: rows of another width": _unreadable_rows,
     "data: no files": _no_files,
-    "data: refused": _refused_data,
+    "data: no schema": _no_schema,
     "model: too few outputs": _narrow_model,
     "model: not that of the checkpoint": _other_model,
     "loss: raises": _broken_loss,
