@@ -6,7 +6,6 @@ import pytest
 
 from pipelines.replay import child
 from trainer import user_code
-from trainer.errors import ConfigError
 
 CODE = """
 import json
@@ -24,13 +23,9 @@ def failed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "debugged_code.py").write_text(CODE, encoding="utf-8")
     outer = user_code.function_for("model.name", "debugged_code:outer")
-    try:
-        try:
-            outer("{")
-        except ValueError as error:
-            raise ConfigError("model debugged_code: it failed") from error
-    except ConfigError as error:
-        return error
+    with pytest.raises(ValueError, match="Expecting") as caught:
+        outer("{")
+    return caught.value
 
 
 def test_it_stops_at_the_line_of_the_user_that_failed(failed, monkeypatch):
