@@ -40,6 +40,7 @@ def run_step(
     evaluation_descriptor: Any = None,
 ) -> str:
     """Return `blessed` or `refused`; the file `uri_path` gets the URI of the reasons."""
+    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         descriptor.check(evaluation_descriptor, evaluation)
@@ -54,7 +55,7 @@ def run_step(
         Path(uri_path).write_text(decision.uri, encoding="utf-8")
         return word
 
-    return tried("check_gate", run_at(root, run_id), work)
+    return tried("check_gate", run_at(root, run_id), work, call=call)
 
 
 def decided(config: Config, root: str, run_id: str, evaluation: str) -> gate.Decision:

@@ -59,6 +59,7 @@ def run_step(
     checkpoint_descriptor: Any = None,
 ) -> str:
     """Evaluate; `metrics` is KFP Metrics, `confusion` and `roc` are ClassificationMetrics."""
+    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
@@ -77,7 +78,9 @@ def run_step(
             ui.log_roc(roc, measured.get("roc", ()))
             return result.uri
 
-    return tried("evaluate_model", run_at(root, run_id), work, inputs={"dataset": dataset})
+    return tried(
+        "evaluate_model", run_at(root, run_id), work, inputs={"dataset": dataset}, call=call
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

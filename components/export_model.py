@@ -55,6 +55,7 @@ def run_step(
     decision_descriptor: Any = None,
 ) -> str:
     """Export; `model` is a KFP Model."""
+    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
@@ -75,4 +76,4 @@ def run_step(
             descriptor.describe(model, exported.uri, differences)
             return exported.uri
 
-    return tried("export_model", run_at(root, run_id), work, inputs={"dataset": dataset})
+    return tried("export_model", run_at(root, run_id), work, inputs={"dataset": dataset}, call=call)

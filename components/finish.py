@@ -56,6 +56,7 @@ def run_step(
         report: a KFP HTML artifact.
         summary: a KFP Markdown artifact.
     """
+    call = dict(locals())
 
     def work(record: StepOutput) -> None:
         run_id, folder, found = run_id_of(kfp_run_id), folder_of_run(), root
@@ -75,7 +76,7 @@ def run_step(
             if found and _published(uri, page):
                 record.done(uri, {})
 
-    tried("finish", run_at_first(root, report.uri, kfp_run_id), work)
+    tried("finish", run_at_first(root, report.uri, kfp_run_id), work, call=call)
 
 
 def _published(uri: str, page: Path) -> bool:

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from components.image import DEFAULTS, PodDefaults
-from trainer import events
+from trainer import events, mirror
 from trainer.cluster import completion, local, task_logs
 from trainer.cluster.launcher import Job
 from trainer.config.cluster import Launcher
@@ -57,6 +57,8 @@ def choose(job: Job) -> Launcher:
         UserError: the API does not answer, or serves none of the engines.
     """
     launcher = job.config.cluster.launcher
+    if mirror.current():
+        return "local"
     if launcher != "auto":
         return launcher
     from components.kubernetes import choice
@@ -80,6 +82,12 @@ def launch(job: Job, defaults: PodDefaults = DEFAULTS) -> None:
 
 
 def _launch_here(job: Job) -> None:
+    replay = mirror.current()
+    if replay and replay.in_process:
+        from trainer.training import task
+
+        task.train_here(job)
+        return
     if os.environ.get(events.VARIABLE):
         # Who started the run follows the events of its tasks.
         local.launch(job)

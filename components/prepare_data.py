@@ -25,6 +25,7 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
     The seal exists for KFP's cache alone: it differs in every run until the dataset is published,
     and again when the dataset is gone or damaged, so that the cache never returns its URI then.
     """
+    call = dict(locals())
     at = locations.run_at(root, locations.run_id_in(dataset.uri, "prepare-data"))
 
     def work(record: StepOutput) -> str:
@@ -50,4 +51,4 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
             descriptor.describe(dataset, prepared.uri, {**origin, **examples})
             return prepared.uri
 
-    return tried("prepare_data", at, work)
+    return tried("prepare_data", at, work, call=call)

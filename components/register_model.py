@@ -45,6 +45,7 @@ def run_step(
     model_descriptor: Any = None,
 ) -> str:
     """Return `promoted` or `refused`; `artifact` is a KFP Model."""
+    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
@@ -69,7 +70,7 @@ def run_step(
             descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})
             return word
 
-    return tried("register_model", run_at(root, run_id), work)
+    return tried("register_model", run_at(root, run_id), work, call=call)
 
 
 def _announce(config: Config, root: str, run_id: str, number: int) -> None:

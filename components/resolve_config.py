@@ -90,6 +90,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             pipeline root, and the parameters of the pods that are checked. This call is the same in
             every version, so that each can refuse.
     """
+    call = dict(values)
     # A pipeline of another version may pass other values, and its refusal is recorded all the same.
     output = next((each.uri for each in values.values() if hasattr(each, "uri")), "")
     kfp_run_id = values.get("kfp_run_id", "")
@@ -127,7 +128,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             Output=table.UNCHANGED if earlier else table.NEW,
         )
 
-    return tried("resolve_config", at, work)
+    return tried("resolve_config", at, work, call=call)
 
 
 def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:

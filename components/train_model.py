@@ -83,8 +83,7 @@ def run_step(
             workdir=folder_of_run() / "cluster",
         )
         require_first_weights(settings.training.warm_start, job.checkpoints)
-        logs = storage.join(job.checkpoints, "logs")
-        ui.write_viewers(viewers, logs)
+        ui.write_viewers(viewers, logs := storage.join(job.checkpoints, "logs"))
         launchers.launch(job, PodDefaults(image=image, store_secret=store_secret))
         found = handed_on(job.checkpoints, settings.training.hand_on)
         metrics = _metrics(found)
@@ -92,7 +91,8 @@ def run_step(
         descriptor.describe(checkpoint, found.uri, {"tensorboard": logs, **metrics})
         return found.uri
 
-    return tried("train_model", run_at(root, run_id), work, inputs={"dataset": dataset})
+    at = run_at(root, run_id)
+    return tried("train_model", at, work, inputs={"dataset": dataset}, call=locals())
 
 
 def _metrics(found: HandedOn) -> dict[str, Any]:

@@ -46,6 +46,7 @@ def run_step(
 
     `page` is a KFP HTML artifact.
     """
+    call = dict(locals())
 
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
@@ -69,4 +70,6 @@ def run_step(
         Path(uri_path).write_text(uri, encoding="utf-8")
         return found.decision
 
-    return tried("validate_data", run_at(root, run_id), work, inputs={"dataset": dataset})
+    return tried(
+        "validate_data", run_at(root, run_id), work, inputs={"dataset": dataset}, call=call
+    )

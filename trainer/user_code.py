@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any, cast
 
 from trainer.errors import ConfigError, UserError, nearest
@@ -142,6 +142,24 @@ def traceback_of(error: BaseException) -> str:
     if len(text) > _MAX_TRACEBACK:
         text = f"{lines[0]}  ...\n{text[-_MAX_TRACEBACK:]}"
     return text
+
+
+def frames_of(error: BaseException) -> list[tuple[FrameType, int]]:
+    """Return frames and lines of an error from outside in, up to the innermost of the user's code.
+
+    All frames of the error where none is the user's; for a debugger.
+    """
+    for each in _chain(error):
+        found = list(traceback.walk_tb(each.__traceback__))
+        own = [
+            number
+            for number, (frame, _) in enumerate(found)
+            if _is_users(frame.f_code.co_filename, str(frame.f_globals.get("__name__")))
+        ]
+        if own:
+            return found[: own[-1] + 1]
+    innermost = [each for each in _chain(error) if each.__traceback__]
+    return list(traceback.walk_tb(innermost[-1].__traceback__)) if innermost else []
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

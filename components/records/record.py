@@ -24,9 +24,10 @@ from typing import Any, NoReturn, TypeVar
 import tenacity
 
 from components.locations import is_local_run
+from components.records import given, step_record
 from components.records.step_record import INCIDENTS, PublishedRecord
 from components.table import EXIT_STEP, ends_run, step_of
-from trainer import events, masking, variables
+from trainer import events, masking, mirror, variables
 from trainer.cluster import signals
 from trainer.errors import (
     DONE,
@@ -94,6 +95,7 @@ def tried(
     work: Callable[[StepOutput], _Result],
     *,
     inputs: Mapping[str, str] | None = None,
+    call: Mapping[str, Any] | None = None,
 ) -> _Result:
     """Return what `work` returns, recorded as the course of a step.
 
@@ -105,16 +107,17 @@ def tried(
         at: likewise.
         work: is given the output of its try.
         inputs: likewise.
+        call: the arguments of the step, see `components.records.given`.
 
     Raises:
         SystemExit: see `recorded`.
     """
-    with _framed(_Course(name, at, inputs or {})) as course:
+    with _framed(_Course(name, at, inputs or {}, call)) as course:
         return _retrying(course, step_of(name).retries)(lambda: work(course.output))
 
 
 def _retrying(course: _Course, retries: int) -> tenacity.Retrying:
-    tries = 1 if is_local_run() else 1 + retries
+    tries = 1 if is_local_run() or mirror.current() else 1 + retries
 
     def again(state: tenacity.RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
@@ -151,6 +154,7 @@ def _course_of(course: _Course) -> Iterator[_Course]:
             if os.environ.get(STOPPING) and course.name != EXIT_STEP.name:
                 raise RunInterruptedError(_ASKED)
             course.published.begin()
+            course.note_call()
             course.report()
             with events.heard_by(course.hear):
                 yield course
@@ -174,7 +178,14 @@ def _course_of(course: _Course) -> Iterator[_Course]:
 class _Course:
     """What is known of a step while it runs, and how its end is reported."""
 
-    def __init__(self, name: str, at: str, inputs: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        name: str,
+        at: str,
+        inputs: Mapping[str, str],
+        call: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.at, self._call = at, call
         self.name, self._inputs, self._began = name, dict(inputs), time.monotonic()
         self.output, self.published = StepOutput(), PublishedRecord(name, at, inputs)
         self.is_asked_to_end = False
@@ -184,6 +195,12 @@ class _Course:
         """Keep an event of which the report tells."""
         if isinstance(event, INCIDENTS):
             self._incidents.append(event)
+
+    def note_call(self) -> None:
+        """Write what the step was given, so that it can be replayed."""
+        if self._call is not None and not mirror.current():
+            with step_record.harmless(f"what {self.name} was given"):
+                given.write(given.given_to(self.name, self._call), self.at)
 
     def begin(self) -> None:
         """Emit that a try begins."""

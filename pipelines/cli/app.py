@@ -22,6 +22,7 @@ from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
 from pipelines.cli.retention import COLLECTED, gc
 from pipelines.cli.predict import predict
+from pipelines.cli.replay import replay
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
 from trainer import variables
@@ -180,6 +181,9 @@ app.command("runs", epilog="--json adds `runs`, an object each.")(list_runs)
 app.command(epilog=ENDED)(status)
 app.command()(logs)
 app.command()(cancel)
+app.command(
+    epilog="--json adds `step`, `comparison`, `differs`, `fetched_bytes`, `folder`, `remarks`."
+)(replay)
 
 
 @app.command(epilog="--json adds `script`.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote_to_bytes, urlsplit
 
+from trainer import mirror
 from trainer.errors import ConfigError, UserError, nearest
 from trainer.masking import credentials_in
 
@@ -24,6 +25,7 @@ OPTIONS = (
     "endpoint", "region", "disableSSL", "disable_https", "s3ForcePathStyle", "use_path_style",
     "hostname_immutable", "awssdk",
 )  # fmt: skip
+_WITH_HOST = "file://localhost/"
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 # Also in logs and tables, a URI is one line.
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -118,7 +120,20 @@ def name_of(uri: str) -> str:
 
 
 def local_path(uri: str) -> Path | None:
-    """Return the path of a `file://` URI, and None for every other scheme."""
+    """Return the path of a `file://` URI, and None for every other scheme.
+
+    In a replay a path below the storage root is the one of its mirror.
+    """
+    path = raw_path(uri)
+    # The store of a replay reads originals by a URI with a host.
+    if path is None or uri.startswith(_WITH_HOST):
+        return path
+    replay = mirror.current()
+    return replay.placed(path) if replay else path
+
+
+def raw_path(uri: str) -> Path | None:
+    """Return the path that a `file://` URI names, in a replay as well."""
     if scheme_of(uri) != "file":
         return None
     text = uri.removeprefix("file://").removeprefix("localhost")

@@ -19,10 +19,12 @@ from pathlib import Path
 from trainer import topology, user_code
 from trainer.cluster import lease, liveness, rejoin, signals
 from trainer.cluster.launcher import Job, task_command
-from trainer.cluster.local import free_port
+from trainer.cluster.local import HOST, free_port
+from trainer.cluster.process import CONFIG
 from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
+from trainer.storage.errors import reported
 from trainer.topology import Cluster, Task, leader, topology_of
 from trainer.tracking.tracker import following_training
 
@@ -87,6 +89,30 @@ def run(options: argparse.Namespace) -> None:
 
         liveness.begin()
         serve(job, tasks, this)
+
+
+def train_here(job: Job) -> None:
+    """Train a job whose strategy needs no server in this process, without graphs: for a debugger.
+
+    An error of the user's code keeps its frames, which a graph does not have.
+
+    Raises:
+        UserError: see `trainer.training.chief.lead`.
+    """
+    import keras
+    import tensorflow as tf
+
+    keras.config.disable_traceback_filtering()
+    tf.debugging.disable_traceback_filtering()
+    tf.config.run_functions_eagerly(True)
+    with reported(f"write to {job.workdir}"):
+        job.workdir.mkdir(parents=True, exist_ok=True)
+        config = job.workdir / CONFIG
+        config.write_text(job.config.model_dump_json(), encoding="utf-8")
+    own = {"dataset": job.dataset, "checkpoints": job.checkpoints, "workdir": job.workdir}
+    address = f"{HOST}:{free_port()}"
+    hosts = {"chief_hosts": address, "ps_hosts": "", "worker_hosts": ""}
+    run(argparse.Namespace(config=config, job_name="chief", task_index=0, **own, **hosts))
 
 
 def with_chief(cluster: Cluster) -> Cluster:

@@ -1,0 +1,311 @@
+"""A run of a cluster in a bucket, made by the bodies of its steps, and failures to plant in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from components import contract
+from components.records.step_record import StepRecord, published_records
+from pipelines.replay.child import OutputArtifact
+from tests.stores.fixtures import bucket_name
+from tests.stores.s3_server import S3Server
+from tests.trainer.small_run import SmallRun
+from trainer import storage
+from trainer.config.run_parameters import run_parameters
+
+OUTPUTS: Mapping[str, tuple[str, ...]] = {
+    "prepare_data": ("dataset",),
+    "validate_data": ("artifact", "page"),
+    "train_model": ("checkpoint", "viewers"),
+    "evaluate_model": ("metrics", "confusion", "roc"),
+    "check_gate": ("artifact",),
+    "export_model": ("model",),
+    "register_model": ("artifact",),
+}
+MODULE = "their_code"
+CODE = """
+import keras
+
+
+def too_narrow(spec, **_args):
+    inputs = keras.Input(spec.shape)
+    return keras.Model(inputs, keras.layers.Dense(3)(keras.layers.Flatten()(inputs)))
+
+
+def broken_model(spec, **_args):
+    units = {"hidden": 10}
+    return units["width"]
+
+
+def ended_model(spec, **_args):
+    raise SystemExit(0)
+
+
+def broken_loss(labels, outputs):
+    raise ValueError("no loss for these labels")
+
+
+def broken_metric(labels, outputs):
+    count = 0
+    return 1 / count
+
+
+def broken_map(row):
+    return {"x": float(row["x"]), "label": row["lable"]}
+"""
+
+
+@dataclass(kw_only=True)
+class ClusterRun:
+    """Published directories of a small run below a root in a bucket, and its steps."""
+
+    s3: S3Server
+    folder: Path
+    small: SmallRun
+    bucket: str = field(default_factory=bucket_name)
+    run_id: str = field(default_factory=lambda: str(uuid4()))
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Publish the dataset and the checkpoint of the small run in the bucket."""
+        self.s3.create_bucket(self.bucket)
+        self.dataset = self._copied(self.small.dataset, "datasets", "digits")
+        self.checkpoint = self._copied(
+            self.small.checkpoint,
+            self.run_id,
+            "checkpoints",
+            storage.name_of(self.small.checkpoint),
+        )
+
+    @property
+    def root(self) -> str:
+        return f"s3://{self.bucket}/flotilla"
+
+    def content(self) -> dict[str, bytes]:
+        """Return every object of the bucket."""
+        return {key: self.s3.content(self.bucket, key) for key in self.s3.keys(self.bucket)}
+
+    def config(self, **sections: Mapping[str, Any]) -> str:
+        tree = self.small.config.model_dump(mode="json")
+        for name, section in {**self.settings, **sections}.items():
+            tree[name] = {**tree[name], **section}
+        return json.dumps(tree)
+
+    def step(self, name: str, **arguments: Any) -> StepRecord:
+        """Run the body of a step as its pod does, to whichever end; return its record."""
+        made = {
+            each: OutputArtifact(
+                f"s3://{self.bucket}/v2/flotilla-training/{self.run_id}/"
+                f"{name.replace('_', '-')}/1/{each}",
+                self.folder / uuid4().hex,
+            )
+            for each in OUTPUTS[name]
+        }
+        own = {"root": self.root}
+        if name != "prepare_data":
+            own["run_id"] = self.run_id
+        given = {**own, **made, **arguments}
+        if name in ("validate_data", "check_gate"):
+            given["uri_path"] = str(self.folder / uuid4().hex)
+        with suppress(SystemExit):
+            import_module(f"components.{name}").run_step(**given)
+        return self.record(name)
+
+    def resolved(self, **values: Any) -> StepRecord:
+        """Run the first step with these run parameters."""
+        given = {each.name: each.default for each in run_parameters()}
+        own = {"storage_root": self.root, "kfp_run_id": self.run_id}
+        artifact = OutputArtifact("", self.folder / "configuration")
+        argv, sys.argv = sys.argv, ["executor", contract.OPTION, contract.mark()]
+        try:
+            with suppress(SystemExit):
+                call = import_module("components.resolve_config").run_step
+                call({**given, **own, **values, "configuration": artifact})
+        finally:
+            sys.argv = argv
+        return self.record("resolve_config")
+
+    def record(self, name: str) -> StepRecord:
+        at = storage.join(self.root, self.run_id)
+        return next(each for each in published_records(at) if each.step == name)
+
+    def evaluated(self, **sections: Mapping[str, Any]) -> StepRecord:
+        return self.step(
+            "evaluate_model",
+            config=self.config(**sections),
+            dataset=self.dataset,
+            checkpoint=self.checkpoint,
+        )
+
+    def gated(self, evaluation: str, **gate: Any) -> StepRecord:
+        config = self.config(gate={"min": {}, "max": {}, **gate})
+        return self.step("check_gate", config=config, evaluation=evaluation)
+
+    def exported(self, decision: str, **more: Any) -> StepRecord:
+        config = self.config(export={"formats": ["saved_model"]})
+        given = {"dataset": self.dataset, "checkpoint": self.checkpoint, **more}
+        return self.step("export_model", config=config, decision=decision, **given)
+
+    def trained(self, **sections: Mapping[str, Any]) -> StepRecord:
+        """Train under another run id, which has no checkpoint."""
+        pods = {"image": "our/image:1", "store_secret": ""}
+        return self.step(
+            "train_model", config=self.config(**sections), dataset=self.dataset, **pods
+        )
+
+    def prepared(self, text: str, **data: Any) -> StepRecord:
+        """Prepare these rows, which are an object of the bucket."""
+        self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
+        source = {"dataset": "", "source": f"s3://{self.bucket}/raw/rows.csv", **data}
+        tree = {**json.loads(self.config())["data"], **source}
+        return self.step("prepare_data", data=json.dumps(tree), _seal="")
+
+    def damage(self, uri: str, name: str, content: bytes = b"damaged") -> None:
+        key = uri.removeprefix(f"s3://{self.bucket}/")
+        self.s3.replace(self.bucket, f"{key}/{name}", content)
+
+    def _copied(self, uri: str, *names: str) -> str:
+        copy = self.folder / uuid4().hex
+        manifest = storage.fetch(uri, copy)
+        target = storage.join(self.root, *names)
+        storage.publish(copy, target, kind=manifest.kind, fields=manifest.fields)
+        return target
+
+
+Plant = Callable[[ClusterRun], StepRecord]
+ROWS = "x,label\n" + "".join(f"{number}.5,{'ab'[number % 2]}\n" for number in range(60))
+
+
+def _own(name: str) -> dict[str, str]:
+    return {"name": f"{MODULE}:{name}", "args": {}}
+
+
+def _missing_column(run: ClusterRun) -> StepRecord:
+    return run.prepared(ROWS, label="price")
+
+
+def _unreadable_rows(run: ClusterRun) -> StepRecord:
+    return run.prepared(ROWS + "1,2,3,4\n", label="label")
+
+
+def _no_files(run: ClusterRun) -> StepRecord:
+    return run.prepared(ROWS, label="label", source=f"s3://{run.bucket}/raw/*.parquet")
+
+
+def _no_schema(run: ClusterRun) -> StepRecord:
+    config = run.config(data={"schema_file": f"s3://{run.bucket}/schema.yaml"})
+    return run.step("validate_data", config=config, dataset=run.dataset)
+
+
+def _narrow_model(run: ClusterRun) -> StepRecord:
+    return run.trained(model=_own("too_narrow"), cluster={"launcher": "jobset"})
+
+
+def _other_model(run: ClusterRun) -> StepRecord:
+    return run.evaluated(model={"name": "mlp", "args": {"hidden_units": [3]}})
+
+
+def _broken_loss(run: ClusterRun) -> StepRecord:
+    return run.trained(task={"loss": f"{MODULE}:broken_loss"}, cluster={"launcher": "jobset"})
+
+
+def _infinite_loss(run: ClusterRun) -> StepRecord:
+    optimizer = {"name": "sgd", "learning_rate": 1e38, "args": {}}
+    training = {"strategy": "single", "steps": 40, "batch_size": 8, "optimizer": optimizer}
+    run.run_id = str(uuid4())
+    return run.trained(training={**training, "validate_every": 0})
+
+
+def _damaged_shard(run: ClusterRun) -> StepRecord:
+    run.damage(run.dataset, "test-00001-of-00003.tfrecord")
+    return run.evaluated()
+
+
+def _lost_checkpoint(run: ClusterRun) -> StepRecord:
+    run.checkpoint += "0"
+    return run.evaluated()
+
+
+def _damaged_evaluation(run: ClusterRun) -> StepRecord:
+    evaluation = run.evaluated().uri
+    run.damage(evaluation, "metrics.json")
+    return run.gated(evaluation)
+
+
+def _damaged_manifest(run: ClusterRun) -> StepRecord:
+    run.damage(run.dataset, "MANIFEST.json")
+    return run.trained(cluster={"launcher": "jobset"})
+
+
+def _unknown_metric(run: ClusterRun) -> StepRecord:
+    return run.gated(run.evaluated().uri, min={"f1_of_cats": 0.5})
+
+
+def _refused_model(run: ClusterRun) -> StepRecord:
+    return run.gated(run.evaluated().uri, min={"accuracy": 0.99999})
+
+
+def _refused_export(run: ClusterRun) -> StepRecord:
+    return run.exported(_refused_model(run) and run.record("check_gate").uri)
+
+
+def _other_checkpoint(run: ClusterRun) -> StepRecord:
+    decision = run.gated(run.evaluated().uri).uri
+    name = storage.name_of(run.small.checkpoint)
+    other = run._copied(run.small.checkpoint, run.run_id, "checkpoints", f"{name}1")
+    return run.exported(decision, checkpoint=other)
+
+
+def _broken_metric(run: ClusterRun) -> StepRecord:
+    return run.evaluated(task={"metrics": [f"{MODULE}:broken_metric"]})
+
+
+def _broken_map(run: ClusterRun) -> StepRecord:
+    return run.prepared(ROWS, label="label", map=f"{MODULE}:broken_map")
+
+
+def _broken_model(run: ClusterRun) -> StepRecord:
+    return run.evaluated(model=_own("broken_model"))
+
+
+def _too_many_workers(run: ClusterRun) -> StepRecord:
+    return run.resolved(cluster_workers=99, data_shards=3)
+
+
+PLANTS: Mapping[str, Plant] = {
+    "data: no such column": _missing_column,
+    "data: rows of another width": _unreadable_rows,
+    "data: no files": _no_files,
+    "data: no schema": _no_schema,
+    "model: too few outputs": _narrow_model,
+    "model: not that of the checkpoint": _other_model,
+    "loss: raises": _broken_loss,
+    "loss: infinite": _infinite_loss,
+    "storage: a shard is damaged": _damaged_shard,
+    "storage: no checkpoint": _lost_checkpoint,
+    "storage: an evaluation is damaged": _damaged_evaluation,
+    "storage: a manifest is damaged": _damaged_manifest,
+    "gate: no such metric": _unknown_metric,
+    "gate: refused": _refused_model,
+    "export: not blessed": _refused_export,
+    "export: another checkpoint": _other_checkpoint,
+    "own code: a metric": _broken_metric,
+    "own code: a map": _broken_map,
+    "own code: a model": _broken_model,
+    "configuration: too many workers": _too_many_workers,
+}
+
+
+def write_code(folder: Path) -> None:
+    """Write the module of the user's, and work in its folder."""
+    (folder / f"{MODULE}.py").write_text(CODE, encoding="utf-8")
+    os.chdir(folder)

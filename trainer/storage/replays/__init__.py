@@ -1,0 +1,1 @@
+"""The store of a replay, apart from those that serve a scheme."""
