@@ -11,6 +11,7 @@ from components.pod_parameters import check_parameters
 from components.records import step_record
 from components.records.record import StepOutput, tried
 from trainer.cluster import fitting
+from trainer.code import delivery, references
 from trainer.config.data import DataConfig
 from trainer.config.run_parameters import from_parameters
 
@@ -48,7 +49,7 @@ def resolve_config(
     gate_champion_metric: str, gate_champion_margin: str, gate_champion_confidence: float,
     gate_champion_better: str,
     export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
-    storage_root: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
+    storage_root: str, code: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
     step_cpu: str = "1", step_memory: str = "4Gi", step_gpus: str = "0",
     step_node_selector: dict = {},  # type: ignore[type-arg] # noqa: B006
     step_tolerations: list = [],  # type: ignore[type-arg] # noqa: B006
@@ -56,7 +57,7 @@ def resolve_config(
     "Resolved",
     [
         ("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str),
-        ("Output", str),
+        ("code", str), ("Output", str),
     ],
 ):
     """Check the run parameters; return the configuration, its data section and where to store."""
@@ -69,6 +70,9 @@ def resolve_config(
 class Resolved(NamedTuple):
     """What the first step passes on.
 
+    `code` is the bundle that the data section needs, empty where it names nothing of the user's: a
+    step that KFP takes from its cache knows nothing else of the code.
+
     `Output` is the word, `new` or `unchanged`: KFP's local runner knows no other name in a
     condition.
     """
@@ -78,6 +82,7 @@ class Resolved(NamedTuple):
     root: str
     run_id: str
     seal: str
+    code: str
     Output: str
 
 
@@ -101,6 +106,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
         locations.check_shared(root)
         locations.check_source(config.data)
+        delivery.enter(config.code)
         config = pinned_inputs.with_listing(config, root)
         run_id = locations.run_id_of(kfp_run_id)
         earlier = pinned_inputs.finished_by(config, root, run_id)
@@ -112,6 +118,9 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             # Here it comes before the pods of any other step; on this machine the chief finds it.
             fitting.require(config.model_copy(update={"data": data}))
         record.metrics = {"name": config.name, "data_version": data.version}
+        if config.code:
+            references.of_run(root, run_id, config.code)
+            record.metrics |= {"code": config.code}
         if earlier:
             reason = f"files and configuration are those of {earlier}, which has finished"
             record.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
@@ -123,6 +132,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             root=root,
             run_id=run_id,
             seal=_seal(data, root, locations.pipeline_root_in(artifact.uri, kfp_run_id)) or run_id,
+            code=config.code if config.data.is_own else "",
             Output=table.UNCHANGED if earlier else table.NEW,
         )
 

@@ -25,6 +25,8 @@ from typing import Any, cast
 from trainer.errors import ConfigError, UserError, nearest
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
+# The URI of the bundle that is in that folder, where the run has one.
+BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"components", "pipelines", "trainer"}
 _LIBRARIES = (
     *(f"{Path(__file__).parents[1] / name}{os.sep}" for name in sorted(_OWN)),
@@ -48,12 +50,17 @@ def folder() -> str:
     return os.environ.get(FOLDER_VARIABLE) or os.getcwd()
 
 
+def bundle() -> str:
+    """Return the URI of the bundle that is in the folder; empty where it is a folder of theirs."""
+    return os.environ.get(BUNDLE_VARIABLE, "")
+
+
 def environment() -> dict[str, str]:
     """Return the variables with which a child process finds modules in the same places.
 
     Without `PYTHONSAFEPATH` Python itself would put the working directory first.
     """
-    return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder()}
+    return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
 def import_module(name: str) -> ModuleType:
@@ -84,7 +91,8 @@ def _remedy(name: str, error: BaseException) -> str:
     """Say where a module that was not found has to be; one that was found needs its own fix."""
     if not isinstance(error, ModuleNotFoundError):
         return ""
-    return f"; {hidden(error.name or name) or f'it has to be in {folder()} or on PYTHONPATH'}"
+    where = "the folder of --code" if bundle() else folder()
+    return f"; {hidden(error.name or name) or f'it has to be in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
@@ -236,6 +244,12 @@ def digest(what: str, module: str) -> str:
         left += _imported_by(tree, package)
     joined = json.dumps(sources, sort_keys=True)
     return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def is_users(module: str) -> bool:
+    """Return whether a module is a file of the user's, neither installed nor part of Flotilla."""
+    _look_into_folder()
+    return _source_file(module) is not None
 
 
 def _imported_by(tree: ast.Module, package: str) -> Iterator[str]:

@@ -25,9 +25,10 @@ from typing import Any, BinaryIO
 
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
-from pipelines.runs.outcome import RunResult, outcome_of
+from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage, user_code
 from trainer.cluster import signals
+from trainer.code.bundle import Bundle, bundled
 from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
@@ -42,8 +43,6 @@ CONFIG = "config.json"
 EVENTS = "events.jsonl"
 # How often the events of a run are read: often enough for a progress bar.
 LOOK_SECONDS = 0.2
-# A disk with less free bytes is full.
-LEAST_ROOM = 1 << 16
 _PIPELINES = ("run", "prepare", "train")
 
 
@@ -59,6 +58,7 @@ class RunOptions:
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
+        code: folder of the user's modules, which the run gets as they are now, or empty.
     """
 
     pipeline: str = "run"
@@ -67,6 +67,7 @@ class RunOptions:
     workdir: str | Path = "runs"
     resume: str | None = None
     dataset: str = ""
+    code: str | Path = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run; raises `ConfigError`."""
@@ -178,6 +179,7 @@ class LocalRun:
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.
         begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
+        bundle: of the user's modules, where this start has published one.
         saved: what `config.json` says once training has begun; a resume that is refused before
             leaves the configuration of the run as it was.
     """
@@ -188,6 +190,7 @@ class LocalRun:
     lock: int
     begin: int
     saved: str
+    bundle: Bundle | None = None
 
     def save_config(self) -> None:
         """Write `config.json`, from which a resume takes what it is not given."""
@@ -198,10 +201,12 @@ class LocalRun:
 def start(options: RunOptions) -> LocalRun:
     """Lay out the folder of a run; raises `ConfigError`."""
     require_current_folder()
-    config, workdir = options.load(), Path(options.workdir)
+    config, workdir, bundle = options.load(), Path(options.workdir), None
+    if options.code:
+        config, bundle = bundled(config, options.code, root_of(config, workdir))
     if options.resume is not None:
-        return resumed_run(config, workdir, options.resume)
-    return new_run(config, workdir)
+        return replace(resumed_run(config, workdir, options.resume), bundle=bundle)
+    return replace(new_run(config, workdir), bundle=bundle)
 
 
 def require_current_folder() -> None:
@@ -333,17 +338,6 @@ def _interrupted(run: LocalRun) -> Interrupted:
     with suppress(OSError):
         events.append(run.folder / EVENTS, event)
     return event
-
-
-def with_full_disk(result: RunResult, folder: Path) -> RunResult:
-    """Add to the message of a failed run that the disk is full.
-
-    The steps may have had no space left to write that themselves.
-    """
-    if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
-        return result
-    message = f"{result.message}; there is no space left at {folder}"
-    return replace(result, message=message)
 
 
 def _started(run: LocalRun, pipeline: str, arguments: Mapping[str, Any]) -> subprocess.Popen[bytes]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,9 @@ from components.records.step_record import StepRecord, last_start, step_records
 from components.table import EXIT_STEP, STEPS, Output, ends_well, maker_of, published_by
 from trainer.errors import DONE, FAILED, INTERRUPTED, REFUSED, USAGE
 from trainer.events import Event, Interrupted
+
+# A disk with less free bytes is full.
+LEAST_ROOM = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,3 +120,14 @@ def _judged(steps: tuple[StepRecord, ...]) -> RunResult:
             accepted = f"the {'model' if is_blessed else 'data'} was {row.accepts}"
     status = "blessed" if is_blessed else "done"
     return RunResult(status=status, exit_code=DONE, message="", steps=steps)
+
+
+def with_full_disk(result: RunResult, folder: Path) -> RunResult:
+    """Add to the message of a failed run that the disk is full.
+
+    The steps may have had no space left to write that themselves.
+    """
+    if result.status != "failed" or shutil.disk_usage(folder).free >= LEAST_ROOM:
+        return result
+    message = f"{result.message}; there is no space left at {folder}"
+    return replace(result, message=message)

@@ -19,8 +19,8 @@ from trainer.promotion import registry
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# What has no effect on a model.
-_APART: Mapping[str, Any] = {"storage": True, "training": {"when_unchanged"}}
+# What has no effect on a model; of the code the modules that are named, and theirs, have one.
+_APART: Mapping[str, Any] = {"storage": True, "code": True, "training": {"when_unchanged"}}
 
 
 @dataclass(frozen=True, kw_only=True)
