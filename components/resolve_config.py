@@ -57,7 +57,7 @@ def resolve_config(
     "Resolved",
     [
         ("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str),
-        ("code", str), ("Output", str),
+        ("data_code", str), ("Output", str),
     ],
 ):
     """Check the run parameters; return the configuration, its data section and where to store."""
@@ -70,8 +70,8 @@ def resolve_config(
 class Resolved(NamedTuple):
     """What the first step passes on.
 
-    `code` is the bundle that the data section needs, empty where it names nothing of the user's: a
-    step that KFP takes from its cache knows nothing else of the code.
+    `data_code` is the bundle that the data section needs, empty where it names nothing of the
+    user's: of the code KFP's cache knows nothing else.
 
     `Output` is the word, `new` or `unchanged`: KFP's local runner knows no other name in a
     condition.
@@ -82,7 +82,7 @@ class Resolved(NamedTuple):
     root: str
     run_id: str
     seal: str
-    code: str
+    data_code: str
     Output: str
 
 
@@ -132,7 +132,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             root=root,
             run_id=run_id,
             seal=_seal(data, root, locations.pipeline_root_in(artifact.uri, kfp_run_id)) or run_id,
-            code=config.code if config.data.is_own else "",
+            data_code=config.code if config.data.is_own else "",
             Output=table.UNCHANGED if earlier else table.NEW,
         )
 

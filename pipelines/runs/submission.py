@@ -146,6 +146,11 @@ def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, B
             "be where the steps find them: set storage.root, or --pipeline-root, to a URI that "
             "both sides reach"
         )
+    if storage.local_path(root):
+        raise ConfigError(
+            f"--code: storage.root {root} is a folder of this machine, where no step finds the "
+            "modules: set it to gs://, s3:// or minio://BUCKET/FOLDER"
+        )
     config, bundle = bundled(config, folder, root)
     return replace(submission, config=config), bundle
 

@@ -224,7 +224,11 @@ def _require_bundle(value: str) -> None:
     if not is_uri(value):
         raise ValueError(f"not a URI: write it as {FORMS}")
     _refuse_bad_uri(value)
-    if not re.fullmatch(r"[0-9a-f]{64}", name_of(value)):
+    try:
+        name = name_of(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    if not re.fullmatch(r"[0-9a-f]{64}", name):
         raise ValueError("no bundle: it ends with a digest, as `flotilla submit --code` makes it")
 
 
