@@ -75,6 +75,8 @@ def import_module(name: str) -> ModuleType:
 def _look_into_folder() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+    if bundle() and not any(isinstance(finder, _BundleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BundleFinder())
 
 
 def import_for(what: str, name: str) -> ModuleType:
@@ -200,6 +202,26 @@ class _Finder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return where a top-level module is; packages know their own folders."""
         return None if path is not None else PathFinder.find_spec(fullname, [folder()], target)
+
+
+class _BundleFinder(MetaPathFinder):
+    """Looks into a bundle for what is neither Python's, nor ours, nor an installed package.
+
+    It comes before `PYTHONPATH`, on which an image may have the same modules as they were once.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a top-level module of the bundle is."""
+        if path is not None or hidden(fullname) or not bundle():
+            return None
+        found = PathFinder.find_spec(fullname, [folder()], target)
+        # A folder without __init__.py may be one of data.
+        if found is None or found.origin is None:
+            return None
+        installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+        return None if PathFinder.find_spec(fullname, installed) else found
 
 
 def function_for(what: str, name: str) -> Callable[..., Any]:

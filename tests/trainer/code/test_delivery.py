@@ -66,6 +66,14 @@ def test_processes_at_once_import_it_and_what_is_pythons_own_stays(made, tmp_pat
         assert out.split()[:2] == ["1", str(next(scratch.iterdir()) / storage.name_of(made))]
 
 
+def test_it_comes_before_what_an_image_has_on_pythonpath(made, tmp_path, monkeypatch):
+    (tmp_path / "image").mkdir()
+    (tmp_path / "image" / "blocks.py").write_text("A = 2\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "image"))
+    out, err = child(made, tmp_path).communicate()
+    assert out.startswith("1 "), err
+
+
 def test_its_children_get_it_from_the_environment(made):
     delivery.enter(made)
     assert user_code.bundle() == made
