@@ -106,9 +106,9 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
         locations.check_shared(root)
         locations.check_source(config.data)
-        delivery.enter(config.code)
-        config = pinned_inputs.with_listing(config, root)
         run_id = locations.run_id_of(kfp_run_id)
+        code = _entered(config.code, root, run_id)
+        config = pinned_inputs.with_listing(config, root)
         earlier = pinned_inputs.finished_by(config, root, run_id)
         config = pinned_inputs.with_champion(config, root)
         step_record.publish_config(at, config.model_dump_json(indent=2))
@@ -117,10 +117,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         if not (earlier or locations.is_local_run()):
             # Here it comes before the pods of any other step; on this machine the chief finds it.
             fitting.require(config.model_copy(update={"data": data}))
-        record.metrics = {"name": config.name, "data_version": data.version}
-        if config.code:
-            references.of_run(root, run_id, config.code)
-            record.metrics |= {"code": config.code}
+        record.metrics = {"name": config.name, "data_version": data.version, **code}
         if earlier:
             reason = f"files and configuration are those of {earlier}, which has finished"
             record.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
@@ -137,6 +134,15 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         )
 
     return tried("resolve_config", at, work)
+
+
+def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
+    """Put the bundle of a run on the path, and note that the run needs it; nothing without one."""
+    if not code:
+        return {}
+    delivery.enter(code)
+    references.of_run(root, run_id, code)
+    return {"code": code}
 
 
 def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:

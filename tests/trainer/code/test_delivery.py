@@ -42,8 +42,8 @@ def scratch(tmp_path, monkeypatch):
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
     monkeypatch.setattr(tempfile, "tempdir", None)
-    for name in user_code.environment():
-        monkeypatch.delenv(name, raising=False)
+    # What is set here is put back, whether it was set before or not.
+    monkeypatch.setenv(user_code.BUNDLE_VARIABLE, "")
     monkeypatch.setenv(user_code.FOLDER_VARIABLE, str(tmp_path))
     return folder
 
