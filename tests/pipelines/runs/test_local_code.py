@@ -34,7 +34,7 @@ def test_edits_during_a_run_do_not_change_it(here):
         # The line that names the bundle comes before the steps.
         said = [process.stderr.readline(), process.stderr.readline()]
         (here / "mine" / "rows.py").write_text(MODULE.format(factor="1 / 0"))
-        out, err = process.communicate()
+        _, err = process.communicate()
     assert process.returncode == 0, err
     assert "/code/" in said[1]
     uri = said[1].split()[1]
