@@ -9,6 +9,7 @@ from components import descriptor
 from components.image import component
 from components.locations import output_of, run_at
 from components.records.record import StepOutput, tried
+from trainer.code.delivery import configured
 from trainer.config.schema import Config
 from trainer.promotion import gate, trained
 
@@ -44,7 +45,7 @@ def run_step(
 
     def work(record: StepOutput) -> str:
         descriptor.check(evaluation_descriptor, evaluation)
-        policy = Config.model_validate_json(config)
+        policy = configured(config)
         decision = decided(policy, root, run_id, evaluation)
         word = "blessed" if decision.blessed else "refused"
         judged = {"decision": word, "reasons": list(decision.reasons)}

@@ -12,6 +12,7 @@ from components.image import component
 from components.locations import output_of, run_at, scratch_folder
 from components.records.record import StepOutput, tried
 from trainer import storage
+from trainer.code.delivery import configured
 from trainer.config.schema import Config
 from trainer.promotion.registry import opponent
 
@@ -65,7 +66,7 @@ def run_step(
         with scratch_folder() as scratch:
             descriptor.check(dataset_descriptor, dataset)
             descriptor.check(checkpoint_descriptor, checkpoint)
-            settings = Config.model_validate_json(config)
+            settings = configured(config)
             found = opponent(root, settings.name, checkpoint)
             champion = found.uri if found else ""
             inputs = Inputs(dataset=dataset, checkpoint=checkpoint, champion=champion)

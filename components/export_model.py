@@ -9,7 +9,7 @@ from components.image import component
 from components.locations import output_of, run_at, scratch_folder
 from components.records.record import StepOutput, tried
 from trainer import storage
-from trainer.config.schema import Config
+from trainer.code.delivery import configured
 
 
 @component
@@ -64,7 +64,7 @@ def run_step(
             descriptor.check(decision_descriptor, decision)
             from trainer.export import export
 
-            settings = Config.model_validate_json(config)
+            settings = configured(config)
             # A decision against another champion is another decision, and leads to another model.
             created = storage.read_manifest(checkpoint).created
             origin = (dataset, created, decision, *settings.export.formats)

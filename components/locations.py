@@ -18,6 +18,8 @@ from trainer.storage import patterns
 
 RUN_ID = "FLOTILLA_RUN_ID"
 RUN_FOLDER = "FLOTILLA_RUN_FOLDER"
+#: The folder below a pipeline root where a run publishes that has no `storage.root`.
+FLOTILLA = "flotilla"
 
 
 def run_id_of(kfp_run_id: str) -> str:
@@ -45,7 +47,7 @@ def root_of(configured: str, artifact: str, kfp_run_id: str) -> str:
     if configured:
         return configured
     if pipeline_root := pipeline_root_in(artifact, kfp_run_id):
-        return storage.join(pipeline_root, "flotilla")
+        return storage.join(pipeline_root, FLOTILLA)
     raise UserError("storage.root is empty: set it to the URI below which all is published")
 
 

@@ -8,19 +8,22 @@ from components import descriptor, in_use, locations, pinned_inputs
 from components.image import component
 from components.records.record import StepOutput, tried
 from trainer import events
+from trainer.code import delivery
 from trainer.config.data import DataConfig
 
 
 @component
-def prepare_data(data: str, root: str, seal: str, dataset: dsl.Output[dsl.Dataset]) -> str:
+def prepare_data(
+    data: str, root: str, seal: str, data_code: str, dataset: dsl.Output[dsl.Dataset]
+) -> str:
     """Publish the dataset of the data section below `root`; return its URI."""
     from components.prepare_data import run_step
 
-    return run_step(data, root, seal, dataset)
+    return run_step(data, root, seal, data_code, dataset)
 
 
-def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
-    """Prepare the dataset; `dataset` is a KFP Dataset.
+def run_step(data: str, root: str, _seal: str, data_code: str, dataset: Any) -> str:
+    """Prepare the dataset with a bundle of code, or none; `dataset` is a KFP Dataset.
 
     The seal exists for KFP's cache alone: it differs in every run until the dataset is published,
     and again when the dataset is gone or damaged, so that the cache never returns its URI then.
@@ -32,6 +35,7 @@ def run_step(data: str, root: str, _seal: str, dataset: Any) -> str:
         with locations.scratch_folder() as scratch:
             from trainer.data import prepare
 
+            delivery.enter(data_code)
             section = DataConfig.model_validate_json(data)
             key = f"version of {section.name}"
             chosen = section.version or pinned_inputs.pinned(key)

@@ -12,6 +12,7 @@ from components.image import component
 from components.locations import is_local_run, output_of, run_at, scratch_folder
 from components.records.record import StepOutput, tried
 from trainer import storage
+from trainer.code.delivery import configured
 from trainer.config.schema import Config
 from trainer.data import listing
 from trainer.promotion import gate, lineage, registration, registry, trained
@@ -50,7 +51,7 @@ def run_step(
     def work(record: StepOutput) -> str:
         with scratch_folder() as scratch:
             descriptor.check(model_descriptor, model)
-            settings = Config.model_validate_json(config)
+            settings = configured(config)
             request = registration.Request(
                 config=settings,
                 root=root,
@@ -119,6 +120,7 @@ def _lineage(config: Config, root: str, run_id: str, model: str, image: str) -> 
         "spans": listing.spans_of(root, config.data.version) if config.data.source else {},
         "config": config.digest(),
         "commit": lineage.commit(),
+        "code": config.code,
         # A local run uses the code of this machine, and no image.
         "image": "" if is_local_run() else image,
         "checkpoint": checkpoint,

@@ -12,6 +12,7 @@ from components.records import step_record
 from components.records.record import StepOutput, tried
 from trainer import storage
 from trainer.cluster import fitting
+from trainer.code import delivery, references
 from trainer.config.data import DataConfig
 from trainer.config.run_parameters import from_parameters
 
@@ -50,6 +51,7 @@ def resolve_config(
     gate_champion_better: str,
     export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
     registry_hub: str, storage_root: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
+    storage_root: str, code: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
     step_cpu: str = "1", step_memory: str = "4Gi", step_gpus: str = "0",
     step_node_selector: dict = {},  # type: ignore[type-arg] # noqa: B006
     step_tolerations: list = [],  # type: ignore[type-arg] # noqa: B006
@@ -57,7 +59,7 @@ def resolve_config(
     "Resolved",
     [
         ("config", str), ("data", str), ("root", str), ("run_id", str), ("seal", str),
-        ("Output", str),
+        ("data_code", str), ("Output", str),
     ],
 ):
     """Check the run parameters; return the configuration, its data section and where to store."""
@@ -70,6 +72,9 @@ def resolve_config(
 class Resolved(NamedTuple):
     """What the first step passes on.
 
+    `data_code` is the bundle that the data section needs, empty where it names nothing of the
+    user's: of the code KFP's cache knows nothing else.
+
     `Output` is the word, `new` or `unchanged`: KFP's local runner knows no other name in a
     condition.
     """
@@ -79,6 +84,7 @@ class Resolved(NamedTuple):
     root: str
     run_id: str
     seal: str
+    data_code: str
     Output: str
 
 
@@ -103,8 +109,9 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         root = locations.root_of(config.storage.root, artifact.uri, kfp_run_id)
         locations.check_shared(root)
         locations.check_source(config.data)
-        config = pinned_inputs.with_listing(config, root)
         run_id = locations.run_id_of(kfp_run_id)
+        code = _entered(config.code, root, run_id)
+        config = pinned_inputs.with_listing(config, root)
         earlier = pinned_inputs.finished_by(config, root, run_id)
         config = pinned_inputs.with_champion(config, root)
         step_record.publish_config(at, config.model_dump_json(indent=2))
@@ -113,7 +120,7 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
         if not (earlier or locations.is_local_run()):
             # Here it comes before the pods of any other step; on this machine the chief finds it.
             fitting.require(config.model_copy(update={"data": data}))
-        record.metrics = {"name": config.name, "data_version": data.version}
+        record.metrics = {"name": config.name, "data_version": data.version, **code}
         if earlier:
             reason = f"files and configuration are those of {earlier}, which has finished"
             record.metrics |= {"decision": table.UNCHANGED, "reasons": [reason]}
@@ -125,10 +132,20 @@ def run_step(values: Mapping[str, Any]) -> Resolved:
             root=root,
             run_id=run_id,
             seal=_seal(data, root, locations.pipeline_root_in(artifact.uri, kfp_run_id)) or run_id,
+            data_code=config.code if config.data.is_own else "",
             Output=table.UNCHANGED if earlier else table.NEW,
         )
 
     return tried("resolve_config", at, work, call=call)
+
+
+def _entered(code: str, root: str, run_id: str) -> dict[str, str]:
+    """Put the bundle of a run on the path, and note that the run needs it; nothing without one."""
+    if not code:
+        return {}
+    delivery.enter(code)
+    references.of_run(root, run_id, code)
+    return {"code": code}
 
 
 def _seal(data: DataConfig, root: str, pipeline_root: str) -> str:

@@ -13,7 +13,7 @@ from trainer import storage
 from trainer.checkpoints.index import HandedOn, handed_on, require_first_weights
 from trainer.cluster import fitting
 from trainer.cluster.launcher import Job
-from trainer.config.schema import Config
+from trainer.code.delivery import configured
 
 
 @component
@@ -62,7 +62,7 @@ def run_step(
 
     def work(record: StepOutput) -> str:
         descriptor.check(dataset_descriptor, dataset)
-        settings = Config.model_validate_json(config)
+        settings = configured(config)
         from trainer.data.shards.within_disk import streaming_of
         from trainer.data.spec import DatasetSpec, require_slices
 

@@ -9,7 +9,7 @@ from components import descriptor
 from components.image import component
 from components.locations import output_of, run_at
 from components.records.record import StepOutput, tried
-from trainer.config.schema import Config
+from trainer.code.delivery import configured
 
 
 # The word is the single output, as that of the gate.
@@ -53,7 +53,7 @@ def run_step(
         # It loads SciPy, which takes longer than a run that finds nothing new.
         from trainer.data_gate import validate
 
-        settings = Config.model_validate_json(config)
+        settings = configured(config)
         found = validate.check(settings, dataset, validate.opponent(root, settings.name))
         uri = output_of(root, run_id, "validation", dataset, found.digest)
         validate.publish(found, uri)

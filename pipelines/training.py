@@ -86,7 +86,7 @@ class Wiring:
 
     def prepared(self, resolved: Any) -> dict[str, Any]:
         """Prepare the dataset; return it as the inputs of the next steps."""
-        inputs = {key: resolved[key] for key in ("data", "root", "seal")}
+        inputs = {key: resolved[key] for key in ("data", "root", "seal", "data_code")}
         return flows(self.step(prepare_data, **inputs), "dataset")
 
     def changed(self, resolved: Any) -> Any:

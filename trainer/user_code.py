@@ -25,6 +25,8 @@ from typing import Any, cast
 from trainer.errors import ConfigError, UserError, nearest
 
 FOLDER_VARIABLE = "FLOTILLA_USER_FOLDER"
+# The URI of the bundle that is in that folder, where the run has one.
+BUNDLE_VARIABLE = "FLOTILLA_CODE"
 _OWN = {"components", "pipelines", "trainer"}
 _LIBRARIES = (
     *(f"{Path(__file__).parents[1] / name}{os.sep}" for name in sorted(_OWN)),
@@ -48,12 +50,17 @@ def folder() -> str:
     return os.environ.get(FOLDER_VARIABLE) or os.getcwd()
 
 
+def bundle() -> str:
+    """Return the URI of the bundle that is in the folder; empty where it is a folder of theirs."""
+    return os.environ.get(BUNDLE_VARIABLE, "")
+
+
 def environment() -> dict[str, str]:
     """Return the variables with which a child process finds modules in the same places.
 
     Without `PYTHONSAFEPATH` Python itself would put the working directory first.
     """
-    return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder()}
+    return {"PYTHONSAFEPATH": "1", FOLDER_VARIABLE: folder(), BUNDLE_VARIABLE: bundle()}
 
 
 def import_module(name: str) -> ModuleType:
@@ -68,6 +75,8 @@ def import_module(name: str) -> ModuleType:
 def _look_into_folder() -> None:
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder())
+    if bundle() and not any(isinstance(finder, _BundleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _BundleFinder())
 
 
 def import_for(what: str, name: str) -> ModuleType:
@@ -84,7 +93,8 @@ def _remedy(name: str, error: BaseException) -> str:
     """Say where a module that was not found has to be; one that was found needs its own fix."""
     if not isinstance(error, ModuleNotFoundError):
         return ""
-    return f"; {hidden(error.name or name) or f'it has to be in {folder()} or on PYTHONPATH'}"
+    where = "the folder of --code" if bundle() else folder()
+    return f"; {hidden(error.name or name) or f'it has to be in {where} or on PYTHONPATH'}"
 
 
 def hidden(name: str) -> str:
@@ -212,6 +222,26 @@ class _Finder(MetaPathFinder):
         return None if path is not None else PathFinder.find_spec(fullname, [folder()], target)
 
 
+class _BundleFinder(MetaPathFinder):
+    """Looks into a bundle for what is neither Python's, nor ours, nor an installed package.
+
+    It comes before `PYTHONPATH`, on which an image may have the same modules as they were once.
+    """
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return where a top-level module of the bundle is."""
+        if path is not None or hidden(fullname) or not bundle():
+            return None
+        found = PathFinder.find_spec(fullname, [folder()], target)
+        # A folder without __init__.py may be one of data.
+        if found is None or found.origin is None:
+            return None
+        installed = [sysconfig.get_path(name) for name in ("purelib", "platlib")]
+        return None if PathFinder.find_spec(fullname, installed) else found
+
+
 def function_for(what: str, name: str) -> Callable[..., Any]:
     """Return the function `module:function` of the user's; raises `ConfigError`."""
     module, _, attribute = name.partition(":")
@@ -254,6 +284,12 @@ def digest(what: str, module: str) -> str:
         left += _imported_by(tree, package)
     joined = json.dumps(sources, sort_keys=True)
     return hashlib.sha256(joined.encode()).hexdigest()
+
+
+def is_users(module: str) -> bool:
+    """Return whether a module is a file of the user's, neither installed nor part of Flotilla."""
+    _look_into_folder()
+    return _source_file(module) is not None
 
 
 def _imported_by(tree: ast.Module, package: str) -> Iterator[str]:

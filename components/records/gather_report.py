@@ -80,8 +80,8 @@ log = logging.getLogger(__name__)
 # Progress and the like is in the history.
 _REPORTED = (*OF_STEPS, *INCIDENTS, AttemptBegin, CheckpointPublished, UserCodeFailed)
 _LINEAGE = (
-    "run_id", "commit", "image", "config", "dataset", "fingerprint", "checkpoint", "evaluation",
-    "decision",
+    "run_id", "commit", "image", "code", "config", "dataset", "fingerprint", "checkpoint",
+    "evaluation", "decision",
 )  # fmt: skip
 # A KFP instance says `COMPLETE` or `SUCCEEDED`, by its version, and `RUNNING` where it lost count;
 # the local runner says `SUCCESS` too.

@@ -14,6 +14,7 @@ from pipelines.cli.options import (
     Assignments,
     AtOnce,
     CatchUp,
+    Code,
     Config,
     Cron,
     Every,
@@ -24,7 +25,7 @@ from pipelines.cli.options import (
     of_pods,
     of_submission,
 )
-from pipelines.cli.run import answer_of
+from pipelines.cli.run import answer_of, bundle_lines
 from pipelines.cli.runs import continues
 from pipelines.runs.kfp_access import UI, Access, Instance
 
@@ -110,6 +111,7 @@ def submit(
         Path | None, typer.Option(metavar="FILE", help="Run this compiled pipeline.")
     ] = None,
     name: Annotated[str, typer.Option(help="Of the run; generated when left out.")] = "",
+    code: Code = None,
 ) -> Answer:
     """Start a run on a KFP instance."""
     from pipelines.runs.local import configuration
@@ -125,7 +127,19 @@ def submit(
     )
     if remark := plain_http_remark(submission.config.storage.root):
         note(f"flotilla: {remark}")
-    return _submit(access, submission, wait=wait)
+    return _submit(access, _with_code(submission, code), wait=wait)
+
+
+def _with_code(submission: Submission, folder: Path | None) -> Submission:
+    """Publish the user's modules where the run finds them, and say so."""
+    from pipelines.runs.submission import with_code
+
+    if folder is None:
+        return submission
+    submission, bundle = with_code(submission, folder)
+    for line in bundle_lines(bundle):
+        note(line)
+    return submission
 
 
 def _submit(access: Access, submission: Submission, *, wait: bool) -> Answer:
@@ -181,6 +195,7 @@ def schedule(
     latest: Latest = False,
     catch_up: CatchUp = False,
     at_once: AtOnce = 1,
+    code: Code = None,
 ) -> Answer:
     """Start runs on a KFP instance regularly: one schedule of each name."""
     from pipelines.runs import schedule as scheduling
@@ -198,7 +213,7 @@ def schedule(
     )
     access, loaded = instance.access(), configuration(config, assignments or ())
     submission = Submission(config=loaded, name=name or loaded.name, **target)
-    return _scheduled(scheduling.schedule(access, submission, timing))
+    return _scheduled(scheduling.schedule(access, _with_code(submission, code), timing))
 
 
 def _scheduled(made: Scheduled) -> Answer:

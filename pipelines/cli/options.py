@@ -46,6 +46,12 @@ Workdir = Annotated[
         metavar="DIR", parser=local_path, help="Folder below which everything is written."
     ),
 ]
+Code = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR", parser=local_path, help="Folder of your own modules, bundled for the run."
+    ),
+]
 Resume = Annotated[str | None, typer.Option(metavar="RUN", help="Resume this run.")]
 Dataset = Annotated[str, typer.Option(metavar="URI", help="Train on this published dataset.")]
 Root = Annotated[str, typer.Option(metavar="URI", help="Storage root; the workdir when left out.")]

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 
 from pipelines.cli.answer import Answer
 from pipelines.cli.exit import answers, output
-from pipelines.cli.options import Assignments, Config, Dataset, Resume, Workdir
+from pipelines.cli.options import Assignments, Code, Config, Dataset, Resume, Workdir
 from trainer.errors import INTERRUPTED, USAGE, UserError
 
 if TYPE_CHECKING:
     from pipelines.runs.local import LocalRun, RunOptions
     from pipelines.runs.outcome import RunResult
+    from trainer.code.bundle import Bundle
 
 RUNS = Path("runs")
 
@@ -24,17 +25,21 @@ def run(
     assignments: Assignments = None,
     workdir: Workdir = RUNS,
     resume: Resume = None,
+    code: Code = None,
 ) -> Answer:
     """Run the whole pipeline on this machine."""
-    return _run("run", config, assignments, workdir, resume)
+    return _run("run", config, assignments, workdir, resume, code=code)
 
 
 @answers
 def prepare(
-    config: Config = None, assignments: Assignments = None, workdir: Workdir = RUNS
+    config: Config = None,
+    assignments: Assignments = None,
+    workdir: Workdir = RUNS,
+    code: Code = None,
 ) -> Answer:
     """Download, split, shard and publish the dataset."""
-    return _run("prepare", config, assignments, workdir)
+    return _run("prepare", config, assignments, workdir, code=code)
 
 
 @answers
@@ -44,9 +49,10 @@ def train(
     workdir: Workdir = RUNS,
     dataset: Dataset = "",
     resume: Resume = None,
+    code: Code = None,
 ) -> Answer:
     """Train on the dataset, which is prepared when it is not published yet."""
-    return _run("train", config, assignments, workdir, resume, dataset)
+    return _run("train", config, assignments, workdir, resume, dataset, code=code)
 
 
 def answer_of(result: RunResult) -> Answer:
@@ -70,6 +76,7 @@ def _run(
     workdir: Path,
     resume: str | None = None,
     dataset: str = "",
+    code: Path | None = None,
 ) -> Answer:
     from pipelines.cli import display
     from pipelines.runs import local
@@ -82,10 +89,13 @@ def _run(
         workdir=workdir,
         resume=resume,
         dataset=dataset,
+        code=code or "",
     )
     started = local.start(options)
     errors = display.Terminal(stderr=True)
     errors.print(f"run {started.run_id} in {started.folder}", markup=False, soft_wrap=True)
+    for line in bundle_lines(started.bundle) if started.bundle else ():
+        errors.print(line, markup=False, soft_wrap=True)
     if remark := plain_http_remark(started.config.storage.root):
         errors.print(f"flotilla: {remark}", markup=False, soft_wrap=True)
     with display.Display() as show:
@@ -96,6 +106,12 @@ def _run(
         errors.print(f"flotilla: {line}", markup=False, soft_wrap=True)
     errors.print(display.last_line(result), soft_wrap=True)
     return answer_of(result)
+
+
+def bundle_lines(bundle: Bundle) -> list[str]:
+    """Return what is said of a bundle of the user's modules."""
+    size = f"{bundle.files} files, {bundle.bytes / 1000:.1f} kB"
+    return [f"code {bundle.uri} ({size})", *(f"flotilla: {each}" for each in bundle.remarks)]
 
 
 def _closing_lines(options: RunOptions, run: LocalRun, result: RunResult) -> list[str]:

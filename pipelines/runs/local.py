@@ -28,6 +28,7 @@ from components.records.record import STOPPING
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage, user_code
 from trainer.cluster import signals
+from trainer.code.bundle import Bundle, bundled
 from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
@@ -58,6 +59,7 @@ class RunOptions:
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
         dataset: URI of a published dataset to train on, or empty.
+        code: folder of the user's modules, which the run gets as they are now, or empty.
     """
 
     pipeline: str = "run"
@@ -66,6 +68,7 @@ class RunOptions:
     workdir: str | Path = "runs"
     resume: str | None = None
     dataset: str = ""
+    code: str | Path = ""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run; raises `ConfigError`."""
@@ -177,6 +180,7 @@ class LocalRun:
         config: the configuration, with a storage root.
         lock: descriptor of a file that is locked until the run, or this process, has ended.
         begin: bytes in the file of events before those of this start, of which `RunBegin` is first.
+        bundle: of the user's modules, where this start has published one.
         saved: what `config.json` says once training has begun; a resume that is refused before
             leaves the configuration of the run as it was.
     """
@@ -187,6 +191,7 @@ class LocalRun:
     lock: int
     begin: int
     saved: str
+    bundle: Bundle | None = None
 
     def save_config(self) -> None:
         """Write `config.json`, from which a resume takes what it is not given."""
@@ -197,10 +202,12 @@ class LocalRun:
 def start(options: RunOptions) -> LocalRun:
     """Lay out the folder of a run; raises `ConfigError`."""
     require_current_folder()
-    config, workdir = options.load(), Path(options.workdir)
+    config, workdir, bundle = options.load(), Path(options.workdir), None
+    if options.code:
+        config, bundle = bundled(config, options.code, root_of(config, workdir))
     if options.resume is not None:
-        return resumed_run(config, workdir, options.resume)
-    return new_run(config, workdir)
+        return replace(resumed_run(config, workdir, options.resume), bundle=bundle)
+    return replace(new_run(config, workdir), bundle=bundle)
 
 
 def require_current_folder() -> None:

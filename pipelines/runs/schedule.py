@@ -30,6 +30,7 @@ from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.submission import Submission, experiment_id, run_parameters
 from pipelines.runs.upload import Version, newest_version, version_of
 from pipelines.step_settings import assigned
+from trainer.code import references
 from trainer.errors import ConfigError, UserError, nearest
 
 _MONTHS = {name.lower(): number for number, name in enumerate(calendar.month_abbr) if name}
@@ -245,6 +246,10 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
     else:
         version = version_of(client, submission.pipeline, submission.version)
     wanted = _wanted(client, submission, timing, version)
+    bundle, known_as = submission.config.code, _known_as(access, submission.name)
+    if bundle:
+        # Before the schedule is there: nothing that it needs is ever without a reference.
+        references.of_schedule(bundle, known_as)
     same, others = _found(client, submission.name, wanted)
     if same is not None:
         action, schedule_id = "is there already", str(same.recurring_run_id)
@@ -264,7 +269,7 @@ def schedule(access: Access, submission: Submission, timing: Timing) -> Schedule
         action=action,
         timing=words,
         next=upcoming,
-        removed=_delete(client, others),
+        removed=_delete(client, others, known_as, bundle),
         existed=same is not None,
         version=version,
     )
@@ -278,7 +283,12 @@ def unschedule(access: Access, name: str) -> int:
         known = sorted({str(each.display_name) for each in _all(client)})
         hint = nearest(name, known) or (f"; there are {', '.join(known[:5])}" if known else "")
         raise UserError(f"{access.endpoint} has no schedule {name!r}{hint}")
-    return _delete(client, found)
+    return _delete(client, found, _known_as(access, name))
+
+
+def _known_as(access: Access, name: str) -> str:
+    """Return by what a schedule is known among those of all instances."""
+    return "\n".join((access.endpoint, access.namespace, name))
 
 
 def _when(timing: Timing) -> tuple[str, str]:
@@ -382,7 +392,8 @@ def _meaning(each: Any) -> dict[str, Any]:
     }
 
 
-def _delete(client: Client, schedules: list[Any]) -> int:
+def _delete(client: Client, schedules: list[Any], known_as: str, kept: str = "") -> int:
+    """Remove schedules, and that they refer to bundles other than `kept`; return how many."""
     for each in schedules:
         try:
             ask(client.delete_recurring_run, each.recurring_run_id)
@@ -390,4 +401,7 @@ def _delete(client: Client, schedules: list[Any]) -> int:
             # Someone else has removed it.
             if error.status != _ABSENT:
                 raise
+        bundle = _meaning(each)["parameters"].get("code", "")
+        if bundle and bundle != kept:
+            references.forget_schedule(str(bundle), known_as)
     return len(schedules)

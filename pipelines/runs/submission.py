@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from kfp_server_api import V2beta1Experiment
 
+from components.locations import FLOTILLA
 from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
 from pipelines.runs.upload import Version, equals, version_of
 from pipelines.step_settings import assigned, check_target
+from trainer import storage
+from trainer.code.bundle import Bundle, bundled
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
@@ -89,6 +92,7 @@ def submit(
     pipeline_root: str = "",
     service_account: str = "",
     parameters: Sequence[str] = (),
+    code: str | Path = "",
 ) -> Submitted:
     """Start a run on a KFP instance and return at once; see `follow`.
 
@@ -104,6 +108,7 @@ def submit(
         pipeline_root: where KFP keeps artifacts; the instance's default when empty.
         service_account: of the pods; the instance's default when empty.
         parameters: run parameters of the steps, as `NAME=VALUE`.
+        code: folder of your own modules, which the steps find; those of the image when empty.
 
     Raises:
         UserError: the configuration or a parameter is wrong, or the instance refuses the run.
@@ -119,7 +124,35 @@ def submit(
         service_account=service_account,
         parameters=parameters,
     )
-    return start(connect((instance or Instance()).access()), submission)
+    access = (instance or Instance()).access()
+    if code:
+        submission, _ = with_code(submission, code)
+    return start(connect(access), submission)
+
+
+def with_code(submission: Submission, folder: str | Path) -> tuple[Submission, Bundle]:
+    """Publish a folder of the user's modules where the steps find it; see `bundle.publish`.
+
+    Raises:
+        ConfigError: it is not known where the run publishes.
+        UserError: the folder holds what no bundle may hold, or the store refuses.
+    """
+    config, root = submission.config, submission.config.storage.root
+    if not root and submission.pipeline_root:
+        root = storage.join(submission.pipeline_root, FLOTILLA)
+    if not root:
+        raise ConfigError(
+            "--code: where the instance keeps artifacts is not known here, and the modules have to "
+            "be where the steps find them: set storage.root, or --pipeline-root, to a URI that "
+            "both sides reach"
+        )
+    if storage.local_path(root):
+        raise ConfigError(
+            f"--code: storage.root {root} is a folder of this machine, where no step finds the "
+            "modules: set it to gs://, s3:// or minio://BUCKET/FOLDER"
+        )
+    config, bundle = bundled(config, folder, root)
+    return replace(submission, config=config), bundle
 
 
 def package_to_send(file: str | Path | None, version: str) -> Package | None:

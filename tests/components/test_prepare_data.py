@@ -33,7 +33,7 @@ def prepared(root, emitted, monkeypatch, tmp_path):
     def prepare(run, **section):
         monkeypatch.setenv(locations.RUN_FOLDER, str(tmp_path / run))
         artifact = artifact_in(tmp_path, dsl.Dataset)
-        uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", artifact)
+        uri = prepare_data.run_step(DataConfig(**section).model_dump_json(), root, "", "", artifact)
         version = storage.read_manifest(uri).fields["version"]
         *_, before, step = emitted()
         metrics = step.metrics

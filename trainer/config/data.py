@@ -214,6 +214,11 @@ class DataConfig(Section):
         return self
 
     @property
+    def is_own(self) -> bool:
+        """Whether code of the user's prepares it: a builder, or a function from row to example."""
+        return bool(self.map) or (":" in self.dataset and not self.source)
+
+    @property
     def name(self) -> str:
         """The dataset or the source, as messages name it."""
         return self.source or self.dataset

@@ -8,6 +8,7 @@ are validators of `Config`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Collection
 from typing import Annotated, Literal
 
@@ -20,7 +21,7 @@ from trainer.config.initial_weights import WarmStart
 from trainer.config.optimizer import OF_MODEL, OptimizerConfig, ScheduleConfig
 from trainer.config.thresholds import GateConfig
 from trainer.errors import UserError, nearest
-from trainer.storage.uri import FORMS, check_path, is_uri
+from trainer.storage.uri import FORMS, check_path, is_uri, name_of
 from trainer.topology import TOPOLOGIES, topology_of
 
 #: The function of every model that has a name.
@@ -231,6 +232,18 @@ def _refuse_bad_uri(value: str) -> None:
         raise ValueError(str(error)) from None
 
 
+def _require_bundle(value: str) -> None:
+    if not is_uri(value):
+        raise ValueError(f"not a URI: write it as {FORMS}")
+    _refuse_bad_uri(value)
+    try:
+        name = name_of(value)
+    except UserError as error:
+        raise ValueError(str(error)) from None
+    if not re.fullmatch(r"[0-9a-f]{64}", name):
+        raise ValueError("no bundle: it ends with a digest, as `flotilla submit --code` makes it")
+
+
 class RegistryConfig(Section):
     """Limits that an exported model has to keep to become the champion."""
 
@@ -277,6 +290,14 @@ class Config(Section):
     export: ExportConfig = Field(ExportConfig())
     registry: RegistryConfig = Field(RegistryConfig())
     storage: StorageConfig = Field(StorageConfig())
+    code: str = key("", "URI of a bundle of your own modules, as `--code DIR` publishes it")
+
+    @field_validator("code")
+    @classmethod
+    def _bundle(cls, value: str) -> str:
+        if value:
+            _require_bundle(value)
+        return value
 
     @model_validator(mode="after")
     def _validation_where_it_is_needed(self) -> Config:

@@ -35,6 +35,10 @@ def dataset_key(config: DataConfig, identity: Mapping[str, Any]) -> str:
     if config.map:
         module = config.map.partition(":")[0]
         section["map_source"] = user_code.digest("data.map", module)
+    builder = "" if config.source else config.dataset.partition(":")[0]
+    # The version of a builder that is installed, or is ours, says what it makes.
+    if ":" in config.dataset and user_code.is_users(builder):
+        section["builder_source"] = user_code.digest("data.dataset", builder)
     content = json.dumps({**section, **identity, "schema": SCHEMA}, sort_keys=True)
     # Of files the last name alone: a path may be longer than a name can be.
     last = config.name.rstrip("/").rpartition("/")[2][-_LONGEST:] if config.source else config.name

@@ -16,7 +16,7 @@ Facts = Mapping[str, Any]
 
 _MARKS = re.compile(r"([\\`*_{}\[\]<>()#+!|~$&])")
 _MOST = 12
-_LINEAGE = ("image", "commit", "dataset", "checkpoint")
+_LINEAGE = ("image", "commit", "code", "dataset", "checkpoint")
 
 
 def as_markdown(facts: Facts, report: str) -> bytes:

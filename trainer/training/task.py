@@ -21,6 +21,8 @@ from trainer.cluster import lease, liveness, rejoin, signals
 from trainer.cluster.launcher import Job, task_command
 from trainer.cluster.local import HOST, free_port
 from trainer.cluster.process import CONFIG
+from trainer.cluster.local import free_port
+from trainer.code import delivery
 from trainer.config.load import load_config
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
@@ -51,6 +53,7 @@ def run(options: argparse.Namespace) -> None:
         UserError: the command line, the configuration or TF_CONFIG is wrong, or the role fails.
     """
     config = load_config(options.config)
+    delivery.enter(config.code)
     tasks, this = _cluster(options)
     _require_roles(config, tasks)
     job = Job(

@@ -175,7 +175,7 @@ def test_a_failed_training_is_named_with_reason_time_and_cost(pods, capsys):
     resolved = pods.resolved()
     assert (resolved.root, resolved.run_id) == (pods.root, RUN)
     data = pods.output(dsl.Dataset, "prepare-data", "dataset")
-    prepare_data.python_func(resolved.data, resolved.root, resolved.seal, data)
+    prepare_data.python_func(resolved.data, resolved.root, resolved.seal, "", data)
     with pytest.raises(SystemExit):
         pods.trained(resolved.config)
     assert f"flotilla: train_model: {REASON}" in capsys.readouterr().err

@@ -53,7 +53,7 @@ def test_every_leaf_is_one_parameter_in_the_order_of_the_file():
     names = [parameter.name for parameter in run_parameters()]
     assert len(set(names)) == len(names)
     assert names[:3] == ["name", "data_dataset", "data_source"]
-    assert names[-1] == "storage_root"
+    assert names[-1] == "code"
     assert {"training_optimizer_learning_rate", "training_schedule_name", "gate_min"} < set(names)
     assert all(name.isidentifier() and name == name.lower() for name in names)
 

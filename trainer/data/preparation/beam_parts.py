@@ -1,6 +1,7 @@
 """Map the parts of a source by Apache Beam: its workers publish them, and they are fetched here.
 
-A worker needs this package, and where `data.map` or a builder of your own is used that module too.
+A worker needs this package, and where `data.map` or a builder of your own is used that module too,
+which it fetches where the run has a bundle of code.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import apache_beam as beam
 
 from trainer import storage, user_code
+from trainer.code import delivery
 from trainer.config.data import DataConfig
 from trainer.data.preparation.parts import map_part
 from trainer.data.preparation.pipeline_options import pipeline_options
@@ -66,6 +68,8 @@ class PartMapper:
     def __init__(self, source: bytes, uri: str, vocabulary: int) -> None:
         """Take a pickled source."""
         self._source, self._uri, self._vocabulary = source, uri, vocabulary
+        # A worker on another machine has none of the user's modules.
+        self._code = user_code.bundle()
         self._opened: tuple[Source, Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,6 +86,7 @@ class PartMapper:
             place = Path(name) / part.folder
             try:
                 if self._opened is None:
+                    delivery.enter(self._code)
                     source = pickle.loads(self._source)
                     self._opened = source, source.select()
                 map_part(*self._opened, part, place, vocabulary=self._vocabulary)

@@ -1,0 +1,140 @@
+"""What of a folder becomes a bundle, what is left out, and what is refused in one line."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from trainer.code import collect
+from trainer.errors import ConfigError, UserError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    home = tmp_path / "mine"
+    (home / "sub").mkdir(parents=True)
+    (home / "blocks.py").write_text("A = 1\n")
+    (home / "sub" / "__init__.py").touch()
+    return home
+
+
+def paths(folder):
+    return [each.path for each in collect.collect(folder).files]
+
+
+def refusal(folder, kind=ConfigError):
+    with pytest.raises(kind) as refused:
+        collect.collect(folder)
+    line = str(refused.value)
+    assert "\n" not in line
+    return line
+
+
+def test_all_files_belong_to_it_in_the_order_of_their_paths(folder):
+    (folder / "words.txt").write_text("a")
+    (folder / "sub" / "größe x.yaml").write_text("a")
+    assert paths(folder) == ["blocks.py", "sub/__init__.py", "sub/größe x.yaml", "words.txt"]
+
+
+def test_what_is_no_code_is_left_out(folder):
+    for name in (".git/config", "sub/__pycache__/a.pyc", ".venv/x.py", "runs/a.json", "data/a.csv"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    (folder / "MANIFEST.json").write_text("{}")
+    (folder / "sub" / "data").mkdir()
+    (folder / "sub" / "data" / "own.py").touch()
+    assert paths(folder) == ["blocks.py", "sub/__init__.py", "sub/data/own.py"]
+
+
+def test_secrets_are_left_out_and_named(folder):
+    for name in (".env", "credentials", "sub/tls.pem", "credentials.py", ".ssh/id_ed25519"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).touch()
+    collected = collect.collect(folder)
+    assert [each.path for each in collected.files] == [
+        "blocks.py", "credentials.py", "sub/__init__.py",
+    ]  # fmt: skip
+    assert sorted(collected.secrets) == [".env", ".ssh", "credentials", "sub/tls.pem"]
+
+
+def test_the_rules_of_the_user_come_last(folder):
+    (folder / "ca.pem").touch()
+    (folder / "data").mkdir()
+    (folder / "data" / "rows.py").touch()
+    assert collect.collect(folder).modules_left_out == ["data"]
+    (folder / collect.IGNORE_FILE).write_text("!ca.pem\n!/data/\nsub/\n")
+    assert paths(folder) == ["blocks.py", "ca.pem", "data/rows.py"]
+
+
+def test_a_link_inside_the_folder_is_followed(folder):
+    (folder / "again.py").symlink_to("blocks.py")
+    assert "again.py" in paths(folder)
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("/etc/hostname", "again.py is a link that leaves the folder, to /etc/hostname"),
+        ("nowhere", "a link that leads nowhere"),
+        ("sub", "again.py is a link to a folder"),
+        ("again.py", "a link that leads nowhere"),
+    ],
+)
+def test_any_other_link_is_refused_unless_it_is_left_out(folder, target, words):
+    (folder / "again.py").symlink_to(target)
+    assert words in refusal(folder)
+    (folder / collect.IGNORE_FILE).write_text("again.py\n")
+    assert paths(folder) == ["blocks.py", "sub/__init__.py"]
+
+
+def test_a_pipe_is_not_waited_for(folder):
+    os.mkfifo(folder / "pipe")
+    assert "pipe is neither file nor folder" in refusal(folder)
+
+
+def test_a_name_that_no_store_takes_is_refused(folder):
+    (folder / "a\nb.py").touch()
+    assert "'a\\nb.py' is no name for a store: rename it" in refusal(folder)
+
+
+def test_a_folder_that_is_none_is_refused(folder, tmp_path):
+    assert "No such file or directory; name a folder" in refusal(tmp_path / "absent")
+    assert "it is a file; name the folder that has it" in refusal(folder / "blocks.py")
+    assert "no name of a folder" in refusal(tmp_path / "a\0b")
+    (tmp_path / "empty").mkdir()
+    assert "there is no module (*.py) in it; name the folder" in refusal(tmp_path / "empty")
+
+
+def test_a_folder_that_cannot_be_read_is_named(folder, monkeypatch):
+    scandir = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("sub"):
+            raise PermissionError(13, "Permission denied")
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert refusal(folder, UserError) == f"--code: cannot read {folder / 'sub'}: Permission denied"
+
+
+def test_too_much_is_refused_by_its_largest_files(folder):
+    for name, size in (("weights.bin", 8 << 20), ("rows.csv", 3 << 20), ("small", 9)):
+        with (folder / name).open("wb") as file:
+            file.truncate(size)
+    line = refusal(folder)
+    assert "11.5 MB are more than the 10.5 MB of a bundle" in line
+    assert "the largest files: weights.bin (8.4 MB), rows.csv (3.1 MB)" in line
+
+
+def test_too_many_files_are_not_counted_to_the_end(folder, monkeypatch):
+    monkeypatch.setattr(collect, "MOST_FILES", 5)
+    (folder / "many").mkdir()
+    for number in range(9):
+        (folder / "many" / f"{number}.txt").touch()
+    assert "more than 5 files are no code (most are below many" in refusal(folder)
+
+
+def test_an_ignore_file_that_is_no_text_is_refused(folder):
+    (folder / collect.IGNORE_FILE).write_bytes(b"\xff\xfe\xff")
+    assert refusal(folder).endswith(".flotillaignore: not UTF-8 text")

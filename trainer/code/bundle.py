@@ -1,0 +1,145 @@
+"""A bundle of the user's modules: named by a digest of its content, and published once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from trainer import storage, user_code
+from trainer.code.collect import IGNORE_FILE, Collected, Found, collect
+from trainer.config.schema import Config
+from trainer.errors import UserError
+
+KIND = "code"
+FOLDER = "code"
+_MODULE = re.compile(r"([^./]+)(\.py)?")
+_NAMED = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bundle:
+    """A published bundle.
+
+    Attributes:
+        uri: of the published directory; its last name is the digest.
+        files: how many there are.
+        bytes: of all files.
+        remarks: what the user should know, a line each.
+    """
+
+    uri: str
+    files: int
+    bytes: int
+    remarks: tuple[str, ...] = ()
+
+
+def digest_of(contents: Mapping[str, str]) -> str:
+    """Return the digest of a bundle, from the SHA-256 of each file by its path.
+
+    It does not depend on order, times or permissions.
+    """
+    text = json.dumps(sorted(contents.items()), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def publish(folder: Path, root: str) -> Bundle:
+    """Publish the modules in a folder below the storage root `root`; the same content once.
+
+    Raises:
+        ConfigError: the folder holds no code, or what no bundle may hold.
+        UserError: a file cannot be read, or the store refuses.
+    """
+    collected = collect(folder)
+    with tempfile.TemporaryDirectory(prefix="flotilla-") as scratch:
+        hashes = {each.path: _copied(each, Path(scratch)) for each in collected.files}
+        digest = digest_of(hashes)
+        uri = storage.join(root, FOLDER, digest)
+        manifest = storage.publish(Path(scratch), uri, kind=KIND, fields={"digest": digest})
+    return Bundle(
+        uri=uri,
+        files=len(manifest.files),
+        bytes=manifest.total_bytes,
+        remarks=tuple(_remarks(collected)),
+    )
+
+
+def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
+    """Publish a folder below `root`; return the configuration with it as `code`, and the bundle.
+
+    Raises:
+        UserError: see `publish`.
+    """
+    bundle = publish(Path(folder), root)
+    return config.model_copy(update={"code": bundle.uri}), bundle
+
+
+def _copied(found: Found, scratch: Path) -> str:
+    """Copy a file, of which one moment's content is taken; return its SHA-256."""
+    try:
+        with found.file.open("rb") as file:
+            before = os.fstat(file.fileno())
+            data = file.read(found.bytes + 1)
+            after = os.fstat(file.fileno())
+    except OSError as error:
+        raise UserError(f"--code: cannot read {found.file}: {error.strerror}") from None
+    moments = [(each.st_size, each.st_mtime_ns) for each in (before, after)]
+    if len(data) != found.bytes or moments[0] != moments[1]:
+        raise UserError(f"--code: {found.path} changed while it was read; give the command again")
+    target = scratch / found.path
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    except OSError as error:
+        raise UserError(f"cannot write below {scratch.parent}: {error.strerror}") from None
+    return hashlib.sha256(data).hexdigest()
+
+
+def _remarks(collected: Collected) -> list[str]:
+    remarks = []
+    if collected.secrets:
+        some = ", ".join(collected.secrets[:_NAMED])
+        more = len(collected.secrets) - _NAMED
+        some += f" and {more} more" if more > 0 else ""
+        remarks.append(
+            f"--code leaves out {some}: secrets by their names; a line !NAME of {IGNORE_FILE} "
+            "takes one in"
+        )
+    remarks += [
+        f"--code leaves out {name}/ by default, though it has modules; a line !/{name}/ of "
+        f"{IGNORE_FILE} takes it in"
+        for name in collected.modules_left_out
+    ]
+    names = {found.path.partition("/")[0] for found in collected.files if _is_module(found.path)}
+    return remarks + [line for name in sorted(names) if (line := _shadow(name))]
+
+
+def _is_module(path: str) -> bool:
+    first, *below = path.split("/")
+    found = _MODULE.fullmatch(first)
+    return path.endswith(".py") and bool(found) and bool(below) != bool(found and found[2])
+
+
+def _shadow(name: str) -> str:
+    """Say what comes before a module of the user's; empty where nothing does."""
+    top = name.removesuffix(".py")
+    if hidden := user_code.hidden(top):
+        return f"--code: {name} is not found by a run: {hidden}"
+    installed = [sysconfig.get_path(each) for each in ("purelib", "platlib")]
+    try:
+        spec = PathFinder.find_spec(top, installed)
+    except (ImportError, ValueError):
+        return ""
+    if spec is None or not spec.origin:
+        return ""
+    return (
+        f"--code: {name} has the name of an installed package ({spec.origin}), which is found "
+        "first where it is installed; rename yours"
+    )

@@ -1,0 +1,198 @@
+"""Which files of a user's folder belong to a bundle, and which are left out or refused."""
+
+from __future__ import annotations
+
+import heapq
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.code.ignore import Rule, deciding, rules_of
+from trainer.errors import ConfigError, UserError
+
+IGNORE_FILE = ".flotillaignore"
+#: What is never code, or is made from it again.
+DEFAULTS = (
+    ".git", ".hg", ".svn", "__pycache__", "*.pyc", "*.pyo", ".venv", "/venv/", "/runs/", "/data/",
+    ".mypy_cache", ".pytest_cache", ".ruff_cache", ".ipynb_checkpoints", ".tox", ".nox", ".idea",
+    ".vscode", "node_modules", "*.egg-info", ".DS_Store", ".*.part", "/MANIFEST.json",
+)  # fmt: skip
+#: What is a secret by its name.
+SECRETS = (
+    ".env", ".env.*", "*.env", "credentials", "credentials.json", "credentials.y*ml",
+    "credentials.ini", "credentials.toml", "client_secret*.json", "service[-_]account*.json",
+    "secrets.json", "secrets.y*ml", "secrets.toml", "*.pem", "*.key", "*.p12", "*.pfx", "*.jks",
+    "*.keytab", "*.kubeconfig", "kubeconfig", ".netrc", "_netrc", ".pypirc", ".pgpass",
+    ".git-credentials", ".boto", "id_rsa", "id_dsa", "id_ecdsa", "id_ed25519", ".ssh", ".aws",
+    ".kube", ".gnupg", ".docker", "gcloud",
+)  # fmt: skip
+MOST_BYTES = 10 << 20
+MOST_FILES = 2000
+# Of a folder such as a home, whose files are not counted to the end.
+_MOST_FOLDERS = 10_000
+_NAMED = 5
+_SECRET = "a secret by its name"
+_DEFAULT = "default"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A file of a bundle: its path in the folder, with forward slashes, and where it is."""
+
+    path: str
+    file: Path
+    bytes: int
+
+
+@dataclass(kw_only=True)
+class Collected:
+    """The files of a bundle in the order of their paths.
+
+    Attributes:
+        files: what belongs to the bundle.
+        secrets: paths that are left out, since they are secrets by name.
+        modules_left_out: folders with modules that a default leaves out.
+    """
+
+    files: list[Found] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+    modules_left_out: list[str] = field(default_factory=list)
+
+
+def collect(folder: Path) -> Collected:
+    """Return the files of a user's folder that belong to its bundle.
+
+    Raises:
+        ConfigError: it is no folder, holds no module, is too large, or has a link that leaves it.
+    """
+    _require_folder(folder)
+    root = Path(os.path.realpath(folder))
+    collected = Collected()
+    for found in _walk(root, _rules(root), collected):
+        collected.files.append(found)
+        if len(collected.files) > MOST_FILES:
+            raise ConfigError(
+                f"--code {folder}: more than {MOST_FILES:,} files are no code (most are below "
+                f"{_crowded(collected.files)}); name the folder of your modules, or leave the rest "
+                f"out by a file {IGNORE_FILE}"
+            )
+    _require_size(folder, collected.files)
+    if not any(each.path.endswith(".py") for each in collected.files):
+        raise ConfigError(
+            f"--code {folder}: there is no module (*.py) in it{_left_out(collected)}; name the "
+            "folder that has your modules"
+        )
+    collected.files.sort(key=lambda each: each.path)
+    return collected
+
+
+def _require_folder(folder: Path) -> None:
+    try:
+        is_folder = stat.S_ISDIR(folder.stat().st_mode)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "no name of a folder"
+        raise ConfigError(f"--code {str(folder)!r}: {reason}; name a folder") from None
+    if not is_folder:
+        raise ConfigError(f"--code {folder}: it is a file; name the folder that has it")
+
+
+def _left_out(collected: Collected) -> str:
+    names = ", ".join(collected.modules_left_out)
+    return f" but in {names}, left out by default" if names else ""
+
+
+def _rules(root: Path) -> list[Rule]:
+    own = root / IGNORE_FILE
+    lines: list[str] = []
+    if os.path.lexists(own):
+        try:
+            lines = own.read_text(encoding="utf-8-sig").splitlines()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or "not UTF-8 text"
+            raise ConfigError(f"--code: cannot read {own}: {reason}") from None
+    return [
+        *rules_of(DEFAULTS, _DEFAULT),
+        *rules_of(SECRETS, _SECRET),
+        *rules_of([f"/{IGNORE_FILE}"], _DEFAULT),
+        *rules_of(lines, IGNORE_FILE),
+    ]
+
+
+def _walk(root: Path, rules: list[Rule], collected: Collected) -> Iterator[Found]:
+    left, seen = [""], 0
+    while left:
+        above = left.pop()
+        seen += 1
+        if seen > _MOST_FOLDERS:
+            raise ConfigError(
+                f"--code {root}: more than {_MOST_FOLDERS:,} folders are no code; name the folder "
+                f"of your modules, or leave the rest out by a file {IGNORE_FILE}"
+            )
+        for entry in _entries(root / above):
+            path = f"{above}/{entry.name}" if above else entry.name
+            is_folder = entry.is_dir(follow_symlinks=False)
+            rule = deciding(rules, path, is_folder=is_folder)
+            if rule and rule.leaves_out:
+                _note(collected, rule, path, Path(entry.path))
+            elif is_folder:
+                left.append(path)
+            else:
+                yield _found(root, path)
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as entries:
+            return sorted(entries, key=lambda entry: entry.name)
+    except OSError as error:
+        raise UserError(f"--code: cannot read {folder}: {error.strerror}") from None
+
+
+def _note(collected: Collected, rule: Rule, path: str, place: Path) -> None:
+    if rule.origin == _SECRET:
+        collected.secrets.append(path)
+    # Of a default that a package of the user's may be named like.
+    if rule.origin == _DEFAULT and path in ("data", "runs", "venv") and any(place.glob("*.py")):
+        collected.modules_left_out.append(path)
+
+
+def _found(root: Path, path: str) -> Found:
+    remedy = f"or leave it out by a line of {IGNORE_FILE}"
+    if not path.isprintable() or "\\" in path:
+        raise ConfigError(f"--code: {path!r} is no name for a store: rename it, {remedy}")
+    place = root / path
+    try:
+        real = Path(os.path.realpath(place, strict=True))
+        status = real.stat()
+    except OSError as error:
+        reason = "a link that leads nowhere" if place.is_symlink() else error.strerror
+        raise ConfigError(f"--code: cannot read {place}: {reason}; remove it, {remedy}") from None
+    if not real.is_relative_to(root):
+        raise ConfigError(
+            f"--code: {path} is a link that leaves the folder, to {real}: copy what it leads to, "
+            f"{remedy}"
+        )
+    if not stat.S_ISREG(status.st_mode):
+        what = "a link to a folder" if stat.S_ISDIR(status.st_mode) else "neither file nor folder"
+        raise ConfigError(f"--code: {path} is {what}: remove it, {remedy}")
+    return Found(path=path, file=real, bytes=status.st_size)
+
+
+def _crowded(files: list[Found]) -> str:
+    counts = Counter(each.path.partition("/")[0] for each in files)
+    return ", ".join(name for name, _ in counts.most_common(_NAMED))
+
+
+def _require_size(folder: Path, files: list[Found]) -> None:
+    total = sum(each.bytes for each in files)
+    if total <= MOST_BYTES:
+        return
+    largest = heapq.nlargest(_NAMED, files, key=lambda each: each.bytes)
+    named = ", ".join(f"{each.path} ({each.bytes / 1e6:.1f} MB)" for each in largest)
+    raise ConfigError(
+        f"--code {folder}: {total / 1e6:.1f} MB are more than the {MOST_BYTES / 1e6:.1f} MB of a "
+        f"bundle; the largest files: {named}; leave them out by a file {IGNORE_FILE}"
+    )
