@@ -22,6 +22,7 @@ from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
+from pipelines.cli.sweep import sweep
 from trainer import variables
 from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.masking import credentials_in
@@ -82,6 +83,7 @@ app.command(epilog="--json adds `checks`, an object each.")(doctor)
 app.command(epilog=TRAINED)(run)
 app.command()(prepare)
 app.command(epilog=TRAINED)(train)
+app.command(epilog="--json adds `trials`, `best`, `command` and `page`.")(sweep)
 
 
 @app.command("compile")
