@@ -12,6 +12,7 @@ from components.image import component
 from components.locations import root_of, run_id_of
 from components.records.step_record import StepRecord, published_records
 from components.sweeps import run_trial
+from components.table import maker_of
 from trainer import storage
 from trainer.errors import UserError
 from trainer.sweeps import sweep_page
@@ -68,7 +69,9 @@ def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:
     trials = tuple(run_trial.known(root, run_id, each) for each in plan.trials)
     records = {each.step: each for each in published_records(storage.join(root, run_id))}
     chosen = _metrics(records, "choose_trial")
-    decision = _metrics(records, "register_model") or _metrics(records, "check_gate")
+    decision = _metrics(records, maker_of("registration").name) or _metrics(
+        records, maker_of("decision").name
+    )
     reasons = decision.get("reasons")
     words = {"promoted": "blessed", "refused": "refused"}
     failed = next((each for each in records.values() if each.error), None)
@@ -79,7 +82,7 @@ def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:
         best=int(chosen.get("best", 0)),
         verdict=words.get(str(decision.get("decision")), "failed" if failed else "done"),
         message="; ".join(map(str, reasons)) if isinstance(reasons, list) else _error(failed),
-        test=_metrics(records, "evaluate_model"),
+        test=_metrics(records, maker_of("evaluation").name),
     )
 
 

@@ -10,6 +10,7 @@ from kfp import dsl
 from components import train_model
 from components.image import component
 from components.records.step_record import published_records
+from components.table import maker_of
 from trainer import storage
 from trainer.config.schema import Config
 from trainer.errors import INTERRUPTED, ConfigError
@@ -133,5 +134,5 @@ def _uri(root: str, run_id: str, number: int) -> str:
 
 def _record_of(root: str, run_id: str) -> dict[str, Any]:
     records = published_records(storage.join(root, run_id))
-    found = next((each for each in records if each.step == "train_model"), None)
+    found = next((each for each in records if each.step == maker_of("checkpoint").name), None)
     return {"metrics": dict(found.metrics), "error": found.error} if found else {}
