@@ -91,6 +91,14 @@ STEPS = (
 )
 
 
+#: What a sweep has in place of training and of the exit step; see `pipelines/sweeps/pipeline.py`.
+SWEEP_STEPS = (
+    StepSpec(name="run_trial", deadline_seconds=28 * _DAY),
+    StepSpec(name="choose_trial", deadline_seconds=_HOUR, is_light=True),
+    StepSpec(name="finish_sweep", deadline_seconds=_HOUR, is_light=True),
+)
+
+
 #: The step that runs at the end of every whole run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
 
@@ -101,7 +109,7 @@ def step_of(name: str) -> StepSpec:
     Raises:
         LookupError: there is none.
     """
-    for step in STEPS:
+    for step in (*STEPS, *SWEEP_STEPS):
         if name in (step.name, step.kfp_name):
             return step
     raise LookupError(f"components/table.py has no row for the step {name!r}: add one")

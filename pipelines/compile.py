@@ -58,7 +58,12 @@ def compile_all(
 
 def compile_pipeline(output: Path, image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> None:
     """Write the IR YAML of the whole pipeline to `output`; raises `UserError` if that fails."""
-    _write(output, _text_of_pipeline(image, pods))
+    write_pipeline(output, cluster_pipeline(image, pods))
+
+
+def write_pipeline(output: Path, pipeline: object) -> None:
+    """Write the IR YAML of a pipeline to `output`; raises `UserError` if that fails."""
+    _write(output, _compiled(pipeline))
 
 
 def compile_components(folder: Path, image: str = IMAGE) -> None:

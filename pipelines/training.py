@@ -142,14 +142,18 @@ def training(place: Place, *values: Any) -> None:
 def _trained_on_news(wiring: Wiring, resolved: Any) -> None:
     run, dataset = run_of(resolved), wiring.prepared(resolved)
     with wiring.validated(run, dataset):
-        made = {**dataset, **wiring.trained(run, dataset)}
-        evaluated = wiring.step(evaluate_model, **run, **made)
-        evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
-        gate = wiring.step(check_gate, **run, **evaluation)
-        decision = flows(gate, "decision", uri="decision_uri")
-        with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
-            model = flows(wiring.step(export_model, **run, **made, **decision), "model")
-            wiring.step(register_model, **run, **model, image=wiring.given["image"])
+        promoted(wiring, run, {**dataset, **wiring.trained(run, dataset)})
+
+
+def promoted(wiring: Wiring, run: dict[str, Any], made: Mapping[str, Any]) -> None:
+    """Evaluate a checkpoint; export and register it where the gate lets it pass."""
+    evaluated = wiring.step(evaluate_model, **run, **made)
+    evaluation = flows(evaluated, "evaluation", artifact="evaluation_metrics")
+    gate = wiring.step(check_gate, **run, **evaluation)
+    decision = flows(gate, "decision", uri="decision_uri")
+    with dsl.If(gate.outputs["Output"] == maker_of("decision").accepts, name="blessed"):
+        model = flows(wiring.step(export_model, **run, **made, **decision), "model")
+        wiring.step(register_model, **run, **model, image=wiring.given["image"])
 
 
 def preparing(place: Place, *values: Any) -> None:

@@ -25,6 +25,7 @@ from pipelines.cli.predict import predict
 from pipelines.cli.replay import replay
 from pipelines.cli.run import RUNS, prepare, run, train
 from pipelines.cli.runs import cancel, list_runs, logs, status
+from pipelines.cli.sweep import sweep
 from trainer import variables
 from trainer.errors import DONE, FAILED, USAGE, UserError
 from trainer.masking import credentials_in
@@ -88,6 +89,7 @@ app.command(epilog=TRAINED)(train)
 app.command(epilog="--json adds `rows`, `skipped`, `unsound`, `rows_per_second` and `output`.")(
     predict
 )
+app.command(epilog="--json adds `trials`, `best`, `command` and `page`.")(sweep)
 
 
 @app.command("compile")

@@ -215,9 +215,9 @@ def require_current_folder() -> None:
     storage.uri_of(Path())
 
 
-def new_run(config: Config, workdir: Path) -> LocalRun:
-    """Lay out a fresh run below `workdir`; raises `ConfigError` when it cannot be written."""
-    return _laid_out(config, workdir, run_name(config))
+def new_run(config: Config, workdir: Path, run_id: str = "") -> LocalRun:
+    """Lay out a run below `workdir`, of a new id when empty; raises `ConfigError` if it cannot."""
+    return _laid_out(config, workdir, run_id or run_name(config))
 
 
 def run_name(config: Config) -> str:

@@ -7,6 +7,7 @@ import re
 import typer
 
 from pipelines.cli.app import app
+from pipelines.sweeps.plan import SweepOptions, planned
 from tests.conftest import ROOT
 from tests.house_rules.source import files, text
 from trainer.__main__ import _parser
@@ -41,7 +42,26 @@ def refusal(words, *, whole=True):
     except typer.TyperException as error:
         is_lacking = type(error).__name__ == "MissingParameter"
         return "" if is_lacking and not whole else error.format_message()
+    if path == "flotilla sweep" and whole:
+        return wrong_space(context.params)
     return wrong_settings(context.params)
+
+
+def wrong_space(params):
+    """Return why a sweep would refuse its search space, or nothing."""
+    if params["resume"]:
+        return ""
+    options = SweepOptions(
+        config=params["config"],
+        settings=tuple(params["assignments"] or ()),
+        random=params["random"],
+        halving=params["halving"],
+    )
+    try:
+        planned(options)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def wrong_settings(params):

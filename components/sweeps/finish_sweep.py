@@ -1,0 +1,94 @@
+"""The exit step of a sweep: ends the jobs of all trials, writes the page, finishes the run."""
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kfp import dsl
+
+from components import finish, launchers
+from components.image import component
+from components.locations import root_of, run_id_of
+from components.records.step_record import StepRecord, published_records
+from components.sweeps import run_trial
+from components.table import maker_of
+from trainer import storage
+from trainer.errors import UserError
+from trainer.sweeps import sweep_page
+from trainer.sweeps.state import Sweep
+
+
+@component
+def finish_sweep(
+    status: dsl.PipelineTaskFinalStatus,
+    root: str,
+    launcher: str,
+    kubernetes: str,
+    kfp_run_id: str,
+    sweep: str,
+    report: dsl.Output[dsl.HTML],
+    summary: dsl.Output[dsl.Markdown],
+    page: dsl.Output[dsl.HTML],
+) -> None:
+    """End what is left of the training jobs; write the page of the sweep and the report."""
+    from components.sweeps.finish_sweep import run_step
+
+    run_step(status, root, launcher, kubernetes, kfp_run_id, sweep, report, summary, page)
+
+
+def run_step(
+    status: Any,
+    root: str,
+    launcher: str,
+    kubernetes: str,
+    kfp_run_id: str,
+    sweep: str,
+    report: Any,
+    summary: Any,
+    page: Any,
+) -> None:
+    """End the jobs of all trials, and write the page of the sweep; see `components.finish`."""
+    run_id = run_id_of(kfp_run_id)
+    # Whatever fails here must not keep the report from being written.
+    with suppress(UserError):
+        plan = run_trial.sweep_of(sweep)
+        for trial in plan.trials:
+            with suppress(UserError):
+                launchers.end(launcher, kubernetes, run_trial.trial_run_id(run_id, trial.number))
+        found = root_of(root, report.uri, kfp_run_id)
+        text = sweep_page.render(_so_far(plan, found, run_id))
+        Path(page.path).parent.mkdir(parents=True, exist_ok=True)
+        Path(page.path).write_text(text, encoding="utf-8")
+        storage.write_bytes(storage.join(found, run_id, sweep_page.PAGE), text.encode())
+    finish.run_step(status, root, launcher, kubernetes, kfp_run_id, report, summary)
+
+
+def _so_far(plan: Sweep, root: str, run_id: str) -> Sweep:
+    """Return the sweep as its steps have published it."""
+    trials = tuple(run_trial.known(root, run_id, each) for each in plan.trials)
+    records = {each.step: each for each in published_records(storage.join(root, run_id))}
+    chosen = _metrics(records, "choose_trial")
+    decision = _metrics(records, maker_of("registration").name) or _metrics(
+        records, maker_of("decision").name
+    )
+    reasons = decision.get("reasons")
+    words = {"promoted": "blessed", "refused": "refused"}
+    failed = next((each for each in records.values() if each.error), None)
+    return replace(
+        plan,
+        sweep_id=f"{plan.sweep_id} ({run_id})",
+        trials=trials,
+        best=int(chosen.get("best", 0)),
+        verdict=words.get(str(decision.get("decision")), "failed" if failed else "done"),
+        message="; ".join(map(str, reasons)) if isinstance(reasons, list) else _error(failed),
+        test=_metrics(records, maker_of("evaluation").name),
+    )
+
+
+def _metrics(records: dict[str, StepRecord], step: str) -> dict[str, Any]:
+    return dict(records[step].metrics) if step in records else {}
+
+
+def _error(failed: StepRecord | None) -> str:
+    return f"{failed.step}: {failed.error}" if failed else ""

@@ -1,0 +1,138 @@
+"""Train one trial of a sweep; one that fails is a result, and fails no sweep."""
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+from kfp import dsl
+
+from components import train_model
+from components.image import component
+from components.records.step_record import published_records
+from components.table import maker_of
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.errors import INTERRUPTED, ConfigError
+from trainer.json_records import from_tree, parse, tree_of
+from trainer.sweeps.state import Sweep
+from trainer.sweeps.trial import FAILED, Trial, value_of
+
+
+@component
+def run_trial(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    sweep: str,
+    number: str,
+    rung: int,
+    image: str,
+    store_secret: str,
+    checkpoint: dsl.Output[dsl.Model],
+    mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
+    dataset_descriptor: dsl.Input[dsl.Dataset] = None,
+) -> str:
+    """Train the trial of this number to the steps of a rung; return what became of it, as JSON."""
+    from components.sweeps.run_trial import run_step
+
+    return run_step(
+        config,
+        root,
+        run_id,
+        dataset,
+        sweep,
+        number,
+        rung,
+        image,
+        store_secret,
+        checkpoint,
+        mlpipeline_ui_metadata,
+        dataset_descriptor,
+    )
+
+
+def run_step(
+    config: str,
+    root: str,
+    run_id: str,
+    dataset: str,
+    sweep: str,
+    number: str,
+    rung: int,
+    image: str,
+    store_secret: str,
+    checkpoint: Any,
+    viewers: Any,
+    dataset_descriptor: Any = None,
+) -> str:
+    """Train the trial as a run of its own next to that of the sweep, from which a retry resumes."""
+    plan, began = sweep_of(sweep), time.monotonic()
+    planned = next(each for each in plan.trials if each.number == int(number))
+    trial = known(root, run_id, planned)
+    trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
+    try:
+        settings = plan.config_on(trial, rung, Config.model_validate_json(config))
+        uri = train_model.run_step(
+            settings.model_dump_json(),
+            root,
+            trial.run_id,
+            dataset,
+            image,
+            store_secret,
+            checkpoint,
+            viewers,
+            dataset_descriptor,
+        )
+        metrics = _record_of(root, trial.run_id).get("metrics") or {}
+        trial = replace(trial, metrics=metrics, checkpoint=uri)
+        value = value_of(metrics, plan.objective)
+        trial = plan.reached(trial, rung, settings.training.steps, value)
+    except ConfigError as error:
+        trial = replace(trial, status=FAILED, error=str(error))
+    except SystemExit as ended:
+        # It has written its own line; the run as a whole was asked to end.
+        if ended.code == INTERRUPTED:
+            raise
+        why = str(_record_of(root, trial.run_id).get("error") or "see the log of its step")
+        trial = replace(trial, status=FAILED, error=why)
+    trial = replace(trial, seconds=trial.seconds + time.monotonic() - began)
+    text = json.dumps(tree_of(trial))
+    storage.write_bytes(_uri(root, run_id, trial.number), text.encode())
+    return text
+
+
+def sweep_of(text: str) -> Sweep:
+    """Return the sweep of the run parameter `sweep`; raises `ConfigError`."""
+    try:
+        found = from_tree(Sweep, parse(text))
+    except ValueError:
+        found = None
+    if found is None:
+        raise ConfigError("sweep: it is not the sweep that `flotilla sweep --compile` wrote")
+    return found
+
+
+def trial_run_id(run_id: str, number: int) -> str:
+    """Return the id of the run of a trial."""
+    return f"{run_id}-t{number:02}"
+
+
+def known(root: str, run_id: str, planned: Trial) -> Trial:
+    """Return a trial as it was published last; as it was planned where it has not ended yet."""
+    try:
+        tree = parse(storage.read_bytes(_uri(root, run_id, planned.number)))
+    except (storage.Missing, ValueError):
+        return planned
+    return from_tree(Trial, tree) or planned
+
+
+def _uri(root: str, run_id: str, number: int) -> str:
+    return storage.join(root, run_id, "trials", f"{number:04}.json")
+
+
+def _record_of(root: str, run_id: str) -> dict[str, Any]:
+    records = published_records(storage.join(root, run_id))
+    found = next((each for each in records if each.step == maker_of("checkpoint").name), None)
+    return {"metrics": dict(found.metrics), "error": found.error} if found else {}

@@ -1,0 +1,237 @@
+"""`flotilla sweep`: trials of a configuration, of which the best is promoted."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines.cli.answer import Answer
+from pipelines.cli.exit import answers, note, output
+from pipelines.cli.options import Config, Image, Workdir, local_path, of_pods
+from pipelines.cli.run import RUNS
+from trainer.errors import INTERRUPTED, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from pipelines.sweeps.local import SweepResult
+    from pipelines.sweeps.plan import SweepOptions
+    from trainer.sweeps.state import Sweep
+    from trainer.sweeps.trial import Trial
+
+Searched = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="SECTION.KEY=VALUES",
+        help="Values to try, a,b,c; a range for --random, low..high or low..high:log; or one value "
+        "for all trials. May be repeated.",
+    ),
+]
+Random = Annotated[
+    int | None, typer.Option(metavar="N", help="Draw N trials; the whole grid when left out.")
+]
+Seed = Annotated[int | None, typer.Option(help="Of the draws; 0 when left out.")]
+Halving = Annotated[
+    bool,
+    typer.Option("--asha", help="Train all a little, and go on with the best third, repeatedly."),
+]
+Metric = Annotated[
+    str, typer.Option(metavar="NAME", help="Of validation, to choose by; the loss when left out.")
+]
+Better = Annotated[
+    str, typer.Option(metavar="WORD", help="Which value of --metric is: higher or lower.")
+]
+Parallel = Annotated[int, typer.Option(metavar="N", help="Trials at a time.")]
+ResumeSweep = Annotated[str | None, typer.Option("--resume", metavar="SWEEP", help="Go on.")]
+Compile = Annotated[
+    bool, typer.Option("--compile", help="Write one pipeline for a KFP instance; run nothing.")
+]
+Output = Annotated[
+    Path | None,
+    typer.Option(
+        "-o",
+        "--output",
+        metavar="FILE",
+        parser=local_path,
+        help="For --compile: the file; build/sweep.yaml when left out.",
+    ),
+]
+
+
+@answers
+@of_pods
+def sweep(
+    pods: Any,
+    config: Config = None,
+    assignments: Searched = None,
+    random: Random = None,
+    seed: Seed = None,
+    halving: Halving = False,
+    metric: Metric = "",
+    better: Better = "",
+    parallel: Parallel = 1,
+    workdir: Workdir = RUNS,
+    resume: ResumeSweep = None,
+    to_compile: Compile = False,
+    output_file: Output = None,
+    image: Image = "",
+) -> Answer:
+    """Try settings, choose the best by validation, and promote that one."""
+    from pipelines.step_pods import NO_SETTINGS
+    from pipelines.sweeps.plan import SweepOptions
+
+    options = SweepOptions(
+        config=config,
+        settings=tuple(assignments or ()),
+        random=random,
+        seed=seed,
+        halving=halving,
+        metric=metric,
+        better=better,
+        parallel=parallel,
+    )
+    if resume is not None and (to_compile or options != SweepOptions(parallel=parallel)):
+        raise ConfigError(
+            "--resume goes on with the trials of the sweep: leave all but --workdir and "
+            "--parallel out"
+        )
+    if to_compile:
+        return _compiled(options, output_file or Path("build/sweep.yaml"), image, pods)
+    if output_file or image or pods != NO_SETTINGS:
+        option = "-o" if output_file else "--image" if image else "a setting of the pods"
+        raise ConfigError(f"{option} is for --compile, and a sweep on this machine takes none")
+    return _run(options, workdir, resume)
+
+
+def _compiled(options: SweepOptions, file: Path, image: str, pods: Any) -> Answer:
+    from components.image import IMAGE
+    from pipelines.compile import image_remark
+    from pipelines.sweeps.pipeline import compile_sweep
+
+    planned = compile_sweep(options, file, image, pods)
+    note(f"wrote {file}: {len(planned.trials)} trials, {options.parallel} at a time")
+    if remark := image_remark(image or IMAGE):
+        note(f"flotilla: {remark}")
+    words = ["flotilla", "submit", *filter(None, [planned.source])]
+    for text in planned.fixed:
+        words += ["--set", text]
+    note(f"start it with: {shlex.join([*words, '--file', str(file)])}")
+    return Answer(artifacts={"pipeline": str(file)}, more={"trials": _trees(planned)})
+
+
+def _run(options: SweepOptions, workdir: Path, resume: str | None) -> Answer:
+    from pipelines.cli.display import Terminal
+    from pipelines.sweeps import local
+    from trainer.sweeps.sweep_page import PAGE
+
+    begun = local.resumed(resume, workdir) if resume is not None else local.start(options, workdir)
+    errors = Terminal(stderr=True)
+
+    def say(line: str) -> None:
+        errors.print(line, markup=False, soft_wrap=True)
+
+    say(f"sweep {begun.sweep.sweep_id} of {len(begun.sweep.trials)} trials in {begun.folder}")
+    try:
+        result = local.execute(
+            begun, options.parallel, lambda sweep, trial: say(_line(sweep, trial))
+        )
+    finally:
+        begun.close()
+    with output():
+        Terminal().print(_table(result.sweep))
+    for line in _closing_lines(result, workdir, begun.folder / PAGE):
+        say(f"flotilla: {line}")
+    return _answer(result, begun.folder / PAGE)
+
+
+def _line(sweep: Sweep, trial: Trial) -> str:
+    """Return what has become of a trial."""
+    what = ", ".join(f"{_short(key)}={value}" for key, value in trial.settings.items())
+    begin = f"trial {trial.number}/{len(sweep.trials)} ({what})"
+    steps = f" to {sweep.rungs[trial.rung]} steps" if sweep.rungs[trial.rung] else ""
+    if trial.status == "running":
+        return f"{begin} ...{steps}"
+    if trial.status == "done" and trial.last:
+        value = f"{sweep.objective.metric} {trial.last.value:.4g}"
+        return f"{begin} done{steps}: {value} after {trial.seconds:.1f} s"
+    return f"{begin} {trial.status}{f': {trial.error}' if trial.error else ''}"
+
+
+def _closing_lines(result: SweepResult, workdir: Path, page: Path) -> list[str]:
+    sweep, best = result.sweep, result.sweep.chosen
+    lines = [f"trial {each.number} failed: {each.error}" for each in sweep.trials if each.error]
+    if best and best.last:
+        value = f"{sweep.objective.metric} {best.last.value:.4g}"
+        lines.append(f"best: trial {best.number} ({value}), run {best.run_id}")
+        lines.append(f"the same again: {sweep.command()}")
+    if result.status not in ("blessed", "done"):
+        message = result.message
+        is_said = not message or message.startswith(result.status)
+        lines.append(message or result.status if is_said else f"{result.status}: {message}")
+    lines.append(f"page: {page}")
+    if result.exit_code == INTERRUPTED or result.status == "failed":
+        words = ["flotilla", "sweep", "--workdir", str(workdir), "--resume", sweep.sweep_id]
+        before = "" if result.exit_code == INTERRUPTED else "when that is fixed, "
+        lines.append(f"{before}resume with: {shlex.join(words)}")
+    return lines
+
+
+def _answer(result: SweepResult, page: Path) -> Answer:
+    best = result.sweep.chosen
+    return Answer(
+        status=result.status,
+        code=result.exit_code,
+        run_id=best.run_id if best else "",
+        metrics=dict(result.sweep.test),
+        artifacts=result.promoted.artifacts if result.promoted else {},
+        message=result.message,
+        more={
+            "sweep": result.sweep.sweep_id,
+            "best": best.number if best else 0,
+            "command": result.sweep.command(),
+            "page": str(page),
+            "trials": _trees(result.sweep),
+        },
+    )
+
+
+def _trees(sweep: Sweep) -> list[dict[str, Any]]:
+    from trainer.json_records import tree_of
+
+    return [tree_of(each) for each in sweep.trials]
+
+
+def _table(sweep: Sweep) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from trainer.sweeps.sweep_page import rows_of
+
+    table = Table(box=None, pad_edge=False)
+    table.add_column("trial", justify="right")
+    for key in sweep.keys:
+        table.add_column(escape(_short(key)), overflow="fold")
+    for title in (sweep.objective.metric, "steps", "seconds"):
+        table.add_column(escape(title.replace("_", " ")), justify="right")
+    table.add_column("status", overflow="fold")
+    for row in rows_of(sweep):
+        trial = row.trial
+        style = {"failed": "red", "interrupted": "yellow"}.get(trial.status, "")
+        table.add_row(
+            str(trial.number),
+            *(escape(trial.settings.get(key, "")) for key in sweep.keys),
+            "" if row.value is None else f"{row.value:.4g}",
+            str(row.steps or ""),
+            f"{trial.seconds:.1f}",
+            "best" if row.is_best and sweep.best else trial.status,
+            style="bold green" if row.is_best and sweep.best else style,
+        )
+    return table
+
+
+def _short(key: str) -> str:
+    return key.rpartition(".")[2]

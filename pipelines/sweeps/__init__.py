@@ -1,0 +1,1 @@
+"""Sweeps on this machine, and as one pipeline on a KFP instance."""

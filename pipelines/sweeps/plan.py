@@ -1,0 +1,92 @@
+"""What a sweep is asked to do: checked as a whole before the first trial begins."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pipelines.runs.local import DEFAULT_CONFIG, configuration
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+from trainer.sweeps.space import drawn, grid, space_of
+from trainer.sweeps.state import Sweep
+from trainer.sweeps.trial import Trial, objective_of, rungs_of
+
+MOST_PARALLEL = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions:
+    """A search.
+
+    Attributes:
+        config: a configuration, its YAML file, or None for the default.
+        settings: `section.key=value` texts; with several values or a range it is searched.
+        random: how many random draws; 0 for the whole grid.
+        seed: of the draws; 0 when None.
+        halving: whether a third of the trials goes on from each rung.
+        metric: of validation; empty for the loss.
+        better: `higher` or `lower`; empty where the name of the metric says it.
+        parallel: trials at a time.
+    """
+
+    config: Config | str | Path | None = None
+    settings: Sequence[str] = ()
+    random: int | None = None
+    seed: int | None = None
+    halving: bool = False
+    metric: str = ""
+    better: str = ""
+    parallel: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be done; raises `ConfigError`."""
+        if not 1 <= self.parallel <= MOST_PARALLEL:
+            raise ConfigError(f"--parallel {self.parallel}: from 1 to {MOST_PARALLEL}")
+        if self.seed is not None and self.random is None:
+            raise ConfigError(f"--seed {self.seed} is for --random N; a grid draws nothing")
+        if self.better not in ("", "higher", "lower"):
+            raise ConfigError(f"--better {self.better!r} is none of higher, lower")
+
+
+def planned(options: SweepOptions) -> Sweep:
+    """Return a sweep with all of its trials; raises `ConfigError` before anything is started."""
+    space = space_of(configuration(options.config, ()), options.settings)
+    if options.random is None:
+        every = grid(space)
+    else:
+        every = drawn(space, options.random, options.seed or 0)
+    if len(every) == 1:
+        raise ConfigError(
+            "the search space has one trial: name more values of a key, or use `flotilla run`"
+        )
+    stamp = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+    name = space.base.name
+    # As a run that is resumed after its decision would be: the best trial is one.
+    training = space.base.training.model_copy(update={"when_unchanged": "train"})
+    base = space.base.model_copy(update={"training": training})
+    return Sweep(
+        sweep_id=f"{name}-sweep-{stamp}",
+        config=base.model_dump(mode="json"),
+        source=_named(options.config),
+        fixed=tuple(each for each in options.settings if each.partition("=")[0] not in space.keys),
+        keys=tuple(space.keys),
+        objective=objective_of(base, space.keys, options.metric, options.better),
+        rungs=rungs_of(base, every, halving=options.halving),
+        trials=tuple(
+            Trial(number=number, settings=settings, run_id=f"{name}-t{number:02}-{stamp}")
+            for number, settings in enumerate(every, start=1)
+        ),
+        test={},
+    )
+
+
+def _named(config: Config | str | Path | None) -> str:
+    if isinstance(config, Config):
+        return ""
+    if config is None:
+        return str(DEFAULT_CONFIG) if DEFAULT_CONFIG.exists() else ""
+    return str(config)

@@ -1,0 +1,45 @@
+"""The choice among the trials that ended."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from components.sweeps import choose_trial
+from tests.trainer.sweeps.test_state import a_sweep
+from trainer.config.schema import Config
+from trainer.json_records import tree_of
+
+SWEEP = a_sweep()
+TRIALS = [
+    replace(SWEEP.reached(trial, 0, 30, value), checkpoint=f"file:///c{trial.number}")
+    for trial, value in zip(SWEEP.trials, (0.5, 0.25), strict=True)
+]
+
+
+def chosen(root, *trials):
+    texts = [json.dumps(tree_of(each)) for each in trials]
+    text = json.dumps(tree_of(SWEEP))
+    config = Config().model_dump_json()
+    return choose_trial.run_step(config, root, "digits-1", text, texts, 0)
+
+
+def test_the_best_goes_on_with_its_own_configuration(root):
+    found = chosen(root, *TRIALS)
+    assert found.numbers == ["2"]
+    assert found.checkpoint == "file:///c2"
+    config = Config.model_validate_json(found.config)
+    assert config.training.optimizer.learning_rate == 0.003
+    assert config.training.steps == 30
+
+
+def test_one_that_failed_is_not_chosen(root):
+    failed = replace(TRIALS[1], status="failed", error="lost")
+    assert chosen(root, TRIALS[0], failed).numbers == ["1"]
+
+
+def test_where_all_failed_the_sweep_fails_with_the_first_cause(root, capsys):
+    failed = [replace(each, status="failed", error="no data") for each in TRIALS]
+    with pytest.raises(SystemExit):
+        chosen(root, *failed)
+    assert "all 2 trials failed; the first: no data" in capsys.readouterr().err

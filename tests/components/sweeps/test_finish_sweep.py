@@ -1,0 +1,46 @@
+"""The exit step of a sweep: jobs, page and report, whatever happened before."""
+
+import json
+
+from components import launchers
+from components.sweeps import finish_sweep
+from tests.components.called_steps import artifact_in, ended
+from tests.trainer.sweeps.test_state import a_sweep
+from trainer import storage
+from trainer.errors import UserError
+from trainer.json_records import tree_of
+
+
+def finished(root, folder, text):
+    pages = [artifact_in(folder) for _ in range(3)]
+    (folder / "kfp").mkdir()
+    finish_sweep.run_step(ended("FAILED", "x"), root, "jobset", "{}", "run-1", text, *pages)
+    return pages
+
+
+def test_the_jobs_of_all_trials_end_and_the_page_is_published(root, tmp_path, monkeypatch):
+    asked = []
+
+    def end(launcher, _kubernetes, run_id):
+        asked.append((launcher, run_id))
+        if run_id.endswith("t01"):
+            raise UserError("the API does not answer")
+
+    monkeypatch.setattr(launchers, "end", end)
+    report, _, page = finished(root, tmp_path, json.dumps(tree_of(a_sweep())))
+    assert asked == [("jobset", f"run-1{of}") for of in ("-t01", "-t02", "")]
+    text = storage.read_bytes(storage.join(root, "run-1", "sweep.html")).decode()
+    assert "run-1" in text
+    with open(page.path, encoding="utf-8") as file:
+        assert file.read() == text
+    with open(report.path, encoding="utf-8") as file:
+        assert "<html" in file.read()
+
+
+def test_a_parameter_that_is_no_sweep_keeps_no_report_from_being_written(
+    root, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(launchers, "end", lambda *_: None)
+    report, *_ = finished(root, tmp_path, "{")
+    with open(report.path, encoding="utf-8") as file:
+        assert "<html" in file.read()

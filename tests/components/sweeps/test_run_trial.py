@@ -1,0 +1,87 @@
+"""A trial as a step: it trains as a run of its own, and a failure is its result."""
+
+import json
+
+import pytest
+
+from components import train_model
+from components.records.step_record import PublishedRecord
+from components.sweeps import run_trial
+from tests.trainer.sweeps.test_state import a_sweep
+from trainer import storage
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+from trainer.events import StepResult
+from trainer.json_records import tree_of
+
+RUN = "digits-1"
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Replace training: return what it was called with, and let it end as `ends` says."""
+    calls, ends = [], {}
+
+    def train(config, root, run_id, *_more):
+        calls.append((Config.model_validate_json(config), run_id))
+        record = PublishedRecord("train_model", storage.join(root, run_id))
+        record.begin()
+        code, error = ends.get(run_id, (0, ""))
+        metrics = {} if error else {"validation_loss": 0.5}
+        status = "failed" if error else "done"
+        record.end(StepResult(step="train_model", status=status, error=error, metrics=metrics))
+        if error:
+            raise SystemExit(code)
+        return "file:///checkpoint"
+
+    monkeypatch.setattr(train_model, "run_step", train)
+    return calls, ends
+
+
+def run(root, number="2", rung=0, sweep=None):
+    text = json.dumps(tree_of(sweep or a_sweep()))
+    config = Config().model_dump_json()
+    inputs = (config, root, RUN, "file:///d", text, number, rung, "image", "secret", None, None)
+    return json.loads(run_trial.run_step(*inputs))
+
+
+def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
+    calls, _ = trained
+    found = run(root)
+    ((config, run_id),) = calls
+    assert run_id == "digits-1-t02"
+    assert config.training.steps == 30
+    assert config.training.optimizer.learning_rate == 0.003
+    assert found["status"] == "done"
+    assert found["checkpoint"] == "file:///checkpoint"
+    assert found["results"] == [{"rung": 0, "steps": 30, "value": 0.5}]
+
+
+def test_the_next_rung_continues_the_same_run_and_keeps_what_was_reached(trained, root):
+    calls, _ = trained
+    run(root)
+    found = run(root, rung=1)
+    assert {run_id for _, run_id in calls} == {"digits-1-t02"}
+    assert [each["steps"] for each in found["results"]] == [30, 90]
+
+
+def test_a_failure_is_a_result_with_its_cause(trained, root):
+    _, ends = trained
+    ends["digits-1-t02"] = (1, "training diverged")
+    found = run(root)
+    assert (found["status"], found["error"]) == ("failed", "training diverged")
+    assert run_trial.known(root, RUN, a_sweep().trials[1]).error == "training diverged"
+
+
+def test_an_interrupt_is_none(trained, root):
+    _, ends = trained
+    ends["digits-1-t02"] = (130, "interrupted")
+    with pytest.raises(SystemExit) as ended:
+        run(root)
+    assert ended.value.code == 130
+
+
+def test_a_parameter_that_is_no_sweep_is_refused():
+    for text in ("", "{", "{}"):
+        with pytest.raises(ConfigError, match="flotilla sweep --compile"):
+            run_trial.sweep_of(text)

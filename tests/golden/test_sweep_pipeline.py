@@ -1,0 +1,15 @@
+"""A compiled sweep of nine trials as a file: a change of it is seen before it is kept."""
+
+from pipelines.sweeps.pipeline import compile_sweep
+from pipelines.sweeps.plan import SweepOptions
+
+SETTINGS = (
+    "training.optimizer.learning_rate=0.01,0.003,0.001",
+    "training.batch_size=16,64,256",
+)
+
+
+def test_the_compiled_sweep_is_the_golden_file(golden, tmp_path):
+    options = SweepOptions(config="configs/digits.yaml", settings=SETTINGS, parallel=3)
+    compile_sweep(options, tmp_path / "sweep.yaml")
+    golden("sweep.yaml", (tmp_path / "sweep.yaml").read_text(encoding="utf-8"))

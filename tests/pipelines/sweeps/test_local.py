@@ -1,0 +1,211 @@
+"""A sweep on this machine: which runs it begins, what it keeps, and how it goes on."""
+
+import os
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from components.records.step_record import StepRecord
+from pipelines.models import versions
+from pipelines.runs.outcome import RunResult
+from pipelines.sweeps import local
+from pipelines.sweeps.plan import SweepOptions
+from tests.pipelines.called import call
+from trainer.config.schema import Config
+from trainer.errors import ConfigError, UserError
+from trainer.sweeps import state
+
+ROOT = Path(__file__).parents[3]
+NINE = ("training.optimizer.learning_rate=0.01,0.003,0.001", "training.batch_size=16,64,256")
+
+
+class Machine:
+    """In place of the process of a run: says how each ends, and remembers what was begun."""
+
+    def __init__(self):
+        self.begun = []
+        self.ends = {}
+        self.values = {}
+        self.promotion = RunResult(status="blessed", exit_code=0, message="", steps=())
+
+    def __call__(self, run, pipeline, _extra, _on_event=None):
+        os.close(run.lock)
+        number = int(run.run_id.split("-")[1].removeprefix("t"))
+        self.begun.append((pipeline, number, run.config.training.steps))
+        if pipeline == "run":
+            return self.promotion
+        if end := self.ends.get(number):
+            return end(run) if callable(end) else end
+        metrics = {"validation_loss": self.values.get(number, float(number))}
+        step = StepRecord(
+            step="train_model",
+            status="done",
+            began=0.0,
+            ended=1.0,
+            metrics=metrics,
+            uri="file:///c",
+        )
+        return RunResult(status="done", exit_code=0, message="", steps=(step,))
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    made = Machine()
+    monkeypatch.setattr(local.local, "execute", made)
+    return made
+
+
+def swept(workdir, *, parallel=1, **named):
+    options = SweepOptions(config=Config(), **{"settings": NINE, **named})
+    begun = local.start(options, workdir)
+    try:
+        return local.execute(begun, parallel)
+    finally:
+        begun.close()
+
+
+def resumed(sweep_id, workdir):
+    begun = local.resumed(sweep_id, workdir)
+    try:
+        return local.execute(begun, 1)
+    finally:
+        begun.close()
+
+
+def failed(message):
+    return RunResult(status="failed", exit_code=1, message=message, steps=())
+
+
+@pytest.mark.parametrize("parallel", [1, 4])
+def test_of_nine_trials_the_best_alone_is_promoted_once(machine, tmp_path, parallel):
+    machine.values[5] = 0.5
+    result = swept(tmp_path, parallel=parallel)
+    assert (result.status, result.exit_code) == ("blessed", 0)
+    assert sorted(machine.begun[:9]) == [("train", number, 1500) for number in range(1, 10)]
+    assert machine.begun[9:] == [("run", 5, 1500)]
+    kept = state.read(tmp_path / result.sweep.sweep_id)
+    assert (kept.best, kept.verdict) == (5, "blessed")
+    assert "Trial 5 is the best of 9" in (tmp_path / kept.sweep_id / "sweep.html").read_text()
+
+
+@pytest.mark.slow
+def test_halving_resumes_the_same_runs_with_more_steps(machine, tmp_path):
+    swept(tmp_path, halving=True, settings=("training.steps=900", *NINE))
+    steps = [(number, steps) for pipeline, number, steps in machine.begun if pipeline == "train"]
+    assert steps[9:] == [(1, 300), (2, 300), (3, 300), (1, 900)]
+    assert {at for _, at in steps[:9]} == {100}
+    assert machine.begun[-1] == ("run", 1, 900)
+
+
+def test_a_failed_trial_is_listed_and_ends_no_sweep(machine, tmp_path):
+    machine.ends[1] = failed("training diverged")
+    result = swept(tmp_path)
+    assert result.sweep.best == 2
+    assert result.sweep.trials[0].error == "training diverged"
+    assert machine.begun[-1][:2] == ("run", 2)
+
+
+@pytest.mark.slow
+def test_where_all_fail_nothing_is_promoted(machine, tmp_path):
+    machine.ends = {number: failed("no data") for number in range(1, 10)}
+    result = swept(tmp_path)
+    assert (result.status, result.exit_code) == ("failed", 1)
+    assert result.message == "all 9 trials failed; trial 1: no data"
+    assert len(machine.begun) == 9
+
+
+@pytest.mark.slow
+def test_a_refused_model_is_said_and_not_promoted_again(machine, tmp_path):
+    machine.promotion = replace(machine.promotion, status="refused", exit_code=3, message="low")
+    result = swept(tmp_path)
+    assert (result.status, result.exit_code, result.message) == ("refused", 3, "low")
+    again = resumed(result.sweep.sweep_id, tmp_path)
+    assert (again.status, again.exit_code) == ("refused", 3)
+    assert len(machine.begun) == 10
+
+
+def test_a_metric_that_is_not_measured_ends_the_sweep_at_its_first_trial(machine, tmp_path):
+    with pytest.raises(ConfigError, match="measured no validation_auc: it has loss"):
+        swept(tmp_path, metric="auc")
+    assert len(machine.begun) == 1
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(machine, tmp_path):
+    def interrupt(_run):
+        signal.raise_signal(signal.SIGTERM) if in_main() else os.kill(os.getpid(), signal.SIGINT)
+        return RunResult(status="interrupted", exit_code=130, message="", steps=())
+
+    def in_main():
+        return threading.current_thread() is threading.main_thread()
+
+    machine.ends[3] = interrupt
+    result = swept(tmp_path)
+    assert (result.status, result.exit_code) == ("interrupted", 130)
+    assert [number for _, number, _ in machine.begun] == [1, 2, 3]
+    machine.ends.clear()
+    again = resumed(result.sweep.sweep_id, tmp_path)
+    assert again.status == "blessed"
+    assert [number for _, number, _ in machine.begun[3:]] == [3, 4, 5, 6, 7, 8, 9, 1]
+
+
+def test_a_sweep_that_was_killed_goes_on_with_what_was_training(machine, tmp_path):
+    def lost(_run):
+        raise RuntimeError("the process is gone")
+
+    machine.ends[2] = lost
+    with pytest.raises(RuntimeError):
+        swept(tmp_path)
+    machine.ends.clear()
+    (folder,) = tmp_path.glob("*-sweep-*")
+    assert resumed(folder.name, tmp_path).status == "blessed"
+    assert [number for _, number, _ in machine.begun] == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 1]
+
+
+@pytest.mark.slow
+def test_a_promotion_that_was_interrupted_is_all_that_is_done_again(machine, tmp_path):
+    stopped = replace(machine.promotion, status="interrupted", exit_code=130)
+    blessed, machine.promotion = machine.promotion, stopped
+    result = swept(tmp_path)
+    assert result.exit_code == 130
+    machine.promotion = blessed
+    assert resumed(result.sweep.sweep_id, tmp_path).status == "blessed"
+    assert machine.begun[10:] == [("run", 1, 1500)]
+
+
+def test_two_at_once_in_one_place_are_refused(tmp_path):
+    begun = local.start(SweepOptions(config=Config(), settings=NINE), tmp_path)
+    with pytest.raises(ConfigError, match="is still running"):
+        local.resumed(begun.sweep.sweep_id, tmp_path)
+    begun.close()
+
+
+@pytest.mark.slow
+def test_a_sweep_that_is_not_there_is_named_with_one_that_is(machine, tmp_path):
+    sweep_id = swept(tmp_path).sweep.sweep_id
+    assert machine.begun
+    with pytest.raises(ConfigError, match=f"did you mean '{sweep_id}'"):
+        local.resumed(f"{sweep_id[:-1]}x", tmp_path)
+    with pytest.raises(ConfigError, match=r"no sweep '\.\./x'"):
+        local.resumed("../x", tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="choose another --workdir"):
+        local.start(SweepOptions(config=Config(), settings=NINE), tmp_path / "file")
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+def test_nine_real_trials_promote_one_version(tmp_path):
+    settings = ["training.strategy=single", "training.steps=200", "gate.min={accuracy: 0.5}", *NINE]
+    words = [each for text in settings for each in ("--set", text)]
+    done = call("sweep", tmp_path, *words, "--parallel", "2", cwd=ROOT)
+    assert done.code == 0, done.err
+    assert len(done.answer["trials"]) == 9
+    assert done.answer["metrics"]["accuracy"] > 0.5
+    (version,) = versions(done.workdir.as_uri())
+    assert version.champion

@@ -1,0 +1,34 @@
+"""What a sweep is asked to do is checked before it begins."""
+
+import pytest
+
+from pipelines.sweeps.plan import SweepOptions, planned
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+
+BATCHES = ("training.steps=90", "training.batch_size=16,32,64")
+
+
+def test_each_trial_has_a_run_of_its_own():
+    sweep = planned(SweepOptions(config=Config(), settings=BATCHES))
+    assert len({each.run_id for each in sweep.trials}) == 3
+    assert sweep.keys == ("training.batch_size",)
+    assert sweep.fixed == ("training.steps=90",)
+    # Else the run of the best would end as one that repeats an earlier one.
+    assert sweep.base.training.when_unchanged == "train"
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ({"parallel": 0}, "--parallel 0"),
+        ({"seed": 3}, "--seed 3 is for --random"),
+        ({"better": "up"}, "--better 'up'"),
+        ({"random": 1}, "has one trial"),
+        ({"settings": ("training.batch_size=16,16",)}, "has one trial"),
+        ({"settings": BATCHES[1:], "config": "/no/such.yaml"}, "cannot read"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(named, message):
+    with pytest.raises(ConfigError, match=message):
+        planned(SweepOptions(**{"config": Config(), "settings": BATCHES, **named}))

@@ -1,0 +1,87 @@
+"""The search space: parsed and checked as a whole, without duplicates, by seed."""
+
+import pytest
+
+from trainer.config.schema import Config
+from trainer.errors import ConfigError
+from trainer.sweeps import space
+from trainer.sweeps.space import config_of, drawn, grid, space_of
+
+RATE = "training.optimizer.learning_rate"
+
+
+def test_a_grid_has_every_combination_once():
+    found = space_of(Config(), [f"{RATE}=0.01,1e-2,0.003", "training.batch_size=16,64"])
+    trials = grid(found)
+    assert len(trials) == 4
+    assert {(each[RATE], each["training.batch_size"]) for each in trials} == {
+        ("0.01", "16"), ("0.01", "64"), ("0.003", "16"), ("0.003", "64"),
+    }  # fmt: skip
+
+
+def test_one_value_is_set_for_all_and_commas_in_brackets_belong_to_a_value():
+    given = ["training.steps=70", "model.args={hidden_units: [10, 20]},{hidden_units: [30]}"]
+    found = space_of(Config(), given)
+    assert found.base.training.steps == 70
+    configs = [config_of(found.base, each) for each in grid(found)]
+    assert [each.model.args for each in configs] == [
+        {"hidden_units": [10, 20]},
+        {"hidden_units": [30]},
+    ]
+    assert {each.training.steps for each in configs} == {70}
+
+
+def test_draws_are_those_of_the_seed_and_within_the_range():
+    found = space_of(Config(), [f"{RATE}=0.0001..0.1:log", "training.batch_size=16..64"])
+    trials = drawn(found, 40, seed=3)
+    assert trials == drawn(found, 40, seed=3)
+    assert trials != drawn(found, 40, seed=4)
+    rates = [float(each[RATE]) for each in trials]
+    assert all(0.0001 <= each <= 0.1 for each in rates)
+    # By magnitude: as many below the middle of the exponents as above.
+    assert 10 < sum(each < 0.00316 for each in rates) < 30
+    assert all(16 <= int(each["training.batch_size"]) <= 64 for each in trials)
+
+
+def test_a_small_space_gives_each_trial_once():
+    found = space_of(Config(), ["training.batch_size=16,32,64"])
+    assert len(drawn(found, 20, seed=0)) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([], "nothing is searched"),
+        (["training.steps=100"], "nothing is searched"),
+        (["training.steps="], "names no value"),
+        (["training.steps=,"], "names no value"),
+        (["training.steps=1,,2"], "empty"),
+        (["training.steps"], "write it as"),
+        (["data.seed=1,2"], "same examples"),
+        (["gate.min={},{loss: 1}"], "same for all trials"),
+        (["training.steps=1,2", "training.steps=3,4"], "name it once"),
+        (["training.steps=3", "training.steps=1,2"], "keep one"),
+        (["model.args.a=1", "model.args={a: 2},{a: 3}"], "keep one"),
+        ([f"{RATE}=0.1..0.01"], "rises"),
+        ([f"{RATE}=0..0.01:log"], "above zero"),
+        ([f"{RATE}=0.1..0.2,0.3"], "stands alone"),
+        (["training.lerning=1,2"], "no such key"),
+        (["training.batch_size=16,-1"], "the trial training.batch_size=-1"),
+        ([f"{RATE}=0.1..0.2"], "--random N"),
+        (["training.steps=" + ",".join(map(str, range(1, 1002)))], "at most 1000"),
+    ],
+)
+def test_what_is_wrong_is_said_before_the_first_trial(given, message):
+    with pytest.raises(ConfigError, match=message):
+        grid(space_of(Config(), given))
+
+
+@pytest.mark.parametrize("count", [0, -1, space.MOST_TRIALS + 1])
+def test_a_wrong_number_of_draws_is_refused(count):
+    with pytest.raises(ConfigError, match=f"--random {count}"):
+        drawn(space_of(Config(), ["training.steps=1,2"]), count, 0)
+
+
+def test_both_ends_of_a_range_are_checked():
+    with pytest.raises(ConfigError, match="learning_rate"):
+        drawn(space_of(Config(), [f"{RATE}=-1..0.1"]), 1, 0)
