@@ -50,8 +50,8 @@ def resolve_config(
     gate_champion_metric: str, gate_champion_margin: str, gate_champion_confidence: float,
     gate_champion_better: str,
     export_formats: str, registry_max_megabytes: float, registry_max_milliseconds: float,
-    registry_hub: str, storage_root: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
-    storage_root: str, code: str, kfp_run_id: str, configuration: dsl.Output[dsl.Artifact],
+    registry_hub: str, storage_root: str, code: str, kfp_run_id: str,
+    configuration: dsl.Output[dsl.Artifact],
     step_cpu: str = "1", step_memory: str = "4Gi", step_gpus: str = "0",
     step_node_selector: dict = {},  # type: ignore[type-arg] # noqa: B006
     step_tolerations: list = [],  # type: ignore[type-arg] # noqa: B006

@@ -19,14 +19,13 @@ from trainer.promotion import registry, retired
 
 _MARK = "finished"
 _PURPOSE = "purpose.json"
-# What has no effect on a model.
+# What has no effect on a model; of the code the modules that are named, and theirs, have one.
 _APART: Mapping[str, Any] = {
     "storage": True,
+    "code": True,
     "training": {"when_unchanged"},
     "registry": {"hub"},
 }
-# What has no effect on a model; of the code the modules that are named, and theirs, have one.
-_APART: Mapping[str, Any] = {"storage": True, "code": True, "training": {"when_unchanged"}}
 
 
 @dataclass(frozen=True, kw_only=True)

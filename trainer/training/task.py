@@ -21,7 +21,6 @@ from trainer.cluster import lease, liveness, rejoin, signals
 from trainer.cluster.launcher import Job, task_command
 from trainer.cluster.local import HOST, free_port
 from trainer.cluster.process import CONFIG
-from trainer.cluster.local import free_port
 from trainer.code import delivery
 from trainer.config.load import load_config
 from trainer.config.schema import Config
