@@ -15,12 +15,14 @@ from tests.house_rules.source import (
 FILE_LIMIT = 450
 FUNCTION_LIMIT = 50
 SMALL_FILE = 60
-MODULE_LIMIT = 400
+MODULE_LIMIT = 364
 FOLDER_LIMIT = 15
 FOLDER_LIMITS = {"components": 20}
 
 # The role that all modules of one name play.
 SAME_ROLE = {
+    "child.py": "what a process of its own does for the command line",
+    "plan.py": "what is going to be done, as a value, before anything is",
     "base.py": "what the other modules of its room are made of",
     "__main__.py": "what `python -m` runs",
     "engine.py": "one kind of jobs; that of all engines is their interface",

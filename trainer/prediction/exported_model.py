@@ -20,6 +20,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.signature import LABELS, SERVING
 from trainer.models.registry import refused_input
+from trainer.signing.signing import verify
 
 KIND = "model"
 Arrays = Mapping[str, NDArray[Any]]
@@ -70,7 +71,8 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     """Fetch the model published at `uri` into `folder`, verified, and load it.
 
     Raises:
-        UserError: it is missing, damaged or no model, or cannot be loaded.
+        UserError: it is missing, damaged, unsigned where a key is given, or no model, or cannot be
+            loaded.
     """
     manifest = storage.read_manifest(uri)
     if manifest.kind != KIND:
@@ -84,6 +86,7 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
         only=lambda path: path in few or path.startswith(f"{place}/"),
         manifest=manifest,
     )
+    verify(uri)
     config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]
