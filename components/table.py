@@ -101,6 +101,10 @@ SWEEP_STEPS = (
 
 #: The step that runs at the end of every whole run.
 EXIT_STEP = next(step for step in STEPS if step.is_exit_step)
+RESOLVE, TRAIN, EVALUATE, REGISTER = (
+    next(step.name for step in STEPS if step.name == name)
+    for name in ("resolve_config", "train_model", "evaluate_model", "register_model")
+)
 
 
 def step_of(name: str) -> StepSpec:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from components.records.given import Given, digests
-from components.table import EXIT_STEP
+from components.table import EXIT_STEP, TRAIN
 from trainer.promotion import lineage
 
 _MOST_SERVERS = 2
@@ -25,7 +25,7 @@ def arguments_of(given: Given, *, debug: bool) -> tuple[dict[str, Any], list[str
     if given.step == EXIT_STEP.name:
         # The jobs of the run are no part of a replay.
         arguments["launcher"] = "local"
-    if given.step == "train_model":
+    if given.step == TRAIN:
         tree = json.loads(arguments["config"])
         remarks = _on_this_machine(tree, debug=debug)
         arguments["config"] = json.dumps(tree)

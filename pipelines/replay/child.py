@@ -14,6 +14,7 @@ from types import SimpleNamespace, TracebackType
 from typing import Any
 
 from components import contract
+from components.table import RESOLVE
 from trainer import mirror
 from trainer.errors import UserError
 from trainer.user_code import frames_of, line_of
@@ -55,7 +56,7 @@ def _run(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], fol
     place.mkdir(exist_ok=True)
     made = {name: _artifact(name, said, place) for name, said in artifacts.items()}
     call = import_module(f"components.{step}").run_step
-    if step == "resolve_config":
+    if step == RESOLVE:
         call({**arguments, **made})
         return
     if "uri_path" in arguments:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 from components.locations import RUN_FOLDER, RUN_ID
 from components.pinned_inputs import FILE as PINNED
 from components.records.record import STOPPING
-from components.table import EXIT_STEP
+from components.table import EXIT_STEP, RESOLVE
 from pipelines.replay.adaptation import arguments_of, code_remark
 from pipelines.replay.inputs import fetch, inputs_of, require_room, snapshot_of
 from pipelines.replay.recorded import RecordedStep, find
@@ -192,7 +192,7 @@ def _environment(recorded: RecordedStep, folder: Path) -> dict[str, str]:
     }
     if recorded.given.on_this_machine:
         here |= {RUN_ID: recorded.run_id, RUN_FOLDER: str(folder)}
-    if recorded.given.in_pod and recorded.step == "resolve_config":
+    if recorded.given.in_pod and recorded.step == RESOLVE:
         # Some of what it refuses is wrong in a pod alone.
         here["KFP_POD_NAME"] = _POD
     return {**left, **here}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from components.table import EXIT_STEP
+from components.table import EVALUATE, EXIT_STEP, REGISTER, TRAIN
 from pipelines.replay.recorded import RecordedStep
 from trainer import mirror, storage
 from trainer.checkpoints.index import list_checkpoints
@@ -26,7 +26,6 @@ from trainer.topology import topology_of
 
 # Arguments of steps that are URIs of published directories.
 _DIRECTORIES = ("dataset", "checkpoint", "evaluation", "decision", "model")
-_TRAINS = "train_model"
 # What the step itself writes is in addition; most of it is small next to what it reads.
 _ROOM = 64 << 20
 log = logging.getLogger(__name__)
@@ -72,7 +71,7 @@ def snapshot_of(recorded: RecordedStep) -> Snapshot:
 
 def _last_attempt(recorded: RecordedStep) -> float:
     """Return when training began again for the last time, in this step; 0 where it did not."""
-    if recorded.step != _TRAINS:
+    if recorded.step != TRAIN:
         return 0.0
     strategy = topology_of(_config(recorded).training.strategy)
     leading = "chief-0" if strategy.chief else "worker-0"
@@ -114,7 +113,7 @@ def _missing(name: str, uri: str, recorded: RecordedStep, error: UserError) -> s
 
 def _input(name: str, uri: str, recorded: RecordedStep, snapshot: Snapshot) -> Input:
     manifest = storage.read_manifest(_original(uri, snapshot))
-    if name != "dataset" or recorded.step == _TRAINS:
+    if name != "dataset" or recorded.step == TRAIN:
         return Input(name=name, uri=uri, manifest=manifest)
     # Other splits are read by few, and where they are.
     return Input(
@@ -132,11 +131,11 @@ def _original(uri: str, snapshot: Snapshot) -> str:
 
 def _looked_up(recorded: RecordedStep, snapshot: Snapshot) -> Iterator[tuple[str, str]]:
     """Yield what the step has looked up by itself: the champion, and where training began."""
-    if recorded.step == _TRAINS:
+    if recorded.step == TRAIN:
         at = storage.join(snapshot.source, recorded.run_id, "checkpoints")
         known = [uri for uri, _ in list_checkpoints(at) if _is_seen(uri, snapshot)]
         yield from (("checkpoint", _known(uri, snapshot)) for uri in known[-1:])
-    if recorded.step in ("evaluate_model", "register_model"):
+    if recorded.step in (EVALUATE, REGISTER):
         name = _config(recorded).name
         made = registry.promotions(snapshot.source, name)
         seen = [each for each in made if each.created <= snapshot.until]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from components.table import TRAIN
 from trainer.events import StepResult
 
 #: By so much, relative to the value, figures of the same computation may differ: other processors
@@ -104,7 +105,7 @@ def _of_metrics(recorded: StepResult, replayed: StepResult) -> Verdict:
     pairs = {name: (recorded.metrics.get(name), replayed.metrics.get(name)) for name in names}
     differs = {name: pair for name, pair in pairs.items() if not _equal(*pair)}
     deciding = differs
-    if recorded.step == "train_model":
+    if recorded.step == TRAIN:
         deciding = {name: pair for name, pair in differs.items() if name in _REACHED}
     if not deciding:
         words = f"the same figures: {', '.join(_short(pairs)) or 'it has none'}"

@@ -32,7 +32,7 @@ def pipeline_of(steps: dict[str, Any], given: dict[str, Any]) -> Any:
             resolved = steps["resolve-config"](**given, kfp_run_id=RUN).outputs
             run = {key: resolved[key] for key in ("config", "root", "run_id")}
             prepared = steps["prepare-data"](
-                data=resolved["data"], root=resolved["root"], seal=resolved["seal"]
+                **{name: resolved[name] for name in ("data", "root", "seal", "data_code")}
             )
             dataset = prepared.outputs["Output"]
             trained = steps["train-model"](**run, dataset=dataset, image="", store_secret="")

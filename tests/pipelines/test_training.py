@@ -233,7 +233,7 @@ def test_each_step_gets_the_run(news, accepted, step):
 
 
 def test_preparing_data_depends_on_nothing_but_the_data_section(news):
-    assert own_inputs_of(news["prepare-data"]) == {"data", "root", "seal"}
+    assert own_inputs_of(news["prepare-data"]) == {"data", "root", "seal", "data_code"}
 
 
 def test_the_image_and_the_secret_of_the_run_are_handed_on(spec, accepted):

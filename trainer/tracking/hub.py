@@ -13,13 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import Any
-
-import requests
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import UserError
 from trainer.json_records import is_number
 from trainer.masking import is_sent_openly, masked
+
+if TYPE_CHECKING:
+    import requests
 
 PATH = "/api/model_registry/v1alpha3"
 # As the registry's own Python client has it: the variable names a file, and a pod has the other.
@@ -57,6 +58,8 @@ class Hub:
     def __init__(self, address: str) -> None:
         """Take the address, such as `http://model-registry-service.kubeflow:8080`."""
         self._home = f"{address.rstrip('/')}{PATH}"
+        import requests
+
         self._session = requests.Session()
         if token := _token():
             if is_sent_openly(address):
@@ -156,6 +159,8 @@ class Hub:
         unless: HTTPStatus | None = None,
     ) -> dict[str, Any] | None:
         """Return the answer; None where it is refused with the status `unless`."""
+        import requests
+
         url = f"{self._home}/{place}"
         try:
             answer = self._session.request(

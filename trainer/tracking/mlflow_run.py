@@ -16,8 +16,6 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any, TypeVar
 
-import requests
-
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.masking import masked
@@ -229,6 +227,8 @@ def health() -> str:
     Raises:
         UserError: nothing does, or the package is not installed.
     """
+    import requests
+
     if find_spec("mlflow") is None:
         raise UserError("MLFLOW_TRACKING_URI is set, and the extra mlflow is not installed")
     address = os.environ[addresses.URI]

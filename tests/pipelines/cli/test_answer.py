@@ -18,7 +18,7 @@ COMMANDS = dict(flat(typer.main.get_command(app.app).commands))
 RUNS = ["digits-20260101-000000-aaaa", "digits-20260102-000000-bbbb"]
 CALLS = {
     "compare": RUNS,
-    "gc": [],
+    "gc": ["--keep-runs", "30d", "--dry-run"],
     "models list": [],
     "models show": ["digits"],
     "models promote": ["digits", "1"],

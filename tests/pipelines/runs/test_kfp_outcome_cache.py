@@ -69,7 +69,7 @@ def test_the_dataset_is_what_later_steps_took(instance, remote):
     lines = answer.err.splitlines()
     [trained] = [line for line in lines if line.startswith("train_model done in ")]
     assert lines.index("prepare_data cached") < lines.index(trained)
-    [row] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
+    [row, *_] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
     assert row.split()[:2] == ["prepare_data", "cached"]
 
 
@@ -102,7 +102,7 @@ def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
     play(cached, done("train_model"), done("check_gate", metrics={"decision": "refused"}), over())
     answer = remote("status", run_id, "--json")
     assert "dataset" not in answer.json["artifacts"]
-    [row] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
+    [row, *_] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
     assert "KFP's cache does not say" in row
 
 

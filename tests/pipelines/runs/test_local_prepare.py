@@ -52,6 +52,7 @@ def test_its_course_is_reported(prepared):
         "prepare_data done",
         "validate_data ...",
         "validate_data done",
+        "done",
     ]
 
 
@@ -68,7 +69,7 @@ def test_the_closing_table_says_what_there_is_and_where(prepared):
 def test_everything_is_below_the_workdir(prepared):
     assert [path.name for path in prepared.workdir.parent.iterdir()] == [prepared.workdir.name]
     names = {path.name for path in prepared.workdir.iterdir()}
-    assert names - {".lock"} == {"datasets", prepared.answer["run_id"]}
+    assert names - {".lock"} == {"datasets", "in_use", prepared.answer["run_id"]}
     # What the runner leaves for every step is gone.
     assert not (prepared.folder / "tmp").exists()
 
