@@ -102,7 +102,7 @@ def test_a_dataset_that_no_step_names_is_not_made_up(remote, run_id, play):
     play(cached, done("train_model"), done("check_gate", metrics={"decision": "refused"}), over())
     answer = remote("status", run_id, "--json")
     assert "dataset" not in answer.json["artifacts"]
-    [row, *_] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
+    [*_, row] = [line for line in answer.out.splitlines() if line.startswith("prepare_data")]
     assert "KFP's cache does not say" in row
 
 

@@ -159,8 +159,8 @@ def test_no_value_of_these_is_the_default(config):
     default = to_parameters(Config())
     same = {name for name, value in to_parameters(config).items() if value == default[name]}
     # Servers are either joined or started in one process; pull_every says how many batches already;
-    # data are a dataset by name or files; a bundle and a registry would have to be there, and a port
-    # and a profile belong to a cluster that trains.
+    # data are a dataset by name or files; a bundle and a registry would have to be there, and a
+    # port and a profile belong to a cluster that trains.
     assert same == {
         "cluster_existing_servers",
         "cluster_metrics_port",
