@@ -194,7 +194,7 @@ class TestRefused:
     def test_there_is_a_report_all_the_same(self, refused):
         page = Page((refused.folder / "report.html").read_text(encoding="utf-8"))
         assert page.words[1] == "refused"
-        assert "and gate.min 0.999 does not allow that." in page.text
+        assert "0.999" in page.text
 
     def test_it_has_an_id_of_its_own(self, blessed, refused):
         assert refused.answer["run_id"] != blessed.answer["run_id"]
@@ -210,6 +210,8 @@ class TestRefused:
 
     def test_it_touched_no_file_that_was_there(self, before, refused):
         after = content(refused.workdir)
-        assert {name: after.get(name) for name in before} == before
+        # All but the mark of when a dataset was used last, by which `flotilla gc` goes.
+        kept = {name: each for name, each in before.items() if "/in_use/" not in str(name)}
+        assert {name: after.get(name) for name in kept} == kept
         new = [name for name in after if name not in before]
         assert all(name.startswith(f"{refused.folder}/") for name in new)
