@@ -194,7 +194,7 @@ class TestRefused:
     def test_there_is_a_report_all_the_same(self, refused):
         page = Page((refused.folder / "report.html").read_text(encoding="utf-8"))
         assert page.words[1] == "refused"
-        assert "0.999" in page.text
+        assert "it has to be at least 0.999" in page.text
 
     def test_it_has_an_id_of_its_own(self, blessed, refused):
         assert refused.answer["run_id"] != blessed.answer["run_id"]
