@@ -94,6 +94,8 @@ class StepResult:
         seconds: of this try.
         metrics: key values for the closing table.
         uri: what the step has published, or empty.
+        output: the kind of that, as `dataset`; empty for a step that publishes nothing, and in a
+            record of an earlier version.
     """
 
     step: str
@@ -104,6 +106,7 @@ class StepResult:
     seconds: float = 0.0
     metrics: Mapping[str, Any] = field(default_factory=dict)
     uri: str = ""
+    output: str = ""
 
 
 class StepEnd(Event, StepResult):

@@ -184,7 +184,13 @@ def _artifacts(steps: Sequence[StepRecord], root: str, run_id: str) -> dict[str,
 
 
 def _facts(step: StepRecord) -> dict[str, Any]:
-    return {**to_tree(step), "tries": step.tries, "earlier_seconds": step.earlier_seconds}
+    return {
+        **to_tree(step),
+        # A record of an earlier version does not say it.
+        "output": published_by(step.step) or "",
+        "tries": step.tries,
+        "earlier_seconds": step.earlier_seconds,
+    }
 
 
 def _all_of(steps: Sequence[StepRecord]) -> list[StepRecord]:

@@ -26,7 +26,7 @@ import tenacity
 from components.locations import is_local_run
 from components.records import given, step_record
 from components.records.step_record import INCIDENTS, PublishedRecord
-from components.table import EXIT_STEP, ends_run, step_of
+from components.table import EXIT_STEP, ends_run, published_by, step_of
 from trainer import events, masking, mirror, variables
 from trainer.cluster import signals
 from trainer.errors import (
@@ -266,6 +266,7 @@ class _Course:
             seconds=round(time.monotonic() - self._began, 2),
             metrics=dict(self.output.metrics),
             uri=self.output.uri,
+            output=published_by(self.name) or "",
         )
 
 

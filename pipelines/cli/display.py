@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from rich.text import Text
 from pipelines.cli.exit import discard
 from pipelines.runs.outcome import RunResult
 from trainer import storage
-from trainer.cluster.event_lines import LogLines, line_of
+from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
 from trainer.report.views import main_metric
 from trainer.report.wording import duration
@@ -54,6 +53,11 @@ class Terminal(Console):
         """Print text unchanged: `package.module:x:` is a name and no emoji."""
         super().__init__(stderr=stderr, highlight=False, emoji=False)
 
+    @property
+    def can_redraw(self) -> bool:
+        """Whether lines can be drawn again in place: not in a file, and not where TERM is dumb."""
+        return self.is_terminal and not self.is_dumb_terminal
+
     def on_broken_pipe(self) -> None:
         """Discard what follows; rich itself would end the process, and the run with it."""
         discard(self.file)
@@ -68,36 +72,10 @@ class Terminal(Console):
             discard(self.file)
 
 
-# The speed of so many seconds counts; a new stretch counts at least for so much of it.
-_SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 _REFRESHES_PER_SECOND = 8
+# How the line of an error begins that a user can mend; what a library wrote before it is noise.
+_ERROR = "flotilla: "
 _LONGEST_BAR = 40
-
-
-class TimeLeft:
-    """The seconds until training ends, by a speed that does not jump from stretch to stretch."""
-
-    def __init__(self) -> None:
-        """Begin without a speed."""
-        self._speed = 0.0
-        self._last: Progress | None = None
-
-    def take(self, event: Progress) -> None:
-        """Take the next stretch; the first one builds the functions, and counts for little."""
-        seconds = event.time - self._last.time if self._last else 0.0
-        weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
-        known = self._speed if self._last and self._last.global_step < event.global_step else 0.0
-        self._speed = (
-            known + weight * (event.steps_per_second - known) if known else (event.steps_per_second)
-        )
-        self._last = event
-
-    def seconds(self, now: float) -> float | None:
-        """Return what is left at the time `now`, None where there is no speed yet."""
-        if self._last is None or not self._speed > 0:
-            return None
-        left = (self._last.steps - self._last.global_step) / self._speed
-        return max(left - max(now - self._last.time, 0.0), 0.0)
 
 
 class Display:
@@ -124,13 +102,13 @@ class Display:
 
     def __enter__(self) -> Display:
         """Begin to draw."""
-        if self._console.is_terminal:
+        if self._console.can_redraw:
             self._live.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Leave the terminal as it was."""
-        if self._console.is_terminal:
+        if self._console.can_redraw:
             self._live.stop()
 
     def __call__(self, event: Event) -> None:
@@ -138,16 +116,19 @@ class Display:
         match event:
             case StepBegin():
                 self._step = event
-                if not self._console.is_terminal:
+                if not self._console.can_redraw:
                     self._say(f"{event.step} ...")
             case StepEnd():
                 self._step_end(event)
             case Progress():
                 self._progress(event)
-            case Validation() if self._console.is_terminal:
+            case Validation() if self._console.can_redraw:
                 self._validation = event
             case TaskFailed():
-                for line in (f"{event.task} ended with {event.cause}:", *event.last_lines):
+                for line in (
+                    f"{event.task} ended with {event.cause}:",
+                    *_telling(event.last_lines),
+                ):
                     self._say_as_it_is(line)
             case _:
                 if text := line_of(event):
@@ -165,7 +146,7 @@ class Display:
         self._say(f"{event.step} {_mark(event.status)} in {event.seconds:.1f} s")
 
     def _progress(self, event: Progress) -> None:
-        if not self._console.is_terminal:
+        if not self._console.can_redraw:
             if text := self._lines.take(event):
                 self._say(text)
             return
@@ -176,7 +157,8 @@ class Display:
         """Return what is drawn now: the step with a spinner, and training with its bar."""
         step, progress = self._step, self._progress_seen
         if step is None and progress is None:
-            return Text("")
+            # KFP takes seconds to start the next one.
+            return _one_line(self._spinner, Text("starting"))
         name = step.step if step else "training"
         passed = f"  {duration(max(time.time() - step.time, 0.0))}" if step else ""
         if progress is None:
@@ -198,7 +180,8 @@ class Display:
 
     def _time_left(self) -> str:
         left = self._left.seconds(time.time())
-        return "" if left is None else f"{duration(left)} left"
+        # At the end of training, and in a long validation, it would be a zero that lasts.
+        return f"{duration(left)} left" if left else ""
 
     def _measured(self) -> list[str]:
         lines = []
@@ -209,6 +192,11 @@ class Display:
             values = "  ".join(f"{name} {value:.4f}" for name, value in found.metrics.items())
             lines.append(f"validation  {values}  at {found.global_step}")
         return lines
+
+
+def _telling(lines: Sequence[str]) -> Sequence[str]:
+    """Return the one line that says what is wrong where a task ended with one, else all."""
+    return lines[-1:] if lines and lines[-1].startswith(_ERROR) else lines
 
 
 def _one_line(*cells: RenderableType) -> Table:
@@ -224,6 +212,9 @@ def _mark(status: str) -> str:
     return _MARKS.get(status, escape(status))
 
 
+_REFUSED = re.compile(r"\bdecision=refused\b")
+
+
 def closing_table(result: RunResult) -> Table:
     """Return the table of all steps: status, seconds and key metrics."""
     table = Table(box=None, pad_edge=False)
@@ -234,7 +225,7 @@ def closing_table(result: RunResult) -> Table:
             escape(step.step),
             _mark(step.status),
             f"{step.seconds:.1f}",
-            escape(_metrics(step.metrics)),
+            _REFUSED.sub(r"[red]\g<0>[/]", escape(_metrics(step.metrics))),
         )
     return table
 
@@ -290,7 +281,7 @@ def _metrics(metrics: Mapping[str, Any]) -> str:
     plain = [
         f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
         for name, value in metrics.items()
-        if not isinstance(value, list | dict)
+        if not isinstance(value, list | dict) and value not in ("", None)
     ]
     return " ".join(plain[:4])
 
@@ -315,18 +306,18 @@ class Steps:
 
     def __enter__(self) -> Steps:
         """Begin to draw."""
-        if self._console.is_terminal:
+        if self._console.can_redraw:
             self._live.start()
         return self
 
     def __exit__(self, *_error: object) -> None:
         """Leave the terminal as it was."""
-        if self._console.is_terminal:
+        if self._console.can_redraw:
             self._live.stop()
 
     def show(self, run: RemoteRun) -> None:
         """Show what has changed."""
-        if self._console.is_terminal:
+        if self._console.can_redraw:
             self._live.update(steps_table(run.steps), refresh=True)
             return
         for step in run.steps:

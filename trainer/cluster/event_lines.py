@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,8 @@ from trainer.events import (
 
 # Progress is a line at most so often.
 LINE_SECONDS = 5.0
+# The speed of so many seconds counts; a new stretch counts at least for so much of it.
+_SPEED_SECONDS, _LEAST_WEIGHT = 20.0, 0.2
 
 _LINES: dict[type[Event], Callable[[Any], str]] = {
     AttemptBegin: lambda event: (
@@ -107,3 +110,29 @@ class LogLines:
             return ""
         self._progress_at = event.time
         return f"global step {event.global_step}/{event.steps}  {metrics_of(event)}"
+
+
+class TimeLeft:
+    """The seconds until training ends, by a speed that does not jump from stretch to stretch."""
+
+    def __init__(self) -> None:
+        """Begin without a speed."""
+        self._speed = 0.0
+        self._last: Progress | None = None
+
+    def take(self, event: Progress) -> None:
+        """Take the next stretch; the first one builds the functions, and counts for little."""
+        seconds = event.time - self._last.time if self._last else 0.0
+        weight = max(1 - math.exp(-max(seconds, 0.0) / _SPEED_SECONDS), _LEAST_WEIGHT)
+        known = self._speed if self._last and self._last.global_step < event.global_step else 0.0
+        self._speed = (
+            known + weight * (event.steps_per_second - known) if known else (event.steps_per_second)
+        )
+        self._last = event
+
+    def seconds(self, now: float) -> float | None:
+        """Return what is left at the time `now`, None where there is no speed yet."""
+        if self._last is None or not self._speed > 0:
+            return None
+        left = (self._last.steps - self._last.global_step) / self._speed
+        return max(left - max(now - self._last.time, 0.0), 0.0)

@@ -180,7 +180,7 @@ def _model(config: Facts, facts: Facts) -> str:
 
 def _dataset(config: Facts, steps: Sequence[Facts]) -> str:
     data = config.get("data") or {}
-    made = next((each.get("metrics") for each in steps if each.get("step") == "prepare_data"), None)
+    made = next((each.get("metrics") for each in steps if each.get("output") == "dataset"), None)
     counts = made if isinstance(made, Mapping) else {}
     name = " ".join(
         str(each) for each in (data.get("source") or data.get("dataset"), counts.get("version"))

@@ -6,8 +6,9 @@ The facts of a run are plain data; every part may be missing, as it is when a ru
     verdict     "blessed", "refused", "unchanged", "done", "failed", "interrupted" or
                 "running"
     config      the configuration, nested
-    steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error"}], of one
-                that was tried again also "tries" and "earlier_seconds", of one that failed in the
+    steps       [{"step", "status", "seconds", "metrics": {name: value}, "uri", "error",
+                "output": the kind of what is at the URI}], of one that was tried again also "tries"
+                and "earlier_seconds", of one that failed in the
                 user's code also "traceback"
     tries       [{"step", "status", "began": seconds since 1970, "seconds"}], every try of a step
     metrics     {name: value} of the test split
@@ -64,6 +65,8 @@ _SIZE = {
     "width": WIDTH, "height": HEIGHT, "left": LEFT, "right": WIDTH - RIGHT,
     "top": TOP, "bottom": HEIGHT - BOTTOM,
 }  # fmt: skip
+# The newest ones are listed; all of them are in the events of the run.
+_MOST_INCIDENTS = 200
 # Of a worst example, what is not one of the lines below it.
 _PLACED = ("index", "label", "predicted", "inputs", "columns", "picture", "data")
 
@@ -116,7 +119,8 @@ def render(facts: Facts) -> str:
         steps=steps,
         bars=bars,
         marks=[mark for bar in bars for mark in bar.marks],
-        incidents=[_incident(each) for each in incidents],
+        incidents=[_incident(each) for each in incidents[-_MOST_INCIDENTS:]],
+        passed_over=len(incidents[:-_MOST_INCIDENTS]),
         config=_yaml(facts.get("config") or {}),
         lineage=facts.get("lineage") or {},
         cost=_cost(facts.get("cost") or {}),
@@ -249,7 +253,9 @@ def _reasons(
         # A race that was lost broke no rule.
         return broken or [str(reason) for reason in registered.get("reasons") or ()]
     if verdict == "unchanged":
-        return [str(each) for step in steps for each in step["metrics"].get("reasons", ())]
+        return [
+            str(each) for step in steps for each in (step.get("metrics") or {}).get("reasons", ())
+        ]
     failed = [step for step in steps if step.get("status", "done") not in ("done", "skipped")]
     return [f"{formatted(step.get('step'))}: {formatted(step.get('error'))}" for step in failed]
 

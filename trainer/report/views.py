@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainer.report.charts import Chart, line_chart, number
@@ -20,6 +21,8 @@ _MOST_TILES = 4
 _VALIDATION = "validation_"
 _DARKEST = 55
 _MOST_COLUMNS = 12
+# Marks of the time line that are nearer, in percent of the run, are one.
+_MARK_APART = 0.25
 # What an incident is called where there is little room.
 _CALLED = {
     "restart": "restart", "attempt_begin": "resumed", "task_failed": "a task was lost",
@@ -53,11 +56,12 @@ class Bar:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """An event at one moment; `kind` is `checkpoint` or `incident`."""
+    """Events of one `kind`, `checkpoint` or `incident`, at one moment; `text` is of the first."""
 
     left: float
     kind: str
     text: str
+    count: int = 1
 
 
 def matrix(evaluation: Facts) -> list[list[Cell]]:
@@ -222,13 +226,20 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
     def share(moment: float) -> float:
         return round(min(max(100 * (moment - begin) / whole, 0.0), 100.0), 2)
 
-    marks = {each["began"]: list[Mark]() for each in timed}
+    marks: dict[float, dict[tuple[float, str], Mark]] = {each["began"]: {} for each in timed}
     for event in events:
         if (moment := number(event.get("time"))) is not None:
             kind = "checkpoint" if event.get("event") == PUBLISHED else "incident"
             text = f"{event.get('event')} after {moment - begin:.1f} s"
             began = max((each for each in marks if each <= moment), default=min(marks))
-            marks[began].append(Mark(left=share(moment), kind=kind, text=text))
+            # A thousand restarts are still a picture.
+            place = round(share(moment) / _MARK_APART) * _MARK_APART, kind
+            first = marks[began].get(place)
+            marks[began][place] = (
+                replace(first, count=first.count + 1)
+                if first
+                else Mark(left=share(moment), kind=kind, text=text)
+            )
     return [
         Bar(
             step=str(each.get("step")),
@@ -236,7 +247,7 @@ def time_line(tries: Sequence[Facts], events: Sequence[Facts]) -> list[Bar]:
             seconds=each["seconds"],
             left=share(each["began"]),
             width=round(max(share(each["began"] + each["seconds"]) - share(each["began"]), 0.5), 2),
-            marks=tuple(marks[each["began"]]),
+            marks=tuple(marks[each["began"]].values()),
         )
         for each in timed
     ]
@@ -272,14 +283,14 @@ def flags(incidents: Sequence[Facts], checkpoints: Sequence[Facts]) -> list[tupl
 def _step_at(time: float | None, known: Sequence[tuple[float, float]]) -> float | None:
     if time is None:
         return None
-    before = [each for each in known if each[0] <= time]
-    after = [each for each in known if each[0] > time]
-    if not before:
+    at = bisect_right(known, (time, math.inf))
+    if not at:
         return None
+    begun, low = known[at - 1]
     # A resumed attempt may begin below what was reached.
-    if not after or after[0][1] < before[-1][1]:
-        return before[-1][1]
-    (begun, low), (ended, high) = before[-1], after[0]
+    if at == len(known) or known[at][1] < low:
+        return low
+    ended, high = known[at]
     return low + (high - low) * (time - begun) / (ended - begun)
 
 

@@ -18,7 +18,7 @@ MOST_POINTS = 2000
 # Of all curves, while the tracker is away.
 MOST_WAITING = 20_000
 _LONGEST_TAG = 4000
-_TEST = "evaluate_model"
+_TEST = "evaluation"
 
 
 class Point(NamedTuple):
@@ -100,7 +100,7 @@ class Reader:
         metrics = event.metrics
         if isinstance(step := metrics.get("handed_on_step"), int):
             self._reached = step
-        if event.step == _TEST:
+        if event.output == _TEST:
             named = {f"test_{name}": value for name, value in metrics.items()}
             _add(pending, named, self._reached, event.time, repeats=False)
         if event.uri:

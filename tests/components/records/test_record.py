@@ -72,6 +72,7 @@ def test_a_step_that_is_done(emitted, capsys):
         seconds=end.seconds,
         metrics={"global_step": 7},
         uri="file:///c",
+        output="checkpoint",
     )
     assert end.seconds >= 0
     assert not "".join(capsys.readouterr())

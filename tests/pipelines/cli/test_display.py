@@ -13,7 +13,6 @@ from rich.console import Console
 from pipelines.cli.display import (
     Display,
     Terminal,
-    TimeLeft,
     last_line,
     local_runs_table,
     show_result,
@@ -101,6 +100,30 @@ def test_progress_without_a_terminal_draws_nothing(lines_of):
     text = "".join(lines_of(progress(20, 1000.0), *done("train_model")))
     assert "\x1b" not in text
     assert "━" not in text
+
+
+@pytest.mark.usefixtures("terminal")
+def test_a_terminal_that_draws_nothing_again_gets_plain_lines(lines_of, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    lines = lines_of(begun("train_model"), progress(20, 1000.0), *done("train_model"))
+    assert lines[:2] == [
+        "train_model ...",
+        "global step 20/300  loss 0.2500  100 steps/s  12 s left",
+    ]
+
+
+def test_of_a_task_that_says_what_is_wrong_the_lines_before_are_left_out(lines_of):
+    noise = ("experimental {", "}")
+    said = "flotilla: model a:b: cannot import a"
+    lost = TaskFailed(task="chief-0", cause="exit code 2", last_lines=(*noise, said))
+    assert lines_of(lost) == ["chief-0 ended with exit code 2:", said]
+    lost = TaskFailed(task="chief-0", cause="exit code 1", last_lines=noise)
+    assert lines_of(lost)[1:] == list(noise)
+
+
+@pytest.mark.usefixtures("terminal")
+def test_between_two_steps_something_moves(lines_of):
+    assert "starting" in "".join(lines_of(*done("prepare_data")))
 
 
 @pytest.mark.usefixtures("terminal")
@@ -297,25 +320,6 @@ def test_a_run_that_left_nothing_has_its_row():
     empty = RunResult(run_id="odd name", status="unknown", exit_code=1, message="", steps=())
     assert runs_of(empty)[1] == ["odd", "name", "unknown"]
     assert runs_of(empty, width=120)[1] == ["odd", "name", "unknown"]
-
-
-class TestTimeLeft:
-    def test_it_is_smoothed_and_counts_down(self):
-        left = TimeLeft()
-        assert left.seconds(0.0) is None
-        left.take(progress(100, 10.0, steps_per_second=100.0, steps=1100))
-        assert left.seconds(10.0) == 10
-        # One slow stretch does not double it.
-        left.take(progress(200, 11.0, steps_per_second=50.0, steps=1100))
-        assert left.seconds(11.0) == 10
-        assert left.seconds(15.0) == 6
-        assert left.seconds(1e6) == 0
-
-    @pytest.mark.parametrize("speed", [0.0, float("nan"), -1.0])
-    def test_without_a_speed_it_is_not_known(self, speed):
-        left = TimeLeft()
-        left.take(progress(1, 1.0, steps_per_second=speed))
-        assert left.seconds(1.0) is None
 
 
 @pytest.mark.usefixtures("terminal")

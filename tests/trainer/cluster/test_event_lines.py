@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.cluster.event_lines import LogLines, line_of
+from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import (
     AttemptBegin,
     CheckpointPublished,
@@ -15,15 +15,9 @@ from trainer.events import (
 )
 
 
-def progress(step, time):
-    return Progress(
-        time=time,
-        global_step=step,
-        steps=300,
-        loss=0.25,
-        steps_per_second=100.0,
-        seconds_left=12.0,
-    )
+def progress(step, time, **fields):
+    known = {"steps": 300, "loss": 0.25, "steps_per_second": 100.0, "seconds_left": 12.0}
+    return Progress(**{"time": time, "global_step": step, **known, **fields})
 
 
 def test_progress_is_a_line_every_few_seconds():
@@ -59,3 +53,22 @@ def test_what_both_show_and_what_neither_does():
     resumed = AttemptBegin(global_step=9, steps=20, resumed=True)
     assert LogLines().take(resumed) == line_of(resumed) == "training resumes from global step 9"
     assert LogLines().take(Saved(uri="u", global_step=1, seconds=0.1)) == ""
+
+
+class TestTimeLeft:
+    def test_it_is_smoothed_and_counts_down(self):
+        left = TimeLeft()
+        assert left.seconds(0.0) is None
+        left.take(progress(100, 10.0, steps_per_second=100.0, steps=1100))
+        assert left.seconds(10.0) == 10
+        # One slow stretch does not double it.
+        left.take(progress(200, 11.0, steps_per_second=50.0, steps=1100))
+        assert left.seconds(11.0) == 10
+        assert left.seconds(15.0) == 6
+        assert left.seconds(1e6) == 0
+
+    @pytest.mark.parametrize("speed", [0.0, float("nan"), -1.0])
+    def test_without_a_speed_it_is_not_known(self, speed):
+        left = TimeLeft()
+        left.take(progress(1, 1.0, steps_per_second=speed))
+        assert left.seconds(1.0) is None

@@ -24,7 +24,7 @@ FAILED: dict[str, Any] = {
     "run_id": "digits-1", "verdict": "failed", "workdir": "/my runs",
     "config": Config().model_dump(mode="json"),
     "steps": [
-        {"step": "prepare_data", "status": "done", "seconds": 1.0,
+        {"step": "prepare_data", "output": "dataset", "status": "done", "seconds": 1.0,
          "metrics": {"train": 1293, "test": 360, "version": "1.0.0"}},
         {"step": "train_model", "status": "failed", "error": "my_model: 0",
          "traceback": TRACEBACK},

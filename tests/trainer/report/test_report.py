@@ -306,3 +306,26 @@ def test_it_loads_no_tensorflow() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def test_the_page_of_a_run_with_thousands_of_events_is_small() -> None:
+    incidents = [
+        {"event": "restart", "task": "worker-0", "time": 1e9 + n, "last_lines": ["x" * 80]}
+        for n in range(3000)
+    ]
+    saved = [
+        {"event": "checkpoint_published", "time": 1e9 + n, "global_step": n} for n in range(3000)
+    ]
+    tries = [{"step": "train_model", "status": "done", "began": 1e9, "seconds": 3000.0}]
+    history = [{"global_step": 1, "loss": 2.0}, {"global_step": 3000, "loss": 1.0}]
+    page = report.render(
+        {"incidents": incidents, "checkpoints": saved, "tries": tries, "history": history}
+    )
+    assert len(page) < 400_000
+    assert "3000 published checkpoints (thin marks), 3000 other events" in page
+    assert "The newest 200; 2800 earlier ones are in the events of the run." in page
+    assert "worker-0: restart (3000)" in page
+
+
+def test_a_step_of_an_unchanged_run_may_lack_its_metrics() -> None:
+    assert "There is nothing new" in report.render({"verdict": "unchanged", "steps": [{}]})

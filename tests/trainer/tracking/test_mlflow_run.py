@@ -96,7 +96,15 @@ def test_a_second_run_a_refused_one_and_a_failed_one(server, tmp_path):
     ):
         run = tracked(tmp_path, "several", f"several-{number}")
         evaluation = {"accuracy": 0.1 * number, "labels": ["a"]}
-        run.hear(StepEnd(step="evaluate_model", status="done", metrics=evaluation, uri="s3://e"))
+        run.hear(
+            StepEnd(
+                step="evaluate_model",
+                status="done",
+                metrics=evaluation,
+                uri="s3://e",
+                output="evaluation",
+            )
+        )
         run.end(status, message)
     _, found = runs_of(server, "several")
     assert [each.info.status for each in found] == ["FINISHED", "FINISHED", "FAILED"]

@@ -69,7 +69,10 @@ def test_what_is_no_number_is_no_point():
 def test_the_metrics_of_the_test_split_stand_at_the_step_of_the_model():
     reader = Reader()
     train = StepEnd(step="train_model", status="done", metrics={"handed_on_step": 40})
-    test = StepEnd(step="evaluate_model", status="done", metrics={"accuracy": 0.9}, uri="s3://e")
+    test = StepEnd(
+        step="evaluate_model", status="done", metrics={"accuracy": 0.9}, uri="s3://e",
+        output="evaluation",
+    )  # fmt: skip
     assert points(reader, train, test) == [("test_accuracy", 0.9, 40)]
     assert reader.read(test).tags == {"flotilla.evaluate_model.uri": "s3://e"}
 
