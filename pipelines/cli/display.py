@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from pipelines.cli.exit import discard
-from pipelines.runs.outcome import RunResult
+from pipelines.runs.outcome import RunResult, begun_of, model_of
 from trainer import storage
 from trainer.cluster.event_lines import LogLines, TimeLeft, line_of
 from trainer.events import Event, Progress, StepBegin, StepEnd, TaskFailed, Validation
@@ -252,14 +252,14 @@ def last_line(result: RunResult) -> str:
     return "  ".join(parts)
 
 
-def main_value(result: RunResult, digits: int = 4) -> str:
+def main_value(result: RunResult) -> str:
     """Return the main metric of the model of a run with its name; empty where there is none."""
     metrics = result.metrics
     name = main_metric({"metrics": metrics})
     value = metrics.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return ""
-    return f"{name.replace('_', ' ')} {value:.{digits}g}"
+    return f"{name.replace('_', ' ')} {value:.4g}"
 
 
 def display_path(uri: str) -> str:
@@ -358,57 +358,60 @@ def runs_table(runs: Iterable[RemoteRun]) -> Table:
     return table
 
 
-# The name of a run is that of its model, when it was started, and four digits.
-_RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
-_WIDE = 100
+# Where there is no room for all columns these go first, in this order: a run's name has the model
+# and the date in it, and the metric is what one looks for.
+_SPARE = ("model", "began UTC", "duration")
+_SHORTEST_METRIC = 12
 
 
 def local_runs_table(runs: Iterable[RunResult], width: int) -> Table:
-    """Return the table of runs of this machine; the model on its own where there is room."""
+    """Return the table of runs of this machine, a line each; of their columns what has room."""
+    listed = [(run.status, _cells(run)) for run in runs]
+    titles = ["run", "model", "verdict", "began UTC", "duration", "metric"]
+
+    def room(title: str) -> int:
+        return max([len(title), *(len(cells[title]) for _, cells in listed)])
+
+    def taken() -> int:
+        return sum(room(title) + 2 for title in titles) - 2
+
+    for title in _SPARE:
+        if taken() > width:
+            titles.remove(title)
+    most = max(room("metric") - max(taken() - width, 0), _SHORTEST_METRIC)
     table = Table(box=None, pad_edge=False)
-    titles = ["run", "verdict", "began UTC", "duration", "metric"]
-    is_wide = width >= _WIDE
-    if is_wide:
-        titles.insert(1, "model")
     for title in titles:
-        whole = title in ("run", "verdict", "duration")
-        table.add_column(title, overflow="fold", no_wrap=whole)
-    for run in runs:
-        moment, seconds = begun_of(run)
-        form = "%Y-%m-%d %H:%M" if is_wide else "%b %d %H:%M"
-        cells = [escape(run.run_id), _mark(run.status), f"{moment:{form}}" if moment else ""]
-        cells += [
-            "" if seconds is None else duration(seconds),
-            escape(_far(run, 4 if is_wide else 3)),
-        ]
-        if is_wide:
-            cells.insert(1, escape(model_of(run)))
-        table.add_row(*cells)
+        table.add_column(title, no_wrap=title != "metric", overflow="fold")
+    for status, cells in listed:
+        shown = {title: escape(text) for title, text in cells.items()}
+        shown["verdict"] = _mark(status)
+        shown["metric"] = escape(_shortened(cells["metric"], most))
+        table.add_row(*(shown[title] for title in titles))
     return table
 
 
-def begun_of(run: RunResult) -> tuple[datetime | None, float | None]:
-    """Return when a run began, and how many seconds it took until its last step ended."""
-    tries = [each.began for each in run.steps]
-    tries += [each.began for step in run.steps for each in step.earlier]
-    if not tries:
-        return None, None
-    ends = [step.ended or step.began + step.seconds for step in run.steps]
-    try:
-        return datetime.fromtimestamp(min(tries), UTC), max(ends) - min(tries)
-    except (ValueError, OverflowError, OSError):
-        return None, None
+def _cells(run: RunResult) -> dict[str, str]:
+    moment, seconds = begun_of(run)
+    return {
+        "run": run.run_id,
+        "model": model_of(run),
+        "verdict": run.status,
+        "began UTC": stamp(moment),
+        "duration": "" if seconds is None else duration(seconds),
+        "metric": _far(run),
+    }
 
 
-def model_of(run: RunResult) -> str:
-    """Return the name of the model of a run of this machine by the name of the run."""
-    found = _RUN_NAME.fullmatch(run.run_id)
-    return found["model"] if found else ""
+def _shortened(text: str, most: int) -> str:
+    """Return a metric with its whole value, and of its name what has room."""
+    name, _, value = text.rpartition(" ")
+    left = most - len(value) - 2
+    return text if len(text) <= most or left < 1 else f"{name[:left]}… {value}"
 
 
-def _far(run: RunResult, digits: int) -> str:
+def _far(run: RunResult) -> str:
     """Return the main metric of a run, or how far its training has come."""
-    if value := main_value(run, digits):
+    if value := main_value(run):
         return value
     reached = [each.metrics for each in run.steps if each.status == "running"]
     step = next((each for each in reached if each.get("global_step") and each.get("steps")), None)

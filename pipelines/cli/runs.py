@@ -46,7 +46,7 @@ def list_runs(
 
 
 def _row(run: RunResult) -> dict[str, Any]:
-    from pipelines.cli.display import begun_of, model_of
+    from pipelines.runs.outcome import begun_of, model_of
 
     moment, seconds = begun_of(run)
     return {

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ from trainer.events import Event, Interrupted
 
 # A disk with less free bytes is full.
 LEAST_ROOM = 1 << 16
+
+# The name of a run is that of its model, when it was started, and four digits.
+_RUN_NAME = re.compile(r"(?P<model>.+)-\d{8}-\d{6}-[0-9a-f]{4}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,3 +136,22 @@ def with_full_disk(result: RunResult, folder: Path) -> RunResult:
         return result
     message = f"{result.message}; there is no space left at {folder}"
     return replace(result, message=message)
+
+
+def begun_of(run: RunResult) -> tuple[datetime | None, float | None]:
+    """Return when a run began, and how many seconds it took until its last step ended."""
+    tries = [each.began for each in run.steps]
+    tries += [each.began for step in run.steps for each in step.earlier]
+    if not tries:
+        return None, None
+    ends = [step.ended or step.began + step.seconds for step in run.steps]
+    try:
+        return datetime.fromtimestamp(min(tries), UTC), max(ends) - min(tries)
+    except (ValueError, OverflowError, OSError):
+        return None, None
+
+
+def model_of(run: RunResult) -> str:
+    """Return the name of the model of a run of this machine by the name of the run."""
+    found = _RUN_NAME.fullmatch(run.run_id)
+    return found["model"] if found else ""

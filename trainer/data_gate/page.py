@@ -76,7 +76,8 @@ def _picture(name: str, new: FeatureProfile, old: FeatureProfile | None) -> Pict
         rows += [
             (word, _short(getattr(new, key)), _short(getattr(old, key)) if old else None)
             for word, key in (
-                ("mean", "mean"), ("std", "std"), ("least", "least"), ("most", "most")
+                ("mean", "mean"), ("standard deviation", "std"),
+                ("least", "least"), ("most", "most"),
             )
         ]  # fmt: skip
     rows.append(("values", new.distinct or None, (old.distinct or None) if old else None))

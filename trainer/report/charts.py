@@ -88,13 +88,16 @@ def line_chart(  # noqa: PLR0913
 
     A row that lacks a column, or holds no finite number there, adds no point. None where there is
     not one point. `flags` are texts at places of the horizontal axis; those that are outside are
-    at its end. Where `logarithmic`, values that fall far are drawn by powers of ten.
+    at its end. The axis has the places of all rows, also of those that add no point. Where
+    `logarithmic`, values that fall far are drawn by powers of ten.
     """
     found = {label: _points(table, across, name) for name, label in series.items()}
     every = [point for points in found.values() for point in points]
     if not every:
         return None
-    places, values = zip(*every, strict=True)
+    values = [value for _, value in every]
+    # Where a series begins late or ends early is seen next to the others.
+    places = [at for row in table if (at := number(row.get(across))) is not None]
     x_ends, columns = _fitted(places)
     is_log = logarithmic and min(values) > 0 and max(values) / min(values) > _MOST_LINEAR
     rows = _powers(values) if is_log else _ticks(values)
@@ -117,7 +120,7 @@ def line_chart(  # noqa: PLR0913
             if points
         ),
         columns=tuple(Tick(at=across_at(value), label=label_of(value)) for value in columns),
-        rows=tuple(Tick(at=place((places[0], value))[1], label=label_of(value)) for value in rows),
+        rows=tuple(Tick(at=place((x_ends[0], value))[1], label=label_of(value)) for value in rows),
         flags=_flags([(across_at(value), text) for value, text in flags]),
         is_log=is_log,
     )

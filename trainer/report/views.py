@@ -300,7 +300,7 @@ def counted(texts: Iterable[str]) -> str:
     for text in texts:
         counts[text] = counts.get(text, 0) + 1
     first = [f"{text} ({n})" if n > 1 else text for text, n in counts.items()][:_MOST_PARTS]
-    return ", ".join([*first, "..."] if len(counts) > len(first) else first)
+    return ", ".join([*first, "others"] if len(counts) > len(first) else first)
 
 
 @dataclass(frozen=True, kw_only=True)

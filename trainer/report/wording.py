@@ -19,7 +19,7 @@ _DIGITS = 4
 # More do not tell two numbers apart.
 _MOST_DIGITS = 17
 # From here on, or below it, a number is read by its power of ten.
-_LARGE, _SMALL = 1e15, 1e-4
+_LARGE, _SMALL = 1e9, 1e-4
 _UPPER = ("auc", "pr", "roc", "ndcg", "mrr", "map", "mae", "mse", "rmse", "id", "uri")
 _NAMES = {"r2": "R²", "f1": "F1"}
 _GAIN = "_difference"
@@ -63,9 +63,13 @@ def rounded(value: object, interval: object = None) -> str:
     if plain is None or isinstance(value, int):
         return formatted(value)
     places = _places(interval)
-    if not math.isfinite(plain) or places is None or abs(plain) >= _LARGE:
+    if not math.isfinite(plain) or places is None:
         return f"{plain:.{_DIGITS}g}" if abs(plain) < 10**_DIGITS else f"{plain:.{_DIGITS + 2}g}"
-    return f"{plain:.{places}f}"
+    if plain and not _SMALL <= abs(plain) < _LARGE:
+        digits = math.floor(math.log10(abs(plain))) + places
+        if 0 <= digits < _MOST_DIGITS:
+            return f"{plain:.{digits}e}"
+    return f"{plain:.{min(max(places, 0), _MOST_DIGITS)}f}"
 
 
 def interval_text(interval: object) -> str:
@@ -103,7 +107,8 @@ def sentence(rule: Facts, intervals: Facts | None = None) -> str:
         metric = f"the largest difference of the exported {metric[14:]} from the checkpoint"
     value, threshold = number(rule.get("value")), number(rule.get("threshold"))
     bound = {"min": "at least", "max": "at most"}.get(str(rule.get("bound")), "")
-    source = f" ({key or 'gate.' + str(rule.get('bound'))})"
+    named = key or (f"gate.{rule['bound']}" if rule.get("bound") else "")
+    source = f" ({named})" if named else ""
     if metric.endswith(_GAIN):
         return _difference(rule, metric.removesuffix(_GAIN), value, threshold)
     name = _named(metric)
@@ -171,9 +176,9 @@ def _ends(interval: object) -> Sequence[float] | None:
 
 
 def _places(interval: object) -> int | None:
-    """Return the decimal places at which half of the interval has two digits."""
+    """Return the decimal places at which half of the interval has two digits; below 0 for tens."""
     ends = _ends(interval)
     if not ends or not ends[1] > ends[0]:
         return None
-    places = 1 - math.floor(math.log10((ends[1] - ends[0]) / 2))
-    return max(places, 0) if places < _MOST_DIGITS else None
+    half = (ends[1] - ends[0]) / 2
+    return 1 - math.floor(math.log10(half)) if half else None

@@ -308,12 +308,32 @@ def test_runs_with_date_duration_metric_and_verdict():
     ]
     run = run_of(events, "digits-20261123-214000-0dea")
     assert runs_of(run)[1] == [
-        "digits-20261123-214000-0dea", "done", "Nov", "23", "21:40", "1", "min", "30", "s",
-        "accuracy", "0.978",
+        "digits-20261123-214000-0dea", "done", "1", "min", "30", "s", "accuracy", "0.9778",
     ]  # fmt: skip
+    failed = run_of([ended("train_model", "interrupted", 130)], "digits-20261123-214000-0dea")
+    assert [line[0] for line in runs_of(run, failed)] == ["run", run.run_id, failed.run_id]
     wide = runs_of(run, width=120)
     assert wide[0][:3] == ["run", "model", "verdict"]
     assert wide[1][1:5] == ["digits", "done", "2026-11-23", "21:40"]
+
+
+@pytest.mark.parametrize(
+    ("width", "end"),
+    [
+        (50, "weig… 0.9778"),
+        (60, "weighted macro… 0.9778"),
+        (80, "weighted macro precision of parts 0.9778"),
+    ],
+)
+def test_a_run_is_one_line_however_long_its_metric(width, end):
+    metrics = {"weighted_macro_precision_of_parts": 0.97777}
+    events = [
+        *done("prepare_data", time=1_795_470_002.0),
+        *done("evaluate_model", time=1_795_470_091.0, metrics=metrics),
+    ]
+    run = run_of(events, "digits-20261123-214000-0dea")
+    _, line = runs_of(run, width=width)
+    assert " ".join(line[2:]) == end
 
 
 def test_a_run_that_left_nothing_has_its_row():

@@ -27,3 +27,8 @@ def test_a_name_that_is_not_known_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "mine.html.j2").write_text("{{ absent }}", encoding="utf-8")
     with pytest.raises(jinja2.UndefinedError, match="absent"):
         environment(tmp_path).get_template("mine.html.j2").render()
+
+
+def test_text_that_turns_the_direction_of_what_follows_is_made_harmless() -> None:
+    page = pages.environment().from_string("{{ name }} is 0.4").render(name="a\u202eb\u2066<i>")
+    assert page == "a\ufffdb\ufffd&lt;i&gt; is 0.4"
