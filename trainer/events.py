@@ -91,11 +91,8 @@ class StepResult:
         exit_code: see `trainer.errors`.
         error: one line, empty where there is none.
         traceback: of an error in the user's code, else empty.
-        seconds: of this try.
-        metrics: key values for the closing table.
-        uri: what the step has published, or empty.
-        output: the kind of that, as `dataset`; empty for a step that publishes nothing, and in a
-            record of an earlier version.
+        seconds, metrics: of this try; key values for the closing table.
+        uri, output: of what the step has published, its URI and its kind, or empty.
     """
 
     step: str

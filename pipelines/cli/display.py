@@ -383,10 +383,10 @@ def local_runs_table(runs: Iterable[RunResult], width: int) -> Table:
     for title in titles:
         table.add_column(title, no_wrap=title != "metric", overflow="fold")
     for status, cells in listed:
-        shown = {title: escape(text) for title, text in cells.items()}
-        shown["verdict"] = _mark(status)
-        shown["metric"] = escape(_shortened(cells["metric"], most))
-        table.add_row(*(shown[title] for title in titles))
+        drawn = {title: escape(text) for title, text in cells.items()}
+        drawn["verdict"] = _mark(status)
+        drawn["metric"] = escape(_shortened(cells["metric"], most))
+        table.add_row(*(drawn[title] for title in titles))
     return table
 
 
