@@ -19,6 +19,7 @@ models = typer.Typer(help="The registry: the models, their versions and champion
 
 PROMOTED = "--json adds `version` and `promotion`, the numbers of both."
 TITLES = ("model", "version", "champion", "metric", "global step", "registered", "run")
+_TO_THE_MINUTE = len("2026-11-24T02:05")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the model.")]
 
 
@@ -41,7 +42,8 @@ def list_models(
     found = registered.versions(place, name)
     table = Table(box=None, pad_edge=False)
     for title in TITLES:
-        table.add_column(title, overflow="fold")
+        # What is to be copied stays whole.
+        table.add_column(title, overflow="fold", no_wrap=title in ("model", "run"))
     for each in found:
         table.add_row(
             escape(each.name),
@@ -49,7 +51,7 @@ def list_models(
             "champion" if each.champion else "",
             escape(f"{each.main_metric} {formatted(each.metrics.get(each.main_metric))}"),
             str(each.global_step),
-            each.created,
+            each.created[:_TO_THE_MINUTE].replace("T", " "),
             escape(each.run_id),
         )
     with output():
