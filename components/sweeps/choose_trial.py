@@ -9,7 +9,7 @@ from components.sweeps import run_trial
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.json_records import from_tree, parse
-from trainer.sweeps.trial import REDUCTION, Trial, ranked
+from trainer.sweeps.trial import DONE, REDUCTION, Trial, best_of, ranked
 
 
 @component
@@ -42,22 +42,27 @@ def run_step(
 
     def work(record: StepOutput) -> Chosen:
         plan = run_trial.sweep_of(sweep)
-        found = [each for text in ended if (each := from_tree(Trial, parse(text)))]
-        order = [each for each in ranked(found, rung, plan.objective) if not each.error]
-        if not order:
-            error = next((each.error for each in found if each.error), "none has ended")
-            raise UserError(f"all {len(found)} trials failed; the first: {error}")
-        best = order[0]
-        numbers = [str(each.number) for each in order[: max(1, len(order) // REDUCTION)]]
-        value = best.last.value if best.last else None
+        ended_here = [each for text in ended if (each := from_tree(Trial, parse(text)))]
+        here = {each.number: each for each in ended_here}
+        every = [
+            here.get(each.number) or run_trial.known(root, run_id, each) for each in plan.trials
+        ]
+        # Where all of a rung failed, what an earlier one has reached still counts.
+        best = best_of(every, plan.objective)
+        if best is None:
+            error = next((each.error for each in every if each.error), "none has ended")
+            raise UserError(f"all {len(every)} trials failed; the first: {error}")
+        order = [each for each in ranked(every, rung, plan.objective) if each.status == DONE]
+        going = max(1, len(order) // REDUCTION)
+        numbers = [str(each.number) for each in order[:going]]
         record.metrics = {
             "best": best.number,
-            plan.objective.metric: value,
-            "trials": len(found),
-            "failed": sum(bool(each.error) for each in found),
+            plan.objective.metric: best.last.value if best.last else None,
+            "trials": len(here),
+            "failed": sum(bool(each.error) for each in here.values()),
             **best.settings,
         }
-        settings = plan.config_on(best, rung, Config.model_validate_json(config))
+        settings = plan.config_on(best, best.rung, Config.model_validate_json(config))
         return Chosen(
             numbers=numbers, config=settings.model_dump_json(), checkpoint=best.checkpoint
         )

@@ -18,33 +18,38 @@ from trainer.json_records import from_tree, parse, tree_of
 from trainer.sweeps.state import Sweep
 from trainer.sweeps.trial import FAILED, Trial, value_of
 
+#: What the step of a place without a trial returns.
+EMPTY = "{}"
+
 
 @component
 def run_trial(
     config: str,
     root: str,
     run_id: str,
-    dataset: str,
     sweep: str,
-    number: str,
+    numbers: list,  # type: ignore[type-arg]
+    place: str,
     rung: int,
+    dataset: str,
     image: str,
     store_secret: str,
     checkpoint: dsl.Output[dsl.Model],
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train the trial of this number to the steps of a rung; return what became of it, as JSON."""
+    """Train the trial at this place to the steps of a rung; return what became of it, as JSON."""
     from components.sweeps.run_trial import run_step
 
     return run_step(
         config,
         root,
         run_id,
-        dataset,
         sweep,
-        number,
+        numbers,
+        place,
         rung,
+        dataset,
         image,
         store_secret,
         checkpoint,
@@ -57,34 +62,34 @@ def run_step(
     config: str,
     root: str,
     run_id: str,
-    dataset: str,
     sweep: str,
-    number: str,
+    numbers: list[str],
+    place: str,
     rung: int,
-    image: str,
-    store_secret: str,
-    checkpoint: Any,
-    viewers: Any,
-    dataset_descriptor: Any = None,
+    *training: Any,
 ) -> str:
-    """Train the trial as a run of its own next to that of the sweep, from which a retry resumes."""
+    """Train a trial as a run of its own next to that of the sweep, from which a retry resumes.
+
+    Args:
+        config: what all trials share, as JSON.
+        root: URI of the storage root.
+        run_id: of the sweep.
+        sweep: the run parameter of this name.
+        numbers: the trials of the rung, fewer than its places where some failed.
+        place: which of the numbers is trained here.
+        rung: to whose steps.
+        training: what `components.train_model` takes after the id of the run.
+    """
+    if int(place) >= len(numbers):
+        return EMPTY
     plan, began = sweep_of(sweep), time.monotonic()
-    planned = next(each for each in plan.trials if each.number == int(number))
+    planned = next(each for each in plan.trials if each.number == int(numbers[int(place)]))
     trial = known(root, run_id, planned)
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
         settings = plan.config_on(trial, rung, Config.model_validate_json(config))
-        uri = train_model.run_step(
-            settings.model_dump_json(),
-            root,
-            trial.run_id,
-            dataset,
-            image,
-            store_secret,
-            checkpoint,
-            viewers,
-            dataset_descriptor,
-        )
+        of_trial = (settings.model_dump_json(), root, trial.run_id)
+        uri = train_model.run_step(*of_trial, *training)
         metrics = _record_of(root, trial.run_id).get("metrics") or {}
         trial = replace(trial, metrics=metrics, checkpoint=uri)
         value = value_of(metrics, plan.objective)
