@@ -20,17 +20,16 @@ def choose_trial(
     sweep: str,
     ended: list,  # type: ignore[type-arg]
     rung: int,
-) -> NamedTuple("Chosen", [("numbers", list), ("config", str), ("checkpoint", str)]):
-    """Return the numbers of the trials that go on, and configuration and checkpoint of the best."""
+) -> NamedTuple("Chosen", [("config", str), ("checkpoint", str)]):
+    """Publish which trials go on; return configuration and checkpoint of the best one."""
     from components.sweeps.choose_trial import run_step
 
     return run_step(config, root, run_id, sweep, ended, rung)
 
 
 class Chosen(NamedTuple):
-    """The trials that go on, the best first; and what the best has."""
+    """What the best trial has."""
 
-    numbers: list[str]
     config: str
     checkpoint: str
 
@@ -54,7 +53,7 @@ def run_step(
             raise UserError(f"all {len(every)} trials failed; the first: {error}")
         order = [each for each in ranked(every, rung, plan.objective) if each.status == DONE]
         going = max(1, len(order) // REDUCTION)
-        numbers = [str(each.number) for each in order[:going]]
+        run_trial.go_on(root, run_id, rung + 1, [each.number for each in order[:going]])
         record.metrics = {
             "best": best.number,
             plan.objective.metric: best.last.value if best.last else None,
@@ -63,8 +62,6 @@ def run_step(
             **best.settings,
         }
         settings = plan.config_on(best, best.rung, Config.model_validate_json(config))
-        return Chosen(
-            numbers=numbers, config=settings.model_dump_json(), checkpoint=best.checkpoint
-        )
+        return Chosen(config=settings.model_dump_json(), checkpoint=best.checkpoint)
 
     return tried("choose_trial", run_at(root, run_id), work)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,6 @@ def run_trial(
     root: str,
     run_id: str,
     sweep: str,
-    numbers: list,  # type: ignore[type-arg]
     place: str,
     rung: int,
     dataset: str,
@@ -46,7 +46,6 @@ def run_trial(
         root,
         run_id,
         sweep,
-        numbers,
         place,
         rung,
         dataset,
@@ -63,7 +62,6 @@ def run_step(
     root: str,
     run_id: str,
     sweep: str,
-    numbers: list[str],
     place: str,
     rung: int,
     *training: Any,
@@ -75,15 +73,14 @@ def run_step(
         root: URI of the storage root.
         run_id: of the sweep.
         sweep: the run parameter of this name.
-        numbers: the trials of the rung, fewer than its places where some failed.
-        place: which of the numbers is trained here.
+        place: which of the trials of the rung is trained here, from 0 on.
         rung: to whose steps.
         training: what `components.train_model` takes after the id of the run.
     """
-    if int(place) >= len(numbers):
-        return EMPTY
     plan, began = sweep_of(sweep), time.monotonic()
-    planned = next(each for each in plan.trials if each.number == int(numbers[int(place)]))
+    planned = _at(plan, root, run_id, int(place), rung)
+    if planned is None:
+        return EMPTY
     trial = known(root, run_id, planned)
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
@@ -106,6 +103,19 @@ def run_step(
     text = json.dumps(tree_of(trial))
     storage.write_bytes(_uri(root, run_id, trial.number), text.encode())
     return text
+
+
+def go_on(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
+    """Publish which trials, by number, go on to a rung; raises `UserError`."""
+    storage.write_bytes(_rung(root, run_id, rung), json.dumps(list(numbers)).encode())
+
+
+def _at(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | None:
+    """Return the trial at a place of a rung; None where fewer trials go on than it has places."""
+    every = [each.number for each in plan.trials]
+    numbers = parse(storage.read_bytes(_rung(root, run_id, rung))) if rung else every
+    taken = numbers[place : place + 1]
+    return next((each for each in plan.trials if each.number in taken), None)
 
 
 def sweep_of(text: str) -> Sweep:
@@ -135,6 +145,10 @@ def known(root: str, run_id: str, planned: Trial) -> Trial:
 
 def _uri(root: str, run_id: str, number: int) -> str:
     return storage.join(root, run_id, "trials", f"{number:04}.json")
+
+
+def _rung(root: str, run_id: str, rung: int) -> str:
+    return storage.join(root, run_id, "trials", f"rung-{rung}.json")
 
 
 def _record_of(root: str, run_id: str) -> dict[str, Any]:

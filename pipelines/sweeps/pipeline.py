@@ -105,24 +105,17 @@ def _trained(
 ) -> Any:
     """Train all rungs; return the step that chose the best trial.
 
-    The loops are over places, which are known here. KFP's local runner cannot loop over an output
-    of a step that has a name of its own.
+    A loop is over places, and what is chosen comes by the store. KFP's local runner gives a loop in
+    place of every output of the steps before it the item of the loop.
     """
-    numbers: Any = [str(each.number) for each in sweep.trials]
     chosen: Any = None
     for rung in range(len(sweep.rungs)):
         places = [str(place) for place in range(most_on(rung, len(sweep.trials)))]
         with dsl.ParallelFor(items=places, name=f"rung-{rung}", parallelism=parallel) as place:
-            trial = wiring.step(
-                run_trial,
-                **run,
-                **dataset,
-                **wiring.of_pods(),
-                numbers=numbers,
-                place=place,
-                rung=rung,
-            )
+            inputs = {**run, **dataset, **wiring.of_pods()}
+            trial = wiring.step(run_trial, **inputs, place=place, rung=rung)
+            if chosen is not None:
+                trial.after(chosen)
         ended = dsl.Collected(trial.outputs["Output"])
         chosen = wiring.step(choose_trial, **run, ended=ended, rung=rung)
-        numbers = chosen.outputs["numbers"]
     return chosen

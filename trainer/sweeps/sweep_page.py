@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from trainer.report import pages
 from trainer.sweeps.state import Sweep
 from trainer.sweeps.trial import DONE, FAILED, Trial, best_of
 
@@ -248,13 +249,6 @@ def _short(text: str) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["last_part"] = lambda key: str(key).rpartition(".")[2].replace("_", " ")
-    environment.filters["words"] = lambda name: str(name).replace("_", " ")
-    return environment.get_template("sweep.html.j2")
+    made = pages.environment(Path(__file__).parent)
+    made.filters["last_part"] = lambda key: str(key).rpartition(".")[2].replace("_", " ")
+    return made.get_template("sweep.html.j2")
