@@ -115,7 +115,8 @@ def rows_of(sweep: Sweep) -> list[Row]:
 
 def coordinates(sweep: Sweep) -> tuple[list[Axis], list[Trace]]:
     """Return the axes of parallel coordinates, the metric last, and a line a trial."""
-    trials = sorted(sweep.trials, key=lambda each: each.number == sweep.best)
+    # Drawn last is on top: what failed over what did not, and the best over all.
+    trials = sorted(sweep.trials, key=lambda x: (x.number == sweep.best, x.last is None))
     columns: dict[str, list[Any]] = {
         key: [_number(each.settings.get(key, "")) for each in trials] for key in sweep.keys
     }

@@ -175,7 +175,7 @@ def rungs_of(base: Config, every: Sequence[Settings], *, halving: bool) -> tuple
 
 def most_on(rung: int, trials: int) -> int:
     """Return how many of the trials of a sweep get to a rung, where none fails; at least one."""
-    return max(1, trials // REDUCTION**rung)
+    return max(1, trials // int(REDUCTION**rung))
 
 
 def next_job(

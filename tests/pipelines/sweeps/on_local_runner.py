@@ -1,4 +1,4 @@
-"""A compiled sweep in KFP's local runner: `python -m tests.pipelines.sweeps.on_local_runner FILE ROOT`.
+"""A compiled sweep in KFP's local runner: `python -m ... FILE ROOT`.
 
 ROOT gets what the steps publish, and the outputs of KFP.
 """
