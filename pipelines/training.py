@@ -100,8 +100,22 @@ class Wiring:
 
     def trained(self, run: dict[str, Any], dataset: Mapping[str, Any]) -> dict[str, Any]:
         """Train; return the final checkpoint as the inputs of the next steps."""
-        pods = {key: self.given[key] for key in ("image", "store_secret")}
-        return flows(self.step(train_model, **run, **dataset, **pods), "checkpoint")
+        return flows(self.step(train_model, **run, **dataset, **self.of_pods()), "checkpoint")
+
+    def of_pods(self) -> dict[str, Any]:
+        """Return what the pods of a training job get of the run."""
+        return {key: self.given[key] for key in ("image", "store_secret")}
+
+    def at_exit(self, component: Any, **more: Any) -> Any:
+        """Add the step that runs at the end whatever happened, with what ends the jobs."""
+        return self.step(
+            component,
+            root=self.given["storage_root"],
+            launcher=self.given["cluster_launcher"],
+            kubernetes=self.given["cluster_kubernetes"],
+            kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
+            **more,
+        )
 
 
 def run_of(resolved: Any) -> dict[str, Any]:
@@ -125,15 +139,7 @@ def flows(task: Any, output: Output, *, artifact: str = "", uri: str = "Output")
 def training(place: Place, *values: Any) -> None:
     """Train a model that passes its gate: from a dataset by name to a promoted, exported model."""
     wiring = Wiring(place, values)
-    given = wiring.given
-    exit_step = wiring.step(
-        finish,
-        root=given["storage_root"],
-        launcher=given["cluster_launcher"],
-        kubernetes=given["cluster_kubernetes"],
-        kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
-    )
-    with dsl.ExitHandler(exit_step, name="run"):
+    with dsl.ExitHandler(wiring.at_exit(finish), name="run"):
         resolved = wiring.resolved()
         with wiring.changed(resolved):
             _trained_on_news(wiring, resolved)
@@ -191,16 +197,22 @@ def local_pipeline(wiring: Any, name: str, *more: inspect.Parameter) -> Any:
 
 def cluster_pipeline(image: str = IMAGE, pods: StepPods = NO_SETTINGS) -> Any:
     """Return the whole pipeline for a KFP instance; `image` is the default of its image."""
+    return pipeline_on_cluster(training, "flotilla-training", _signature(image), pods)
+
+
+def pipeline_on_cluster(
+    wiring: Any, name: str, signature: inspect.Signature, pods: StepPods = NO_SETTINGS
+) -> Any:
+    """Return a pipeline for a KFP instance, whose run parameters are those of `signature`."""
 
     def place(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
         step_settings.apply(task, step, given)
         pods.apply(task, step)
 
-    function = _called(training, place, _signature(image))
     pipeline = dsl.pipeline(
-        function,
-        name="flotilla-training",
-        description=inspect.getdoc(training),
+        _called(wiring, place, signature),
+        name=name,
+        description=inspect.getdoc(wiring),
         pipeline_config=step_settings.configuration(),
     )
     _offer_choices(pipeline.pipeline_spec)

@@ -9,7 +9,7 @@ from components.sweeps import run_trial
 from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.json_records import from_tree, parse
-from trainer.sweeps.trial import REDUCTION, Trial, ranked
+from trainer.sweeps.trial import DONE, REDUCTION, Trial, best_of, ranked
 
 
 @component
@@ -20,17 +20,16 @@ def choose_trial(
     sweep: str,
     ended: list,  # type: ignore[type-arg]
     rung: int,
-) -> NamedTuple("Chosen", [("numbers", list), ("config", str), ("checkpoint", str)]):
-    """Return the numbers of the trials that go on, and configuration and checkpoint of the best."""
+) -> NamedTuple("Chosen", [("config", str), ("checkpoint", str)]):
+    """Publish which trials go on; return configuration and checkpoint of the best one."""
     from components.sweeps.choose_trial import run_step
 
     return run_step(config, root, run_id, sweep, ended, rung)
 
 
 class Chosen(NamedTuple):
-    """The trials that go on, the best first; and what the best has."""
+    """What the best trial has."""
 
-    numbers: list[str]
     config: str
     checkpoint: str
 
@@ -42,24 +41,27 @@ def run_step(
 
     def work(record: StepOutput) -> Chosen:
         plan = run_trial.sweep_of(sweep)
-        found = [each for text in ended if (each := from_tree(Trial, parse(text)))]
-        order = [each for each in ranked(found, rung, plan.objective) if not each.error]
-        if not order:
-            error = next((each.error for each in found if each.error), "none has ended")
-            raise UserError(f"all {len(found)} trials failed; the first: {error}")
-        best = order[0]
-        numbers = [str(each.number) for each in order[: max(1, len(order) // REDUCTION)]]
-        value = best.last.value if best.last else None
+        ended_here = [each for text in ended if (each := from_tree(Trial, parse(text)))]
+        here = {each.number: each for each in ended_here}
+        every = [
+            here.get(each.number) or run_trial.known(root, run_id, each) for each in plan.trials
+        ]
+        # Where all of a rung failed, what an earlier one has reached still counts.
+        best = best_of(every, plan.objective)
+        if best is None:
+            error = next((each.error for each in every if each.error), "none has ended")
+            raise UserError(f"all {len(every)} trials failed; the first: {error}")
+        order = [each for each in ranked(every, rung, plan.objective) if each.status == DONE]
+        going = max(1, len(order) // REDUCTION)
+        run_trial.go_on(root, run_id, rung + 1, [each.number for each in order[:going]])
         record.metrics = {
             "best": best.number,
-            plan.objective.metric: value,
-            "trials": len(found),
-            "failed": sum(bool(each.error) for each in found),
+            plan.objective.metric: best.last.value if best.last else None,
+            "trials": len(here),
+            "failed": sum(bool(each.error) for each in here.values()),
             **best.settings,
         }
-        settings = plan.config_on(best, rung, Config.model_validate_json(config))
-        return Chosen(
-            numbers=numbers, config=settings.model_dump_json(), checkpoint=best.checkpoint
-        )
+        settings = plan.config_on(best, best.rung, Config.model_validate_json(config))
+        return Chosen(config=settings.model_dump_json(), checkpoint=best.checkpoint)
 
     return tried("choose_trial", run_at(root, run_id), work)

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,33 +19,36 @@ from trainer.json_records import from_tree, parse, tree_of
 from trainer.sweeps.state import Sweep
 from trainer.sweeps.trial import FAILED, Trial, value_of
 
+#: What the step of a place without a trial returns.
+EMPTY = "{}"
+
 
 @component
 def run_trial(
     config: str,
     root: str,
     run_id: str,
-    dataset: str,
     sweep: str,
-    number: str,
+    place: str,
     rung: int,
+    dataset: str,
     image: str,
     store_secret: str,
     checkpoint: dsl.Output[dsl.Model],
     mlpipeline_ui_metadata: dsl.Output[dsl.Artifact],
     dataset_descriptor: dsl.Input[dsl.Dataset] = None,
 ) -> str:
-    """Train the trial of this number to the steps of a rung; return what became of it, as JSON."""
+    """Train the trial at this place to the steps of a rung; return what became of it, as JSON."""
     from components.sweeps.run_trial import run_step
 
     return run_step(
         config,
         root,
         run_id,
-        dataset,
         sweep,
-        number,
+        place,
         rung,
+        dataset,
         image,
         store_secret,
         checkpoint,
@@ -57,34 +61,32 @@ def run_step(
     config: str,
     root: str,
     run_id: str,
-    dataset: str,
     sweep: str,
-    number: str,
+    place: str,
     rung: int,
-    image: str,
-    store_secret: str,
-    checkpoint: Any,
-    viewers: Any,
-    dataset_descriptor: Any = None,
+    *training: Any,
 ) -> str:
-    """Train the trial as a run of its own next to that of the sweep, from which a retry resumes."""
+    """Train a trial as a run of its own next to that of the sweep, from which a retry resumes.
+
+    Args:
+        config: what all trials share, as JSON.
+        root: URI of the storage root.
+        run_id: of the sweep.
+        sweep: the run parameter of this name.
+        place: which of the trials of the rung is trained here, from 0 on.
+        rung: to whose steps.
+        training: what `components.train_model` takes after the id of the run.
+    """
     plan, began = sweep_of(sweep), time.monotonic()
-    planned = next(each for each in plan.trials if each.number == int(number))
+    planned = _at(plan, root, run_id, int(place), rung)
+    if planned is None:
+        return EMPTY
     trial = known(root, run_id, planned)
     trial = replace(trial, run_id=trial_run_id(run_id, planned.number), rung=rung)
     try:
         settings = plan.config_on(trial, rung, Config.model_validate_json(config))
-        uri = train_model.run_step(
-            settings.model_dump_json(),
-            root,
-            trial.run_id,
-            dataset,
-            image,
-            store_secret,
-            checkpoint,
-            viewers,
-            dataset_descriptor,
-        )
+        of_trial = (settings.model_dump_json(), root, trial.run_id)
+        uri = train_model.run_step(*of_trial, *training)
         metrics = _record_of(root, trial.run_id).get("metrics") or {}
         trial = replace(trial, metrics=metrics, checkpoint=uri)
         value = value_of(metrics, plan.objective)
@@ -101,6 +103,19 @@ def run_step(
     text = json.dumps(tree_of(trial))
     storage.write_bytes(_uri(root, run_id, trial.number), text.encode())
     return text
+
+
+def go_on(root: str, run_id: str, rung: int, numbers: Sequence[int]) -> None:
+    """Publish which trials, by number, go on to a rung; raises `UserError`."""
+    storage.write_bytes(_rung(root, run_id, rung), json.dumps(list(numbers)).encode())
+
+
+def _at(plan: Sweep, root: str, run_id: str, place: int, rung: int) -> Trial | None:
+    """Return the trial at a place of a rung; None where fewer trials go on than it has places."""
+    every = [each.number for each in plan.trials]
+    numbers = parse(storage.read_bytes(_rung(root, run_id, rung))) if rung else every
+    taken = numbers[place : place + 1]
+    return next((each for each in plan.trials if each.number in taken), None)
 
 
 def sweep_of(text: str) -> Sweep:
@@ -130,6 +145,10 @@ def known(root: str, run_id: str, planned: Trial) -> Trial:
 
 def _uri(root: str, run_id: str, number: int) -> str:
     return storage.join(root, run_id, "trials", f"{number:04}.json")
+
+
+def _rung(root: str, run_id: str, rung: int) -> str:
+    return storage.join(root, run_id, "trials", f"rung-{rung}.json")
 
 
 def _record_of(root: str, run_id: str) -> dict[str, Any]:

@@ -5,7 +5,8 @@
 
 The dataset is prepared once. A trial that fails is a result of its step, so that the loop goes on;
 its steps return what became of them, and no artifact leaves the loop. With halving there is a loop
-and a choice a rung, and the trials of the next rung continue from their own checkpoints.
+and a choice a rung, and the trials of the next rung continue from their own checkpoints. A place on
+a rung that no trial takes, since some failed, is a step that ends at once.
 """
 
 from __future__ import annotations
@@ -23,16 +24,15 @@ from components.image import IMAGE
 from components.sweeps.choose_trial import choose_trial
 from components.sweeps.finish_sweep import finish_sweep
 from components.sweeps.run_trial import run_trial
-from components.table import StepSpec
-from pipelines import step_settings
 from pipelines.compile import write_pipeline
 from pipelines.step_pods import NO_SETTINGS, StepPods
 from pipelines.step_settings import check_image
 from pipelines.sweeps.plan import SweepOptions, planned
-from pipelines.training import SIGNATURE, Place, Wiring, promoted, run_of
+from pipelines.training import SIGNATURE, Place, Wiring, pipeline_on_cluster, promoted, run_of
 from trainer.config.run_parameters import to_parameters
 from trainer.json_records import tree_of
 from trainer.sweeps.state import Sweep
+from trainer.sweeps.trial import most_on
 
 NAME = "flotilla-sweep"
 #: The run parameter with the trials, as JSON.
@@ -55,19 +55,14 @@ def compile_sweep(
 
 
 def sweep_pipeline(
-    sweep: Sweep,
-    parallel: int,
-    image: str = IMAGE,
-    pods: StepPods = NO_SETTINGS,
+    sweep: Sweep, parallel: int, image: str = IMAGE, pods: StepPods = NO_SETTINGS
 ) -> Any:
     """Return the pipeline of a sweep, with its configuration as the default of each parameter."""
 
-    def place(task: Any, step: StepSpec, given: Mapping[str, Any]) -> None:
-        step_settings.apply(task, step, given)
-        pods.apply(task, step)
-
-    def pipeline(*values: Any) -> None:
-        _sweeping(place, sweep, parallel, values)
+    def sweeping(place: Place, *values: Any) -> None:
+        """Train the trials of a sweep; promote the best one where the gate lets it."""
+        *parameters, text = values
+        _sweeping(Wiring(place, tuple(parameters)), sweep, parallel, text)
 
     values = {**to_parameters(sweep.base), "image": image}
     parameters = [
@@ -76,15 +71,8 @@ def sweep_pipeline(
     ]
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
     text = inspect.Parameter(PARAMETER, kind, default=_text(sweep), annotation=str)
-    pipeline.__signature__ = SIGNATURE.replace(  # type: ignore[attr-defined]
-        parameters=[*parameters, text]
-    )
-    return dsl.pipeline(
-        pipeline,
-        name=NAME,
-        description="Train the trials of a sweep; promote the best one where the gate lets it.",
-        pipeline_config=step_settings.configuration(),
-    )
+    signature = SIGNATURE.replace(parameters=[*parameters, text])
+    return pipeline_on_cluster(sweeping, NAME, signature, pods)
 
 
 def _text(sweep: Sweep) -> str:
@@ -98,23 +86,12 @@ def _text(sweep: Sweep) -> str:
     return json.dumps(tree_of(plain))
 
 
-def _sweeping(place: Place, sweep: Sweep, parallel: int, values: tuple[Any, ...]) -> None:
-    *parameters, text = values
-    wiring = Wiring(place, tuple(parameters))
-    given = wiring.given
-    exit_step = wiring.step(
-        finish_sweep,
-        root=given["storage_root"],
-        launcher=given["cluster_launcher"],
-        kubernetes=given["cluster_kubernetes"],
-        kfp_run_id=dsl.PIPELINE_JOB_ID_PLACEHOLDER,
-        sweep=text,
-    )
-    with dsl.ExitHandler(exit_step, name="sweep"):
+def _sweeping(wiring: Wiring, sweep: Sweep, parallel: int, text: Any) -> None:
+    with dsl.ExitHandler(wiring.at_exit(finish_sweep, sweep=text), name="sweep"):
         resolved = wiring.resolved()
         run, dataset = run_of(resolved), wiring.prepared(resolved)
         with wiring.validated(run, dataset):
-            chosen = _trained(wiring, sweep, parallel, text, run, dataset)
+            chosen = _trained(wiring, sweep, parallel, {**run, "sweep": text}, dataset)
             best = {**run, "config": chosen.outputs["config"]}
             promoted(wiring, best, {**dataset, "checkpoint": chosen.outputs["checkpoint"]})
 
@@ -123,20 +100,22 @@ def _trained(
     wiring: Wiring,
     sweep: Sweep,
     parallel: int,
-    text: Any,
     run: dict[str, Any],
     dataset: Mapping[str, Any],
 ) -> Any:
-    """Train all rungs; return the step that chose the best trial."""
-    items: Any = [str(each.number) for each in sweep.trials]
-    pods = {key: wiring.given[key] for key in ("image", "store_secret")}
+    """Train all rungs; return the step that chose the best trial.
+
+    A loop is over places, and what is chosen comes by the store. KFP's local runner gives a loop in
+    place of every output of the steps before it the item of the loop.
+    """
     chosen: Any = None
     for rung in range(len(sweep.rungs)):
-        with dsl.ParallelFor(items=items, name=f"rung-{rung}", parallelism=parallel) as number:
-            trial = wiring.step(
-                run_trial, **run, **dataset, **pods, sweep=text, number=number, rung=rung
-            )
+        places = [str(place) for place in range(most_on(rung, len(sweep.trials)))]
+        with dsl.ParallelFor(items=places, name=f"rung-{rung}", parallelism=parallel) as place:
+            inputs = {**run, **dataset, **wiring.of_pods()}
+            trial = wiring.step(run_trial, **inputs, place=place, rung=rung)
+            if chosen is not None:
+                trial.after(chosen)
         ended = dsl.Collected(trial.outputs["Output"])
-        chosen = wiring.step(choose_trial, **run, sweep=text, ended=ended, rung=rung)
-        items = chosen.outputs["numbers"]
+        chosen = wiring.step(choose_trial, **run, ended=ended, rung=rung)
     return chosen

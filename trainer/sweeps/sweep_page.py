@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from trainer.report import pages
 from trainer.sweeps.state import Sweep
 from trainer.sweeps.trial import DONE, FAILED, Trial, best_of
 
@@ -114,7 +115,8 @@ def rows_of(sweep: Sweep) -> list[Row]:
 
 def coordinates(sweep: Sweep) -> tuple[list[Axis], list[Trace]]:
     """Return the axes of parallel coordinates, the metric last, and a line a trial."""
-    trials = sorted(sweep.trials, key=lambda each: each.number == sweep.best)
+    # Drawn last is on top: what failed over what did not, and the best over all.
+    trials = sorted(sweep.trials, key=lambda x: (x.number == sweep.best, x.last is None))
     columns: dict[str, list[Any]] = {
         key: [_number(each.settings.get(key, "")) for each in trials] for key in sweep.keys
     }
@@ -248,13 +250,6 @@ def _short(text: str) -> str:
 
 @cache
 def _template() -> jinja2.Template:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["last_part"] = lambda key: str(key).rpartition(".")[2].replace("_", " ")
-    environment.filters["words"] = lambda name: str(name).replace("_", " ")
-    return environment.get_template("sweep.html.j2")
+    made = pages.environment(Path(__file__).parent)
+    made.filters["last_part"] = lambda key: str(key).rpartition(".")[2].replace("_", " ")
+    return made.get_template("sweep.html.j2")

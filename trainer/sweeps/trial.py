@@ -173,6 +173,11 @@ def rungs_of(base: Config, every: Sequence[Settings], *, halving: bool) -> tuple
     return tuple(rungs)
 
 
+def most_on(rung: int, trials: int) -> int:
+    """Return how many of the trials of a sweep get to a rung, where none fails; at least one."""
+    return max(1, trials // int(REDUCTION**rung))
+
+
 def next_job(
     trials: Sequence[Trial], rungs: Sequence[int], objective: Objective
 ) -> tuple[Trial, int] | None:

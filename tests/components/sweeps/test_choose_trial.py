@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from components.sweeps import choose_trial
+from components.sweeps import choose_trial, run_trial
 from tests.trainer.sweeps.test_state import a_sweep
+from trainer import storage
 from trainer.config.schema import Config
 from trainer.json_records import tree_of
 
@@ -17,16 +18,22 @@ TRIALS = [
 ]
 
 
-def chosen(root, *trials):
+def going(root, rung):
+    """Return the numbers of the trials that take the places of a rung."""
+    found = (run_trial._at(SWEEP, root, "digits-1", place, rung) for place in range(2))
+    return [each.number for each in found if each]
+
+
+def chosen(root, *trials, rung=0):
     texts = [json.dumps(tree_of(each)) for each in trials]
     text = json.dumps(tree_of(SWEEP))
     config = Config().model_dump_json()
-    return choose_trial.run_step(config, root, "digits-1", text, texts, 0)
+    return choose_trial.run_step(config, root, "digits-1", text, texts, rung)
 
 
 def test_the_best_goes_on_with_its_own_configuration(root):
     found = chosen(root, *TRIALS)
-    assert found.numbers == ["2"]
+    assert going(root, 1) == [2]
     assert found.checkpoint == "file:///c2"
     config = Config.model_validate_json(found.config)
     assert config.training.optimizer.learning_rate == 0.003
@@ -35,7 +42,18 @@ def test_the_best_goes_on_with_its_own_configuration(root):
 
 def test_one_that_failed_is_not_chosen(root):
     failed = replace(TRIALS[1], status="failed", error="lost")
-    assert chosen(root, TRIALS[0], failed).numbers == ["1"]
+    assert chosen(root, TRIALS[0], failed).checkpoint == "file:///c1"
+    assert going(root, 1) == [1]
+
+
+def test_where_a_whole_rung_failed_the_best_of_the_one_before_is_chosen(root):
+    known = storage.join(root, "digits-1", "trials", "0001.json")
+    storage.write_bytes(known, json.dumps(tree_of(TRIALS[0])).encode())
+    lost = replace(TRIALS[1], rung=1, status="failed", error="lost")
+    found = chosen(root, lost, rung=1)
+    assert found.checkpoint == "file:///c1"
+    assert Config.model_validate_json(found.config).training.steps == 30
+    assert going(root, 2) == []
 
 
 def test_where_all_failed_the_sweep_fails_with_the_first_cause(root, capsys):

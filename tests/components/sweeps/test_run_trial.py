@@ -38,11 +38,15 @@ def trained(monkeypatch):
     return calls, ends
 
 
-def run(root, number="2", rung=0, sweep=None):
-    text = json.dumps(tree_of(sweep or a_sweep()))
+def step(root, place="1", rung=0):
+    text = json.dumps(tree_of(a_sweep()))
     config = Config().model_dump_json()
-    inputs = (config, root, RUN, "file:///d", text, number, rung, "image", "secret", None, None)
-    return json.loads(run_trial.run_step(*inputs))
+    training = ("file:///d", "image", "secret", None, None)
+    return run_trial.run_step(config, root, RUN, text, place, rung, *training)
+
+
+def run(root, **named):
+    return json.loads(step(root, **named))
 
 
 def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
@@ -60,7 +64,8 @@ def test_it_trains_its_own_settings_to_the_steps_of_the_rung(trained, root):
 def test_the_next_rung_continues_the_same_run_and_keeps_what_was_reached(trained, root):
     calls, _ = trained
     run(root)
-    found = run(root, rung=1)
+    run_trial.go_on(root, RUN, 1, [2])
+    found = run(root, place="0", rung=1)
     assert {run_id for _, run_id in calls} == {"digits-1-t02"}
     assert [each["steps"] for each in found["results"]] == [30, 90]
 
@@ -71,6 +76,13 @@ def test_a_failure_is_a_result_with_its_cause(trained, root):
     found = run(root)
     assert (found["status"], found["error"]) == ("failed", "training diverged")
     assert run_trial.known(root, RUN, a_sweep().trials[1]).error == "training diverged"
+
+
+def test_a_place_that_no_trial_takes_ends_at_once(trained, root):
+    calls, _ = trained
+    run_trial.go_on(root, RUN, 1, [2])
+    assert step(root, place="1", rung=1) == run_trial.EMPTY
+    assert calls == []
 
 
 def test_an_interrupt_is_none(trained, root):

@@ -1,15 +1,21 @@
 """The pipeline of a sweep: bounded loops, one choice, one promotion."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
+from pipelines.models import versions
 from pipelines.sweeps.pipeline import compile_sweep
 from pipelines.sweeps.plan import SweepOptions
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
+ROOT = Path(__file__).parents[3]
 BATCHES = ("training.steps=900", "training.batch_size=8,16,32,64,96,128,160,192,256")
 
 
@@ -33,8 +39,8 @@ def test_one_loop_trains_one_trial_is_promoted_and_parameters_have_their_default
     _, spec = compiled(tmp_path)
     loops = [task for task in tasks_of(spec) if "parameterIterator" in task]
     assert [each["iteratorPolicy"]["parallelismLimit"] for each in loops] == [2]
-    numbers = json.loads(loops[0]["parameterIterator"]["items"]["raw"])
-    assert numbers == [str(number) for number in range(1, 10)]
+    places = json.loads(loops[0]["parameterIterator"]["items"]["raw"])
+    assert places == [str(place) for place in range(9)]
     for name in ("prepare-data", "choose-trial", "check-gate", "export-model", "register-model"):
         assert count_of(spec, name) == 1, name
     given = spec["root"]["inputDefinitions"]["parameters"]
@@ -49,7 +55,12 @@ def test_halving_is_a_loop_and_a_choice_a_rung(tmp_path):
     sweep, spec = compiled(tmp_path, halving=True)
     assert sweep.rungs == (100, 300, 900)
     loops = [task for task in tasks_of(spec) if "parameterIterator" in task]
-    assert len(loops) == 3
+    sizes = [len(json.loads(each["parameterIterator"]["items"]["raw"])) for each in loops]
+    assert sorted(sizes) == [1, 3, 9]
+    # KFP's local runner would replace each of them by the item of the loop.
+    for loop in loops:
+        given = loop["inputs"]["parameters"].values()
+        assert not any("taskOutputParameter" in each for each in given)
     assert count_of(spec, "choose-trial") == 3
     assert count_of(spec, "register-model") == 1
 
@@ -58,3 +69,28 @@ def test_a_wrong_image_is_refused(tmp_path):
     options = SweepOptions(config=Config(), settings=BATCHES)
     with pytest.raises(ConfigError, match="--image"):
         compile_sweep(options, tmp_path / "sweep.yaml", "Bad Image")
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+def test_a_compiled_halving_runs_on_the_local_runner_with_a_trial_that_fails(tmp_path):
+    settings = (
+        "training.strategy=single",
+        "training.steps=90",
+        "gate.min={accuracy: 0.1}",
+        "training.optimizer.learning_rate=0.01,0.003,1.e30",
+    )
+    options = SweepOptions(config=Config(), settings=settings, halving=True)
+    compile_sweep(options, tmp_path / "sweep.yaml")
+    words = ["-m", "tests.pipelines.sweeps.on_local_runner", tmp_path / "sweep.yaml", tmp_path]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    subprocess.run(
+        [sys.executable, *map(str, words)], cwd=ROOT, env={**os.environ, "PATH": path}, check=True
+    )
+    (file,) = tmp_path.glob("*/trials/rung-1.json")
+    ended = [json.loads(each.read_text()) for each in sorted(file.parent.glob("0*.json"))]
+    assert [each["status"] for each in ended] == ["done", "done", "failed"]
+    (best,) = json.loads(file.read_text())
+    assert [each["steps"] for each in ended[best - 1]["results"]] == [30, 90]
+    (version,) = versions(tmp_path.as_uri())
+    assert version.champion

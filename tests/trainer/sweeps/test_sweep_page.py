@@ -26,7 +26,7 @@ def test_it_has_no_script_and_no_address():
 def test_it_shows_the_best_its_command_and_the_test_split():
     page = render(trained())
     assert f"--set {RATE}=0.003" in page
-    assert "accuracy on the test split" in page
+    assert "Accuracy on the test split" in page
     assert "0.97" in page
     assert 'class="trial best"' in page
     assert "90 steps" in page
