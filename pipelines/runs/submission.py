@@ -12,13 +12,14 @@ from kfp_server_api import V2beta1Experiment
 
 from components.locations import FLOTILLA
 from pipelines.compile import Package, package_of, parameters_of
+from pipelines.runs.bundling import bundled
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
 from pipelines.runs.upload import Version, equals, version_of
 from pipelines.step_settings import assigned, check_target
 from trainer import storage
-from trainer.code.bundle import Bundle, bundled
+from trainer.code.bundle import Bundle
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError
