@@ -20,6 +20,8 @@ _USED, _REMOVING = "used.json", "removing.json"
 # A removal that takes longer was killed.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
+# Of a time that was a `datetime` in between.
+_ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
@@ -43,7 +45,7 @@ def last_use(root: str, path: str) -> float:
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
     """Yield whether `path` may be removed: it was not used after `seen`."""
     _write(root, path, _REMOVING)
-    free = _read(root, path, _USED) <= seen
+    free = _read(root, path, _USED) <= seen + _ROUNDING
     try:
         yield free
     finally:

@@ -181,6 +181,30 @@ def configuration(config: Config | str | Path | None, settings: Sequence[str]) -
     return load_config(config, settings)
 
 
+def begun(workdir: Path) -> dict[str, float]:
+    """Return the runs below `workdir`, and when each was begun or resumed, by its files.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        folders = os.listdir(workdir)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"cannot read {workdir}: {error.strerror}") from None
+    found: dict[str, float] = {}
+    for name in folders:
+        # No run of ours: a line of a table cannot show it.
+        if not name.isprintable():
+            continue
+        # One of them may be damaged, or whatever else.
+        for file in (CONFIG, EVENTS):
+            with suppress(OSError):
+                found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True)
 class LocalRun:
     """One run on this machine.

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def is_local(workdir: Path, run_id: str) -> bool:
 
 def run_ids(workdir: Path) -> list[str]:
     """Return the runs below `workdir`, newest first; raises `UserError`."""
-    found = begun(workdir)
+    found = local.begun(workdir)
     return sorted(found, key=lambda name: (found[name], name), reverse=True)
 
 
@@ -170,27 +169,3 @@ def _processes() -> Iterator[tuple[int, str]]:
         columns = line.split(None, 1)
         if len(columns) == _COLUMNS:
             yield int(columns[0]), columns[1]
-
-
-def begun(workdir: Path) -> dict[str, float]:
-    """Return the runs below `workdir`, and when each was begun or resumed, by its files.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
-    try:
-        folders = os.listdir(workdir)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise UserError(f"cannot read {workdir}: {error.strerror}") from None
-    found: dict[str, float] = {}
-    for name in folders:
-        # No run of ours: a line of a table cannot show it.
-        if not name.isprintable():
-            continue
-        # One of them may be damaged, or whatever else.
-        for file in (local.CONFIG, local.EVENTS):
-            with suppress(OSError):
-                found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
-    return found

@@ -49,7 +49,7 @@ def take_place(root: Path, history) -> set[str]:
             if what == "version":
                 count = len(list((root / "registry" / "models" / "digits" / "versions").glob("*")))
                 version_of(root, count + 1, old, made, code=at[code])
-                champion = (champion or [])[-1:] + [code]
+                champion = [*(champion or [])[-1:], code]
         elif what == "note":
             # Its first step was killed before it had another record.
             references.of_run(storage.uri_of(root), name, at[code])
@@ -87,4 +87,12 @@ def test_a_damaged_note_of_a_schedule_keeps_all_code(tmp_path):
     assert not plan.going
     assert "nightly.json is damaged; as long as it is there, all code stays" in plan.remarks[0]
     note.write_text(json.dumps({"bundles": []}))
+    assert swept(tmp_path) == [f"code/{DIGESTS[0]}"]
+
+
+def test_what_was_used_long_ago_goes_whatever_the_fraction_of_its_second(tmp_path, monkeypatch):
+    uri = manifest(tmp_path / "code" / DIGESTS[0], "code", 90)
+    monkeypatch.setattr(in_use.time, "time", lambda: 1700000000.4470134)
+    assert in_use.use(uri)
+    monkeypatch.undo()
     assert swept(tmp_path) == [f"code/{DIGESTS[0]}"]

@@ -26,7 +26,9 @@ def test_it_is_in_the_configuration_and_as_young_as_the_call(folder, tmp_path):
     place = storage.local_path(made.uri) / "MANIFEST.json"
     place.write_text(place.read_text().replace('"created": "20', '"created": "19'))
     path = f"code/{storage.name_of(made.uri)}"
-    assert read(root, tmp_path).items[path].last.timestamp() == in_use.last_use(root, path) > 0
+    last = read(root, tmp_path).items[path].last.timestamp()
+    assert last == pytest.approx(in_use.last_use(root, path), abs=1e-3)
+    assert last > 0
 
 
 def test_one_that_is_removed_meanwhile_is_published_again(folder, tmp_path, monkeypatch):
