@@ -146,14 +146,9 @@ def train(
 ) -> RunResult:
     """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`."""
     options = RunOptions(
-        pipeline="train",
-        config=config,
-        settings=settings,
-        workdir=workdir,
-        resume=resume,
-        dataset=dataset,
-        code=code,
-    )
+        pipeline="train", config=config, settings=settings, workdir=workdir, resume=resume,
+        dataset=dataset, code=code,
+    )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
 
@@ -194,10 +189,8 @@ def begun(workdir: Path) -> dict[str, float]:
     except OSError as error:
         raise UserError(f"cannot read {workdir}: {error.strerror}") from None
     found: dict[str, float] = {}
-    for name in folders:
-        # No run of ours: a line of a table cannot show it.
-        if not name.isprintable():
-            continue
+    # Any other is no run of ours: a line of a table cannot show it.
+    for name in filter(str.isprintable, folders):
         # One of them may be damaged, or whatever else.
         for file in (CONFIG, EVENTS):
             with suppress(OSError):
@@ -239,9 +232,9 @@ def start(options: RunOptions) -> LocalRun:
     config, workdir, bundle = options.load(), Path(options.workdir), None
     if options.code:
         config, bundle = bundled(config, options.code, root_of(config, workdir))
-    if options.resume is not None:
-        return replace(resumed_run(config, workdir, options.resume), bundle=bundle)
-    return replace(new_run(config, workdir), bundle=bundle)
+    resume = options.resume
+    laid = new_run(config, workdir) if resume is None else resumed_run(config, workdir, resume)
+    return replace(laid, bundle=bundle)
 
 
 def require_current_folder() -> None:
