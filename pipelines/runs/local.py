@@ -23,9 +23,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
+from components.in_use import bundled
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
-from pipelines.runs.bundling import bundled
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage, user_code
 from trainer.cluster import signals
@@ -128,10 +128,8 @@ def run(
     Raises:
         UserError: nothing was started; the message says why. A run that fails is returned.
     """
-    options = RunOptions(
-        config=config, settings=settings, workdir=workdir, resume=resume, code=code
-    )
-    return execute(start(options), *options.target(), on_event)
+    asked = RunOptions(config=config, settings=settings, workdir=workdir, resume=resume, code=code)
+    return execute(start(asked), *asked.target(), on_event)
 
 
 def train(

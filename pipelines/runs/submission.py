@@ -10,9 +10,9 @@ from typing import Any
 
 from kfp_server_api import V2beta1Experiment
 
+from components.in_use import bundled
 from components.locations import FLOTILLA
 from pipelines.compile import Package, package_of, parameters_of
-from pipelines.runs.bundling import bundled
 from pipelines.runs.kfp_access import Instance
 from pipelines.runs.kfp_client import Client, InstanceError, ask, connect, pages
 from pipelines.runs.local import configuration, run_name
