@@ -1,4 +1,4 @@
-"""Marks that a dataset is in use, so that retention does not remove it under a run.
+"""Marks that a dataset or a bundle is in use, so that retention does not remove it under a run.
 
 A run that chooses a published dataset writes `<root>/in_use/NAME/used.json`, and then looks whether
 a removal has begun. A removal writes `removing.json` there, and then looks whether the dataset was
@@ -11,8 +11,11 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from trainer import storage
+from trainer.code.bundle import Bundle, publish
+from trainer.config.schema import Config
 from trainer.json_records import parse_mapping
 
 FOLDER = "in_use"
@@ -20,6 +23,8 @@ _USED, _REMOVING = "used.json", "removing.json"
 # A removal that takes longer was killed.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
+# Of a time that was a `datetime` in between.
+_ROUNDING = 1e-5
 
 
 def use(uri: str) -> bool:
@@ -34,6 +39,22 @@ def use(uri: str) -> bool:
     return storage.is_published(uri)
 
 
+def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
+    """Publish a folder below `root`; return the configuration with it as `code`, and the bundle.
+
+    It is marked as used: one that was published long ago is as young as this call, and stays until
+    the run, which may wait for days, has noted it.
+
+    Raises:
+        UserError: see `publish`.
+    """
+    bundle = publish(Path(folder), root)
+    while not use(bundle.uri):
+        # Retention has removed it at this very moment.
+        bundle = publish(Path(folder), root)
+    return config.model_copy(update={"code": bundle.uri}), bundle
+
+
 def last_use(root: str, path: str) -> float:
     """Return when `path` below `root` was used last, in seconds since 1970; 0 for never."""
     return _read(root, path, _USED)
@@ -43,7 +64,7 @@ def last_use(root: str, path: str) -> float:
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
     """Yield whether `path` may be removed: it was not used after `seen`."""
     _write(root, path, _REMOVING)
-    free = _read(root, path, _USED) <= seen
+    free = _read(root, path, _USED) <= seen + _ROUNDING
     try:
         yield free
     finally:

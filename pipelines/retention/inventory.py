@@ -20,10 +20,21 @@ from typing import Any
 from urllib.parse import unquote
 
 from components import in_use
-from pipelines.retention.plan import RUN, SHARED, VERSION, Inventory, Item, Model, Promotion
+from pipelines.retention.plan import (
+    NOTE,
+    RUN,
+    SHARED,
+    VERSION,
+    Inventory,
+    Item,
+    Model,
+    Promotion,
+)
 from trainer import storage
 from trainer.cluster.lease import FOLDER as LEASES
 from trainer.cluster.lease import holders
+from trainer.code import references
+from trainer.code.bundle import FOLDER
 from trainer.errors import ConfigError, UserError
 from trainer.json_records import parse, parse_mapping
 from trainer.promotion import retired
@@ -36,8 +47,11 @@ from trainer.storage.schemes import store_for
 _REGISTRY, _CHECKPOINTS = "registry", "checkpoints"
 # Of a run: where its steps publish, and the small records that name what it uses.
 _PUBLISHED = ("checkpoints", "decision", "evaluation", "model", "registration", "validation")
-_RECORDS = ("config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json")
-_NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, *SHARED}
+_RECORDS = (
+    "config.json", "arguments.json", "pinned_inputs.json", "events.jsonl", "report.json",
+    references.OF_RUN,
+)  # fmt: skip
+_NOT_RUNS = {_REGISTRY, "preparing", in_use.FOLDER, references.OF_SCHEDULES, *SHARED}
 _STAMP = re.compile(r"-(\d{8}-\d{6})-[0-9a-f]{4}$")
 _TOKEN = re.compile(r"[^\s\"',;<>()\[\]{}\\]+")
 # A step that was killed leaves no end on record.
@@ -77,6 +91,7 @@ def read(root: str, workdir: Path) -> Inventory:
     found |= reader.versions(registry)
     if not found and not registry.files:
         raise ConfigError(f"{root} is no storage root: there is no run, dataset or model below it")
+    found |= reader.notes(tops, found)
     names = _Names(found)
     items = {path: raw.item(names) for path, raw in found.items()}
     return Inventory(items=items, models=tuple(reader.models(registry, found)))
@@ -200,6 +215,28 @@ class _Reader:
                 used = in_use.last_use(self._root, path)
                 found[path] = _Raw(**{**vars(raw), "last": max(raw.last, used)})
         return found
+
+    def notes(self, tops: Mapping[str, _Folder], found: Mapping[str, _Raw]) -> dict[str, _Raw]:
+        """Return what says that schedules, and runs without another record, need a bundle."""
+        above = references.OF_SCHEDULES
+        paths = [f"{above}/{name}" for name in tops.get(above, _Folder()).files]
+        paths += [
+            f"{name}/{references.OF_RUN}" for name, each in tops.items()
+            if references.OF_RUN in each.files and name not in found and name not in _NOT_RUNS
+        ]  # fmt: skip
+        return dict(
+            zip(paths, in_parallel(lambda path: self._note(path, found), paths), strict=True)
+        )
+
+    def _note(self, path: str, found: Mapping[str, _Raw]) -> _Raw:
+        text, damaged = self._text(path), ""
+        try:
+            parse_mapping(text)
+        except ValueError:
+            # Which it needs is not known.
+            text = " ".join(each for each in found if each.startswith(f"{FOLDER}/"))
+            damaged = f"{self._at(path)} is damaged; as long as it is there, all code stays"
+        return _Raw(path=path, kind=NOTE, bytes=0, last=0.0, texts=_words(text), damaged=damaged)
 
     def versions(self, registry: _Folder) -> dict[str, _Raw]:
         """Return the versions of all models."""

@@ -17,6 +17,8 @@ from datetime import datetime, timedelta
 from trainer.errors import ConfigError
 
 RUN, VERSION, CHECKPOINT = "run", "version", "checkpoint"
+#: A record that is no run's: it keeps what it names, and never goes.
+NOTE = "note"
 #: What lies in a folder of its own below the root, by that folder.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
 #: The order of removal: what refers to something goes before it.
@@ -206,6 +208,8 @@ def run_of(path: str) -> str:
 
 def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
     """Say whether something other than a version stays for its own sake."""
+    if item.kind == NOTE:
+        return True
     if item.kind == RUN or item.kind in SHARED.values():
         return item.busy or bool(item.damaged) or item.last is None or item.last >= since
     # What a run has published stays with it.

@@ -23,12 +23,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, BinaryIO
 
+from components.in_use import bundled
 from components.locations import RUN_FOLDER, RUN_ID
 from components.records.record import STOPPING
 from pipelines.runs.outcome import RunResult, outcome_of, with_full_disk
 from trainer import events, storage, user_code
 from trainer.cluster import signals
-from trainer.code.bundle import Bundle, bundled
+from trainer.code.bundle import Bundle
 from trainer.config.load import load_config, override
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
@@ -108,6 +109,7 @@ def run(
     settings: Sequence[str] = (),
     workdir: str | Path = "runs",
     resume: str | None = None,
+    code: str | Path = "",
     on_event: OnEvent | None = None,
 ) -> RunResult:
     """Run the whole pipeline on this machine, to its end.
@@ -120,13 +122,14 @@ def run(
         settings: `section.key=value` texts laid over the configuration.
         workdir: the folder below which everything is written.
         resume: id of a run to resume; None for a new one.
+        code: folder of your own modules, which the run gets as they are now; see `submit`.
         on_event: called with every event as it comes, in this thread.
 
     Raises:
         UserError: nothing was started; the message says why. A run that fails is returned.
     """
-    options = RunOptions(config=config, settings=settings, workdir=workdir, resume=resume)
-    return execute(start(options), *options.target(), on_event)
+    asked = RunOptions(config=config, settings=settings, workdir=workdir, resume=resume, code=code)
+    return execute(start(asked), *asked.target(), on_event)
 
 
 def train(
@@ -136,17 +139,14 @@ def train(
     workdir: str | Path = "runs",
     dataset: str = "",
     resume: str | None = None,
+    code: str | Path = "",
     on_event: OnEvent | None = None,
 ) -> RunResult:
     """Train on the dataset at URI `dataset`; without one it is prepared first. See `run`."""
     options = RunOptions(
-        pipeline="train",
-        config=config,
-        settings=settings,
-        workdir=workdir,
-        resume=resume,
-        dataset=dataset,
-    )
+        pipeline="train", config=config, settings=settings, workdir=workdir, resume=resume,
+        dataset=dataset, code=code,
+    )  # fmt: skip
     return execute(start(options), *options.target(), on_event)
 
 
@@ -155,10 +155,13 @@ def prepare(
     *,
     settings: Sequence[str] = (),
     workdir: str | Path = "runs",
+    code: str | Path = "",
     on_event: OnEvent | None = None,
 ) -> RunResult:
     """Download, split, shard and publish the dataset. See `run`."""
-    options = RunOptions(pipeline="prepare", config=config, settings=settings, workdir=workdir)
+    options = RunOptions(
+        pipeline="prepare", config=config, settings=settings, workdir=workdir, code=code
+    )
     return execute(start(options), *options.target(), on_event)
 
 
@@ -169,6 +172,28 @@ def configuration(config: Config | str | Path | None, settings: Sequence[str]) -
     if config is None and DEFAULT_CONFIG.exists():
         config = DEFAULT_CONFIG
     return load_config(config, settings)
+
+
+def begun(workdir: Path) -> dict[str, float]:
+    """Return the runs below `workdir`, and when each was begun or resumed, by its files.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    try:
+        folders = os.listdir(workdir)
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        raise UserError(f"cannot read {workdir}: {error.strerror}") from None
+    found: dict[str, float] = {}
+    # Any other is no run of ours: a line of a table cannot show it.
+    for name in filter(str.isprintable, folders):
+        # One of them may be damaged, or whatever else.
+        for file in (CONFIG, EVENTS):
+            with suppress(OSError):
+                found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +230,9 @@ def start(options: RunOptions) -> LocalRun:
     config, workdir, bundle = options.load(), Path(options.workdir), None
     if options.code:
         config, bundle = bundled(config, options.code, root_of(config, workdir))
-    if options.resume is not None:
-        return replace(resumed_run(config, workdir, options.resume), bundle=bundle)
-    return replace(new_run(config, workdir), bundle=bundle)
+    resume = options.resume
+    laid = new_run(config, workdir) if resume is None else resumed_run(config, workdir, resume)
+    return replace(laid, bundle=bundle)
 
 
 def require_current_folder() -> None:
@@ -235,30 +260,6 @@ def saved_config(workdir: Path, run_id: str) -> Path:
     """Return the file with the configuration that a run was started with."""
     check_run_id(workdir, run_id)
     return workdir / run_id / CONFIG
-
-
-def begun(workdir: Path) -> dict[str, float]:
-    """Return the runs below `workdir`, and when each was begun or resumed, by its files.
-
-    Raises:
-        UserError: the folder cannot be read.
-    """
-    try:
-        folders = os.listdir(workdir)
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except OSError as error:
-        raise UserError(f"cannot read {workdir}: {error.strerror}") from None
-    found: dict[str, float] = {}
-    for name in folders:
-        # No run of ours: a line of a table cannot show it.
-        if not name.isprintable():
-            continue
-        # One of them may be damaged, or whatever else.
-        for file in (CONFIG, EVENTS):
-            with suppress(OSError):
-                found.setdefault(name, os.lstat(workdir / name / file).st_mtime)
-    return found
 
 
 def check_run_id(workdir: Path, run_id: str) -> None:

@@ -38,8 +38,8 @@ def is_local(workdir: Path, run_id: str) -> bool:
 
 def run_ids(workdir: Path) -> list[str]:
     """Return the runs below `workdir`, newest first; raises `UserError`."""
-    begun = local.begun(workdir)
-    return sorted(begun, key=lambda name: (begun[name], name), reverse=True)
+    found = local.begun(workdir)
+    return sorted(found, key=lambda name: (found[name], name), reverse=True)
 
 
 def statuses(workdir: Path, runs: Iterable[str]) -> list[RunResult]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from kfp_server_api import V2beta1Experiment
 
+from components.in_use import bundled
 from components.locations import FLOTILLA
 from pipelines.compile import Package, package_of, parameters_of
 from pipelines.runs.kfp_access import Instance
@@ -18,7 +19,7 @@ from pipelines.runs.local import configuration, run_name
 from pipelines.runs.upload import Version, equals, version_of
 from pipelines.step_settings import assigned, check_target
 from trainer import storage
-from trainer.code.bundle import Bundle, bundled
+from trainer.code.bundle import Bundle
 from trainer.config.run_parameters import to_parameters
 from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError

@@ -15,7 +15,6 @@ from pathlib import Path
 
 from trainer import storage, user_code
 from trainer.code.collect import IGNORE_FILE, Collected, Found, collect
-from trainer.config.schema import Config
 from trainer.errors import UserError
 
 KIND = "code"
@@ -69,16 +68,6 @@ def publish(folder: Path, root: str) -> Bundle:
         bytes=manifest.total_bytes,
         remarks=tuple(_remarks(collected)),
     )
-
-
-def bundled(config: Config, folder: str | Path, root: str) -> tuple[Config, Bundle]:
-    """Publish a folder below `root`; return the configuration with it as `code`, and the bundle.
-
-    Raises:
-        UserError: see `publish`.
-    """
-    bundle = publish(Path(folder), root)
-    return config.model_copy(update={"code": bundle.uri}), bundle
 
 
 def _copied(found: Found, scratch: Path) -> str:

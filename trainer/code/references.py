@@ -16,8 +16,9 @@ from trainer.code.bundle import FOLDER
 from trainer.errors import UserError
 from trainer.storage.retry import in_parallel
 
-_OF_RUN = "code.json"
-_OF_SCHEDULES = "code-of-schedules"
+#: The note of a run, in its folder, and the folder of those of schedules.
+OF_RUN = "code.json"
+OF_SCHEDULES = "code-of-schedules"
 
 
 def of_run(root: str, run_id: str, bundle: str) -> None:
@@ -26,7 +27,7 @@ def of_run(root: str, run_id: str, bundle: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
-    uri = storage.join(root, run_id, _OF_RUN)
+    uri = storage.join(root, run_id, OF_RUN)
     with suppress(storage.Missing):
         if bundle in (noted := _bundles_in(storage.read_bytes(uri))):
             return
@@ -58,11 +59,11 @@ def referred(root: str) -> set[str]:
 
 def _notes(root: str) -> Iterator[str]:
     for name in storage.names(root):
-        if name == _OF_SCHEDULES:
+        if name == OF_SCHEDULES:
             above = storage.join(root, name)
             yield from (storage.join(above, each) for each in storage.names(above))
         elif name != FOLDER:
-            yield storage.join(root, name, _OF_RUN)
+            yield storage.join(root, name, OF_RUN)
 
 
 def _read(place: str) -> list[str]:
@@ -87,4 +88,4 @@ def _note(bundles: list[str]) -> bytes:
 def _place(bundle: str, schedule: str) -> str:
     root = storage.parent_of(storage.parent_of(bundle))
     name = hashlib.sha256(f"{schedule}\n{bundle}".encode()).hexdigest()[:24]
-    return storage.join(root, _OF_SCHEDULES, f"{name}.json")
+    return storage.join(root, OF_SCHEDULES, f"{name}.json")

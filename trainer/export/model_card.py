@@ -111,8 +111,13 @@ def _training(facts: Facts) -> str:
         "## Training\n\n"
         f"Strategy `{_code(training.strategy)}`, {facts.step} global steps of "
         f"{training.batch_size} examples a replica, `{training.optimizer.name}` with learning rate "
-        f"{training.optimizer.learning_rate:g}. All settings are in `config.json`."
+        f"{training.optimizer.learning_rate:g}. All settings are in `config.json`.{_bundle(facts)}"
     )
+
+
+def _bundle(facts: Facts) -> str:
+    code = facts.config.code
+    return f"\n\nThe user's own modules are those of the bundle `{_code(code)}`." if code else ""
 
 
 def _metrics(measured: Mapping[str, Any]) -> str:

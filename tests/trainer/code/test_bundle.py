@@ -35,8 +35,6 @@ def test_it_is_published_below_its_digest(folder, root):
     assert [each.path for each in manifest.files] == ["blocks.py", "sub/__init__.py"]
     assert (manifest.kind, manifest.fields["digest"]) == ("code", storage.name_of(made.uri))
     assert (made.files, made.bytes, made.remarks) == (2, 6, ())
-    config, _ = bundle.bundled(Config(), folder, root)
-    assert Config.model_validate_json(config.model_dump_json()).code == made.uri
 
 
 def test_the_same_content_is_the_same_bundle_whatever_else_differs(folder, root, tmp_path):
