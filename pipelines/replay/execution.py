@@ -106,8 +106,8 @@ def replay(options: ReplayOptions, on_line: OnLine = lambda _line: None) -> Repl
         instance=options.instance,
     )
     snapshot = snapshot_of(recorded)
-    arguments, remarks = arguments_of(recorded.given, debug=options.debug)
     inputs, more = inputs_of(recorded, snapshot)
+    arguments, remarks = arguments_of(recorded.given, debug=options.debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks, *more]
     for line in remarks:
         on_line(line)
@@ -160,7 +160,7 @@ def _folder(workdir: Path, recorded: RecordedStep) -> Iterator[Path]:
         ) from None
     try:
         yield folder
-    except UserError:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:

@@ -16,8 +16,8 @@ from trainer.events import StepResult
 TOLERANCE = 1e-5
 # Of training only how far it came is the same in each run.
 _REACHED = ("global_step",)
-# What says where or how often, and not what was found.
-_APART = ("reused", "version", "promotion", "warmed_from")
+# What says where, how often or how fast, and not what was found.
+_APART = ("reused", "version", "promotion", "warmed_from", "seconds", "steps_per_second")
 _PLACES = (
     # Folders of one process, and names that are made anew each time.
     (re.compile(r"/[^\s:;,'\"()]*/(?=[^/\s])"), ""),
@@ -112,7 +112,8 @@ def _of_metrics(recorded: StepResult, replayed: StepResult) -> Verdict:
         if reasons := recorded.metrics.get("reasons"):
             words = f"the same decision, {recorded.metrics.get('decision')}: {'; '.join(reasons)}"
         if differs:
-            words = f"as far as on record; training is not repeatable: {', '.join(_pairs(differs))}"
+            said = _pairs({name: pair for name, pair in differs.items() if _is_plain(pair[1])})
+            words = f"as far as on record; training is not repeatable: {', '.join(said)}"
         return Verdict(same=True, words=words, differs=differs)
     return Verdict(same=False, words=f"differs: {', '.join(_pairs(differs))}", differs=differs)
 

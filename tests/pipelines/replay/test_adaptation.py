@@ -85,3 +85,8 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
         assert said.endswith("module replayed_code was changed since")
         (tmp_path / "replayed_code.py").unlink()
         assert adaptation.code_remark(record).endswith("module replayed_code is not found here")
+
+
+def test_modules_of_a_bundle_are_not_looked_for_here():
+    bundled = {"model": {"name": "no_such_module:model"}, "code": f"s3://bucket/r/code/{'a' * 64}"}
+    assert adaptation.digests(parse_config(bundled).model_dump_json()) == {}

@@ -71,6 +71,17 @@ def test_numbers_may_differ_in_the_last_digits():
     assert found.words == "the same figures: accuracy 0.91, loss 0.3"
 
 
+def test_the_speed_of_training_is_no_figure():
+    before = {"global_step": 9, "loss": 0.5, "seconds": 2.7, "steps_per_second": 566.5}
+    now = {**before, "seconds": 1.1, "steps_per_second": 639.8}
+    found = compare(recorded("train_model", metrics=before), replayed("train_model", metrics=now))
+    assert (found.same, found.words) == (True, "the same figures: global_step 9, loss 0.5")
+    slow = {**now, "loss": 0.6, "workers": {"worker-0": {"examples": 3}}}
+    found = compare(recorded("train_model", metrics=before), replayed("train_model", metrics=slow))
+    words = "as far as on record; training is not repeatable: loss 0.6 and not 0.5"
+    assert (found.same, found.words) == (True, words)
+
+
 def test_numbers_that_differ_are_named():
     found = compare(
         recorded(metrics={"accuracy": 0.91, "auc": 0.5}), replayed(metrics={"accuracy": 0.9})
