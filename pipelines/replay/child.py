@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import pdb
 import sys
 from collections.abc import Mapping
@@ -17,9 +16,7 @@ from components import contract
 from components.table import RESOLVE
 from trainer import mirror
 from trainer.errors import UserError
-from trainer.user_code import frames_of, line_of
-
-log = logging.getLogger(__name__)
+from trainer.user_code import frames_of
 
 
 class OutputArtifact:
@@ -45,9 +42,11 @@ def main() -> None:
     sys.argv = [step, contract.OPTION, contract.mark()]
     try:
         _run(step, arguments, tree["artifacts"], folder)
-    except SystemExit as ended:
-        if tree["debug"] and ended.__context__ is not None:
-            post_mortem(ended.__context__)
+    # A bug of Flotilla itself is raised as it is.
+    except (Exception, SystemExit) as error:
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        if tree["debug"] and cause:
+            post_mortem(cause)
         raise
 
 
@@ -93,7 +92,6 @@ def post_mortem(error: BaseException) -> None:
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
         return
-    log.error("%s", line_of(error))
     debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr)
     debugger.reset()
     debugger.interaction(None, trace)

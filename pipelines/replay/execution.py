@@ -201,15 +201,19 @@ def _environment(recorded: RecordedStep, folder: Path) -> dict[str, str]:
 def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> StepEnd | None:
     command = [sys.executable, "-m", "pipelines.replay.child", str(folder)]
     with _interruptible():
-        child = subprocess.Popen(
-            command,
-            env=_environment(recorded, folder),
-            stdin=None if debug else subprocess.DEVNULL,
-            # Standard output is that of the command.
-            stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
-            # A session of its own: an interrupt reaches it once. A debugger needs the terminal.
-            start_new_session=not debug,
-        )
+        # A debugger needs the terminal, whose Ctrl-C would reach the step as well: it gets none.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
+        try:
+            child = subprocess.Popen(
+                command,
+                env=_environment(recorded, folder),
+                stdin=None if debug else subprocess.DEVNULL,
+                # Standard output is that of the command.
+                stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
+                start_new_session=not debug,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         try:
             child.wait()
         except BaseException:

@@ -38,6 +38,20 @@ def test_a_launcher_has_words_of_its_own_around_an_error_of_the_user():
     assert found.same
 
 
+TASK = "(chief-0, log /my runs/digits (1)/cluster/chief-0/log.txt)"
+RAISED = "model blocks:tower: KeyError: 'width' (blocks.py:8)"
+
+
+@pytest.mark.parametrize(
+    "error", [f"{RAISED} {TASK}", f"the job f-1 failed: BackoffLimit; chief-0: exit code 1: {RAISED}"]
+)
+def test_a_debugger_has_no_task_and_no_launcher(error):
+    failed = {"step": "train_model", "status": "failed"}
+    assert compare(recorded(**failed, error=error), replayed(**failed, error=RAISED)).same
+    other = RAISED.replace("width", "depth")
+    assert not compare(recorded(**failed, error=error), replayed(**failed, error=other)).same
+
+
 def test_another_failure_differs():
     found = compare(
         recorded(status="failed", error="a is 3"), replayed(status="failed", error="a is 4")
