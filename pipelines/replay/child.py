@@ -15,7 +15,7 @@ from typing import Any
 from components import contract
 from components.table import RESOLVE
 from trainer import mirror
-from trainer.errors import UserError
+from trainer.errors import RunInterruptedError
 from trainer.user_code import frames_of
 
 
@@ -45,7 +45,8 @@ def main() -> None:
     # A bug of Flotilla itself is raised as it is.
     except (Exception, SystemExit) as error:
         cause = error.__context__ if isinstance(error, SystemExit) else error
-        if tree["debug"] and cause:
+        # A person who ends a replay does not ask for the place.
+        if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
             post_mortem(cause)
         raise
 
@@ -62,13 +63,6 @@ def _run(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], fol
         arguments["uri_path"] = str(place / "uri.txt")
     given = {**arguments, **made}
     taken = inspect.signature(call).parameters
-    if missing := sorted(
-        {name for name, each in taken.items() if each.default is each.empty} - set(given)
-    ):
-        raise UserError(
-            f"{step} of this version also takes {', '.join(missing)}: replay it with the version "
-            "of the run"
-        )
     call(**{name: value for name, value in given.items() if name in taken})
 
 

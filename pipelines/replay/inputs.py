@@ -165,13 +165,16 @@ def _known(uri: str, snapshot: Snapshot) -> str:
     return storage.join(snapshot.root, path) if path else uri
 
 
-def require_room(inputs: list[Input], folder: Path) -> None:
-    """Raise a `UserError` where the disk of a folder is too small for the inputs."""
+def require_room(inputs: list[Input], folder: Path, *, is_local: bool) -> None:
+    """Raise a `UserError` where the disk of a folder is too small for the inputs.
+
+    A run of this machine is below its workdir, and has no other.
+    """
     needed, free = sum(each.bytes for each in inputs) + _ROOM, shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"the inputs need {needed >> 20} MB, and {folder} has {free >> 20} MB free: free some "
-            "space, or choose another --workdir"
+            f"space{'' if is_local else ', or choose another --workdir'}"
         )
 
 

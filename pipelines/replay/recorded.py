@@ -50,6 +50,11 @@ class RecordedStep:
         return self.record.step
 
     @property
+    def is_local(self) -> bool:
+        """Whether the command line has run it on this machine."""
+        return self.log is not None
+
+    @property
     def config(self) -> Config:
         """The configuration that the step was given; raises a `UserError` for one of another form.
 
@@ -98,6 +103,14 @@ def find(
     found = run_of(connect(instance.access()), run)
     if not found.at:
         raise UserError(f"where the run {run} publishes is not known: add --set storage.root=URI")
+    try:
+        # The address of the store is that of the cluster.
+        storage.names(storage.join(found.at, "steps"))
+    except UserError as error:
+        raise UserError(
+            f"{error}; where the store has another address here, add --set storage.root=URI, such "
+            "as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
+        ) from None
     return _published(found.at, found.run_id, name)
 
 

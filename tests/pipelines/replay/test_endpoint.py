@@ -27,7 +27,7 @@ def run_id(instance, remote, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.cluster
-def test_it_is_found_by_the_name_of_the_run_and_replayed(instance, remote, run_id, tmp_path):
+def test_it_is_found_by_the_name_of_the_run_and_replayed(instance, remote, run_id):
     root = storage.local_path(instance.store.workflows[run_id].root)
     before = {str(each): each.read_bytes() for each in root.rglob("*") if each.is_file()}
     ended = remote("replay", "nightly", "check-gate", "--endpoint", instance.url, "--json")
@@ -52,3 +52,16 @@ def test_what_the_instance_does_not_know_is_one_line(instance, run_id, tmp_path)
     instance.store.workflows[run_id].nodes.clear()
     with pytest.raises(UserError, match=r"is not known: add --set storage.root=URI"):
         found("nightly")
+
+
+def test_a_store_that_has_another_address_here_is_one_line(instance, remote, monkeypatch):
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    instance.store.pipeline_root = "minio://mlpipeline/v2/artifacts"
+    run_id = remote("submit", "--json").json["run_id"]
+    instance.store.workflows[run_id].begin("check_gate")
+    ended = remote("replay", run_id, "check_gate", "--endpoint", instance.url)
+    assert (ended.code, ended.err.count("\n")) == (1, 1)
+    assert "no credentials" in ended.err
+    assert "add --set storage.root=URI, such as minio://BUCKET/FOLDER?endpoint=" in ended.err

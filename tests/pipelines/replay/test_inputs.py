@@ -89,10 +89,12 @@ def test_a_configuration_of_another_version(root):
 def test_a_disk_that_is_too_small(root, tmp_path, monkeypatch):
     evaluation = evaluation_at(tmp_path, root)
     ones, _ = found(step_of(root, "check_gate", began=1.0, evaluation=evaluation))
-    inputs.require_room(ones, tmp_path)
+    inputs.require_room(ones, tmp_path, is_local=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 << 20))
-    with pytest.raises(UserError, match=r"the inputs need 64 MB, and .* has 9 MB free"):
-        inputs.require_room(ones, tmp_path)
+    with pytest.raises(UserError, match=r"the inputs need 64 MB, and .* has 9 MB free") as e:
+        inputs.require_room(ones, tmp_path, is_local=True)
+    # It is below the workdir, and is found in no other.
+    assert str(e.value).endswith("free some space")
 
 
 def test_the_champion_is_the_one_of_that_time(root, tmp_path):

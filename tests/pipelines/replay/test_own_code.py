@@ -41,7 +41,12 @@ def run_id(tmp_path):
 def test_the_traceback_is_seen_again_and_the_debugger_is_in_it(run_id, tmp_path):
     words = [FLOTILLA, "replay", run_id, "prepare_data", "--pdb", "--json"]
     ended = subprocess.run(
-        words, cwd=tmp_path, input="p width + 40\nw\nq\n", capture_output=True, text=True, check=False
+        words,
+        cwd=tmp_path,
+        input="p width + 40\nw\nq\n",
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
     answer = json.loads(ended.stdout.splitlines()[-1])

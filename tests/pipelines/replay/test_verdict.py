@@ -43,7 +43,8 @@ RAISED = "model blocks:tower: KeyError: 'width' (blocks.py:8)"
 
 
 @pytest.mark.parametrize(
-    "error", [f"{RAISED} {TASK}", f"the job f-1 failed: BackoffLimit; chief-0: exit code 1: {RAISED}"]
+    "error",
+    [f"{RAISED} {TASK}", f"the job f-1 failed: BackoffLimit; chief-0: exit code 1: {RAISED}"],
 )
 def test_a_debugger_has_no_task_and_no_launcher(error):
     failed = {"step": "train_model", "status": "failed"}
