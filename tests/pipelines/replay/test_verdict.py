@@ -86,7 +86,7 @@ def test_numbers_may_differ_in_the_last_digits():
     assert found.words == "the same figures: accuracy 0.91, loss 0.3"
 
 
-def test_the_speed_of_training_is_no_figure():
+def test_the_speed_of_training_is_not_compared():
     before = {"global_step": 9, "loss": 0.5, "seconds": 2.7, "steps_per_second": 566.5}
     now = {**before, "seconds": 1.1, "steps_per_second": 639.8}
     found = compare(recorded("train_model", metrics=before), replayed("train_model", metrics=now))
