@@ -85,9 +85,14 @@ def _said(value: Any) -> dict[str, Any]:
 
 
 def digests(config: str) -> dict[str, str]:
-    """Return the digest of each module of the user's that a configuration, as JSON, names."""
+    """Return the digest of each module of the user's that a configuration, as JSON, names.
+
+    None where they are in a bundle: its URI has the digest of them all.
+    """
     try:
         tree = json.loads(config)
+        if tree.get("code"):
+            return {}
         names = [str(tree[section].get(key, "")) for section, key in _NAMES_CODE]
     except (ValueError, TypeError, KeyError, AttributeError):
         return {}

@@ -5,15 +5,19 @@ Every difference that can matter is a remark.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from collections.abc import Mapping
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from components.records.given import Given, digests
-from components.table import EXIT_STEP, TRAIN
+from components.table import EXIT_STEP, RESOLVE, TRAIN
+from trainer.config.run_parameters import run_parameters
+from trainer.errors import UserError
 from trainer.promotion import lineage
 
 _MOST_SERVERS = 2
@@ -30,6 +34,20 @@ def arguments_of(given: Given, *, debug: bool) -> tuple[dict[str, Any], list[str
         remarks = _on_this_machine(tree, debug=debug)
         arguments["config"] = json.dumps(tree)
     return arguments, remarks
+
+
+def require_arguments(given: Given) -> None:
+    """Raise a `UserError` where the step of this version takes what it was not given then."""
+    if given.step == RESOLVE:
+        needed = {each.name for each in run_parameters()}
+    else:
+        taken = inspect.signature(import_module(f"components.{given.step}").run_step).parameters
+        needed = {name for name, each in taken.items() if each.default is each.empty}
+    if missing := sorted(needed - {*given.arguments, *given.artifacts}):
+        raise UserError(
+            f"{given.step} of Flotilla {version('flotilla')} also takes {', '.join(missing)}, and "
+            f"the run was made by {given.version}: replay it with the version of the run"
+        )
 
 
 def _on_this_machine(tree: dict[str, Any], *, debug: bool) -> list[str]:

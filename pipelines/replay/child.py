@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import logging
 import pdb
 import sys
 from collections.abc import Mapping
@@ -16,10 +15,8 @@ from typing import Any
 from components import contract
 from components.table import RESOLVE
 from trainer import mirror
-from trainer.errors import UserError
-from trainer.user_code import frames_of, line_of
-
-log = logging.getLogger(__name__)
+from trainer.errors import RunInterruptedError
+from trainer.user_code import frames_of
 
 
 class OutputArtifact:
@@ -45,9 +42,12 @@ def main() -> None:
     sys.argv = [step, contract.OPTION, contract.mark()]
     try:
         _run(step, arguments, tree["artifacts"], folder)
-    except SystemExit as ended:
-        if tree["debug"] and ended.__context__ is not None:
-            post_mortem(ended.__context__)
+    # A bug of Flotilla itself is raised as it is.
+    except (Exception, SystemExit) as error:
+        cause = error.__context__ if isinstance(error, SystemExit) else error
+        # A person who ends a replay does not ask for the place.
+        if tree["debug"] and cause and not isinstance(cause, RunInterruptedError):
+            post_mortem(cause)
         raise
 
 
@@ -63,13 +63,6 @@ def _run(step: str, arguments: dict[str, Any], artifacts: Mapping[str, Any], fol
         arguments["uri_path"] = str(place / "uri.txt")
     given = {**arguments, **made}
     taken = inspect.signature(call).parameters
-    if missing := sorted(
-        {name for name, each in taken.items() if each.default is each.empty} - set(given)
-    ):
-        raise UserError(
-            f"{step} of this version also takes {', '.join(missing)}: replay it with the version "
-            "of the run"
-        )
     call(**{name: value for name, value in given.items() if name in taken})
 
 
@@ -93,7 +86,6 @@ def post_mortem(error: BaseException) -> None:
         trace = TracebackType(trace, frame, frame.f_lasti, line)
     if trace is None:
         return
-    log.error("%s", line_of(error))
     debugger = pdb.Pdb(stdin=sys.stdin, stdout=sys.stderr)
     debugger.reset()
     debugger.interaction(None, trace)

@@ -12,7 +12,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from components.locations import RUN_FOLDER, RUN_ID
 from components.pinned_inputs import FILE as PINNED
 from components.records.record import STOPPING
 from components.table import EXIT_STEP, RESOLVE
-from pipelines.replay.adaptation import arguments_of, code_remark
+from pipelines.replay.adaptation import arguments_of, code_remark, require_arguments
 from pipelines.replay.inputs import fetch, inputs_of, require_room, snapshot_of
 from pipelines.replay.recorded import RecordedStep, find
 from pipelines.replay.verdict import Verdict, compare
@@ -32,7 +31,7 @@ from pipelines.runs.kfp_access import Instance
 from trainer import events, mirror, user_code
 from trainer.cluster import signals
 from trainer.errors import ConfigError, RunInterruptedError, UserError
-from trainer.events import StepEnd
+from trainer.events import StepBegin, StepEnd
 from trainer.storage.errors import reported
 
 REPLAYS = "replays"
@@ -105,20 +104,20 @@ def replay(options: ReplayOptions, on_line: OnLine = lambda _line: None) -> Repl
         workdir=workdir,
         instance=options.instance,
     )
+    require_arguments(recorded.given)
     snapshot = snapshot_of(recorded)
-    arguments, remarks = arguments_of(recorded.given, debug=options.debug)
     inputs, more = inputs_of(recorded, snapshot)
+    arguments, remarks = arguments_of(recorded.given, debug=options.debug)
     remarks = [*filter(None, [code_remark(recorded.given)]), *remarks, *more]
     for line in remarks:
         on_line(line)
-    with _folder(workdir, recorded) as folder:
-        require_room(inputs, folder)
+    with _interruptible(), _folder(workdir, recorded) as folder:
+        require_room(inputs, folder, is_local=recorded.is_local)
         on_line(
             f"replaying {recorded.step} of {recorded.run_id}, which {_ended(recorded)}; "
             f"{len(inputs)} inputs, {_size(sum(each.bytes for each in inputs))}, into {folder}"
         )
-        with _interruptible():
-            fetched = fetch(inputs, folder, snapshot)
+        fetched = fetch(inputs, folder, snapshot)
         _lay_out(folder, recorded)
         with reported(f"write to {folder}"):
             said: dict[str, Any] = {"step": recorded.step, "arguments": arguments}
@@ -156,11 +155,12 @@ def _folder(workdir: Path, recorded: RecordedStep) -> Iterator[Path]:
         (folder / "tmp").mkdir(parents=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot write to {folder}: {error.strerror}; choose another --workdir"
+            f"cannot write to {folder}: {error.strerror}; "
+            + ("make it writable" if recorded.is_local else "choose another --workdir")
         ) from None
     try:
         yield folder
-    except UserError:
+    except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     finally:
@@ -200,35 +200,38 @@ def _environment(recorded: RecordedStep, folder: Path) -> dict[str, str]:
 
 def _run(recorded: RecordedStep, folder: Path, *, debug: bool) -> StepEnd | None:
     command = [sys.executable, "-m", "pipelines.replay.child", str(folder)]
-    with _interruptible():
+    # A debugger needs the terminal, whose Ctrl-C would reach the step as well: it gets none.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT} if debug else ())
+    try:
         child = subprocess.Popen(
             command,
             env=_environment(recorded, folder),
             stdin=None if debug else subprocess.DEVNULL,
             # Standard output is that of the command.
             stdout=sys.stderr.fileno() if _has_descriptor() else subprocess.DEVNULL,
-            # A session of its own: an interrupt reaches it once. A debugger needs the terminal.
             start_new_session=not debug,
         )
-        try:
-            child.wait()
-        except BaseException:
-            _end(child)
-            raise
-        finally:
-            if not debug:
-                _kill_group(child)
-    ended = [
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    try:
+        child.wait()
+    except BaseException:
+        _end(child)
+        raise
+    finally:
+        if not debug:
+            _kill_group(child)
+    course = [
         each
         for each in events.read(folder / local.EVENTS)
-        if isinstance(each, StepEnd) and each.step == recorded.step
+        if isinstance(each, StepBegin | StepEnd) and each.step == recorded.step
     ]
-    if not ended and not _began(folder, recorded.step):
+    if not course:
         raise UserError(
             f"{recorded.step} could not be started again (exit code {child.returncode}): the lines "
             "above say why"
         )
-    return ended[-1] if ended else None
+    return course[-1] if isinstance(course[-1], StepEnd) else None
 
 
 def _has_descriptor() -> bool:
@@ -239,16 +242,8 @@ def _has_descriptor() -> bool:
     return True
 
 
-def _began(folder: Path, step: str) -> bool:
-    happened = events.read(folder / local.EVENTS) if (folder / local.EVENTS).exists() else ()
-    return any(isinstance(each, events.StepBegin) and each.step == step for each in happened)
-
-
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
     try:
         with signals.on_interrupt(_interrupt):
             yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -13,8 +12,6 @@ from components.table import EVALUATE, EXIT_STEP, REGISTER, TRAIN
 from pipelines.replay.recorded import RecordedStep
 from trainer import mirror, storage
 from trainer.checkpoints.index import list_checkpoints
-from trainer.config.load import parse_config
-from trainer.config.schema import Config
 from trainer.errors import UserError
 from trainer.mirror import Snapshot
 from trainer.promotion import registry
@@ -73,7 +70,7 @@ def _last_attempt(recorded: RecordedStep) -> float:
     """Return when training began again for the last time, in this step; 0 where it did not."""
     if recorded.step != TRAIN:
         return 0.0
-    strategy = topology_of(_config(recorded).training.strategy)
+    strategy = topology_of(recorded.config.training.strategy)
     leading = "chief-0" if strategy.chief else "worker-0"
     began = [
         float(each.get("time", 0.0))
@@ -90,16 +87,29 @@ def inputs_of(recorded: RecordedStep, snapshot: Snapshot) -> tuple[list[Input], 
         UserError: an input was deleted since, or cannot be read.
     """
     found, remarks = [], []
-    for name in _DIRECTORIES:
-        if uri := str(recorded.given.arguments.get(name) or ""):
-            try:
-                found.append(_input(name, uri, recorded, snapshot))
-            except (storage.NotPublished, storage.Corrupt) as error:
-                remarks.append(_missing(name, uri, recorded, error))
+    for name, uri in _named(recorded):
+        try:
+            found.append(_input(name, uri, recorded, snapshot))
+        except (storage.NotPublished, storage.Corrupt) as error:
+            remarks.append(_missing(name, uri, recorded, error))
     for name, uri in _looked_up(recorded, snapshot):
         found.append(_input(name, uri, recorded, snapshot))
         remarks.append(f"the {name} is {storage.name_of(uri)}, the newest of that time")
     return found, remarks
+
+
+def _named(recorded: RecordedStep) -> Iterator[tuple[str, str]]:
+    """Yield what the arguments of the step name: directories, and the bundle of its modules."""
+    arguments = recorded.given.arguments
+    for name in _DIRECTORIES:
+        if uri := str(arguments.get(name) or ""):
+            yield name, uri
+    # The first step takes it as a run parameter, and preparing apart from a configuration.
+    uris = [arguments.get(name) for name in ("code", "data_code")]
+    if "config" in arguments:
+        uris.append(recorded.config.code)
+    if uri := next(filter(None, uris), ""):
+        yield "code", str(uri)
 
 
 def _missing(name: str, uri: str, recorded: RecordedStep, error: UserError) -> str:
@@ -136,7 +146,7 @@ def _looked_up(recorded: RecordedStep, snapshot: Snapshot) -> Iterator[tuple[str
         known = [uri for uri, _ in list_checkpoints(at) if _is_seen(uri, snapshot)]
         yield from (("checkpoint", _known(uri, snapshot)) for uri in known[-1:])
     if recorded.step in (EVALUATE, REGISTER):
-        name = _config(recorded).name
+        name = recorded.config.name
         made = registry.promotions(snapshot.source, name)
         seen = [each for each in made if each.created <= snapshot.until]
         versions = {each.number: each.uri for each in registry.versions(snapshot.source, name)}
@@ -155,17 +165,16 @@ def _known(uri: str, snapshot: Snapshot) -> str:
     return storage.join(snapshot.root, path) if path else uri
 
 
-def _config(recorded: RecordedStep) -> Config:
-    return parse_config(json.loads(str(recorded.given.arguments["config"])))
+def require_room(inputs: list[Input], folder: Path, *, is_local: bool) -> None:
+    """Raise a `UserError` where the disk of a folder is too small for the inputs.
 
-
-def require_room(inputs: list[Input], folder: Path) -> None:
-    """Raise a `UserError` where the disk of a folder is too small for the inputs."""
+    A run of this machine is below its workdir, and has no other.
+    """
     needed, free = sum(each.bytes for each in inputs) + _ROOM, shutil.disk_usage(folder).free
     if needed > free:
         raise UserError(
             f"the inputs need {needed >> 20} MB, and {folder} has {free >> 20} MB free: free some "
-            "space, or choose another --workdir"
+            f"space{'' if is_local else ', or choose another --workdir'}"
         )
 
 

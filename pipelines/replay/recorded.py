@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 from components.locations import root_of
@@ -15,6 +17,8 @@ from components.table import STEPS, step_of
 from pipelines.runs import local, local_status
 from pipelines.runs.kfp_access import Instance, is_named
 from trainer import events, storage
+from trainer.config.load import parse_config
+from trainer.config.schema import Config
 from trainer.errors import ConfigError, UserError, nearest
 
 
@@ -44,6 +48,26 @@ class RecordedStep:
     def step(self) -> str:
         """The name of the step."""
         return self.record.step
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the command line has run it on this machine."""
+        return self.log is not None
+
+    @property
+    def config(self) -> Config:
+        """The configuration that the step was given; raises a `UserError` for one of another form.
+
+        Such as that of a version which had a key that is not known here.
+        """
+        try:
+            return parse_config(json.loads(str(self.given.arguments["config"])))
+        except (KeyError, ValueError, ConfigError) as error:
+            raise UserError(
+                f"{self.step} of the run {self.run_id} was made by Flotilla {self.given.version}, "
+                f"whose configuration is not that of this version, {version('flotilla')}: {error}; "
+                "replay it with the version of the run"
+            ) from None
 
 
 def find(
@@ -79,6 +103,14 @@ def find(
     found = run_of(connect(instance.access()), run)
     if not found.at:
         raise UserError(f"where the run {run} publishes is not known: add --set storage.root=URI")
+    try:
+        # The address of the store is that of the cluster.
+        storage.names(storage.join(found.at, "steps"))
+    except UserError as error:
+        raise UserError(
+            f"{error}; where the store has another address here, add --set storage.root=URI, such "
+            "as minio://BUCKET/FOLDER?endpoint=http://localhost:9000"
+        ) from None
     return _published(found.at, found.run_id, name)
 
 

@@ -16,9 +16,11 @@ from trainer.events import StepResult
 TOLERANCE = 1e-5
 # Of training only how far it came is the same in each run.
 _REACHED = ("global_step",)
-# What says where or how often, and not what was found.
-_APART = ("reused", "version", "promotion", "warmed_from")
+# What says where, how often or how fast, and not what was found.
+_APART = ("reused", "version", "promotion", "warmed_from", "seconds", "steps_per_second")
 _PLACES = (
+    # Which task it was, and its log: in a debugger training has no task.
+    (re.compile(r" \([a-z]+-\d+, log .*\)$"), ""),
     # Folders of one process, and names that are made anew each time.
     (re.compile(r"/[^\s:;,'\"()]*/(?=[^/\s])"), ""),
     (
@@ -89,8 +91,10 @@ def _is_same_error(recorded: StepResult, replayed: StepResult) -> bool:
     before, now = _bare(recorded.error), _bare(replayed.error)
     if before == now:
         return True
-    raised = [_bare(each.traceback.strip().rpartition("\n")[2]) for each in (recorded, replayed)]
     # Each launcher has its own words around what a task has raised.
+    if recorded.step == TRAIN and now and now in before:
+        return True
+    raised = [_bare(each.traceback.strip().rpartition("\n")[2]) for each in (recorded, replayed)]
     return bool(raised[0]) and raised[0] == raised[1]
 
 
@@ -112,7 +116,8 @@ def _of_metrics(recorded: StepResult, replayed: StepResult) -> Verdict:
         if reasons := recorded.metrics.get("reasons"):
             words = f"the same decision, {recorded.metrics.get('decision')}: {'; '.join(reasons)}"
         if differs:
-            words = f"as far as on record; training is not repeatable: {', '.join(_pairs(differs))}"
+            said = _pairs({name: pair for name, pair in differs.items() if _is_plain(pair[1])})
+            words = f"as far as on record; training is not repeatable: {', '.join(said)}"
         return Verdict(same=True, words=words, differs=differs)
     return Verdict(same=False, words=f"differs: {', '.join(_pairs(differs))}", differs=differs)
 

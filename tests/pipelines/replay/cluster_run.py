@@ -167,7 +167,7 @@ class ClusterRun:
         self.s3.replace(self.bucket, "raw/rows.csv", text.encode())
         source = {"dataset": "", "source": f"s3://{self.bucket}/raw/rows.csv", **data}
         tree = {**json.loads(self.config())["data"], **source}
-        return self.step("prepare_data", data=json.dumps(tree), _seal="")
+        return self.step("prepare_data", data=json.dumps(tree), _seal="", data_code="")
 
     def damage(self, uri: str, name: str, content: bytes = b"damaged") -> None:
         key = uri.removeprefix(f"s3://{self.bucket}/")

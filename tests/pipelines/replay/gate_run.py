@@ -26,20 +26,22 @@ def published(folder: Path, uri: str, kind: str, files: dict[str, Any], **fields
     return uri
 
 
-def evaluation_at(folder: Path, root: str, accuracy: float = 0.9) -> str:
-    """Publish an evaluation of the run; return its URI."""
+def evaluation_at(folder: Path, root: str, accuracy: float = 0.9, run_id: str = RUN) -> str:
+    """Publish an evaluation of a run; return its URI."""
     metrics = {"metrics": {"accuracy": accuracy}, "global_step": 7}
-    uri = storage.join(root, RUN, "evaluation", "step-7")
+    uri = storage.join(root, run_id, "evaluation", "step-7")
     return published(folder, uri, "evaluation", {"metrics.json": metrics})
 
 
-def gated(folder: Path, root: str, evaluation: str, **gate: Any) -> StepRecord:
-    """Run the gate of the run, to whichever end; return its record."""
+def gated(
+    folder: Path, root: str, evaluation: str, *, run_id: str = RUN, **gate: Any
+) -> StepRecord:
+    """Run the gate of a run, to whichever end; return its record."""
     config = parse_config({"gate": {"min": {}, **gate}}).model_dump_json()
     artifact = OutputArtifact(
-        f"s3://b/v2/flotilla/{RUN}/check-gate/1/decision", folder / "artifact"
+        f"s3://b/v2/flotilla/{run_id}/check-gate/1/decision", folder / "artifact"
     )
     with suppress(SystemExit):
-        check_gate.run_step(config, root, RUN, evaluation, str(folder / "uri"), artifact)
-    at = storage.join(root, RUN)
+        check_gate.run_step(config, root, run_id, evaluation, str(folder / "uri"), artifact)
+    at = storage.join(root, run_id)
     return next(each for each in published_records(at) if each.step == "check_gate")

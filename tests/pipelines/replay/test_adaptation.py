@@ -8,6 +8,8 @@ import pytest
 from components.records.given import Given
 from pipelines.replay import adaptation
 from trainer.config.load import parse_config
+from trainer.config.run_parameters import run_parameters
+from trainer.errors import UserError
 from trainer.promotion import lineage
 
 
@@ -85,3 +87,24 @@ def test_code_that_differs_is_said(tmp_path, monkeypatch, is_other):
         assert said.endswith("module replayed_code was changed since")
         (tmp_path / "replayed_code.py").unlink()
         assert adaptation.code_remark(record).endswith("module replayed_code is not found here")
+
+
+def test_what_a_run_of_another_version_was_not_given():
+    values = {each.name: each.default for each in run_parameters()}
+    adaptation.require_arguments(given("resolve_config", arguments=values))
+    artifacts = {"artifact": {"uri": "s3://b/r", "tree": None}}
+    names = ("config", "root", "run_id", "evaluation", "uri_path")
+    gate = given("check_gate", arguments=dict.fromkeys(names, ""), artifacts=artifacts)
+    adaptation.require_arguments(gate)
+    del values["training_steps"]
+    with pytest.raises(UserError, match=r"also takes training_steps, and the run was made by 0\.9"):
+        adaptation.require_arguments(given("resolve_config", arguments=values, version="0.9"))
+    with pytest.raises(UserError, match="also takes config, evaluation, root, run_id, uri_path"):
+        adaptation.require_arguments(
+            given("check_gate", arguments={}, artifacts=artifacts, version="0.9")
+        )
+
+
+def test_modules_of_a_bundle_are_not_looked_for_here():
+    bundled = {"model": {"name": "no_such_module:model"}, "code": f"s3://bucket/r/code/{'a' * 64}"}
+    assert adaptation.digests(parse_config(bundled).model_dump_json()) == {}

@@ -1,11 +1,13 @@
 """The process of a replay: the debugger stops in the code of the user."""
 
 import io
+import json
 
 import pytest
 
 from pipelines.replay import child
-from trainer import user_code
+from trainer import mirror, user_code
+from trainer.errors import FAILED, INTERRUPTED, RunInterruptedError, UserError
 
 CODE = """
 import json
@@ -43,3 +45,31 @@ def test_it_stops_at_the_line_of_the_user_that_failed(failed, monkeypatch):
 def test_an_error_without_a_trace_opens_nothing(monkeypatch):
     monkeypatch.setattr(child.sys, "stdin", None)
     child.post_mortem(ValueError("never raised"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "opened"),
+    [(UserError("no width"), FAILED, True), (RunInterruptedError("asked"), INTERRUPTED, False)],
+)
+def test_it_opens_for_a_failure_and_not_for_a_request_to_end(
+    tmp_path, monkeypatch, error, code, opened
+):
+    def run(*_given):
+        try:
+            raise error
+        except UserError:
+            raise SystemExit(code) from None
+
+    said = io.StringIO()
+    tree = {"step": "check_gate", "arguments": {}, "artifacts": {}, "debug": True}
+    (tmp_path / mirror.FILE).write_text(json.dumps(tree), encoding="utf-8")
+    monkeypatch.setattr(child, "_run", run)
+    monkeypatch.setattr(child.sys, "argv", ["child", str(tmp_path)])
+    monkeypatch.setattr(child.sys, "stdin", io.StringIO("q\n"))
+    monkeypatch.setattr(child.sys, "stderr", said)
+    tracing = child.sys.gettrace()
+    with pytest.raises(SystemExit) as ended:
+        child.main()
+    child.sys.settrace(tracing)
+    assert ended.value.code == code
+    assert ("(Pdb)" in said.getvalue()) is opened

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from uuid import uuid4
 
 import pytest
 
@@ -63,6 +64,28 @@ def test_a_damaged_shard_is_seen_again(run):
     assert result.verdict.words == f"the same failure: {record.error}"
     assert result.fetched > 0
     assert any(line.startswith("replaying evaluate_model of") for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_training_that_has_succeeded_comes_as_far_with_a_cluster_of_its_own(run):
+    run.run_id = str(uuid4())
+    training = {"steps": 20, "batch_size": 8, "checkpoint_every": 10, "validate_every": 0}
+    record = run.trained(training=training, cluster={"workers": 1}, data={"shards": 2})
+    assert (record.status, record.metrics["global_step"]) == ("done", 20), record.error
+    before = run.content()
+    result, lines = replayed(run, "train_model")
+    assert result.verdict.same, result.verdict
+    assert result.replayed.metrics["global_step"] == 20
+    # Of one worker the order of the updates is always the same.
+    assert result.replayed.metrics["loss"] == pytest.approx(record.metrics["loss"], rel=1e-5)
+    assert run.content() == before
+    # It began from scratch, and not from what it has published itself.
+    assert not [line for line in lines if "checkpoint is" in line]
+    at = f"flotilla/{run.run_id}/checkpoints/step-"
+    published = {key.split("/")[3] for key in before if key.startswith(at)}
+    written = (result.folder / "storage" / run.run_id / "checkpoints").glob("step-*")
+    assert {each.name for each in written} == published
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from pipelines.replay import inputs
 from pipelines.replay.recorded import RecordedStep
 from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated, published
 from trainer import mirror, storage
+from trainer.code import bundle
 from trainer.config.load import parse_config
 from trainer.errors import UserError
 from trainer.promotion import registry
@@ -26,7 +27,8 @@ def root(tmp_path):
 
 def step_of(root, name, *, began=None, record=None, **arguments):
     record = record or StepRecord(step=name, status="failed", error="it failed", began=began)
-    said = Given(step=name, began=0.0, arguments={"config": TEXT, "root": root, **arguments})
+    arguments = {"config": TEXT, "root": root, **arguments}
+    said = Given(step=name, began=0.0, version="0.1", arguments=arguments)
     return RecordedStep(run_id=RUN, record=record, given=said, root=root, source=root)
 
 
@@ -60,13 +62,39 @@ def test_one_that_was_deleted_is_named(root, tmp_path):
     assert remark.startswith("the evaluation is as the step has found it")
 
 
+@pytest.mark.parametrize("by", ["config", "code", "data_code"])
+def test_the_bundle_of_its_modules_is_one_of_them(root, tmp_path, by):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "blocks.py").write_text("A = 1\n")
+    uri = bundle.publish(tmp_path / "mine", root).uri
+    given = uri if by != "config" else parse_config({"code": uri}).model_dump_json()
+    # It was published by a machine whose clock is late: after the step has begun.
+    step = step_of(root, "prepare_data", began=1.0, **{by: given})
+    ((one,), remarks) = found(step)
+    assert (one.name, one.uri, remarks) == ("code", uri, [])
+    inputs.fetch([one], tmp_path, inputs.snapshot_of(step))
+    copy = tmp_path / mirror.STORAGE / "code" / storage.name_of(uri)
+    assert (copy / "blocks.py").read_text() == "A = 1\n"
+    storage.delete(uri)
+    with pytest.raises(UserError, match="the code of prepare_data is not there as it was"):
+        found(step)
+
+
+def test_a_configuration_of_another_version(root):
+    tree = {**json.loads(TEXT), "fleet": {}}
+    with pytest.raises(UserError, match=r"Flotilla 0\.1, .* fleet.* with the version of the run"):
+        found(step_of(root, "train_model", began=1.0, config=json.dumps(tree)))
+
+
 def test_a_disk_that_is_too_small(root, tmp_path, monkeypatch):
     evaluation = evaluation_at(tmp_path, root)
     ones, _ = found(step_of(root, "check_gate", began=1.0, evaluation=evaluation))
-    inputs.require_room(ones, tmp_path)
+    inputs.require_room(ones, tmp_path, is_local=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=9 << 20))
-    with pytest.raises(UserError, match=r"the inputs need 64 MB, and .* has 9 MB free"):
-        inputs.require_room(ones, tmp_path)
+    with pytest.raises(UserError, match=r"the inputs need 64 MB, and .* has 9 MB free") as e:
+        inputs.require_room(ones, tmp_path, is_local=True)
+    # It is below the workdir, and is found in no other.
+    assert str(e.value).endswith("free some space")
 
 
 def test_the_champion_is_the_one_of_that_time(root, tmp_path):

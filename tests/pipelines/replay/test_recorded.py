@@ -1,15 +1,18 @@
 """Which step is replayed, of which run, and what is no such step."""
 
 import json
+import shlex
 
 import pytest
 
 from components.records import given
+from pipelines.cli import app
 from pipelines.replay import recorded
 from pipelines.runs.kfp_access import Instance
 from tests.pipelines.replay.gate_run import RUN, evaluation_at, gated
 from trainer import storage
-from trainer.errors import UserError
+from trainer.errors import USAGE, UserError
+from trainer.report import heading
 
 
 @pytest.fixture
@@ -79,6 +82,16 @@ def test_a_run_of_an_older_version_cannot_be_replayed(root, find):
     assert "is not on record" in refused(find, settings=settings)
     assert given.FOLDER == "given"
     assert tree["version"]
+
+
+@pytest.mark.parametrize("turn", [0, 2, 4])
+def test_the_command_in_a_report_is_accepted_with_its_words_in_any_order(turn, capsys):
+    failed = {"step": "train_model", "status": "failed", "error": "no width"}
+    facts = {"run_id": RUN, "verdict": "failed", "workdir": "/no such", "steps": [failed]}
+    command, replay, *words = shlex.split(heading.commands(facts)[0]["command"])
+    assert (command, replay) == ("flotilla", "replay")
+    assert app.called([replay, *words[turn:], *words[:turn]]) == USAGE
+    assert capsys.readouterr().err == f"flotilla: no run '{RUN}' below /no such\n"
 
 
 def test_a_bucket_that_is_not_there_is_one_line(s3, find):

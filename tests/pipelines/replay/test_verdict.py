@@ -38,6 +38,21 @@ def test_a_launcher_has_words_of_its_own_around_an_error_of_the_user():
     assert found.same
 
 
+TASK = "(chief-0, log /my runs/digits (1)/cluster/chief-0/log.txt)"
+RAISED = "model blocks:tower: KeyError: 'width' (blocks.py:8)"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [f"{RAISED} {TASK}", f"the job f-1 failed: BackoffLimit; chief-0: exit code 1: {RAISED}"],
+)
+def test_a_debugger_has_no_task_and_no_launcher(error):
+    failed = {"step": "train_model", "status": "failed"}
+    assert compare(recorded(**failed, error=error), replayed(**failed, error=RAISED)).same
+    other = RAISED.replace("width", "depth")
+    assert not compare(recorded(**failed, error=error), replayed(**failed, error=other)).same
+
+
 def test_another_failure_differs():
     found = compare(
         recorded(status="failed", error="a is 3"), replayed(status="failed", error="a is 4")
@@ -69,6 +84,17 @@ def test_numbers_may_differ_in_the_last_digits():
     found = compare(recorded(metrics=before), replayed(metrics=now))
     assert found.same
     assert found.words == "the same figures: accuracy 0.91, loss 0.3"
+
+
+def test_the_speed_of_training_is_not_compared():
+    before = {"global_step": 9, "loss": 0.5, "seconds": 2.7, "steps_per_second": 566.5}
+    now = {**before, "seconds": 1.1, "steps_per_second": 639.8}
+    found = compare(recorded("train_model", metrics=before), replayed("train_model", metrics=now))
+    assert (found.same, found.words) == (True, "the same figures: global_step 9, loss 0.5")
+    slow = {**now, "loss": 0.6, "workers": {"worker-0": {"examples": 3}}}
+    found = compare(recorded("train_model", metrics=before), replayed("train_model", metrics=slow))
+    words = "as far as on record; training is not repeatable: loss 0.6 and not 0.5"
+    assert (found.same, found.words) == (True, words)
 
 
 def test_numbers_that_differ_are_named():
