@@ -81,14 +81,9 @@ class CsvReader(Reader):
             with _body(path, piece, header.end) as stream:
                 try:
                     batches = _opened(stream, header, columns, block, skip)
-                    for rows in _numbered(batches, skipped):
-                        new = rows.numbers >= done
-                        if new.all():
-                            yield rows
-                        elif new.any():
-                            yield Rows(rows.table.filter(pa.array(new)), rows.numbers[new])
-                        if len(new):
-                            done = max(done, int(rows.numbers[-1]) + 1)
+                    for rows in _numbered(batches, skipped, done):
+                        yield rows
+                        done = int(rows.numbers[-1]) + 1
                     return
                 except pa.ArrowInvalid as error:
                     if "Empty CSV" in str(error):
@@ -121,9 +116,7 @@ def _opened(
     names = [name or f"\0{place}" for place, name in enumerate(header.names)]
     return arrow_csv.open_csv(
         stream,
-        read_options=arrow_csv.ReadOptions(
-            column_names=names, use_threads=False, block_size=block
-        ),
+        read_options=arrow_csv.ReadOptions(column_names=names, use_threads=False, block_size=block),
         parse_options=arrow_csv.ParseOptions(
             delimiter=header.delimiter, newlines_in_values=True, invalid_row_handler=skip
         ),
@@ -135,7 +128,8 @@ def _opened(
     )
 
 
-def _numbered(batches: Any, skipped: Sequence[int]) -> Iterator[Rows]:
+def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]:
+    """Yield the records from number `done` on, at least one at a time."""
     start = 0
     for batch in batches:
         # The handler is called for all records of a block before the block is returned.
@@ -144,7 +138,10 @@ def _numbered(batches: Any, skipped: Sequence[int]) -> Iterator[Rows]:
         kept = every[~np.isin(every, late)][: batch.num_rows]
         if len(kept):
             start = int(kept[-1]) + 1
-        yield Rows(pa.Table.from_batches([batch]), kept)
+        new = kept >= done
+        if new.any():
+            table = pa.Table.from_batches([batch])
+            yield Rows(table if new.all() else table.filter(pa.array(new)), kept[new])
 
 
 @contextmanager
