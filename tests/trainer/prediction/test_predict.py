@@ -15,10 +15,12 @@ import pytest
 import tensorflow as tf
 
 from tests.trainer.prediction import made_model
+from tests.trainer.signing.test_signing import key_pair
 from trainer import storage
 from trainer.errors import ConfigError, UserError
 from trainer.prediction.predict import predict
 from trainer.prediction.request import Request
+from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, UnsignedError, sign
 
 ROWS = [
     {"id": "a", "age": 1.5, "count": 2, "city": "Rome"},
@@ -248,6 +250,29 @@ def test_a_damaged_model_is_refused_before_it_is_asked(tmp_path):
     storage.publish(tmp_path / "m-source", other, kind="checkpoint")
     with pytest.raises(UserError, match="is a checkpoint and not a model"):
         asked(other, [tmp_path / "in.csv"], tmp_path / "out.csv")
+
+
+def test_a_model_without_a_valid_signature_is_not_asked(tmp_path, monkeypatch):
+    private, public = key_pair(tmp_path)
+    _, other = key_pair(tmp_path, "other")
+    data = write_csv(tmp_path / "in.csv")
+    unsigned = made_model.sums(tmp_path / "m")
+    monkeypatch.setenv(PRIVATE_KEY, str(private))
+    sign(tmp_path / "m-source")
+    monkeypatch.delenv(PRIVATE_KEY)
+    signed = storage.uri_of(tmp_path / "signed")
+    storage.publish(
+        tmp_path / "m-source", signed, kind="model", fields=storage.read_manifest(unsigned).fields
+    )
+    monkeypatch.setenv(PUBLIC_KEY, str(public))
+    asked(signed, [data], tmp_path / "out.csv")
+    assert [float(row["prediction"]) for row in read(tmp_path / "out.csv")] == SUMS
+    with pytest.raises(UnsignedError, match="is not signed"):
+        asked(unsigned, [data], tmp_path / "none.csv")
+    monkeypatch.setenv(PUBLIC_KEY, str(other))
+    with pytest.raises(UnsignedError, match="the signature is not valid"):
+        asked(signed, [data], tmp_path / "none.csv")
+    assert not (tmp_path / "none.csv").exists()
 
 
 def test_a_disk_that_is_full_leaves_what_was_there(model, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import lzma
 import zipfile
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
 from trainer.data.files.formats.delimited import CsvReader
@@ -110,3 +111,26 @@ def test_what_is_damaged_or_expands_beyond_measure_is_one_line(
     for suffix in (".zip", ".xz"):
         none = file(tmp_path, b"a,b\n1,2\n", f"none.csv{suffix}")
         assert "cannot be decompressed" in refusal(none)
+
+
+def test_a_row_longer_than_a_block_is_read_and_what_is_before_it_once(tmp_path: Path) -> None:
+    long = "x" * (3 << 20)
+    lines = ["a,b", *(f"{number},y" for number in range(400_000)), "1,2,3", f"5,{long}", "6,z"]
+    path = file(tmp_path, "\n".join(lines).encode())
+    broken: list[int] = []
+    found = list(READER.rows(path, Piece(0), ["a"], lambda number, _: broken.append(number)))
+    numbers = [int(each) for rows in found for each in rows.numbers]
+    assert numbers == [*range(400_000), 400_001, 400_002]
+    assert broken == [400_000]
+    assert found[-1].table["a"].to_pylist()[-2:] == ["5", "6"]
+    longest = file(tmp_path, f"a,b\n1,{'x' * (20 << 20)}\n".encode())
+    assert "a row takes more than 8 MiB, or a quote is not closed" in refusal(longest)
+
+
+def test_what_is_read_ahead_of_a_large_file_is_bounded(tmp_path: Path) -> None:
+    path = file(tmp_path, b"a,b\n" + (b"x" * 1022 + b",\n") * (96 << 10))
+    before = pa.total_allocated_bytes()
+    held = 0
+    for _ in READER.rows(path, Piece(0), ["b"], lambda *_: None):
+        held = max(held, pa.total_allocated_bytes() - before)
+    assert held < 48 << 20

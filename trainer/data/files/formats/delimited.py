@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
@@ -24,7 +24,10 @@ _BOM = b"\xef\xbb\xbf"
 _WIDE_BOMS = (b"\xff\xfe", b"\xfe\xff")
 _DELIMITERS = ",;\t|"
 _HEAD = 1 << 20
-_BLOCK = 8 << 20
+# Pyarrow reads 32 blocks ahead. Only a file with a row that takes more than one is read by more.
+_BLOCKS = (1 << 20, 8 << 20)
+# What pyarrow says of a row that takes more than a block.
+_STRADDLING = "straddling"
 _QUOTE = b'"'
 # One in the middle of a field that is not quoted: then counting quotes says nothing of newlines.
 _STRAY = re.compile(rb'[^,;\t|\r\n"]"[^,;\t|\r\n"]')
@@ -63,39 +66,30 @@ class CsvReader(Reader):
     ) -> Iterator[Rows]:
         """Yield the records; one with too few or too many values is broken."""
         header = _header(path)
-        # The names of columns that are left out need not differ from others.
-        names = [name or f"\0{place}" for place, name in enumerate(header.names)]
         skipped: list[int] = []
 
         def skip(row: Any) -> str:
-            skipped.append(row.number - 1)
-            broken(
-                row.number - 1, f"{row.actual_columns} values for {row.expected_columns} columns"
-            )
+            number = row.number - 1
+            # Those of before are seen again with larger blocks.
+            if not skipped or number > skipped[-1]:
+                skipped.append(number)
+                broken(number, f"{row.actual_columns} values for {row.expected_columns} columns")
             return "skip"
 
-        with _body(path, piece, header.end) as stream:
-            try:
-                batches = arrow_csv.open_csv(
-                    stream,
-                    read_options=arrow_csv.ReadOptions(
-                        column_names=names, use_threads=False, block_size=_BLOCK
-                    ),
-                    parse_options=arrow_csv.ParseOptions(
-                        delimiter=header.delimiter,
-                        newlines_in_values=True,
-                        invalid_row_handler=skip,
-                    ),
-                    convert_options=arrow_csv.ConvertOptions(
-                        column_types=dict.fromkeys(names, pa.string()),
-                        include_columns=list(columns),
-                        strings_can_be_null=False,
-                    ),
-                )
-                yield from _numbered(batches, skipped)
-            except pa.ArrowInvalid as error:
-                if "Empty CSV" not in str(error):
-                    raise _unreadable(path, error) from error
+        done = 0
+        for block in _BLOCKS:
+            with _body(path, piece, header.end) as stream:
+                try:
+                    batches = _opened(stream, header, columns, block, skip)
+                    for rows in _numbered(batches, skipped, done):
+                        yield rows
+                        done = int(rows.numbers[-1]) + 1
+                    return
+                except pa.ArrowInvalid as error:
+                    if "Empty CSV" in str(error):
+                        return
+                    if _STRADDLING not in str(error) or block == _BLOCKS[-1]:
+                        raise _unreadable(path, error) from error
 
     def row(self, path: Path, piece: Piece, number: int) -> int:
         """Return the line where a record begins: values with newlines take several."""
@@ -115,7 +109,27 @@ class CsvReader(Reader):
         return line + before
 
 
-def _numbered(batches: Any, skipped: Sequence[int]) -> Iterator[Rows]:
+def _opened(
+    stream: Any, header: Header, columns: Sequence[str], block: int, skip: Callable[[Any], str]
+) -> Any:
+    # The names of columns that are left out need not differ from others.
+    names = [name or f"\0{place}" for place, name in enumerate(header.names)]
+    return arrow_csv.open_csv(
+        stream,
+        read_options=arrow_csv.ReadOptions(column_names=names, use_threads=False, block_size=block),
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=header.delimiter, newlines_in_values=True, invalid_row_handler=skip
+        ),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(names, pa.string()),
+            include_columns=list(columns),
+            strings_can_be_null=False,
+        ),
+    )
+
+
+def _numbered(batches: Any, skipped: Sequence[int], done: int) -> Iterator[Rows]:
+    """Yield the records from number `done` on, at least one at a time."""
     start = 0
     for batch in batches:
         # The handler is called for all records of a block before the block is returned.
@@ -124,7 +138,10 @@ def _numbered(batches: Any, skipped: Sequence[int]) -> Iterator[Rows]:
         kept = every[~np.isin(every, late)][: batch.num_rows]
         if len(kept):
             start = int(kept[-1]) + 1
-        yield Rows(pa.Table.from_batches([batch]), kept)
+        new = kept >= done
+        if new.any():
+            table = pa.Table.from_batches([batch])
+            yield Rows(table if new.all() else table.filter(pa.array(new)), kept[new])
 
 
 @contextmanager
@@ -228,8 +245,8 @@ def _unreadable(path: Path, error: Exception) -> UserError:
     if "UTF8" in reason or "UTF-8" in reason:
         line = _first_not_unicode(path)
         return UserError(f"data.source: {path}, row {line} is not UTF-8; write the file as UTF-8")
-    if "straddling" in reason:
-        reason = f"a row takes more than {_BLOCK >> 20} MiB, or a quote is not closed"
+    if _STRADDLING in reason:
+        reason = f"a row takes more than {_BLOCKS[-1] >> 20} MiB, or a quote is not closed"
     return UserError(f"data.source: {path} is no CSV that can be read: {reason}")
 
 
