@@ -8,11 +8,8 @@ no configuration, record or log ever holds one.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from trainer import storage
@@ -130,26 +127,11 @@ def _hashing() -> Any:
 
 
 def _package() -> Any:
-    with suppress(ImportError):
-        return _loaded()
-    raise ConfigError(
-        f"{PRIVATE_KEY} and {PUBLIC_KEY} need the extra `signing`: pip install 'flotilla[signing]'"
-    )
-
-
-def _loaded() -> ModuleType:
-    """Return the package; it imports pyOpenSSL for certificates, and does not depend on it."""
     try:
         import model_signing  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if error.name != "OpenSSL":
-            raise
-        absent = ModuleType("OpenSSL")
-        absent.crypto = None  # type: ignore[attr-defined]
-        sys.modules["OpenSSL"] = absent
-        try:
-            import model_signing  # noqa: PLC0415
-        finally:
-            # Others ask whether it is there.
-            del sys.modules["OpenSSL"]
+    except ImportError:
+        raise ConfigError(
+            f"{PRIVATE_KEY} and {PUBLIC_KEY} need the extra `signing`: "
+            "pip install 'flotilla[signing]'"
+        ) from None
     return model_signing
