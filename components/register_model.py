@@ -15,7 +15,7 @@ from trainer import storage
 from trainer.code.delivery import configured
 from trainer.config.schema import Config
 from trainer.data import listing
-from trainer.promotion import announcement, gate, lineage, registration, registry, trained
+from trainer.promotion import gate, lineage, registration, registry, trained
 
 
 @component
@@ -63,7 +63,7 @@ def run_step(
             word = registration.PROMOTED if made.promoted else registration.REFUSED
             trained.end(root, run_id, word)
             if made.promoted:
-                announcement.announce(root, settings.name, made.version, settings.registry.hub)
+                registration.announce(root, settings.name, made.version, settings.registry.hub)
             numbers = {"version": made.version, "promotion": made.promotion}
             record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
             descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})

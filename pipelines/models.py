@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer import storage
 from trainer.errors import ConfigError, UserError, nearest
-from trainer.promotion import announcement, registry
+from trainer.promotion import registration, registry
 from trainer.promotion.registry import Promotion
 from trainer.report import views
 from trainer.storage.uri import require_uri
@@ -95,7 +95,7 @@ def rollback(root: str, name: str) -> Promotion:
 def _announced(root: str, name: str, made: Promotion) -> Promotion:
     # `registry.hub` is in the version, too: an address in a bucket is none to send a token to.
     try:
-        announcement.announce(root, name, made.version, hub="")
+        registration.announce(root, name, made.version, hub="")
     except UserError as error:
         # The promotion is made.
         log.warning("no tracker knows of it: %s", error)
