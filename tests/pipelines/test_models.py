@@ -99,7 +99,7 @@ def test_promote_and_roll_back(flotilla, workdir):
     assert (code, err) == (1, "flotilla: digits has no champion before version 1\n")
 
 
-def test_a_promotion_by_a_person_is_told_to_the_model_registry(flotilla, monkeypatch):
+def test_a_promotion_by_a_person_is_announced_to_the_model_registry(flotilla, monkeypatch):
     monkeypatch.delenv(addresses.URI, raising=False)
     monkeypatch.delenv(hub.TOKEN_FILE, raising=False)
     with hub_server.serving() as (address, store):
@@ -108,7 +108,7 @@ def test_a_promotion_by_a_person_is_told_to_the_model_registry(flotilla, monkeyp
         assert flotilla("rollback", "digits")[0] == 0
     found = [each["name"] for each in store.kinds["model_versions"].values()]
     assert found == ["3", "2"]
-    properties = list(store.kinds["model_versions"].values())[0]["customProperties"]
+    properties = next(iter(store.kinds["model_versions"].values()))["customProperties"]
     assert properties["test_accuracy"]["double_value"] == 0.975
 
 

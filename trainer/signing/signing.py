@@ -2,8 +2,8 @@
 
 `model.sig` is a Sigstore bundle over the names and SHA-256 of all other files, made with a private
 key on an elliptic curve; no service is asked. `signed_fields.json` is one of the files: what the
-manifest says next to them, which names the inputs and the version. The keys are files that two variables name, so that
-no configuration, record or log ever holds one.
+manifest says next to them, which names the inputs and the version. The keys are files that two
+variables name, so that no configuration, record or log ever holds one.
 """
 
 from __future__ import annotations
