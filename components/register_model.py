@@ -16,8 +16,6 @@ from trainer.code.delivery import configured
 from trainer.config.schema import Config
 from trainer.data import listing
 from trainer.promotion import gate, lineage, registration, registry, trained
-from trainer.tracking import addresses, promotions
-from trainer.tracking.hub import PromotedModel
 
 
 @component
@@ -65,34 +63,13 @@ def run_step(
             word = registration.PROMOTED if made.promoted else registration.REFUSED
             trained.end(root, run_id, word)
             if made.promoted:
-                _announce(settings, root, run_id, made.version)
+                registration.announce(root, settings.name, made.version, settings.registry.hub)
             numbers = {"version": made.version, "promotion": made.promotion}
             record.done(made.uri, {"decision": word, **numbers, "reasons": list(made.reasons)})
             descriptor.describe(artifact, made.uri, {"model": model, "decision": word, **numbers})
             return word
 
     return tried("register_model", run_at(root, run_id), work, call=call)
-
-
-def _announce(config: Config, root: str, run_id: str, number: int) -> None:
-    """Tell the trackers of the promotion; what they do not take is a line of log."""
-    hub = addresses.hub_of(config.registry.hub)
-    if not (hub or addresses.is_tracked()):
-        return
-    version = registry.version(root, config.name, number)
-    origin = version.manifest.fields.get("lineage", {})
-    words = {name: origin.get(name) for name in ("run_id", "dataset", "commit", "image")}
-    numbers = {f"test_{name}": value for name, value in origin.get("metrics", {}).items()}
-    model = PromotedModel(
-        name=config.name,
-        version=number,
-        uri=version.uri,
-        run_id=run_id,
-        # Of a run that is resumed long after its promotion another one may be.
-        is_champion=registry.champion_number(root, config.name) == number,
-        properties={**words, **numbers},
-    )
-    promotions.announce(model, hub)
 
 
 def _compared(

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import getpass
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer import storage
-from trainer.errors import ConfigError, nearest
-from trainer.promotion import registry
+from trainer.errors import ConfigError, UserError, nearest
+from trainer.promotion import registration, registry
 from trainer.promotion.registry import Promotion
 from trainer.report import views
 from trainer.storage.uri import require_uri
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,16 +80,26 @@ def details(root: str, name: str, number: int = 0) -> ModelDetails:
 
 
 def promote(root: str, name: str, number: int) -> Promotion:
-    """Make a version the champion; raises `UserError`."""
+    """Make a version the champion, and tell the trackers; raises `UserError`."""
     require_known(root, name)
     after = registry.newest(root, name)
-    return registry.promote(root, name, number, after=after, by=_user())
+    return _announced(root, name, registry.promote(root, name, number, after=after, by=_user()))
 
 
 def rollback(root: str, name: str) -> Promotion:
     """Make the version before the champion the champion again; raises `UserError`."""
     require_known(root, name)
-    return registry.rollback(root, name, by=_user())
+    return _announced(root, name, registry.rollback(root, name, by=_user()))
+
+
+def _announced(root: str, name: str, made: Promotion) -> Promotion:
+    # `registry.hub` is in the version, too: an address in a bucket is none to send a token to.
+    try:
+        registration.announce(root, name, made.version, hub="")
+    except UserError as error:
+        # The promotion is made.
+        log.warning("no tracker knows of it: %s", error)
+    return made
 
 
 def require_known(root: str, name: str) -> str:

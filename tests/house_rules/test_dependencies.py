@@ -15,8 +15,8 @@ from packaging.requirements import Requirement
 
 from tests.house_rules.source import PACKAGES, all_imports, project, python_files, text, tree
 
-# Imported by TFDS, and by `tf.summary`, which do not declare them.
-FOR_OTHERS = {"importlib-resources", "tensorboard"}
+# Imported by TFDS, `tf.summary` and model_signing, which do not declare them.
+FOR_OTHERS = {"importlib-resources", "tensorboard", "pyopenssl"}
 LOCKS = [f"requirements{kind}.lock" for kind in ("", "-dev", "-cpu", "-gpu")]
 IMAGE = runpy.run_path(".ci/lock.py")
 PIN = re.compile(r"^([\w.-]+)==([\w.!+]+)((?: --hash=sha256:[0-9a-f]{64})+)$")

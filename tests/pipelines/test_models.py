@@ -7,8 +7,10 @@ import json
 import pytest
 
 from pipelines.cli import app
+from tests.trainer.tracking import hub_server
 from trainer import storage
 from trainer.promotion import registry
+from trainer.tracking import addresses, hub
 
 LINEAGE = {
     "run_id": "digits-9",
@@ -95,6 +97,32 @@ def test_promote_and_roll_back(flotilla, workdir):
     assert registry.champion(root, "digits").number == 1
     code, _, err = flotilla("rollback", "digits")
     assert (code, err) == (1, "flotilla: digits has no champion before version 1\n")
+
+
+def test_a_promotion_by_a_person_is_announced_to_the_model_registry(flotilla, monkeypatch):
+    monkeypatch.delenv(addresses.URI, raising=False)
+    monkeypatch.delenv(hub.TOKEN_FILE, raising=False)
+    with hub_server.serving() as (address, store):
+        monkeypatch.setenv(addresses.HUB, address)
+        assert flotilla("promote", "digits", "3")[0] == 0
+        assert flotilla("rollback", "digits")[0] == 0
+    found = [each["name"] for each in store.kinds["model_versions"].values()]
+    assert found == ["3", "2"]
+    properties = next(iter(store.kinds["model_versions"].values()))["customProperties"]
+    assert properties["test_accuracy"]["double_value"] == 0.975
+
+
+def test_a_model_registry_that_is_away_is_one_warning_and_the_promotion_holds(
+    flotilla, workdir, monkeypatch, caplog
+):
+    monkeypatch.delenv(addresses.URI, raising=False)
+    monkeypatch.setenv(addresses.HUB, "http://127.0.0.1:1")
+    code, out, _ = flotilla("promote", "digits", "3", "--json")
+    assert (code, answer(out)["version"]) == (0, 3)
+    assert registry.champion_number(storage.uri_of(workdir), "digits") == 3
+    (line,) = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert "the model registry does not know that version 3 of digits was promoted" in line
+    assert line.endswith("the promotion holds")
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def export(  # noqa: PLR0913, PLR0917
         _write_json(folder / "config.json", config.model_dump(mode="json"))
         _write_text(folder / "kserve.yaml", kserve.service(config.name, output))
         _write_text(folder / "model_card.md", model_card.written(facts, parity, fields))
-        signing.sign(folder)
+        signing.sign(folder, fields)
         storage.publish(folder, output, kind=KIND, fields=fields)
     return Exported(uri=output, parity=parity)
 

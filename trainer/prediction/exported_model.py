@@ -20,7 +20,7 @@ from trainer.data.spec import DatasetSpec
 from trainer.errors import UserError
 from trainer.evaluation.signature import LABELS, SERVING
 from trainer.models.registry import refused_input
-from trainer.signing.signing import verify
+from trainer.signing import signing
 
 KIND = "model"
 Arrays = Mapping[str, NDArray[Any]]
@@ -83,10 +83,11 @@ def fetched(uri: str, folder: Path) -> ExportedModel:
     storage.fetch(
         uri,
         folder,
-        only=lambda path: path in few or path.startswith(f"{place}/"),
+        # A signature is of all files; those that were verified are loaded, and no others.
+        only=lambda path: signing.verifies() or path in few or path.startswith(f"{place}/"),
         manifest=manifest,
     )
-    verify(uri)
+    signing.verify_fetched(folder, fields, uri)
     config = parse_config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
     with _refusals(uri):
         signature = tf.saved_model.load(folder / place).signatures[SERVING]

@@ -5,7 +5,8 @@ The decision is a published directory with `registration.json`:
     {"decision": "promoted" | "refused", "reasons": [one line each], "rules": [as of the gate],
      "version", "promotion", "model": URI, "predecessor": URI of the champion before or ""}
 
-Nothing is registered unless every rule passes.
+Nothing is registered unless every rule passes. Trackers are told of a promotion, this one or that
+of a person.
 """
 
 from __future__ import annotations
@@ -23,11 +24,15 @@ from trainer.errors import UserError
 from trainer.promotion import registry
 from trainer.promotion.gate import COMPARABLE, MARGIN, Decision, Rule, publish_json, row
 from trainer.signing import signing
+from trainer.tracking import addresses, promotions
+from trainer.tracking.hub import PromotedModel
 
 KIND = "registration"
 PROMOTED = "promoted"
 REFUSED = "refused"
 _MEGABYTE = 1 << 20
+# What trackers get of the lineage, next to its metrics.
+_TRACKED = ("run_id", "dataset", "commit", "image")
 _log = logging.getLogger(__name__)
 
 
@@ -233,3 +238,26 @@ def _read(uri: str) -> Registration:
         version=tree["version"],
         promotion=tree["promotion"],
     )
+
+
+def announce(root: str, name: str, number: int, hub: str) -> None:
+    """Tell the trackers that a version was promoted; what they do not take is a line of log.
+
+    `hub` is `registry.hub` of the run; where it is empty, a variable names the address.
+    """
+    at = addresses.hub_of(hub)
+    if not (at or addresses.is_tracked()):
+        return
+    version = registry.version(root, name, number)
+    origin = version.manifest.fields.get("lineage", {})
+    numbers = {f"test_{key}": value for key, value in origin.get("metrics", {}).items()}
+    model = PromotedModel(
+        name=name,
+        version=number,
+        uri=version.uri,
+        run_id=str(origin.get("run_id", "")),
+        # Of a run that is resumed long after its promotion another one may be.
+        is_champion=registry.champion_number(root, name) == number,
+        properties={**{key: origin.get(key) for key in _TRACKED}, **numbers},
+    )
+    promotions.announce(model, at)

@@ -193,7 +193,9 @@ def register(
     _name(root, name)
     with tempfile.TemporaryDirectory(dir=scratch, prefix="version-") as folder:
         copy = Path(folder) / "model"
-        storage.fetch(model, copy)
+        storage.fetch(model, copy, manifest=there)
+        # What is signed again below, and not what was there before.
+        signing.verify_fetched(copy, there.fields, model)
         served = copy / there.fields["saved_model"]
         while True:
             if _claim(root, name, "versions", number, source) != source:
@@ -202,7 +204,6 @@ def register(
                 continue
             uri = storage.join(home(root, name), "versions", f"{number:06d}")
             served = served.rename(served.with_name(str(number)))
-            _complete(copy, name, uri, lineage, there.created)
             fields = {
                 **there.fields,
                 "saved_model": served.relative_to(copy).as_posix(),
@@ -210,6 +211,7 @@ def register(
                 "source": source,
                 "lineage": dict(lineage),
             }
+            _complete(copy, name, uri, fields, there.created)
             try:
                 manifest = storage.publish(copy, uri, kind=MODEL, fields=fields)
             except storage.Conflict:
@@ -221,11 +223,11 @@ def register(
             return Version(number=number, uri=uri, manifest=manifest)
 
 
-def _complete(copy: Path, name: str, uri: str, lineage: Mapping[str, Any], created: str) -> None:
+def _complete(copy: Path, name: str, uri: str, fields: Mapping[str, Any], created: str) -> None:
     """Write what belongs to a version and not to the export; the signature is of all files."""
     (copy / "kserve.yaml").write_text(kserve.service(name, uri), encoding="utf-8")
-    provenance.write(copy, name, lineage, created)
-    signing.sign(copy)
+    provenance.write(copy, name, fields["lineage"], created)
+    signing.sign(copy, fields)
 
 
 def _name(root: str, name: str) -> None:

@@ -13,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from trainer.signing.signing import SIGNATURE
+from trainer.signing.signing import FIELDS, SIGNATURE
 
 FILE = "provenance.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
@@ -86,7 +86,7 @@ def _subjects(folder: Path) -> list[dict[str, Any]]:
     return [
         {"name": path.relative_to(folder).as_posix(), "digest": {"sha256": _sha256(path)}}
         for path in files
-        if path.name != SIGNATURE
+        if path.name not in {FIELDS, SIGNATURE}
     ]
 
 

@@ -1,24 +1,24 @@
 """Signs the files of an exported model, and verifies what is signed, with OpenSSF model signing.
 
 `model.sig` is a Sigstore bundle over the names and SHA-256 of all other files, made with a private
-key on an elliptic curve; no service is asked. The keys are files that two variables name, so that
-no configuration, record or log ever holds one.
+key on an elliptic curve; no service is asked. `signed_fields.json` is one of the files: what the
+manifest says next to them, which names the inputs and the version. The keys are files that two
+variables name, so that no configuration, record or log ever holds one.
 """
 
 from __future__ import annotations
 
+import json
 import os
-import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from trainer import storage
 from trainer.errors import ConfigError, UserError
 
-SIGNATURE = "model.sig"
+SIGNATURE, FIELDS = "model.sig", "signed_fields.json"
 PRIVATE_KEY = "FLOTILLA_SIGNING_KEY"
 PUBLIC_KEY = "FLOTILLA_VERIFYING_KEY"
 
@@ -27,8 +27,10 @@ class UnsignedError(UserError):
     """A model has no valid signature by the key that is configured."""
 
 
-def sign(folder: Path) -> bool:
+def sign(folder: Path, fields: Mapping[str, Any]) -> bool:
     """Sign all files below `folder` where a private key is configured; return whether it was.
+
+    `fields` are those of the manifest with which they are published.
 
     Raises:
         ConfigError: the key cannot be used, or the extra `signing` is not installed.
@@ -36,37 +38,60 @@ def sign(folder: Path) -> bool:
     signature = folder / SIGNATURE
     # Of what was copied: the files have changed.
     signature.unlink(missing_ok=True)
+    (folder / FIELDS).unlink(missing_ok=True)
     key = _key(PRIVATE_KEY)
     if key is None:
         return False
     config = _usable(PRIVATE_KEY, key)
+    (folder / FIELDS).write_text(_text(fields), encoding="utf-8")
     config.set_hashing_config(_hashing()).sign(folder, signature)
     return True
 
 
-def verify(model: str | Path, scratch: Path | None = None) -> bool:
-    """Verify a model where a public key is configured; return whether it was verified.
+def verifies() -> bool:
+    """Return whether a public key is configured, so that all files of a model are needed."""
+    return _key(PUBLIC_KEY) is not None
+
+
+def verify(uri: str, scratch: Path | None = None) -> bool:
+    """Verify a published model where a public key is configured; return whether it was verified.
 
     Args:
-        model: URI of a published model, or a folder with all of its files.
-        scratch: local folder for the files of a URI; a temporary one when left out.
+        uri: of the model.
+        scratch: local folder for its files; a temporary one when left out.
 
     Raises:
-        UnsignedError: there is no signature, it is by another key, or a file differs.
+        UnsignedError: there is no signature, it is by another key, or something differs.
         ConfigError: the key cannot be used, or the extra `signing` is not installed.
         UserError: the model cannot be read.
+    """
+    if not verifies():
+        return False
+    with tempfile.TemporaryDirectory(dir=scratch, prefix="signed-") as name:
+        folder = Path(name) / "model"
+        return verify_fetched(folder, storage.fetch(uri, folder).fields, uri)
+
+
+def verify_fetched(folder: Path, fields: Mapping[str, Any], where: str) -> bool:
+    """Verify all files of a model, which are going to be used, as `verify` does.
+
+    Args:
+        folder: the files, but for `MANIFEST.json`.
+        fields: those of its manifest.
+        where: the model is from; it is in the error.
     """
     key = _key(PUBLIC_KEY)
     if key is None:
         return False
     config = _usable(PUBLIC_KEY, key)
-    if isinstance(model, Path):
-        _verify_folder(config, model, str(model))
-        return True
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="signed-") as name:
-        folder = Path(name) / "model"
-        storage.fetch(model, folder)
-        _verify_folder(config, folder, model)
+    _verify_files(config, folder, where)
+    signed = folder / FIELDS
+    if not signed.is_file() or signed.read_text(encoding="utf-8") != _text(fields):
+        raise UnsignedError(
+            f"{where}: its manifest does not say what was signed: the files are those of the key "
+            f"of {PUBLIC_KEY}, what is written about them is not; do not use this model, export it "
+            "again"
+        )
     return True
 
 
@@ -81,7 +106,7 @@ def check() -> list[str]:
     return found
 
 
-def _verify_folder(config: Any, folder: Path, where: str) -> None:
+def _verify_files(config: Any, folder: Path, where: str) -> None:
     signature = folder / SIGNATURE
     if not signature.is_file():
         raise UnsignedError(
@@ -97,6 +122,10 @@ def _verify_folder(config: Any, folder: Path, where: str) -> None:
             f"{where}: the signature is not valid for the key of {PUBLIC_KEY}: {why}; do not use "
             "this model, export it again"
         ) from None
+
+
+def _text(fields: Mapping[str, Any]) -> str:
+    return json.dumps(fields, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def _key(variable: str) -> Path | None:
@@ -130,26 +159,11 @@ def _hashing() -> Any:
 
 
 def _package() -> Any:
-    with suppress(ImportError):
-        return _loaded()
-    raise ConfigError(
-        f"{PRIVATE_KEY} and {PUBLIC_KEY} need the extra `signing`: pip install 'flotilla[signing]'"
-    )
-
-
-def _loaded() -> ModuleType:
-    """Return the package; it imports pyOpenSSL for certificates, and does not depend on it."""
     try:
         import model_signing  # noqa: PLC0415
-    except ModuleNotFoundError as error:
-        if error.name != "OpenSSL":
-            raise
-        absent = ModuleType("OpenSSL")
-        absent.crypto = None  # type: ignore[attr-defined]
-        sys.modules["OpenSSL"] = absent
-        try:
-            import model_signing  # noqa: PLC0415
-        finally:
-            # Others ask whether it is there.
-            del sys.modules["OpenSSL"]
+    except ImportError:
+        raise ConfigError(
+            f"{PRIVATE_KEY} and {PUBLIC_KEY} need the extra `signing`: "
+            "pip install 'flotilla[signing]'"
+        ) from None
     return model_signing

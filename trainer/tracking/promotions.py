@@ -77,22 +77,30 @@ def register_in_mlflow(model: PromotedModel) -> str:
     run: the server of MLflow takes no path.
     """
     client = client_of_mlflow()
-    from mlflow.exceptions import MlflowException
-
-    try:
-        client.get_registered_model(model.name)
-    except MlflowException:
-        try:
-            client.create_registered_model(model.name)
-        except MlflowException:
-            # Another run may have made it meanwhile.
-            client.get_registered_model(model.name)
+    _ensure_model(client, model.name)
     known = client.search_model_versions(f"name = '{model.name}'")
     version = next((each for each in known if each.tags.get(_VERSION) == model.uri), None)
     version = version or _made(client, model)
     if model.is_champion:
         client.set_registered_model_alias(model.name, CHAMPION, version.version)
     return str(version.version)
+
+
+def _ensure_model(client: Any, name: str) -> None:
+    from mlflow.exceptions import MlflowException
+
+    # Any other failure is of the server: it is not asked again.
+    try:
+        client.get_registered_model(name)
+    except MlflowException as error:
+        if error.error_code != "RESOURCE_DOES_NOT_EXIST":
+            raise
+        try:
+            client.create_registered_model(name)
+        except MlflowException as late:
+            # Another run may have made it meanwhile.
+            if late.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
 
 
 def _made(client: Any, model: PromotedModel) -> Any:

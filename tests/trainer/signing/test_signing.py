@@ -16,6 +16,7 @@ from trainer.signing import signing
 from trainer.signing.signing import PRIVATE_KEY, PUBLIC_KEY, SIGNATURE, UnsignedError
 
 NONE = serialization.NoEncryption()
+FIELDS = {"saved_model": "serving/digits/7", "inputs": [], "num_labels": 2}
 
 
 def key_pair(folder, name="one", key=None, encryption=NONE):
@@ -48,10 +49,9 @@ def model(folder, name="model"):
 
 def published(folder, name="model"):
     source = model(folder, name)
-    signing.sign(source)
+    signing.sign(source, FIELDS)
     uri = storage.uri_of(folder / f"published-{name}")
-    fields = {"saved_model": "serving/digits/7", "inputs": [], "num_labels": 2}
-    storage.publish(source, uri, kind="model", fields=fields)
+    storage.publish(source, uri, kind="model", fields=FIELDS)
     return uri
 
 
@@ -60,28 +60,29 @@ def test_without_a_key_nothing_is_signed_and_all_is_taken(tmp_path, monkeypatch)
     monkeypatch.delenv(PUBLIC_KEY, raising=False)
     folder = model(tmp_path)
     (folder / SIGNATURE).write_text("of other files")
-    assert not signing.sign(folder)
+    assert not signing.sign(folder, FIELDS)
     assert not (folder / SIGNATURE).exists()
-    assert not signing.verify(folder)
+    assert not (folder / signing.FIELDS).exists()
+    assert not signing.verify_fetched(folder, FIELDS, "here")
+    assert not signing.verify(published(tmp_path, "another"))
     assert signing.check() == []
 
 
 def test_what_was_signed_is_verified(tmp_path, keys):
     uri = published(tmp_path)
     assert signing.verify(uri)
-    assert signing.verify(tmp_path / "published-model")
+    assert signing.verify_fetched(tmp_path / "model", FIELDS, "here")
     assert len(signing.check()) == 2
     bundle = json.loads((tmp_path / "model" / SIGNATURE).read_text())
     assert "sigstore.bundle" in bundle["mediaType"]
     assert keys[0].read_text().splitlines()[1] not in json.dumps(bundle)
-    assert "OpenSSL" not in sys.modules or sys.modules["OpenSSL"].__spec__
 
 
 @pytest.mark.usefixtures("keys")
 @pytest.mark.parametrize("how", ["changed", "added", "removed", "unsigned", "garbled", "other key"])
 def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatch, how):
     folder = model(tmp_path)
-    signing.sign(folder)
+    signing.sign(folder, FIELDS)
     if how == "changed":
         (folder / "labels.txt").write_text("1\n0\n")
     elif how == "added":
@@ -95,9 +96,30 @@ def test_what_is_not_what_was_signed_is_refused_in_one_line(tmp_path, monkeypatc
     else:
         monkeypatch.setenv(PUBLIC_KEY, str(key_pair(tmp_path, "two")[1]))
     with pytest.raises(UnsignedError, match=r"not signed|not valid") as refused:
-        signing.verify(folder)
-    assert str(folder) in str(refused.value)
+        signing.verify_fetched(folder, FIELDS, "s3://b/model")
+    assert "s3://b/model" in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("keys")
+@pytest.mark.parametrize("how", ["changed", "unsigned"])
+def test_a_manifest_that_was_not_signed_is_refused(tmp_path, how):
+    uri = published(tmp_path)
+    path = tmp_path / "published-model" / "MANIFEST.json"
+    tree = json.loads(path.read_text())
+    if how == "changed":
+        # Its checksums still hold: an attacker has the inputs in another order.
+        path.write_text(json.dumps({**tree, "inputs": ["b", "a"]}))
+    else:
+        # As of an earlier version, which signed the files alone.
+        folder = tmp_path / "model"
+        (folder / signing.FIELDS).unlink()
+        config = signing._usable(PRIVATE_KEY, tmp_path / "one.pem")
+        config.set_hashing_config(signing._hashing()).sign(folder, folder / SIGNATURE)
+        uri = storage.uri_of(tmp_path / "files-alone")
+        storage.publish(folder, uri, kind="model", fields=FIELDS)
+    with pytest.raises(UnsignedError, match="does not say what was signed"):
+        signing.verify(uri)
 
 
 @pytest.mark.parametrize("what", ["absent", "no key", "of RSA", "with a password", "public"])
@@ -119,10 +141,13 @@ def test_a_key_that_is_none_is_refused(tmp_path, monkeypatch, what):
 
 
 @pytest.mark.usefixtures("keys")
-def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "model_signing", None)
+@pytest.mark.parametrize("absent", ["model_signing", "OpenSSL"])
+def test_without_the_packages_the_extra_is_named(tmp_path, monkeypatch, absent):
+    for name in [name for name in sys.modules if name.partition(".")[0] == "model_signing"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, absent, None)
     with pytest.raises(ConfigError, match=r"flotilla\[signing\]"):
-        signing.verify(model(tmp_path))
+        signing.verify_fetched(model(tmp_path), FIELDS, "here")
 
 
 @pytest.mark.usefixtures("keys")
@@ -132,6 +157,17 @@ def test_a_registered_version_is_signed_again(tmp_path):
     assert signing.verify(made.uri)
     assert storage.read_file(made.uri, SIGNATURE) != storage.read_file(uri, SIGNATURE)
     assert registry.promote(root, "digits", 1, after=0, by="me").version == 1
+
+
+@pytest.mark.usefixtures("keys")
+def test_what_was_exchanged_before_the_copy_is_not_signed(tmp_path, monkeypatch):
+    root, uri = storage.uri_of(tmp_path / "root"), published(tmp_path)
+    monkeypatch.setenv(PRIVATE_KEY, str(key_pair(tmp_path, "two")[0]))
+    other = published(tmp_path, "other")
+    with pytest.raises(UnsignedError, match="not valid"):
+        registry.register(root, "digits", other, lineage={}, scratch=tmp_path)
+    assert registry.versions(root, "digits") == []
+    assert signing.verify(uri)
 
 
 @pytest.mark.usefixtures("keys")

@@ -176,3 +176,16 @@ def test_a_promoted_model_is_registered_once_with_its_run_its_files_and_an_alias
 
 def test_the_server_is_seen_before_a_run(server):
     assert mlflow_run.health() == f"MLflow answers at {server.url}"
+
+
+def test_a_server_that_is_away_is_one_warning_and_the_promotion_holds(monkeypatch, caplog):
+    for name in addresses.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(addresses.URI, "http://127.0.0.1:1")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    promotions.announce(promoted("s3://models/1", 1), "http://127.0.0.1:1")
+    lines = [each.getMessage() for each in caplog.records if each.name == promotions.log.name]
+    assert [line.partition(" does not know")[0] for line in lines] == [
+        "MLflow", "the model registry",
+    ]  # fmt: skip
+    assert all(line.endswith("; the promotion holds") for line in lines)
