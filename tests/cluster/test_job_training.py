@@ -40,7 +40,7 @@ def test_all_steps_are_trained_with_each_strategy(training, strategy):
         require_plain_run(training, tasks)
 
 
-@on_engines(tfjob=pytest.mark.long, jobset=pytest.mark.slow)
+@on_engines(tfjob=pytest.mark.long, jobset=pytest.mark.long)
 def test_the_pipeline_is_blessed_with_the_same_artifacts_as_on_this_machine(kube, engine, tmp_path):
     def run(launcher):
         options = setting(

@@ -77,7 +77,7 @@ def assert_same(outcome: Outcome, other: Outcome) -> None:
 
 @pytest.mark.parametrize(
     "strategy",
-    some_of([*LED, "multi_worker_mirrored"], "async_parameter_server", "multi_worker_mirrored"),
+    some_of([*LED, "multi_worker_mirrored"], "multi_worker_mirrored"),
 )
 def test_small_batches_equal_a_large_one_and_so_do_their_averages(whole, tmp_path, strategy):
     for outcome in lead(tmp_path, strategy, "dense", BATCH // 2, accumulate=2, ema=0.9):

@@ -290,7 +290,7 @@ def test_a_damaged_record_is_no_traceback_and_hides_no_other(attack, number, dam
     attack(number, damage)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @suite(1000)
 @given(number=st.integers(0, 99), damage=damages())
 def test_a_thousand_damaged_records(attack, number, damage):

@@ -71,11 +71,12 @@ def test_it_says_so(interrupted, reached):
 
 def test_it_ends_with_what_to_do_next(interrupted):
     run_id = interrupted.answer["run_id"]
-    words, remedy = interrupted.err.splitlines()[-2:]
+    words, remedy, verdict = interrupted.err.splitlines()[-3:]
     assert words == f"flotilla: {interrupted.answer['message']}"
     assert remedy == (
         f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
     )
+    assert verdict.startswith("interrupted  ") and verdict.endswith("/report.html")
     assert "Traceback" not in interrupted.err + interrupted.out
 
 

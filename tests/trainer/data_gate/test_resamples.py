@@ -58,7 +58,7 @@ def test_clean_resamples_are_left_alone(record_property):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1000, 50_000])
+@pytest.mark.parametrize("size", [1000, pytest.param(50_000, marks=pytest.mark.long)])
 def test_planted_skews_are_named(size, record_property):
     found = {}
     for name, (skew, rules) in SKEWS.items():
