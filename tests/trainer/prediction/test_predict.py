@@ -257,13 +257,12 @@ def test_a_model_without_a_valid_signature_is_not_asked(tmp_path, monkeypatch):
     _, other = key_pair(tmp_path, "other")
     data = write_csv(tmp_path / "in.csv")
     unsigned = made_model.sums(tmp_path / "m")
+    fields = storage.read_manifest(unsigned).fields
     monkeypatch.setenv(PRIVATE_KEY, str(private))
-    sign(tmp_path / "m-source")
+    sign(tmp_path / "m-source", fields)
     monkeypatch.delenv(PRIVATE_KEY)
     signed = storage.uri_of(tmp_path / "signed")
-    storage.publish(
-        tmp_path / "m-source", signed, kind="model", fields=storage.read_manifest(unsigned).fields
-    )
+    storage.publish(tmp_path / "m-source", signed, kind="model", fields=fields)
     monkeypatch.setenv(PUBLIC_KEY, str(public))
     asked(signed, [data], tmp_path / "out.csv")
     assert [float(row["prediction"]) for row in read(tmp_path / "out.csv")] == SUMS
