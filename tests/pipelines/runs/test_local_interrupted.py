@@ -76,7 +76,8 @@ def test_it_ends_with_what_to_do_next(interrupted):
     assert remedy == (
         f"flotilla: resume with: flotilla run --workdir '{interrupted.workdir}' --resume {run_id}"
     )
-    assert verdict.startswith("interrupted  ") and verdict.endswith("/report.html")
+    assert verdict.startswith("interrupted  ")
+    assert verdict.endswith("/report.html")
     assert "Traceback" not in interrupted.err + interrupted.out
 
 
