@@ -250,7 +250,8 @@ class _Launch:
         logs = Logs(self._api, partial(self._write, relay))
         by_name = {"fieldSelector": f"metadata.name={self._name}"}
         watches = [
-            self._watch(self._kind.kind, self._kind.resource, by_name),
+            # It may be deleted before it is listed.
+            self._watch(self._kind.kind, self._kind.resource, by_name, created),
             self._watch("Pod", PODS, {"labelSelector": self._kind.selector(self._name)}),
         ]
         supervisor = Supervisor(
@@ -411,12 +412,14 @@ class _Launch:
             if self._job_events.get(timeout=seconds) is None:
                 raise self._interruption()
 
-    def _watch(self, kind: str, resource: Resource, query: Mapping[str, str]) -> Watch:
+    def _watch(
+        self, kind: str, resource: Resource, query: Mapping[str, str], *known: Tree
+    ) -> Watch:
         def put(item: Tree, deleted: bool) -> None:
             # The items of a list do not have a kind.
             self._job_events.put(({**item, "kind": kind}, deleted))
 
-        return Watch(self._api, resource, query, put, self._job_events.put)
+        return Watch(self._api, resource, query, put, self._job_events.put, known)
 
 
 def _place(connection: Connection, namespace: str, defaults: PodDefaults) -> Place:

@@ -173,12 +173,13 @@ class Cluster:
         self.store.wait(lambda: len(self.pods()) == count)
         return self.pods()
 
-    def wait_watched(self, *kinds: str) -> None:
-        """Wait until a client watches these kinds: TFJobs and pods where none is named."""
+    def wait_watched(self, *kinds: str, times: int = 1) -> None:
+        """Wait until so many watches of each kind began: of TFJobs and pods where none is named."""
         for kind in kinds or ("tfjobs", "pods"):
 
             def watched(kind: str = f"{kind}?") -> bool:
-                return any(kind in each and "watch=" in each for each in self.server.requests)
+                begun = [each for each in self.server.requests if kind in each and "watch=" in each]
+                return len(begun) >= times
 
             self.store.wait(watched)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http import HTTPStatus
 
 from components.kubernetes.api.client import Api, RefusedError, UnreachableError
@@ -30,15 +30,20 @@ class Watch(threading.Thread):
         query: Mapping[str, str],
         on_event: Callable[[Tree, bool], None],
         on_refused: Callable[[RefusedError], None],
+        known: Iterable[Tree] = (),
     ) -> None:
-        """Do not start yet; `on_refused` is called once if the API refuses, and ends the watch."""
+        """Do not start yet.
+
+        `on_refused` is called once if the API refuses, and ends the watch. Objects that are `known`
+        to exist are reported as deleted where the first list lacks them.
+        """
         super().__init__(name=f"watch {resource.plural}", daemon=True)
         self._api = api
         self._resource = resource
         self._query = query
         self._on_event = on_event
         self._on_refused = on_refused
-        self._known: dict[str, Tree] = {}
+        self._known = {item["metadata"]["uid"]: item for item in known}
         self._version = ""
         self._wait = FIRST_WAIT
         self.stopped = threading.Event()

@@ -6,6 +6,7 @@ import signal
 
 import pytest
 
+from components.kubernetes.heartbeat import Heartbeat
 from components.kubernetes.launcher import delete_jobs
 from components.kubernetes.pods.template import Place
 from components.tfjob.engine import TFJobs
@@ -115,6 +116,18 @@ def test_one_job_that_may_not_be_deleted_leaves_no_other_one(kube):
     with pytest.raises(UserError, match="cannot delete the jobs with the label"):
         delete_jobs(TFJobs(), KUBERNETES, "run-1")
     assert [job["metadata"]["name"] for job in kube.jobs()] == ["first"]
+
+
+def test_a_job_that_is_deleted_before_it_is_watched_ends_the_step(kube, monkeypatch):
+    hold = Heartbeat.hold
+
+    def hold_and_lose(heartbeat, job, *limits):
+        hold(heartbeat, job, *limits)
+        kube.store.remove("tfjobs", NAMESPACE, job["metadata"]["name"])
+
+    monkeypatch.setattr(Heartbeat, "hold", hold_and_lose)
+    assert "was deleted by someone else" in Attempt(job_of(settings())).failure()
+    kube.wait_until_deleted()
 
 
 def test_the_deletion_of_the_steps_pod_deletes_the_job(kube, monkeypatch):

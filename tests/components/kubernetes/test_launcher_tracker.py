@@ -113,7 +113,8 @@ def test_a_retried_step_with_another_run_of_mlflow_adopts_its_job(kube, monkeypa
     before = kube.job()["metadata"]["uid"]
     monkeypatch.setenv("MLFLOW_RUN_ID", "of-the-retry")
     second = Attempt(job_of(settings()))
-    kube.wait_renewed(but=kube.wait_renewed())
+    # A launcher deletes the job that it has seen done: the other one has to watch it by then.
+    kube.wait_watched(times=2)
     assert [each["metadata"]["uid"] for each in kube.jobs()] == [before]
     kube.finish("chief-0", 0)
     for attempt in (first, second):
