@@ -1,13 +1,15 @@
 """Marks that a dataset or a bundle is in use, so that retention does not remove it under a run.
 
 A run that chooses a published dataset writes `<root>/in_use/NAME/used.json`, and then looks whether
-a removal has begun. A removal writes `removing.json` there, and then looks whether the dataset was
+a removal has begun. A removal writes `removing-*.json` there, and then looks whether the dataset was
 used. Of two at the same time at least one sees the other, as every store shows what was written.
+Each removal has a mark of its own: one that has ended says nothing of another one.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +21,7 @@ from trainer.config.schema import Config
 from trainer.json_records import parse_mapping
 
 FOLDER = "in_use"
-_USED, _REMOVING = "used.json", "removing.json"
+_USED, _REMOVING = "used.json", "removing"
 # A removal that takes longer was killed.
 _SECONDS = 600.0
 _POLL_SECONDS = 0.5
@@ -34,7 +36,7 @@ def use(uri: str) -> bool:
     """
     root, path = storage.parent_of(storage.parent_of(uri)), _path_of(uri)
     _write(root, path, _USED)
-    while time.time() - _read(root, path, _REMOVING) < _SECONDS:
+    while any(_removals(root, path).values()):
         time.sleep(_POLL_SECONDS)
     return storage.is_published(uri)
 
@@ -63,14 +65,25 @@ def last_use(root: str, path: str) -> float:
 @contextmanager
 def removing(root: str, path: str, seen: float) -> Iterator[bool]:
     """Yield whether `path` may be removed: it was not used after `seen`."""
-    _write(root, path, _REMOVING)
+    for mark, is_going_on in _removals(root, path).items():
+        if not is_going_on:
+            storage.delete(_place(root, path, mark))
+    own = f"{_REMOVING}-{secrets.token_hex(8)}.json"
+    _write(root, path, own)
     free = _read(root, path, _USED) <= seen + _ROUNDING
     try:
         yield free
     finally:
-        names = (_USED, _REMOVING) if free else (_REMOVING,)
+        names = (_USED, own) if free else (own,)
         for name in names:
             storage.delete(_place(root, path, name))
+
+
+def _removals(root: str, path: str) -> dict[str, bool]:
+    """Return the marks of the removals of `path`, and whether each may still go on."""
+    marks = storage.names(storage.parent_of(_place(root, path, _USED)))
+    removals = [mark for mark in marks if mark.startswith(_REMOVING)]
+    return {mark: time.time() - _read(root, path, mark) < _SECONDS for mark in removals}
 
 
 def _path_of(uri: str) -> str:

@@ -93,7 +93,7 @@ def _retained(root: str, workdir: Path, wanted: Policy, *, dry_run: bool, yes: b
 
     try:
         for item in remove(root, workdir, plan, wanted, done):
-            note(f"kept: {item.path}: it is in use, or gone, since it was listed")
+            note(f"kept: {item.path}: it, or what needs it, is in use or gone since it was listed")
     except UserError as error:
         note(f"flotilla: {error}; {len(removed)} of {len(rows)} are removed, try again")
         failed = failure(str(error), error.exit_code)

@@ -20,6 +20,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from components import in_use
+from pipelines.retention import sweep_folders
 from pipelines.retention.plan import (
     NOTE,
     RUN,
@@ -94,6 +95,8 @@ def read(root: str, workdir: Path) -> Inventory:
     found |= reader.notes(tops, found)
     names = _Names(found)
     items = {path: raw.item(names) for path, raw in found.items()}
+    swept = [name for name in runs if any(path.startswith("trials/") for path in runs[name].files)]
+    items = sweep_folders.with_sweeps(items, storage.local_path(root), workdir.absolute(), swept)
     return Inventory(items=items, models=tuple(reader.models(registry, found)))
 
 
@@ -105,6 +108,20 @@ def read_model(root: str, name: str) -> Model:
         listed = {f"{above}/{file.path}": file.bytes for file in store_for(home).files(home)}
     reader, registry = _Reader(root, Path()), _Folder(files=listed)
     return next(iter(reader.models(registry, reader.versions(registry))))
+
+
+def is_changed(root: str, workdir: Path, run: Item) -> bool:
+    """Say whether a run goes on, or did something since it was listed; raises `UserError`."""
+    folder, uri = _Folder(), storage.join(root, run.path)
+    with suppress(ConfigError):
+        for top, each in _listed(uri).items():
+            folder.files |= {f"{top}/{path}": size for path, size in each.files.items()} or {top: 0}
+            folder.changed = max(folder.changed, each.changed)
+    raw = _Reader(root, workdir).run(run.path, folder).get(run.path)
+    if raw is None:
+        return False
+    now = raw.item(_Names(()))
+    return now.busy or (now.last is not None and run.last is not None and now.last > run.last)
 
 
 def _listed(root: str) -> dict[str, _Folder]:

@@ -16,13 +16,13 @@ from datetime import datetime, timedelta
 
 from trainer.errors import ConfigError
 
-RUN, VERSION, CHECKPOINT = "run", "version", "checkpoint"
+RUN, VERSION, CHECKPOINT, SWEEP = "run", "version", "checkpoint", "sweep"
 #: A record that is no run's: it keeps what it names, and never goes.
 NOTE = "note"
 #: What lies in a folder of its own below the root, by that folder.
 SHARED = {"datasets": "dataset", "listings": "listing", "code": "code"}
 #: The order of removal: what refers to something goes before it.
-ORDER = (VERSION, RUN, CHECKPOINT, *SHARED.values())
+ORDER = (VERSION, SWEEP, RUN, CHECKPOINT, *SHARED.values())
 _UNITS = {"h": timedelta(hours=1), "d": timedelta(days=1), "w": timedelta(weeks=1)}
 # A step may say nothing for hours, and clocks differ.
 LEAST = timedelta(days=1)
@@ -154,7 +154,7 @@ def planned(found: Inventory, wanted: Policy, now: datetime) -> Plan:
         item for item in items.values()
         if item.path not in leaving and (item.kind == VERSION or _stays(item, items, since))
     ]  # fmt: skip
-    needed = _reached(items, roots)
+    needed = reached(items, roots)
     remarks += [
         f"kept: {item.path}: nothing says when the run was" for item in items.values()
         if item.kind == RUN and item.last is None
@@ -210,14 +210,14 @@ def _stays(item: Item, items: Mapping[str, Item], since: datetime) -> bool:
     """Say whether something other than a version stays for its own sake."""
     if item.kind == NOTE:
         return True
-    if item.kind == RUN or item.kind in SHARED.values():
+    if item.kind in (RUN, SWEEP, *SHARED.values()):
         return item.busy or bool(item.damaged) or item.last is None or item.last >= since
     # What a run has published stays with it.
     run = items.get(run_of(item.path))
     return bool(item.damaged) or (run is not None and _stays(run, items, since))
 
 
-def _reached(items: Mapping[str, Item], roots: list[Item]) -> set[str]:
+def reached(items: Mapping[str, Item], roots: list[Item]) -> set[str]:
     """Return the paths of `roots`, and of all that these need."""
     left, seen = list(roots), {each.path for each in roots}
     while left:
@@ -248,4 +248,4 @@ def _goes(item: Item, runs: set[str]) -> bool:
     if item.kind == CHECKPOINT:
         # With its run, or without it. The small records of a run stay as long as anything does.
         return run_of(item.path) in runs
-    return item.kind in SHARED.values()
+    return item.kind in (SWEEP, *SHARED.values())

@@ -16,23 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from components import in_use
-from pipelines.retention.inventory import read, read_model
+from pipelines.retention.inventory import is_changed, read, read_model
 from pipelines.retention.plan import (
     RUN,
     SHARED,
+    SWEEP,
     VERSION,
     Item,
     Plan,
     Policy,
     kept_versions,
     planned,
+    reached,
+    run_of,
 )
 from trainer import storage
+from trainer.errors import UserError
 from trainer.promotion import registry, retired
 from trainer.storage.retry import in_parallel
 
 # Of a run these go last: by them a later removal sees how old the rest is.
-_LAST = ("config.json", "events.jsonl", "lock", "steps")
+_LAST = ("config.json", "events.jsonl", "lock")
+_RECORDS = "steps"
 
 
 def remove(
@@ -48,47 +53,64 @@ def remove(
         done: called with each item that is gone.
 
     Raises:
-        UserError: the store fails; what `done` was called with is gone, all else is whole.
+        UserError: the store does not answer, or something cannot be removed, in which case all that
+            it does not need was; what `done` was called with is gone, all else is whole.
     """
     # Time has passed since the plan was made, perhaps in front of a question.
-    now = _by_path(planned(read(root, workdir), wanted, datetime.now(UTC)))
+    found = read(root, workdir)
+    now = {each.path: each for each in planned(found, wanted, datetime.now(UTC)).going}
     stays = {each.path: each for each in plan.going if each.path not in now}
     going = [now[each.path] for each in plan.going if each.path in now]
     stays |= _retired(root, [each for each in going if each.kind == VERSION], wanted)
+    # Whatever stays after all keeps what it needs.
+    needed = reached(found.items, [found.items[path] for path in stays if path in found.items])
+    failures: list[UserError] = []
     for item in going:
-        if item.path in stays:
-            continue
-        with _may_go(root, workdir, item) as free:
-            if not free:
-                stays[item.path] = item
+        is_needed = item.path in needed or item.path in map(run_of, needed)
+        try:
+            if not is_needed and _removed(root, workdir, item):
+                done(item)
                 continue
+        except storage.Unavailable:
+            raise
+        except UserError as error:
+            failures.append(error)
+        stays[item.path] = item
+        needed |= reached(found.items, [item])
+    if failures:
+        raise failures[0]
+    return tuple(stays.values())
+
+
+def _removed(root: str, workdir: Path, item: Item) -> bool:
+    """Remove an item if it may still go; return whether it is gone."""
+    with _may_go(root, workdir, item) as free:
+        if free:
             uri = _uri(root, item)
             if item.kind == RUN:
                 _remove_run(uri)
             storage.delete(uri)
-        done(item)
-    return tuple(stays.values())
+    return free
 
 
 def _uri(root: str, item: Item) -> str:
     return storage.join(root, *item.path.split("/"))
 
 
-def _by_path(plan: Plan) -> dict[str, Item]:
-    return {each.path: each for each in plan.going}
-
-
 def _remove_run(uri: str) -> None:
     if storage.local_path(uri) is not None:
         # It is renamed away as a whole.
         return
-    names = [name for name in storage.names(uri) if name not in _LAST]
-    in_parallel(lambda name: storage.delete(storage.join(uri, name)), names)
+    names = set(storage.names(uri)) - {_RECORDS}
+    for some in (names - set(_LAST), names & set(_LAST)):
+        in_parallel(lambda name: storage.delete(storage.join(uri, name)), sorted(some))
 
 
 @contextmanager
 def _may_go(root: str, workdir: Path, item: Item) -> Iterator[bool]:
-    if item.kind == RUN:
+    if item.kind == RUN and is_changed(root, workdir, item):
+        yield False
+    elif item.kind in (RUN, SWEEP):
         with _locked(root, workdir, item) as free:
             yield free
     elif item.kind in SHARED.values():

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -27,6 +28,7 @@ from trainer.storage.manifest import MANIFEST, Checksum, Manifest, checksum
 from trainer.storage.store import ListedFile
 from trainer.storage.uri import local_path, uri_of
 
+_log = logging.getLogger(__name__)
 _STAGING_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.part", re.DOTALL)
 
 
@@ -258,7 +260,8 @@ def delete_orphans(root: Path) -> list[Path]:
         folders[:] = [name for name in folders if not is_staging(name)]
         for stage in stages:
             with suppress(OSError):
-                _delete_if_orphan(stage)
+                if _delete_if_orphan(stage) and stage.exists():
+                    _log.warning("%s cannot be deleted: make it accessible to this user", stage)
         found += [stage for stage in stages if not stage.exists()]
     return found
 
@@ -302,13 +305,16 @@ def _inherited(parent: Path, name: str) -> tuple[Path, int] | None:
     return None
 
 
-def _delete_if_orphan(stage: Path) -> None:
+def _delete_if_orphan(stage: Path) -> bool:
+    """Delete what can be deleted of an orphan; return whether it is one."""
     descriptor = os.open(stage, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        if _lock(descriptor, wait=False):
+        is_orphan = _lock(descriptor, wait=False)
+        if is_orphan:
             shutil.rmtree(stage, ignore_errors=True)
     finally:
         _unlock(descriptor)
+    return is_orphan
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:

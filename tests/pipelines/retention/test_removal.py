@@ -191,6 +191,104 @@ def test_a_version_that_is_promoted_at_the_last_moment_stays(root, monkeypatch):
     assert sorted(retired.lineages(registry.home(uri, "digits"))) == [1, 3, 4]
 
 
+def test_a_version_that_is_promoted_at_the_last_moment_keeps_its_chain(root, monkeypatch):
+    nights(root, 20, 5)
+    age(root, 90)
+    uri, retire = storage.uri_of(root), retired.retire
+
+    def promoted_first(home, number, lineage):
+        if number == 2:
+            registry.promote(uri, "digits", 2, after=5, by="a person")
+        retire(home, number, lineage)
+
+    monkeypatch.setattr(removal.retired, "retire", promoted_first)
+    gone = swept(root, keep_runs="2d", keep_versions=1)
+    assert "digits-0009" in gone
+    assert registry.champion(uri, "digits").number == 2
+    assert not missing(uri)
+
+
+def test_what_cannot_be_removed_keeps_what_it_needs_and_holds_nothing_else_up(
+    root, monkeypatch, capsys
+):
+    for number in (1, 2, 3):
+        run_of(root, number, 90, manifest(root / "datasets" / f"d{number}", "dataset", 90))
+    delete = storage.delete
+
+    def refused(uri):
+        if uri.endswith("digits-0001"):
+            raise UserError(f"cannot delete {uri}: Permission denied; make it accessible")
+        delete(uri)
+
+    monkeypatch.setattr(removal.storage, "delete", refused)
+    code, found, _, err = gc(monkeypatch, capsys, root, "--keep-runs", "30d", "--yes")
+    assert (code, found["status"]) == (1, "failed")
+    assert "digits-0001: Permission denied; make it accessible; 4 of 6 are removed" in err
+    assert sorted(path.name for path in root.glob("d*/d*")) == ["d1", "decision"]
+    assert [path.name for path in root.glob("digits-*")] == ["digits-0001"]
+
+
+def test_what_cannot_be_deleted_of_a_dead_removal_is_said(root, monkeypatch, caplog):
+    run_of(root, 1, 90, manifest(root / "datasets" / "d", "dataset", 90))
+    with monkeypatch.context() as patched:
+        # A file of another user, and a disk that fails.
+        patched.setattr("trainer.storage.local.shutil.rmtree", lambda *_, **__: None)
+        assert swept(root) == ["digits-0001", "datasets/d"]
+        assert not storage.collect_garbage(storage.uri_of(root))
+    assert ".digits-0001." in caplog.text
+    assert "cannot be deleted: make it accessible" in caplog.text
+    assert len(storage.collect_garbage(storage.uri_of(root))) == 4
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_that_went_on_and_ended_since_the_second_look_stays(root, monkeypatch):
+    data = manifest(root / "datasets" / "d", "dataset", 90)
+    for number in (1, 2):
+        run_of(root, number, 90, data)
+    locked = removal._locked
+
+    def resumed(above, workdir, item):
+        (root / "digits-0002" / "events.jsonl").write_text("{}\n")
+        return locked(above, workdir, item)
+
+    monkeypatch.setattr(removal, "_locked", resumed)
+    assert swept(root) == ["digits-0001"]
+    assert whole(data)
+
+
+def test_one_of_two_removals_that_ends_leaves_the_mark_of_the_other(root, monkeypatch):
+    uri, path = manifest(root / "datasets" / "d", "dataset", 90), "datasets/d"
+    above, waited = storage.uri_of(root), []
+    other = in_use.removing(above, path, 0.0)
+    with other as free, in_use.removing(above, path, 0.0) as too:
+        assert (free, too) == (True, True)
+        storage.delete(uri)
+    assert in_use._removals(above, path) == {}
+    with in_use.removing(above, path, 0.0):
+        with in_use.removing(above, path, 0.0):
+            pass
+
+        def ended(_seconds):
+            waited.append(True)
+            storage.delete(storage.join(above, "in_use", "datasets-d"))
+
+        monkeypatch.setattr(in_use.time, "sleep", ended)
+        assert not in_use.use(uri)
+    assert waited
+
+
+def test_a_removal_that_was_killed_is_forgotten(root, monkeypatch):
+    uri, path = manifest(root / "datasets" / "d", "dataset", 90), "datasets/d"
+    storage.write_bytes(
+        in_use._place(storage.uri_of(root), path, "removing-1.json"), b'{"at": 1.0}'
+    )
+    monkeypatch.setattr(in_use.time, "sleep", None)
+    assert in_use.use(uri)
+    with in_use.removing(storage.uri_of(root), path, 9e9) as free:
+        assert free
+    assert in_use._removals(storage.uri_of(root), path) == {}
+
+
 def test_a_version_that_is_being_removed_cannot_be_promoted(root):
     nights(root, 3, 3)
     uri = storage.uri_of(root)
