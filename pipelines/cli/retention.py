@@ -46,8 +46,8 @@ def gc(
     yes: Annotated[bool, typer.Option("--yes", help="Remove without a question.")] = False,
 ) -> Answer:
     """Remove what dead writers left below the storage root, and old runs and versions."""
-    from pipelines.garbage import collect
     from pipelines.retention.plan import policy
+    from pipelines.retention.removal import collect
     from pipelines.runs.local import configuration, root_of
 
     wanted = policy(keep_runs, keep_versions)

@@ -1,4 +1,4 @@
-"""The removal of what a plan lists, one after the other.
+"""The removal of what a plan lists, one after the other, and of what dead writers left.
 
 What refers to something goes before it, and of each directory the manifest goes first: whatever
 ends the removal, nothing that is left reads as whole without its inputs. Each is looked at again
@@ -8,10 +8,12 @@ just before it goes: it may be in use since the plan was made.
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ from pipelines.retention.plan import (
     run_of,
 )
 from trainer import storage
+from trainer.cluster.lease import remove_expired
 from trainer.errors import UserError
 from trainer.promotion import registry, retired
 from trainer.storage.retry import in_parallel
@@ -38,6 +41,9 @@ from trainer.storage.retry import in_parallel
 # Of a run these go last: by them a later removal sees how old the rest is.
 _LAST = ("config.json", "events.jsonl", "lock")
 _RECORDS = "steps"
+_log = logging.getLogger(__name__)
+# A part takes minutes, so that nobody goes on with a preparation that has added none for so long.
+FORSAKEN = timedelta(days=7)
 
 
 def remove(
@@ -159,3 +165,38 @@ def _locked(root: str, workdir: Path, item: Item) -> Iterator[bool]:
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+
+
+def _leases_removed(uri: str) -> list[str]:
+    try:
+        return remove_expired(uri)
+    except storage.Unavailable:
+        raise
+    except UserError as error:
+        # Those of the other runs are not left because of it.
+        _log.warning("passed over: %s", error)
+        return []
+
+
+def _parts_removed(root: str) -> list[str]:
+    """Delete the finished parts of preparations that have ended without a dataset."""
+    since = datetime.now(UTC) - FORSAKEN
+    above, removed = storage.join(root, "preparing"), []
+    for name in storage.names(above):
+        folder = storage.join(above, name)
+        newest = storage.newest(folder)
+        if newest and datetime.fromisoformat(newest[1].created) < since:
+            storage.delete(folder)
+            removed.append(folder)
+    return removed
+
+
+def collect(root: str) -> tuple[str, ...]:
+    """Remove what dead writers left below `root`; return the URIs of what is gone.
+
+    That is expired leases, finished parts of a dataset to which none was added for a week, and
+    unpublished files.
+    """
+    folders = [storage.join(root, run, "checkpoints") for run in storage.names(root)]
+    leases = chain.from_iterable(in_parallel(_leases_removed, folders))
+    return (*leases, *_parts_removed(root), *storage.collect_garbage(root))

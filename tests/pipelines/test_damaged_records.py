@@ -17,7 +17,7 @@ from components.records.step_record import published_records
 from pipelines import models
 from pipelines.cli.display import closing_table
 from pipelines.compare import compare
-from pipelines.garbage import collect
+from pipelines.retention.removal import collect
 from pipelines.runs import control, local
 from tests.pipelines.step_events import done, write
 from trainer import storage

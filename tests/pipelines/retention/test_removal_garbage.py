@@ -9,7 +9,7 @@ import pytest
 from components.records.record import recorded
 from components.records.step_record import publish_config, read
 from pipelines.cli.__main__ import main
-from pipelines.garbage import collect
+from pipelines.retention.removal import collect
 from tests.stores.fixtures import bucket_name
 from trainer import storage
 from trainer.cluster.lease import ABANDONED_SECONDS, LEASE_SECONDS, Lease, holders, lease_uri, time
