@@ -2,8 +2,8 @@
 
 A run that chooses a published dataset writes `<root>/in_use/NAME/used.json`, and then looks whether
 a removal has begun. A removal writes `removing-*.json` there, and then looks whether the dataset
-was used. Of two at the same time at least one sees the other, as every store shows what was written.
-Each removal has a mark of its own: one that has ended says nothing of another one.
+was used. Of two at the same time at least one sees the other, as every store shows what was
+written. Each removal has a mark of its own: one that has ended says nothing of another one.
 """
 
 from __future__ import annotations
