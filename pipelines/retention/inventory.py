@@ -6,9 +6,7 @@ digest of a listing or of code: one that is found too many keeps too much, and l
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -313,16 +311,7 @@ class _Reader:
     def is_locked(self, name: str) -> bool:
         """Say whether a process of this machine has a run open."""
         above = {storage.local_path(self._root), self._workdir.absolute()}
-        for folder in filter(None, above):
-            with suppress(OSError):
-                descriptor = os.open(folder / name / "lock", os.O_RDONLY)
-                try:
-                    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-                finally:
-                    os.close(descriptor)
-        return False
+        return any(sweep_folders.is_locked(folder / name) for folder in filter(None, above))
 
     def _record(self, path: str) -> dict[str, Any]:
         try:

@@ -22,6 +22,19 @@ from trainer.sweeps.state import FILE, read
 _OF_CLUSTER = re.compile(r"(?P<sweep>.+)-t[0-9]{2,}")
 
 
+def is_locked(folder: Path) -> bool:
+    """Say whether a process of this machine has the run or the sweep in a folder open."""
+    with suppress(OSError):
+        descriptor = os.open(folder / "lock", os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+    return False
+
+
 def with_sweeps(
     items: Mapping[str, Item], root: Path | None, workdir: Path, on_cluster: Iterable[str]
 ) -> dict[str, Item]:
@@ -68,22 +81,8 @@ def _sweep(folder: Path) -> Item:
         kind=SWEEP,
         bytes=size,
         last=datetime.fromtimestamp(last, UTC),
-        busy=_is_locked(folder),
+        busy=is_locked(folder),
     )
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        descriptor = os.open(folder / "lock", os.O_RDONLY)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        os.close(descriptor)
-    return False
 
 
 def _trials(folder: Path) -> list[str]:
