@@ -55,7 +55,8 @@ WORKDIR /opt/flotilla
 # TensorFlow's Python again.
 COPY --from=requirements /build/build.lock /build/requirements.lock ./
 RUN pip install --no-cache-dir --require-hashes --requirement build.lock \
-    && pip install --no-cache-dir --require-hashes --no-build-isolation --requirement requirements.lock \
+    && pip install --no-cache-dir --require-hashes --no-build-isolation \
+        --requirement requirements.lock --constraint requirements.lock \
     && cd "$(python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" \
     && rm -rf tensorflow/include clang/native \
     && find pyarrow scipy sklearn -type d -name tests -prune -exec rm -rf {} +

@@ -24,14 +24,16 @@ help: ## list the targets
 setup: $(SETUP) ## create .venv from requirements.lock (every other target does this by itself)
 
 # First what builds the packages that exist as source only: pip checks no hash of what it would
-# install for a build in isolation.
+# install for a build in isolation. As constraints the pins also hold for what is required with an
+# extra: pip would take the newest version of that.
 $(SETUP): pyproject.toml requirements.lock requirements-dev.lock
 	@sh .ci/venv
 	@echo "Installing requirements.lock into .venv, a few minutes the first time"
 	@sed -n '/^setuptools==/,/[^\\]$$/p' requirements.lock > .venv/build.lock
 	@$(PIP) install --require-hashes --requirement .venv/build.lock
 	@$(PIP) install --require-hashes --no-build-isolation \
-		--requirement requirements.lock --requirement requirements-dev.lock
+		--requirement requirements.lock --requirement requirements-dev.lock \
+		--constraint requirements.lock --constraint requirements-dev.lock
 	@$(PIP) install --no-deps --no-build-isolation --editable .
 	@touch $@
 

@@ -138,6 +138,9 @@ def test_nothing_is_installed_without_its_hash():
             # The project itself, and what `make lock` pins.
             is_own = "--no-deps" in call or "'.[dev]'" in call
             assert is_own or "--require-hashes" in call, f"{file}: {call}"
+            # Without, a requirement with an extra takes the newest version there is.
+            for lock in re.findall(r"--requirement (requirements\S*)", call):
+                assert f"--constraint {lock}" in call, f"{file}: {call}"
             assert is_own or "--no-build-isolation" in call or "build.lock" in call, (
                 f"{file}: {call}"
             )
