@@ -29,9 +29,12 @@ from trainer.events import (
 STARTER = """
 import json, os, signal, subprocess, sys
 words = json.loads(os.environ["WORDS"])
+code = "import signal; print(flush=True); signal.pause()"
 child = subprocess.Popen(
-    [sys.executable, "-c", "import signal; signal.pause()", *words], start_new_session=True
+    [sys.executable, "-c", code, *words], stdout=subprocess.PIPE, start_new_session=True
 )
+# The kernel shows no command line yet while it replaces the process: wait until the child speaks.
+child.stdout.readline()
 print(child.pid, flush=True)
 def end(number, _frame):
     child.kill()
