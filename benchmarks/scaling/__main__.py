@@ -1,7 +1,14 @@
-"""Measure what a step costs and write it into docs/performance.md: `make scaling`."""
+"""`make scaling`: measure what an update costs, fit the constants, and write what follows.
+
+Writes `pipelines/planning/measured.json` (what `flotilla plan` reads), the measured part of
+docs/performance.md, and docs/scaling.md with its plots. A round takes some eight minutes on two
+idle cores. With `--rewrite` nothing is run: constants and pages are made from the runs in
+measured.json.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -10,26 +17,46 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.baselines import mnist
-from benchmarks.scaling.measure import MODELS, all_measured, sizes
-from benchmarks.scaling.model import fit
-from benchmarks.scaling.page import measured_part, put_in
+from benchmarks.scaling import fleets, page
+from benchmarks.scaling.fit import Point, fit
+from pipelines.planning.costs import MEASURED
 
-PAGE = Path("docs/performance.md")
-OUTPUT = Path("build/scaling.json")
+PERFORMANCE, SCALING = Path("docs/performance.md"), Path("docs/scaling.md")
 
 
 def main() -> None:
     """Run all cases, fit the model, and write what was found."""
-    mnist.require()
-    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
-        *points, looped = all_measured(Path(name), sys.stderr.write)
-    OUTPUT.parent.mkdir(exist_ok=True)
-    rows = [asdict(point) for point in [*points, looped]]
-    OUTPUT.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
-    variables = {model: sizes(model) for model in MODELS}
-    part = measured_part(points, fit(points, looped), variables, os.cpu_count() or 1)
-    PAGE.write_text(put_in(PAGE.read_text(encoding="utf-8"), part), encoding="utf-8")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.scaling")
+    parser.add_argument("--rounds", type=int, default=1, help="of all runs; the median counts")
+    parser.add_argument("--rewrite", action="store_true", help="from the runs of measured.json")
+    options = parser.parse_args()
+    if options.rewrite:
+        before = json.loads(MEASURED.read_text(encoding="utf-8"))
+        points = [Point(**{**each, "held": tuple(each["held"])}) for each in before["points"]]
+        cores, rounds = before["cores"], before["rounds"]
+    else:
+        points, cores, rounds = _points(options.rounds), os.cpu_count() or 1, options.rounds
+    costs = fit(points, cores)
+    tree = {
+        "cores": cores,
+        "rounds": rounds,
+        "costs": asdict(costs),
+        "points": [asdict(point) for point in points],
+    }
+    MEASURED.write_text(json.dumps(tree, indent=1) + "\n", encoding="utf-8")
+    part = page.measured_part(points, costs, cores, rounds)
+    page.write(PERFORMANCE, part)
+    page.write(SCALING, fleets.simulated_part(costs, SCALING.parent, sys.stderr.write))
     sys.stdout.write(f"{part}\n")
+
+
+def _points(rounds: int) -> list[Point]:
+    mnist.require()
+    # It loads TensorFlow.
+    from benchmarks.scaling.measure import all_measured  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="flotilla-bench-") as name:
+        return all_measured(Path(name), rounds, sys.stderr.write)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Runs of 1 to 16 workers on this machine, and what each role has used of its cores."""
+"""Runs of 1 to 16 workers and 1 to 4 servers on this machine, and what each role has used."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import launched
-from benchmarks.scaling.model import Point
+from benchmarks.scaling.fit import Point
 from benchmarks.watched import Look, watched
+from trainer.cluster import fitting
 from trainer.config.base import MOST
 from trainer.strategies.async_parameter_server import LONG_RUN
 
 WORKERS = (1, 2, 4, 8, 16)
+SERVERS = (1, 2, 3, 4)
+# Runs that the constants are not fitted to: what they are compared with is predicted.
+HELD_OUT = ((8, 1), (2, 2), (4, 3))
 # As many as there are workers at most.
 SHARDS = max(WORKERS)
-ROUNDS = 3
 STEPS = 6000
 # Of the runs that are there for the model's size and `pull_every`, and not for the workers.
 FEW = 2
@@ -40,11 +43,17 @@ class Case:
     workers: int
     pull_every: int
     steps: int
+    servers: int = 1
     checkpoint_every: int = MOST
+
+    @property
+    def fitted(self) -> bool:
+        """Whether constants are fitted to it."""
+        return (self.workers, self.servers) not in HELD_OUT
 
 
 def cases() -> Iterator[Case]:
-    """Yield all runs: each model with two values of `pull_every`, one with many workers."""
+    """Yield all runs: each model with two values of `pull_every`, one with more tasks."""
     for model in MODELS:
         large = model == "784-1000-10"
         yield Case(model=model, workers=FEW, pull_every=1, steps=LONG_RUN if large else STEPS)
@@ -54,76 +63,85 @@ def cases() -> Iterator[Case]:
     for workers in WORKERS:
         if workers != FEW:
             yield Case(model=MIDDLE, workers=workers, pull_every=1, steps=STEPS)
+    for workers, servers in ((2, 2), (4, 3), (2, 4)):
+        yield Case(model=MIDDLE, workers=workers, servers=servers, pull_every=1, steps=STEPS)
+    # The same as one of them with too few steps for turns. It is over in seconds: checkpoints end
+    # stretches where it is looked at.
+    steps = LONG_RUN - 100
+    every = int(FIRST * steps)
+    yield Case(model=MIDDLE, workers=FEW, pull_every=1, steps=steps, checkpoint_every=every)
 
 
-# The same as one of them with too few steps for turns. It is over in seconds: checkpoints end
-# stretches where it is looked at.
-LOOPED = Case(
-    model=MIDDLE,
-    workers=FEW,
-    pull_every=1,
-    steps=LONG_RUN - 100,
-    checkpoint_every=int(FIRST * (LONG_RUN - 100)),
-)
+def calibrated() -> dict[str, dict[str, Any]]:
+    """Return what `trainer calibrate` finds of each model."""
+    return {name: fitting.calibrated(_config(name, {}), SERVERS) for name in MODELS}
 
 
-def measured(case: Case, dataset: str, workdir: Path) -> Point:
-    """Run a case below a folder; `dataset` is the URI of MNIST with a shard for each worker."""
-    name, arguments = MODELS[case.model]
-    config = launched.configuration(
+def _config(model: str, settings: dict[str, Any]) -> Any:
+    name, arguments = MODELS[model]
+    return launched.configuration({"model.name": name, "model.args": arguments, **settings})
+
+
+def measured(case: Case, found: dict[str, Any], dataset: str, workdir: Path) -> Point:
+    """Run a case below a folder; `found` of its model, `dataset` the URI of MNIST in shards."""
+    config = _config(
+        case.model,
         {
-            "model.name": name,
-            "model.args": arguments,
             "training.steps": case.steps,
             "training.pull_every": case.pull_every,
             "training.checkpoint_every": case.checkpoint_every,
             "data.shards": SHARDS,
             "cluster.workers": case.workers,
-        }
+            "cluster.parameter_servers": case.servers,
+        },
     )
     steps = [int(FIRST * case.steps), int(LAST * case.steps)]
     first, last = watched(config, workdir, steps, dataset)
-    return point(case, sum(sizes(case.model)), (first, last))
+    return point(case, found, (first, last))
 
 
-def point(case: Case, size: int, looks: Sequence[Look]) -> Point:
-    """Return what one update of a run has cost between two looks; `size` is in bytes."""
+def point(case: Case, found: dict[str, Any], looks: Sequence[Look]) -> Point:
+    """Return what one update of a run has cost between two looks."""
     first, last = looks
     updates = last.global_step - first.global_step
 
-    def cost(role: str) -> float:
-        names = [task for task in last.tasks if task.startswith(role)]
-        return sum(last.tasks[t].cpu_seconds - first.tasks[t].cpu_seconds for t in names) / updates
+    def of(role: str) -> list[str]:
+        return [task for task in last.tasks if task.startswith(role)]
 
+    def cost(role: str) -> float:
+        used = (last.tasks[t].cpu_seconds - first.tasks[t].cpu_seconds for t in of(role))
+        return sum(used) / updates
+
+    roles = ("chief", "ps", "worker")
+    most = {role: max(last.tasks[t].resident_bytes for t in of(role)) for role in roles}
     return Point(
         model=case.model,
-        bytes=size,
+        held=tuple(found["held"][str(case.servers)]),
+        gradient=found["gradient"],
         workers=case.workers,
         pull_every=case.pull_every,
         worker=cost("worker"),
         server=cost("ps"),
         chief=cost("chief"),
         rate=updates / (last.time - first.time),
+        memory=most,
+        fitted=case.fitted,
+        looped=case.steps < LONG_RUN and case.model == MIDDLE,
     )
 
 
-def sizes(model: str) -> list[int]:
-    """Return the bytes of each variable of a model."""
-    name, arguments = MODELS[model]
-    built = launched.model({"model.name": name, "model.args": arguments})
-    return [each.value.shape.num_elements() * each.value.dtype.size for each in built.variables]
-
-
-def all_measured(folder: Path, say: Callable[[str], Any]) -> list[Point]:
-    """Run all cases below a folder, each in every round; the last one is `LOOPED`.
+def all_measured(folder: Path, rounds: int, say: Callable[[str], Any]) -> list[Point]:
+    """Run all cases below a folder, each in every round.
 
     Of each case the run of median speed is returned: a machine has slow minutes.
     """
     dataset = launched.prepared(folder / "data", {"data.shards": SHARDS})
-    wanted = [*cases(), LOOPED]
-    found: list[list[Point]] = [[] for _ in wanted]
-    for round_ in range(ROUNDS):
+    found = calibrated()
+    wanted = list(cases())
+    points: list[list[Point]] = [[] for _ in wanted]
+    for round_ in range(rounds):
         for number, case in enumerate(wanted):
-            say(f"{round_ + 1} of {ROUNDS}: {case} ...\n")
-            found[number].append(measured(case, dataset, folder / f"{round_}-{number:02d}"))
-    return [sorted(each, key=lambda point: point.rate)[ROUNDS // 2] for each in found]
+            say(f"{round_ + 1} of {rounds}: {case} ...\n")
+            below = folder / f"{round_}-{number:02d}"
+            points[number].append(measured(case, found[case.model], dataset, below))
+    return [sorted(each, key=lambda point: point.rate)[rounds // 2] for each in points]

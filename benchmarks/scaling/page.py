@@ -1,20 +1,48 @@
-"""The part of docs/performance.md that is measured."""
+"""The parts of pages that are measured or simulated."""
 
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
 
-from benchmarks.scaling.measure import FEW, ROUNDS
-from benchmarks.scaling.model import Costs, Fleet, Point, on_one_machine, predicted
+from benchmarks.scaling.fit import Point, rate
+from pipelines.planning.costs import Costs
 
 BEGIN = "<!-- measured by `make scaling` -->\n"
 END = "<!-- end of what was measured -->\n"
-# The clusters of the prediction: 10 Gbit/s, and a round trip within one data centre.
-FLEETS = (
-    Fleet(workers=10, servers=1, server_cores=4, bytes_per_second=1.25e9, round_trip=2e-4),
-    Fleet(workers=100, servers=10, server_cores=4, bytes_per_second=1.25e9, round_trip=2e-4),
+# How far a prediction may be off.
+AIM = 0.15
+RUNS = (
+    "model",
+    "workers",
+    "servers",
+    "`pull_every`",
+    "updates/s",
+    "simulated",
+    "off by",
+    "fitted",
+    "worker ms/update",
+    "server ms/update",
+    "chief ms/update",
 )
+# What is not in seconds of an update, and its unit.
+_UNITS = {
+    "worker_byte": (1e9, "ms a megabyte"),
+    "server_byte": (1e9, "ms a megabyte"),
+    "loopback_byte": (1e9, "ms a megabyte"),
+    "gradient": (1.0, "times what `trainer calibrate` finds"),
+    "server_share": (1.0, "of a core"),
+    "chief_share": (1.0, "of a core"),
+    "cold": (1.0, "of the worker's time"),
+    "aside": (1.0, "of the worker's time"),
+}
+
+
+def write(path: Path, part: str) -> None:
+    """Replace the measured part of a page."""
+    path.write_text(put_in(path.read_text(encoding="utf-8"), part), encoding="utf-8")
 
 
 def put_in(page: str, measured: str) -> str:
@@ -30,90 +58,69 @@ def put_in(page: str, measured: str) -> str:
     return f"{before}{BEGIN}\n{measured.strip()}\n\n{END}{after}"
 
 
-def measured_part(
-    points: Sequence[Point], costs: Costs, variables: Mapping[str, Sequence[int]], cores: int
-) -> str:
-    """Return runs, constants and predictions as Markdown.
+def measured_part(points: Sequence[Point], costs: Costs, cores: int, rounds: int) -> str:
+    """Return runs and constants as Markdown.
 
     Args:
-        points: in turns where updates are as many.
+        points: that were measured.
         costs: fitted to some of them.
-        variables: their bytes, by model.
         cores: of this machine.
+        rounds: of which the run of median speed is in `points`.
     """
+    paced = [(point, rate(costs, point, cores)) for point in points if not point.looped]
+    rows = [_run(point, found) for point, found in paced]
+    errors = sorted(abs(found / point.rate - 1) for point, found in paced)
+    held_out = [abs(found / point.rate - 1) for point, found in paced if not point.fitted]
+    far = [
+        f"{p.model} with {p.workers} workers, {len(p.held)} servers, `pull_every` {p.pull_every}: "
+        f"{found / p.rate - 1:+.0%}"
+        for p, found in paced
+        if abs(found / p.rate - 1) > AIM
+    ]
+    words = f", of those that nothing is fitted to at most {max(held_out):.0%}" if held_out else ""
+    of_rounds = f", the run of median speed of {rounds}" if rounds > 1 else ""
     return "\n\n".join(
         [
-            f"On {cores} cores ({platform.machine()}), the run of median speed of {ROUNDS}, "
-            "one parameter server, Adam, batches of 100. Times are those of a core. The constants "
-            f"are fitted to the runs of {FEW} workers, those of the chief to all; updates a second "
-            "of other numbers of workers are predicted.",
-            _table(RUNS, [_run(point, costs, cores) for point in points]),
+            f"On {cores} cores ({platform.machine()}){of_rounds}, Adam, batches of 100. Times are "
+            f"those of a core. The simulation is off by at most {errors[-1]:.0%}{words}; by "
+            f"{errors[len(errors) // 2]:.0%} in the median.",
+            f"Off by more than the {AIM:.0%} that are the aim: {'; '.join(far) or 'none'}.",
+            table(RUNS, rows),
             "The fitted constants:",
-            _table(("constant", "value"), _constants(costs)),
-            "Predictions for clusters whose tasks have machines of their own: a core for a "
-            "worker, 4 for a server, 10 Gbit/s, a round trip of 0.2 ms. Nothing of this table was "
-            "measured.",
-            _table(PREDICTED, _predictions(costs, variables)),
+            table(("constant", "value"), _constants(costs)),
         ]
     )
 
 
-RUNS = (
-    "model",
-    "workers",
-    "`pull_every`",
-    "updates/s",
-    "by the model",
-    "off by",
-    "worker ms/update",
-    "server ms/update",
-    "chief ms/update",
-)
-PREDICTED = ("model", "workers", "servers", "`pull_every`", "updates/s", "examples/s", "limit")
-_BATCH = 100
-
-
-def _run(point: Point, costs: Costs, cores: int) -> list[str]:
-    by_model = on_one_machine(costs, point, cores)
+def _run(point: Point, found: float) -> list[str]:
     return [
         point.model,
         f"{point.workers}",
+        f"{len(point.held)}",
         f"{point.pull_every}",
         f"{point.rate:.0f}",
-        f"{by_model:.0f}",
-        f"{by_model / point.rate - 1:+.0%}",
+        f"{found:.0f}",
+        f"{found / point.rate - 1:+.0%}",
+        "yes" if point.fitted else "no",
         *(f"{1000 * each:.3f}" for each in (point.worker, point.server, point.chief)),
     ]
 
 
 def _constants(costs: Costs) -> list[list[str]]:
-    rows = [
-        ["`worker_message`", f"{1e3 * costs.worker_message:.3f} ms an update"],
-        ["`worker_byte`", f"{1e9 * costs.worker_byte:.3f} ms a megabyte"],
-        ["`server_message`", f"{1e3 * costs.server_message:.3f} ms an update"],
-        ["`server_byte`", f"{1e9 * costs.server_byte:.3f} ms a megabyte"],
-        ["`worker_loop`", f"{1e3 * costs.worker_loop:.3f} ms an update"],
-        ["`server_loop`", f"{1e3 * costs.server_loop:.3f} ms an update"],
-        ["`closure`", f"{1e3 * costs.closure:.3f} ms of the chief"],
-        ["`chief_share`", f"{costs.chief_share:.3f} of a core"],
-    ]
-    gradients = costs.gradient.items()
-    return rows + [[f"`gradient` of {name}", f"{1e3 * each:.3f} ms"] for name, each in gradients]
-
-
-def _predictions(costs: Costs, variables: Mapping[str, Sequence[int]]) -> list[list[str]]:
     rows = []
-    for model, sizes in variables.items():
-        for fleet in FLEETS:
-            for pull_every in (1, 10):
-                found = predicted(costs, fleet, model, sizes, pull_every)
-                seen = found.rate * pull_every * _BATCH
-                cells = [model, fleet.workers, fleet.servers, pull_every]
-                words = [f"{found.rate:,.0f}", f"{seen:,.0f}", found.limit]
-                rows.append([*map(str, cells), *words])
+    for each in fields(costs):
+        value = getattr(costs, each.name)
+        if isinstance(value, float):
+            factor, unit = _UNITS.get(each.name, (1e3, "ms"))
+            rows.append([f"`{each.name}`", f"{factor * value:.3f} {unit}"])
+    rows.append(["`dispatch.portion`", f"{1e3 * costs.dispatch.portion:.3f} ms of the chief"])
+    for role, (base, byte) in costs.memory.items():
+        words = f"{base / 2**20:.0f} MB and {byte:.1f} times what it holds of the model"
+        rows.append([f"memory of `{role}`", words])
     return rows
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -6,7 +6,7 @@ import sys
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-# As `pipelines.cli.answer` has them: nothing can be imported in the middle of an import.
+# As `pipelines.cli.exit` has them: nothing can be imported in the middle of an import.
 INTERRUPTED = 130
 ANSWER = (
     b'{"status": "interrupted", "run_id": "", "metrics": {}, "artifacts": {}, '

@@ -14,12 +14,12 @@ from typer.completion import (  # type: ignore[attr-defined]
     get_completion_script,
 )
 
-from pipelines.cli.answer import Answer
 from pipelines.cli.doctor import doctor
-from pipelines.cli.exit import answers, discard, fail, finish, note, output
+from pipelines.cli.exit import Answer, answers, discard, fail, finish, note, output
 from pipelines.cli.kfp import schedule, submit, unschedule, upload
 from pipelines.cli.models import models
 from pipelines.cli.options import TRAINED, Assignments, Config, Workdir, local_path, of_pods
+from pipelines.cli.plan import plan
 from pipelines.cli.predict import predict
 from pipelines.cli.replay import replay
 from pipelines.cli.retention import COLLECTED, gc
@@ -89,6 +89,7 @@ app.command(epilog=TRAINED)(train)
 app.command(epilog="--json adds `rows`, `skipped`, `unsound`, `rows_per_second` and `output`.")(
     predict
 )
+app.command(epilog="--json adds `plans`, `configured`, `proposed` and `calibration`.")(plan)
 app.command(epilog="--json adds `trials`, `best`, `command` and `page`.")(sweep)
 
 

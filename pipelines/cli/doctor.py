@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, output
+from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import (
     Assignments,
     Config,

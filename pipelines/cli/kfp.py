@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, detaching, note, output
+from pipelines.cli.exit import Answer, answers, detaching, note, output
 from pipelines.cli.options import (
     Assignments,
     AtOnce,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, output
+from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.run import RUNS
 

@@ -10,8 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, note
+from pipelines.cli.exit import Answer, answers, note
 from pipelines.cli.options import Root, Workdir
 from pipelines.cli.run import RUNS
 

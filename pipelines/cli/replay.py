@@ -6,8 +6,7 @@ from typing import Annotated
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, note
+from pipelines.cli.exit import Answer, answers, note
 from pipelines.cli.options import Assignments, Run, Workdir, of_instance
 from pipelines.cli.run import RUNS
 from pipelines.runs.kfp_access import Instance

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.answer import Answer, failure
-from pipelines.cli.exit import answers, note, output
+from pipelines.cli.exit import Answer, answers, failure, note, output
 from pipelines.cli.options import Assignments, Config, Workdir
 from pipelines.cli.run import RUNS
 from trainer.errors import ConfigError, UserError

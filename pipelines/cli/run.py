@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, output
+from pipelines.cli.exit import Answer, answers, output
 from pipelines.cli.options import Assignments, Code, Config, Dataset, Resume, Workdir
 from trainer.errors import INTERRUPTED, USAGE, UserError
 

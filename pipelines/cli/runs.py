@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, detaching, note, output, write
+from pipelines.cli.exit import Answer, answers, detaching, note, output, write
 from pipelines.cli.options import Run, RunsDir, of_instance
 from pipelines.cli.run import RUNS, answer_of
 from pipelines.runs.kfp_access import Instance, is_named

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipelines.cli.answer import Answer
-from pipelines.cli.exit import answers, note, output
+from pipelines.cli.exit import Answer, answers, note, output
 from pipelines.cli.options import Config, Image, Workdir, local_path, of_pods
 from pipelines.cli.run import RUNS
 from trainer.errors import INTERRUPTED, ConfigError

@@ -1,4 +1,4 @@
-"""Whether a configuration fits, tried by `python -m trainer fit` in a process of its own.
+"""What is tried of a configuration by `python -m trainer` in a process of its own: does it fit?
 
 TensorFlow and the user's code stay out of the process that asks.
 """
@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from trainer.errors import DONE, ConfigError
 
 # TensorFlow alone takes ten of them on a busy machine.
 SECONDS = 90.0
+CALIBRATION_SECONDS = 300.0
 _PREFIX = "flotilla: "
 log = logging.getLogger(__name__)
 
@@ -50,14 +52,39 @@ def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[s
         NotKnownError: it takes longer than `seconds`, or was killed.
         ConfigError: it does not fit; the message is that of the trainer.
     """
+    no_gpu = {"CUDA_VISIBLE_DEVICES": "-1"}
+    return _answer("fit", config, ["--dataset", dataset], seconds, no_gpu)
+
+
+def calibrated(
+    config: Config, servers: Sequence[int], seconds: float = CALIBRATION_SECONDS
+) -> dict[str, Any]:
+    """Return what a gradient costs: see `trainer.training.calibration.calibrate`.
+
+    Raises:
+        NotKnownError: it takes longer than `seconds`, or was killed.
+        ConfigError: it cannot be measured; the message is that of the trainer.
+    """
+    one_core = {"TF_NUM_INTRAOP_THREADS": "1"}
+    arguments = ["--servers", *map(str, servers)]
+    return _answer("calibrate", config, arguments, seconds, one_core)
+
+
+def _answer(
+    stage: str,
+    config: Config,
+    arguments: Sequence[str],
+    seconds: float,
+    variables: Mapping[str, str],
+) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flotilla-fit-", ignore_cleanup_errors=True) as folder:
         path = Path(folder, "config.json")
         path.write_text(config.model_dump_json(), encoding="utf-8")
-        command = [sys.executable, "-m", "trainer", "fit", "--config", str(path)]
+        command = [sys.executable, "-m", "trainer", stage, "--config", str(path)]
         try:
             ended = subprocess.run(
-                [*command, "--workdir", folder, "--dataset", dataset],
-                env=_environment(),
+                [*command, "--workdir", folder, *arguments],
+                env={**_environment(), **variables},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -80,4 +107,4 @@ def tried(config: Config, dataset: str = "", seconds: float = SECONDS) -> dict[s
 
 def _environment() -> dict[str, str]:
     own = {**user_code.environment(), **signals.parent_environment()}
-    return {**os.environ, **own, "CUDA_VISIBLE_DEVICES": "-1", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    return {**os.environ, **own, "TF_CPP_MIN_LOG_LEVEL": "3"}

@@ -1,11 +1,14 @@
 """Rows go to a file that appears when it is whole, or to standard output.
 
 A file is written under a name of its own that begins with a dot, and renamed at the end. Of a
-process that was killed no file is left under the name that was asked for.
+process that was killed no file is left under the name that was asked for; what it has left under
+the other name the next one for the same file removes. A writer locks its own while it lives.
 """
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import json
 import math
 import os
@@ -136,9 +139,12 @@ def rows_to(path: Path, form: str) -> Iterator[Writer]:
     """
     with reported(f"write {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_orphans(path)
         part = part_path(path, os.getpid())
         try:
             with part.open("wb") as file:
+                with suppress(OSError):
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 writer = WRITERS[form](file)
                 try:
                     yield writer
@@ -150,6 +156,14 @@ def rows_to(path: Path, form: str) -> Iterator[Writer]:
         finally:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
+
+
+def _remove_orphans(path: Path) -> None:
+    for part in path.parent.glob(f".{glob.escape(path.name)}.*.part"):
+        # One that is locked is being written.
+        with suppress(OSError), part.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            part.unlink()
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -80,6 +80,12 @@ def _joined(batch: Batch, columns: dict[str, pa.Array]) -> pa.Table:
 def _examples(model: ExportedModel, request: Request, scratch: Path, tell: Tell) -> Examples:
     if request.split:
         return SplitExamples(model, request, scratch)
+    if function := model.config.data.map:
+        raise UserError(
+            f"{model.uri} takes what data.map ({function}) returns, and rows of files have not "
+            "been through it: prepare a dataset of them by `flotilla prepare` with the same "
+            "data.map, and predict its split by --split and its URI"
+        )
     return FileExamples(model, request, scratch, tell)
 
 

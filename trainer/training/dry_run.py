@@ -158,7 +158,7 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
     Raises:
         UserError: there is no such dataset or model, or they do not fit.
     """
-    dataset = _dataset(config, scratch, uri)
+    dataset = dataset_of(config, scratch, uri)
     require_slices(config, dataset.features, dataset.targets)
     if precision := config.training.mixed_precision:
         keras.mixed_precision.set_global_policy(f"mixed_{precision}")
@@ -179,7 +179,8 @@ def fit(config: Config, scratch: Path, uri: str = "") -> Fit:
     )
 
 
-def _dataset(config: Config, scratch: Path, uri: str) -> DatasetSpec:
+def dataset_of(config: Config, scratch: Path, uri: str) -> DatasetSpec:
+    """Return the dataset of a configuration: as it is published, or as its builder says."""
     if uri:
         learnt = learnt_before.of_dataset(uri)
         return DatasetSpec.from_manifest(storage.read_manifest(uri), learnt)

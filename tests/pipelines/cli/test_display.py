@@ -378,7 +378,7 @@ class TestTerminal:
             "from pipelines.cli.display import Terminal\n"
             f"terminal = Terminal(stderr={stderr})\n"
             "for _ in range(3): terminal.print('x')\n"
-            "from pipelines.cli.answer import Answer\n"
+            "from pipelines.cli.exit import Answer\n"
             "from pipelines.cli.exit import print_json\n"
             "print_json(Answer())\n"
             "raise SystemExit(3)\n"
@@ -398,7 +398,7 @@ class TestTerminal:
         reader, writer = os.pipe()
         os.close(reader)
         code = (
-            "from pipelines.cli.answer import Answer\n"
+            "from pipelines.cli.exit import Answer\n"
             "from pipelines.cli.exit import print_json\n"
             "print_json(Answer())\n"
             "raise SystemExit(3)\n"

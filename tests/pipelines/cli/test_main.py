@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.cli.__main__ import ANSWER, INTERRUPTED
-from pipelines.cli.answer import failure
+from pipelines.cli.exit import failure
 
 FLOTILLA = Path(sys.executable).with_name("flotilla")
 # Modules in the order in which `flotilla prepare` loads them, the first of them after the handlers.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import gzip
 import io
 import json
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 import tensorflow as tf
 
+from tests.stores.fixtures import bucket_name
 from tests.trainer.prediction import made_model
 from tests.trainer.signing.test_signing import key_pair
 from trainer import storage
@@ -285,6 +287,51 @@ def test_a_disk_that_is_full_leaves_what_was_there(model, tmp_path, monkeypatch)
         asked(model, [write_csv(tmp_path / "in.csv")], output)
     assert output.read_text() == "before"
     assert sorted(os.listdir(tmp_path)) == ["in.csv", "out.csv"]
+
+
+def test_what_a_killed_prediction_left_goes_and_what_another_one_writes_stays(model, tmp_path):
+    output, data = tmp_path / "out.csv", write_csv(tmp_path / "in.csv")
+    dead, living = (tmp_path / f".out.csv.{number}.part" for number in (1, 2))
+    other = tmp_path / ".out.csv.gz.3.part.csv"
+    for path in (dead, living, other):
+        path.write_text("row")
+    with living.open() as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        asked(model, [data], output)
+        assert sorted(os.listdir(tmp_path)) == [living.name, other.name, "in.csv", "out.csv"]
+    asked(model, [data], output)
+    assert sorted(os.listdir(tmp_path)) == [other.name, "in.csv", "out.csv"]
+
+
+def test_rows_that_have_not_been_through_the_function_of_the_data_are_refused(tmp_path):
+    model = made_model.sums(tmp_path / "m", data={"dataset": "digits", "map": "own:rows"})
+    with pytest.raises(UserError, match=r"data\.map \(own:rows\) returns.*--split") as caught:
+        asked(model, [write_csv(tmp_path / "in.csv")], tmp_path / "out.csv")
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out.csv").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheme", ["gs", "s3"])
+def test_files_in_a_bucket_are_read_and_one_that_is_not_there_is_named(
+    model, tmp_path, request, scheme
+):
+    server = request.getfixturevalue("gcs" if scheme == "gs" else "s3")
+    bucket = bucket_name()
+    server.create_bucket(bucket)
+    root = f"{scheme}://{bucket}/in"
+    for name in ("1.csv", "2.csv"):
+        data = write_csv(tmp_path / name).read_bytes()
+        storage.write_bytes(storage.join(root, name), data)
+    for given, times in (([f"{root}/1.csv"], 1), ([f"{root}/*.csv"], 2), ([root], 2)):
+        asked(model, given, tmp_path / "out.csv")
+        found = read(tmp_path / "out.csv")
+        assert [float(row["prediction"]) for row in found] == SUMS * times
+    for absent in (f"{root}/3.csv", f"{scheme}://{bucket_name()}/in.csv"):
+        with pytest.raises(UserError, match=absent.rpartition("/")[0]) as caught:
+            asked(model, [absent], tmp_path / "none.csv")
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "none.csv").exists()
 
 
 def test_what_the_model_says_of_an_input_it_refuses_is_one_line(tmp_path):
