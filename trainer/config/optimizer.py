@@ -29,6 +29,9 @@ class OptimizerConfig(Section):
     )
     learning_rate: float = key(0.003, "initial rate of the schedule", gt=0)
     args: Free = key({}, "further arguments of the optimizer, such as beta_1")
+    dense_updates: bool = key(
+        False, "move whole tables, and not only the rows that a batch looks up"
+    )
 
     @field_validator("name")
     @classmethod

@@ -29,6 +29,7 @@ from typing import Any
 import tensorflow as tf
 
 from trainer.errors import ConfigError
+from trainer.strategies import touched_rows
 from trainer.strategies.fused_updates import fuse
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.parameter_server import Tally
@@ -69,8 +70,11 @@ class Replicated(KerasStrategy):
         # A kernel cannot update a variable that has copies on several devices.
         if self.replicas is tf.distribute.get_strategy():
             fuse(self.optimizer)
+        own = has_own_step(self.model)
+        summed = own and self.replicas.num_replicas_in_sync > 1
+        touched_rows.use(self.optimizer, self.model, self.config.training, summed=summed)
         self.applied = exact_counter(self.optimizer)
-        if not has_own_step(self.model):
+        if not own:
             # Keras would clip the gradients, which are a mean already, and then sum them.
             self.optimizer._all_reduce_sum_gradients = list
         self._iterator = self._batches(problem)

@@ -15,6 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from trainer.strategies import touched_rows
 from trainer.strategies.gradients import pulled_gradient_of
 from trainer.strategies.placement import build_slots, place, server_device
 from trainer.strategies.strategy import (
@@ -93,6 +94,9 @@ class Served(KerasStrategy):
             self.optimizer = self.make_optimizer(problem)
             self.scale = self.make_scale(gradients=gradients)
         build_slots(self.optimizer, self.model)
+        training = self.config.training
+        whole = training.pull_every > 1 or self.pulls_whole()
+        touched_rows.use(self.optimizer, self.model, training, pulled=whole)
         self.applied = exact_counter(self.optimizer)
 
     def tally(self) -> Tally:
