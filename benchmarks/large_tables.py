@@ -1,0 +1,149 @@
+"""A step over a large table of embeddings, over the same step with a small one.
+
+Each optimizer with a lazy form, with tables of 10,000,000 and of 1,000 rows, alternating: the whole
+step of `single`, and the update alone. `python -m benchmarks.large_tables NAME DIMENSION` is the
+process of one, which holds up to 8 GB and prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from benchmarks.comparisons import Comparison, alternating
+
+SMALL, LARGE = 1_000, 10_000_000
+# A batch looks up each row of the small table, and some twice.
+BATCH, DISTINCT = 1_024, 1_000
+DIMENSIONS = (16, 64)
+ROUNDS, STEPS = 5, 50
+# The optimizer, its arguments, and how many slots it has.
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "adam": ("adam", {}, 2),
+    "adamw": ("adamw", {}, 2),
+    "adagrad": ("adagrad", {}, 1),
+    "ftrl": ("ftrl", {}, 2),
+    "sgd": ("sgd", {}, 0),
+    "momentum": ("sgd", {"momentum": 0.9, "nesterov": True}, 1),
+}
+# Of TensorFlow, and of a table while it is made.
+BESIDES = 2 << 30
+
+
+def large_tables() -> list[Comparison]:
+    """Processor seconds of a step and of an update, of each optimizer and dimension."""
+    return [
+        comparison
+        for name in OPTIMIZERS
+        for dimension in DIMENSIONS
+        for comparison in _measured(name, dimension)
+    ]
+
+
+def _measured(name: str, dimension: int) -> list[Comparison]:
+    slots = OPTIMIZERS[name][2]
+    needed = LARGE * dimension * 4 * (1 + slots) + BESIDES
+    free = psutil.virtual_memory().available
+    if free < needed:
+        raise RuntimeError(f"{name} needs {needed >> 20:,} MB of memory; {free >> 20:,} are free")
+    words = [sys.executable, "-m", "benchmarks.large_tables", name, f"{dimension}"]
+    done = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, list[tuple[float, float]]] = json.loads(done.stdout.splitlines()[-1])
+    return [
+        Comparison(
+            name=f"{name}, {dimension} numbers a row: {what} with {LARGE:,} rows, over {SMALL:,}",
+            rounds=tuple(large / small for large, small in pairs),
+            at_most=1.3,
+            more={"milliseconds": [[round(1e3 * each, 3) for each in pair] for pair in pairs]},
+        )
+        for what, pairs in found.items()
+    ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Built:
+    """What is measured of one table: functions that make so many steps, and updates."""
+
+    step: Callable[[int], Any]
+    update: Callable[[int], Any]
+
+
+def _built(name: str, dimension: int, rows: int) -> _Built:
+    import keras  # noqa: PLC0415
+    import tensorflow as tf  # noqa: PLC0415
+
+    from trainer.config.load import parse_config  # noqa: PLC0415
+    from trainer.strategies.strategy import Problem, create  # noqa: PLC0415
+    from trainer.topology import Cluster, Task  # noqa: PLC0415
+    from trainer.training.optimizers import build_optimizer  # noqa: PLC0415
+
+    kind, args, _ = OPTIMIZERS[name]
+    optimizer = {"name": kind, "args": args}
+    config = parse_config({"training": {"strategy": "single", "optimizer": optimizer}})
+
+    def build_model() -> keras.Model:
+        ids = keras.Input((), dtype="int64")
+        found = keras.layers.Embedding(rows, dimension, name="table")(ids)
+        return keras.Model(ids, keras.layers.Dense(1, name="out")(found))
+
+    def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        # As many different rows of each table, all over it: the prime is no divisor.
+        ids = (number * DISTINCT + tf.range(BATCH, dtype=tf.int64) % DISTINCT) * 7_919_993 % rows
+        return ids, tf.cast(ids % 2, tf.float32)[:, tf.newaxis]
+
+    strategy: Any = create(config, Cluster(addresses={}), Task(role="chief", index=0))
+    strategy.build(
+        Problem(
+            build_model=build_model,
+            build_optimizer=lambda: build_optimizer(config.training),
+            loss=lambda _model, batch, found: tf.reduce_mean(tf.square(found - batch[1])),
+            chance_loss=1.0,
+            batches=lambda: tf.data.Dataset.counter().map(example),
+        )
+    )
+    table, *others = strategy.model.trainable_variables
+    numbers = tf.Variable(0, dtype=tf.int64)
+
+    @tf.function
+    def update(updates: tf.Tensor) -> None:
+        for _ in tf.range(updates):
+            ids, _label = example(numbers.assign_add(1))
+            values = tf.fill([BATCH, dimension], 0.1)
+            rows_moved = tf.IndexedSlices(values, ids, tf.constant([rows, dimension], tf.int64))
+            strategy.optimizer.apply(
+                [rows_moved, *[tf.zeros(each.shape) for each in others]], [table, *others]
+            )
+
+    return _Built(step=strategy.run, update=lambda count: update(tf.constant(count)))
+
+
+def _seconds(steps: Callable[[int], Any]) -> float:
+    """Return the processor seconds of one step: those of all threads."""
+    begin = time.process_time()
+    steps(STEPS)
+    return (time.process_time() - begin) / STEPS
+
+
+def main() -> None:
+    """Measure one optimizer."""
+    name, dimension = sys.argv[1], int(sys.argv[2])
+    large, small = (_built(name, dimension, rows) for rows in (LARGE, SMALL))
+    found = {}
+    for what in ("step", "update"):
+        big, little = getattr(large, what), getattr(small, what)
+        # The first ones trace, and copy the table once.
+        big(STEPS)
+        little(STEPS)
+        found[what] = alternating(ROUNDS, lambda b=big: _seconds(b), lambda s=little: _seconds(s))
+    sys.stdout.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
