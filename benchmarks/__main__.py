@@ -17,6 +17,7 @@ from benchmarks import (
     comparisons,
     evaluation,
     examples,
+    large_tables,
     memory,
     on_gpu,
     preparing,
@@ -29,7 +30,7 @@ from benchmarks.baselines import mnist
 from trainer.errors import RunInterruptedError, UserError
 
 OUTPUT = Path("build/bench.json")
-MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
+MEASURES: Mapping[str, Callable[[], comparisons.Comparison | list[comparisons.Comparison]]] = {
     "async": training.asynchronous,
     "sync": training.synchronous,
     "local": training.local_steps,
@@ -44,12 +45,13 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
     "checkpoints": storage.checkpoints,
     "evaluation": evaluation.evaluation,
     "gpu": on_gpu.on_gpu,
+    "tables": large_tables.large_tables,
     **{f"same-{name}": partial(same_accuracy.same_accuracy, name) for name in same_accuracy.PATHS},
 }
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
-WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
+WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation", "tables"}
 
 
 def main() -> None:
@@ -62,7 +64,8 @@ def main() -> None:
         for word in words:
             sys.stderr.write(f"{word} ...\n")
             try:
-                found.append(MEASURES[word]())
+                measured = MEASURES[word]()
+                found += measured if isinstance(measured, list) else [measured]
             except RunInterruptedError:
                 raise KeyboardInterrupt from None
             except (UserError, RuntimeError, subprocess.CalledProcessError) as error:

@@ -5,14 +5,13 @@ popular, are on different servers. Each shard is a plain Keras variable, which t
 The rows are gathered on the server that holds them, and their gradient is
 `tf.IndexedSlices` of the same rows: the table itself never moves.
 
-What an optimizer makes of such a gradient runs on the server of the shard (measured in
-`docs/decisions/0011-sharded-embeddings.md`):
+What an optimizer makes of such a gradient runs on the server of the shard
+(`trainer/strategies/touched_rows.py`; measured in `docs/decisions/0011-sharded-embeddings.md`):
 
-- SGD without momentum reads and writes the touched rows only; Adagrad changes only those, and
-  looks at its whole accumulator.
-- All others that work element by element (SGD with momentum, Adam, RMSprop, Ftrl and so on) move
-  every row in every step, by Keras's definition: no more bytes on the network, but work that grows
-  with the table.
+- Adam, AdamW, Adagrad, Ftrl and SGD are lazy: they move the touched rows and their slots only,
+  unless `training.optimizer.dense_updates` is set.
+- All others that work element by element (RMSprop, Nadam and so on) move every row in every step,
+  by Keras's definition: no more bytes on the network, but work that grows with the table.
 - LAMB, Adafactor and Muon look at a variable as a whole: there, the number of shards changes the
   result.
 
