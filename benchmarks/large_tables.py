@@ -91,6 +91,9 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
     def build_model() -> keras.Model:
         ids = keras.Input((), dtype="int64")
         found = keras.layers.Embedding(rows, dimension, name="table")(ids)
+        # The layers of `tabular`.
+        for number, units in enumerate((64, 32)):
+            found = keras.layers.Dense(units, activation="relu", name=f"hidden_{number}")(found)
         return keras.Model(ids, keras.layers.Dense(1, name="out")(found))
 
     def example(number: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:

@@ -78,10 +78,10 @@ def whole_tables(
         if math.prod(variable.shape) >= LARGE
     ]
     kept = any(each.regularizer or each.constraint for each in tables)
+    name = type(optimizer).__name__
+    has_none = _lazy_form(optimizer) is None and not training.optimizer.dense_updates
     reasons = {
-        f"{type(optimizer).__name__} has no lazy form, as Adam, AdamW, Adagrad, Ftrl and SGD have": (
-            _lazy_form(optimizer) is None and not training.optimizer.dense_updates
-        ),
+        f"{name} has no lazy form, as Adam, AdamW, Adagrad, Ftrl and SGD have": has_none,
         "training.ema averages all rows": training.ema > 0,
         "a regularizer or a constraint is on them": kept,
         "training.pull_every or jit_compile pulls them whole": pulled,

@@ -1,4 +1,4 @@
-"""Lazy updates: what a batch looks up moves as by Keras's own formula, and all else stands still."""
+"""Lazy updates: what a batch looks up moves as by Keras's formula, and all else stands still."""
 
 from __future__ import annotations
 
