@@ -27,6 +27,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common.variables import AutocastScope
 
 from trainer.config.schema import TrainingConfig
 
@@ -103,25 +104,27 @@ def read_rows(model: keras.Model) -> None:
     """
     for layer in model._flatten_layers():
         its_own = getattr(type(layer), "call", None) is not keras.layers.Embedding.call
-        if its_own or layer.lora_enabled or layer.quantization_mode:
+        if its_own or not layer.built or layer.lora_enabled or layer.quantization_mode:
             continue
-        # A cast to the compute type would read the whole table.
-        layer._embeddings._autocast = False
         layer.call = _rows_of(layer)
 
 
 def _rows_of(layer: Any) -> Callable[[Any], Any]:
-    whole = layer.call
+    whole, tensor_of = layer.call, keras.ops.convert_to_tensor
 
     def call(inputs: Any) -> Any:
-        ids = keras.ops.convert_to_tensor(inputs)
+        ids = inputs if isinstance(inputs, keras.KerasTensor) else tensor_of(inputs)
         if not isinstance(ids, tf.Tensor):
+            # Symbolic, sparse or ragged.
             return whole(inputs)
         if ids.dtype not in {tf.int32, tf.int64}:
             ids = tf.cast(ids, tf.int32)
         # As Keras has it, which counts a negative one from the end.
         ids = tf.where(ids < 0, ids + layer.input_dim, ids)
-        return tf.cast(tf.gather(layer._embeddings.value, ids), layer.compute_dtype)
+        # A cast to the compute type would read the whole table.
+        with AutocastScope(None):
+            found = tf.gather(layer._embeddings.value, ids)
+        return tf.cast(found, layer.compute_dtype)
 
     return call
 
