@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import psutil
@@ -114,7 +115,6 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
     table, *others = strategy.model.trainable_variables
     numbers = tf.Variable(0, dtype=tf.int64)
 
-    @tf.function
     def update(updates: tf.Tensor) -> None:
         for _ in tf.range(updates):
             ids, _label = example(numbers.assign_add(1))
@@ -124,7 +124,8 @@ def _built(name: str, dimension: int, rows: int) -> _Built:
                 [rows_moved, *[tf.zeros(each.shape) for each in others]], [table, *others]
             )
 
-    return _Built(step=strategy.run, update=lambda count: update(tf.constant(count)))
+    graph = tf.function(update)
+    return _Built(step=strategy.run, update=lambda count: graph(tf.constant(count)))
 
 
 def _seconds(steps: Callable[[int], Any]) -> float:
@@ -144,7 +145,7 @@ def main() -> None:
         # The first ones trace, and copy the table once.
         big(STEPS)
         little(STEPS)
-        found[what] = alternating(ROUNDS, lambda b=big: _seconds(b), lambda s=little: _seconds(s))
+        found[what] = alternating(ROUNDS, partial(_seconds, big), partial(_seconds, little))
     sys.stdout.write(json.dumps(found) + "\n")
 
 

@@ -141,7 +141,7 @@ def update_touched_rows(optimizer: keras.optimizers.Optimizer) -> None:
     by_variable, decay = optimizer._backend_update_step, optimizer._apply_weight_decay
 
     def update(gradients: Sequence[Any], variables: Sequence[Any], learning_rate: Any) -> None:
-        whole, touched = [], []
+        whole, touched = list[Any](), list[Any]()
         for gradient, variable in zip(gradients, variables, strict=True):
             is_sparse = isinstance(gradient, tf.IndexedSlices)
             (touched if is_sparse else whole).append((gradient, variable))
