@@ -33,7 +33,7 @@ LAST_DAY = 9999
 #: Events that are drawn at once, and those that follow each other for one user.
 PART = 1 << 16
 VISIT = 8
-RANK = 4
+RANK = 2
 # In units of the score whose sigmoid is the chance of a click.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -1.5
 # The activity of users: exponent, and how many of them come about as often as the first.
@@ -210,11 +210,14 @@ class Clickstream:
 
     def _slots(self, ranks: Ints, fashion: int) -> Ints:
         factor, shift = self._order(fashion)
-        return (ranks * factor + shift) % self.items
+        found: Ints = (ranks * factor + shift) % self.items
+        return found
 
     def _ranks(self, slots: Ints, fashion: int) -> Ints:
         factor, shift = self._order(fashion)
-        return ((slots - shift) % self.items * pow(factor, -1, self.items)) % self.items
+        inverse = pow(factor, -1, self.items)
+        found: Ints = ((slots - shift) % self.items * inverse) % self.items
+        return found
 
     def _ids(self, slots: Ints, kind: int, day: int) -> Ints:
         """Return the ids of slots: on a day the newest serial numbers are in them, each in one."""
