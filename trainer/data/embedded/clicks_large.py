@@ -37,7 +37,7 @@ RANK = 2
 # In units of the score whose sigmoid is the chance of a click.
 AFFINITY, QUALITY, BASE = 3.0, 0.7, -1.5
 # The activity of users: exponent, and how many of them come about as often as the first.
-_ACTIVITY, _FLAT = 1.2, 100.0
+_ACTIVITY, _FLAT = 1.2, 30.0
 _MOST = 10**9
 _STEEPEST = 2.0
 _SPLITS = ("train", "test")
