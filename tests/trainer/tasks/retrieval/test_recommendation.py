@@ -138,7 +138,7 @@ def test_numbers_have_to_be_a_list():
 
 def test_a_user_and_an_item_have_to_be_named():
     assert "set data.group" in refused(group="")
-    assert "there is no feature 'itme' (did you mean 'item'?)" in refused(item="itme")
+    assert "there is no feature 'itme'; did you mean 'item'?" in refused(item="itme")
 
 
 def test_outputs_have_to_be_a_logit_and_two_vectors():
