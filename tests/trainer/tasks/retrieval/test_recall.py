@@ -21,8 +21,9 @@ def examples(count=300, users=40, items=60, *, rounded=False):
     return who * 10**12, what * 10**13 + 7, taken, of_users[who], of_items[what]
 
 
-def counted(who, what, taken, of_users, of_items, k):
+def counted(given, k):
     """The recall of each user that took something, by the definition, one pair after the other."""
+    who, what, taken, of_users, of_items = given
     vector = {item: of_items[np.flatnonzero(what == item)[0]] for item in np.unique(what)}
     found = []
     for user in np.unique(who[taken]):
@@ -52,7 +53,7 @@ def test_it_is_what_counting_finds(rounded, at_once):
     found = search.recalls([1, 5, 20], at_once)
     assert search.candidates == len(np.unique(given[1]))
     for k, values in found.items():
-        np.testing.assert_allclose(values, counted(*given, k), err_msg=f"at {k}")
+        np.testing.assert_allclose(values, counted(given, k), err_msg=f"at {k}")
     assert 0 < found[5].mean() < found[20].mean() < 1
 
 
