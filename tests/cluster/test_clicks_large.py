@@ -64,7 +64,7 @@ def night(folder, day, *assignments, champion=""):
 
 def test_the_second_night_begins_with_the_champion_of_the_first(tmp_path):
     _, checkpoint, first, champion = night(
-        tmp_path / "first", 0, "training.strategy=single", "training.warm_start="
+        tmp_path / "first", 0, "training.strategy=single", "training.warm_start=''"
     )
     assert {"recall_at_10", "recall_at_100", "query_auc"} <= set(first.metrics)
     run, _, second, _ = night(

@@ -162,5 +162,5 @@ def test_wrong_arguments_are_refused(args, line):
 def test_inputs_have_to_be_ids():
     with pytest.raises(ConfigError, match="takes one whole number as 'user'; it is float32 of"):
         build(spec_of(dtype="float32"))
-    with pytest.raises(ConfigError, match="takes user, item, shown; set data.inputs to them"):
+    with pytest.raises(ConfigError, match=r"takes user, item, shown; set data\.inputs to them"):
         build(InputSpec(shape=(), dtype="int64", output_shape=(-1,)))

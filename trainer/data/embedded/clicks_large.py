@@ -229,7 +229,8 @@ class Clickstream:
         found = (found * np.uint64(_FACTORS[0]) + self._key(kind)) & _MASK
         found ^= found >> np.uint64(_HALF)
         found = (found * np.uint64(_FACTORS[1])) & _MASK
-        return (found ^ (found >> np.uint64(_HALF))).astype(np.int64)
+        found ^= found >> np.uint64(_HALF)
+        return found.astype(np.int64)
 
     def _serials(self, ids: Ints, kind: int) -> Ints:
         """Return what `_ids` made ids of."""
@@ -238,9 +239,10 @@ class Clickstream:
         found ^= found >> np.uint64(_HALF)
         found = (found * second) & _MASK
         found ^= found >> np.uint64(_HALF)
-        return (((found - self._key(kind)) * first) & _MASK).astype(np.int64)
+        serials: Hashes = ((found - self._key(kind)) * first) & _MASK
+        return serials.astype(np.int64)
 
-    def _key(self, kind: int) -> Any:
+    def _key(self, kind: int) -> np.uint64:
         return np.uint64(_hashed(self.seed, 12, kind) & int(_MASK))
 
     def _normals(self, ids: Ints, count: int, kind: int) -> Floats:
