@@ -30,6 +30,7 @@ MODELS = {
     "mlp": "trainer.models.classifiers:mlp",
     "cnn": "trainer.models.classifiers:cnn",
     "two_tower": "trainer.models.two_tower:two_tower",
+    "two_tower_ranker": "trainer.models.two_tower_ranker:two_tower_ranker",
     "gru": "trainer.models.recurrent:gru",
     "tabular": "trainer.models.tabular:tabular",
 }
@@ -40,6 +41,7 @@ TASKS = {
     "multilabel_classification": "trainer.tasks.multilabel_classification:MultilabelClassification",
     "multi_output": "trainer.tasks.multi_output:MultiOutput",
     "ranking": "trainer.tasks.ranking:Ranking",
+    "recommendation": "trainer.tasks.retrieval.recommendation:Recommendation",
     "regression": "trainer.tasks.regression:Regression",
     "sequence_labelling": "trainer.tasks.sequences:SequenceLabelling",
     "sequence_to_label": "trainer.tasks.sequences:SequenceToLabel",

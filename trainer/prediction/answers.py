@@ -151,4 +151,5 @@ _KINDS: dict[str, tuple[_Made, tuple[str, ...]]] = {
     "sequence_labelling": (_places, ("probabilities",)),
     "regression": (lambda _labels, answers, _lengths: _raw((), answers, None), ("prediction",)),
     "ranking": (_scores, ("logit", "probability")),
+    "recommendation": (_scores, ("logit", "probability")),
 }

@@ -63,7 +63,7 @@ class Ranking(BinaryClassification):
         return {
             **found,
             "metrics": {name: float(each.mean()) for name, each in values.items() if len(each)},
-            "intervals": {name: _interval(each) for name, each in values.items() if len(each)},
+            "intervals": {name: interval(each) for name, each in values.items() if len(each)},
             "tables": [
                 {
                     "title": f"Queries, by {self._group}",
@@ -119,7 +119,7 @@ def _pairs(query: Array, hit: Array, left: Array) -> Array:
     return np.bincount(query, hit * (left[query] - others_before), len(left))
 
 
-def _interval(values: Floats) -> list[float]:
+def interval(values: Floats) -> list[float]:
     """Return the 95 % interval of the mean over the queries, by the normal distribution."""
     mean, spread = values.mean(), _Z * values.std() / np.sqrt(len(values))
     return [float(np.clip(mean - spread, 0, 1)), float(np.clip(mean + spread, 0, 1))]

@@ -115,6 +115,9 @@ def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: 
     group = {_GROUP: dataset.group} if _GROUP in inspect.signature(task).parameters else {}
     try:
         made = task(target_of(dataset, label), **group, **args)
+        for column in made.columns:
+            if column != dataset.group:
+                _require_feature(column, dataset)
         if label in dataset.target_moments:
             # It is prepared.
             made.check()
@@ -124,6 +127,12 @@ def _one(name: str, dataset: Dataset, label: str, args: Mapping[str, Any], key: 
     # A task of the user's may fail in any way.
     except Exception as error:
         raise ConfigError(f"{key} {name}: {user_code.line_of(error)}") from error
+
+
+def _require_feature(name: str, dataset: Dataset) -> None:
+    if name not in dataset.features:
+        hint = nearest(name, dataset.features) or f" (it has {', '.join(dataset.features)})"
+        raise ConfigError(f"there is no feature {name!r}{hint}")
 
 
 class Choice(NamedTuple):

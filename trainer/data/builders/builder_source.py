@@ -49,7 +49,7 @@ class BuilderSource(Source):
     def fetch(self) -> None:
         """Download and prepare the dataset; raises `UserError`."""
         quicken(self.select().connectors.values())
-        if datasets.is_folder(self._builder):
+        if datasets.is_folder(self._builder) or datasets.is_drawn(self._builder):
             return
         runner = self._config.runner
         by_beam = runner.name == "beam" or datasets.uses_beam(self._builder)
@@ -72,18 +72,30 @@ class BuilderSource(Source):
 
     def read(self, part: Part, selection: Selection) -> Iterator[Batch]:
         """Yield the examples of a range."""
-        # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
-        from trainer.data.builders.batches import batches  # noqa: PLC0415
-
         splits = self._plan().targets[part.origin]
         at, end = part.where["first"], part.where["end"]
-        for columns in batches(self.name, self._builder, selection, part.origin, at, end):
+        for columns in self._batches(selection, part.origin, at, end):
             # Those for `data.map` have no targets.
             count = len(next(iter(columns.values())))
             yield Batch(columns=columns, splits=splits[at : at + count])
             at += count
 
+    def _batches(
+        self, selection: Selection, split: str, first: int, end: int
+    ) -> Iterator[dict[str, Any]]:
+        if datasets.is_drawn(self._builder):
+            for columns in self._builder.columns(split, first, end):
+                yield {name: columns[name] for name in selection.specs}
+            return
+        # TensorFlow takes seconds to load, and a dataset that is reused does not need it.
+        from trainer.data.builders.batches import batches  # noqa: PLC0415
+
+        yield from batches(self.name, self._builder, selection, split, first, end)
+
     def _plan(self) -> Plan:
-        sizes = {name: split.num_examples for name, split in self._builder.info.splits.items()}
+        if datasets.is_drawn(self._builder):
+            sizes = dict(self._builder.sizes)
+        else:
+            sizes = {name: split.num_examples for name, split in self._builder.info.splits.items()}
         config = self._config
         return plan(self.name, sizes, validation=config.validation, seed=config.seed)

@@ -22,6 +22,7 @@ EMBEDDED = {
     "brackets": f"{_HERE}.brackets:Brackets",
     "breast_cancer": f"{_HERE}.tables:BreastCancer",
     "clicks": f"{_HERE}.clicks:Clicks",
+    "clicks_large": f"{_HERE}.clicks_large:ClicksLarge",
     "diabetes": f"{_HERE}.tables:Diabetes",
     "digit_properties": f"{_HERE}.tables:DigitProperties",
     "digits": f"{_HERE}.digits:Digits",
@@ -54,6 +55,8 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
             f"data.dataset: there is no dataset {name!r} in TFDS{nearest(name, known)}; a builder "
             "of your own is package.module:Builder"
         ) from error
+    except ConfigError:
+        raise
     # Whatever a builder's constructor raises: a wrong version, config or argument.
     except Exception as error:
         raise ConfigError(_refusal(config, error)) from error
@@ -62,6 +65,14 @@ def builder(config: DataConfig, data_dir: Path) -> tfds.core.DatasetBuilder:
 def is_folder(found: tfds.core.DatasetBuilder) -> bool:
     """Say whether a builder reads a folder in place, as `tfds.ImageFolder` does."""
     return _reads_a_folder(type(found))
+
+
+def is_drawn(found: tfds.core.DatasetBuilder) -> bool:
+    """Say whether a builder draws any range of a split by itself: `sizes` and `columns`.
+
+    TFDS then has nothing to write: see `trainer.data.embedded.clicks_large`.
+    """
+    return hasattr(found, "sizes") and hasattr(found, "columns")
 
 
 def uses_beam(found: tfds.core.DatasetBuilder) -> bool:

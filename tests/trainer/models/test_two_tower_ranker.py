@@ -1,0 +1,166 @@
+"""The recommender that finds and ranks: outputs, both losses, what it takes, and that it learns."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer.tasks.measuring import InParts, target
+from trainer.config.load import parse_config
+from trainer.config.schema import ModelConfig
+from trainer.data.embedded.clicks_large import Clickstream
+from trainer.errors import ConfigError
+from trainer.models import registry
+from trainer.models.spec import InputSpec
+from trainer.strategies.strategy import step_of
+from trainer.tasks.objective import Objective
+from trainer.tasks.retrieval.recommendation import Recommendation
+from trainer.training.optimizers import build_optimizer
+
+IDS = ("user", "item", "shown")
+ROWS = {"user": 7, "item": 5}
+BATCH = {
+    "user": np.array([10**12, 3, 3, 5]),
+    "item": np.array([4 * 10**12, 8, 9, 8]),
+    "shown": np.array([0, 100, 3, 100]),
+}
+CLICKS = np.array([1, 0, 1, 1])
+
+
+def spec_of(*names, dtype="int64", shape=()):
+    given = dict.fromkeys(names or IDS)
+    return InputSpec(
+        shape=dict.fromkeys(given, shape), dtype=dict.fromkeys(given, dtype), output_shape=(-1,)
+    )
+
+
+def objective(labels=CLICKS):
+    return Objective(Recommendation(target(labels), group="user", k=[1, 10]))
+
+
+def build(spec=None, check=None, **args):
+    given = {"rows": ROWS, "popularity": "shown", "dimension": 3, **args}
+    config = ModelConfig(name="two_tower_ranker", args=given)
+    return registry.build(config, spec or spec_of(), 0, (check or objective()).accept)
+
+
+def batch():
+    return {name: tf.constant(values) for name, values in BATCH.items()}
+
+
+def test_its_outputs_are_a_logit_and_both_vectors():
+    model = build(ranking_units=[])
+    outputs = model(batch()).numpy()
+    assert outputs.shape == (4, 1 + 2 * 4)
+    of_users, of_items = outputs[:, 1:5], outputs[:, 5:]
+    np.testing.assert_array_equal(of_users[:, 3], 1)
+    np.testing.assert_array_equal(of_users[1], of_users[2])
+    np.testing.assert_array_equal(of_items[1], of_items[3])
+    match = (of_users[:, :3] * of_items[:, :3]).sum(axis=1)
+    rest = outputs[:, 0] - match
+    # What is beyond the match is linear in each of both.
+    assert np.abs(rest).max() < 10
+
+
+def plain_softmax(outputs, clicks, weights=None):
+    """The loss of the search by its definition, one click after the other."""
+    of_users, of_items = outputs[:, 1:5].astype("float64"), outputs[:, 5:].astype("float64")
+    each, counts = [], []
+    for row in np.flatnonzero(clicks):
+        scores = of_items @ of_users[row] - np.log1p(BATCH["shown"])
+        others = BATCH["item"] != BATCH["item"][row]
+        others[row] = True
+        each.append(np.log(np.exp(scores[others]).sum()) - scores[row])
+        counts.append(1 if weights is None else weights[row])
+    return np.average(each, weights=counts)
+
+
+@pytest.mark.parametrize("weights", [None, np.array([1.0, 2.0, 0.5, 4.0], "float32")])
+def test_its_loss_is_that_of_the_click_and_that_of_the_search(weights):
+    own = objective()
+    model = build(check=own, retrieval=0.5)
+    outputs = model(batch())
+    given = (batch(), tf.constant(CLICKS), *([] if weights is None else [tf.constant(weights)]))
+    logits = outputs.numpy()[:, 0].astype("float64")
+    each = np.logaddexp(0, np.where(CLICKS, -logits, logits))
+    scale = np.ones(4) if weights is None else weights
+    expected = (each * scale).mean() + 0.5 * plain_softmax(outputs.numpy(), CLICKS, weights)
+    assert float(own.loss(model, given, outputs)) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_batch_without_a_click_has_no_loss_of_the_search():
+    own = objective()
+    model = build(check=own)
+    outputs = model(batch())
+    nothing = tf.zeros(4, tf.int64)
+    logits = outputs.numpy()[:, 0]
+    found = float(own.loss(model, (batch(), nothing), outputs))
+    assert found == pytest.approx(np.logaddexp(0, logits).mean(), rel=1e-5)
+
+
+def test_it_is_read_back_from_its_file(tmp_path):
+    model = build(ranking_units=[4], hidden_units=[6])
+    model.save(tmp_path / "model.keras")
+    again = keras.saving.load_model(tmp_path / "model.keras")
+    assert type(again) is type(model)
+    np.testing.assert_allclose(again(batch()), model(batch()), rtol=1e-6)
+
+
+def test_it_does_without_popularity():
+    model = build(spec_of("user", "item"), popularity="")
+    given = {name: tf.constant(BATCH[name]) for name in ("user", "item")}
+    assert model(given).shape == (4, 9)
+
+
+def test_it_learns_what_is_clicked_and_what_is_found():
+    world = Clickstream(
+        users=300, items=200, new_users=0, new_items=0, events=60_000, zipf=0.7, drift=0
+    )
+    parts = [world.draw(0, split, 0) for split in (0, 1)]
+    train, test = ({name: each[:40_000] for name, each in part.items()} for part in parts)
+    own = objective(train["label"])
+    args = {"rows": {"user": 4096, "item": 4096}, "dimension": 8, "ranking_units": []}
+    model = build(check=own, **args)
+    optimizer = {"name": "adam", "learning_rate": 0.02}
+    training = parse_config({"training": {"optimizer": optimizer}}).training
+    step = tf.function(step_of(model, build_optimizer(training), own.loss))
+    for begin in range(0, 40_000, 500):
+        rows = slice(begin, begin + 500)
+        inputs = {name: tf.constant(train[name][rows]) for name in IDS}
+        step((inputs, tf.constant(train["label"][rows])))
+    outputs = model({name: tf.constant(test[name]) for name in IDS}).numpy()
+    given = InParts(test["label"], outputs, user=test["user"], item=test["item"])
+    found = own.task.details(given)["metrics"]
+    by_popularity = np.zeros_like(outputs)
+    by_popularity[:, 4], by_popularity[:, -1] = 1, world.exposure(test["item"], 0)
+    known = InParts(test["label"], by_popularity, user=test["user"], item=test["item"])
+    assert found["query_auc"] > 0.65
+    assert found["recall_at_10"] > 1.1 * own.task.details(known)["metrics"]["recall_at_10"]
+
+
+@pytest.mark.parametrize(
+    ("args", "line"),
+    [
+        ({"rows": {"user": 7}}, "rows: {'user': 7} is not allowed; it has to be {user: COUNT, ite"),
+        ({"rows": {"user": 7, "item": 0}}, "rows of item: 0 is not allowed"),
+        ({"item": "itme"}, "there is no input 'itme'; did you mean 'item'?"),
+        ({"popularity": ""}, "it does not take the input 'shown': leave it out of data.inputs"),
+        ({"retrieval": -1}, "retrieval: -1 is not allowed; it has to be 0 or more"),
+        ({"unknown": "zero"}, "unknown: 'zero' is not allowed"),
+        ({"dimension": 0}, "dimension: 0 is not allowed"),
+    ],
+)
+def test_wrong_arguments_are_refused(args, line):
+    with pytest.raises(ConfigError) as caught:
+        build(**args)
+    assert str(caught.value).startswith("model two_tower_ranker: ")
+    assert line in str(caught.value)
+
+
+def test_inputs_have_to_be_ids():
+    with pytest.raises(ConfigError, match="takes one whole number as 'user'; it is float32 of"):
+        build(spec_of(dtype="float32"))
+    with pytest.raises(ConfigError, match=r"takes user, item, shown; set data\.inputs to them"):
+        build(InputSpec(shape=(), dtype="int64", output_shape=(-1,)))

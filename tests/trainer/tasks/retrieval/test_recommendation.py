@@ -1,0 +1,150 @@
+"""Recommendations: a ranking of what was shown, and what is found by the vectors."""
+
+from __future__ import annotations
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tests.trainer.tasks.measuring import InParts, measured, target
+from tests.trainer.tasks.test_registry import dataset, feature
+from trainer.config.schema import TaskConfig
+from trainer.config.thresholds import ChampionRule
+from trainer.errors import ConfigError, UserError
+from trainer.evaluation.comparison import Opponents, compare
+from trainer.evaluation.slices import sliced
+from trainer.tasks import registry
+from trainer.tasks.objective import Objective
+from trainer.tasks.ranking import Ranking
+from trainer.tasks.retrieval.recall import Search
+from trainer.tasks.retrieval.recommendation import Recommendation
+
+RANDOM = np.random.default_rng(0)
+SIZE = 3
+
+
+def case(count=120, users=9, items=30, noise=1.0):
+    """Labels, outputs whose vectors know something of them, and the columns."""
+    who, what = RANDOM.integers(0, users, count), RANDOM.integers(0, items, count)
+    of_users, of_items = (RANDOM.normal(size=(n, SIZE)) for n in (users, items))
+    match = (of_users[who] * of_items[what]).sum(axis=1)
+    labels = (match + RANDOM.normal(size=count) > 1).astype(np.int64)
+    score = match + noise * RANDOM.normal(size=count)
+    outputs = np.column_stack([score, of_users[who], of_items[what]]).astype("float32")
+    return labels, outputs, {"user": who, "item": what}
+
+
+def task_of(labels, **args):
+    return Recommendation(target(labels), group="user", **{"k": [3, 10], **args})
+
+
+def test_an_evaluation_has_the_metrics_of_a_ranking_and_the_recalls():
+    labels, outputs, columns = case()
+    task = task_of(labels)
+    details = task.details(InParts(labels, outputs, **columns))
+    plain = Ranking(target(labels), group="user")
+    ranked = plain.details(InParts(labels, outputs[:, :1], user=columns["user"]))
+    assert details["metrics"].items() > ranked["metrics"].items()
+    assert details["confusion_matrix"] == ranked["confusion_matrix"]
+    search = Search()
+    search.add(
+        columns["user"], columns["item"], labels.astype(bool), outputs[:, 1:4], outputs[:, 4:]
+    )
+    for k, values in search.recalls([3, 10]).items():
+        assert details["metrics"][f"recall_at_{k}"] == pytest.approx(values.mean())
+        low, high = details["intervals"][f"recall_at_{k}"]
+        assert 0 <= low <= values.mean() <= high <= 1
+    sums = measured(task, InParts(labels, outputs))
+    assert sums == pytest.approx(measured(plain, InParts(labels, outputs[:, :1])))
+    assert {*details["metrics"], *sums} == set(task.directions)
+    assert details["tables"][-1]["rows"] == [["all", len(np.unique(columns["item"]))]]
+
+
+def test_the_answers_of_an_exported_model_are_its_outputs():
+    labels, outputs, _ = case()
+    task = task_of(labels)
+    answers = {name: each.numpy() for name, each in task.answers(tf.constant(outputs)).items()}
+    assert answers["user_vector"].shape == answers["item_vector"].shape == (len(labels), SIZE)
+    np.testing.assert_allclose(answers["probability"], 1 / (1 + np.exp(-outputs[:, 0])), rtol=1e-5)
+    np.testing.assert_array_equal(task.outputs_of(answers), outputs)
+
+
+def test_a_slice_is_an_evaluation_of_its_own():
+    labels, outputs, columns = case()
+    half = {**columns, "half": np.arange(len(labels)) % 2}
+    task = task_of(labels)
+    rows = sliced(Objective(task), InParts(labels, outputs, **half), {"half": ()})["half"]
+    for number, row in enumerate(rows):
+        chosen = half["half"] == number
+        own = {name: each[chosen] for name, each in columns.items()}
+        found = task.details(InParts(labels[chosen], outputs[chosen], **own))
+        for name in ("ndcg", "query_auc", "recall_at_3"):
+            assert row["metrics"][name] == pytest.approx(found["metrics"][name])
+            assert row["intervals"][name] == pytest.approx(found["intervals"][name])
+
+
+def test_what_a_slice_does_not_define_is_no_number():
+    labels, outputs, columns = case(count=4)
+    task = task_of(np.array([0, 1]))
+    rows = sliced(Objective(task), InParts(labels * 0, outputs, **columns, a=labels * 0), {"a": ()})
+    values = rows["a"][0]["metrics"]
+    undefined = ("recall_at_3", "recall_at_10", "ndcg", "query_auc")
+    assert {values[name] for name in undefined} == {None}
+
+
+@pytest.mark.parametrize("metric", ["recall_at_3", "query_auc"])
+def test_a_champion_is_compared_by_what_is_found(metric):
+    labels, outputs, columns = case(count=400, users=30, noise=0)
+    worse = outputs.copy()
+    RANDOM.shuffle(worse)
+    task = task_of(labels)
+    own, other = (InParts(labels, each, **columns) for each in (outputs, worse))
+    found = compare(
+        Opponents(objective=Objective(task), own=own, other=other), ChampionRule(metric=metric)
+    )
+    assert (found["metric"], found["better"]) == (metric, "higher")
+    assert 0 < found["bound"] < found["difference"]
+
+
+def test_more_than_the_candidates_cannot_be_found():
+    labels, outputs, columns = case()
+    task = task_of(labels, k=[1000])
+    with pytest.raises(UserError, match=r"task.args.k: recall at 1000 of the \d+ items"):
+        task.details(InParts(labels, outputs, **columns))
+
+
+def refused(group="user", **args):
+    ids = {name: feature() for name in ("user", "item")}
+    known = dataset(ids, label=feature(classes=2))
+    known.group = group
+    with pytest.raises(ConfigError) as caught:
+        registry.create(TaskConfig(name="recommendation", args=args), known)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("k", [[0], [-1], [10, 0.5], [True], ["10"]])
+def test_a_number_below_one_is_refused(k):
+    assert refused(k=k) == (
+        f"task recommendation: k: {k[-1]!r} is not allowed; it has to be a whole number of at "
+        "least 1"
+    )
+
+
+def test_numbers_have_to_be_a_list():
+    assert "k: 10 is not allowed; it has to be numbers, as [10, 100]" in refused(k=10)
+    assert "k: [] is not allowed" in refused(k=[])
+
+
+def test_a_user_and_an_item_have_to_be_named():
+    assert "set data.group" in refused(group="")
+    assert "there is no feature 'itme'; did you mean 'item'?" in refused(item="itme")
+
+
+def test_outputs_have_to_be_a_logit_and_two_vectors():
+    labels, _, _ = case()
+    task = task_of(labels)
+    task.check_output(keras.KerasTensor((None, 7)), None)
+    for width in (1, 2, 6):
+        with pytest.raises(ConfigError, match="a logit and two vectors of one size"):
+            task.check_output(keras.KerasTensor((None, width)), None)

@@ -1,0 +1,383 @@
+"""Made up clicks of a large service, a day at a time: 10 million users, 1 million items, no table.
+
+Nothing is stored. An event follows from (seed, day, split, part), and what is true of a user or an
+item from a hash of its id, so that any chance of a click can be computed (`Clickstream.chances`).
+
+    ids        sparse whole numbers below 2^52, as those of a real service; not counted from 0
+    items      how often one is shown follows a law of Zipf; `drift` of this popularity moves on to
+               other items each day. Each day `new_items` take the place of as many old ones
+    users      a few come often, most hardly ever (a law of Zipf with a flat head); each day
+               `new_users` are new. What a user likes turns by `drift` of a right angle each day
+    clicks     the likelier, the more the tastes of user and item agree; some items are better
+    shown      how often the item was shown the day before: 0 for a new one
+
+A day is a version: 1.0.17 is day 17. The newest is `day`, or with `since`, the date of day 0, that
+of the clock. So a run without `data.version` takes the newest day.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from datetime import UTC, date, datetime
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import tensorflow_datasets as tfds
+
+from trainer.errors import ConfigError
+
+LAST_DAY = 9999
+#: Events that are drawn at once, and those that follow each other for one user.
+PART = 1 << 16
+VISIT = 8
+RANK = 2
+# In units of the score whose sigmoid is the chance of a click.
+AFFINITY, QUALITY, BASE = 3.0, 0.7, -1.5
+# The activity of users: exponent, and how many of them come about as often as the first.
+_ACTIVITY, _FLAT = 1.2, 30.0
+_MOST = 10**9
+_STEEPEST = 2.0
+_SPLITS = ("train", "test")
+_BITS, _HALF = 52, 26
+_MASK = np.uint64((1 << _BITS) - 1)
+_FACTORS = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9)
+# What is hashed for what.
+_USERS, _ITEMS, _TASTE, _TURNED, _QUALITY, _SHOWN = range(1, 7)
+
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Hashes = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Law:
+    """Zipf's law over the ranks 0, 1, ..., `count - 1`: as `1 / (rank + 1 + flat) ** exponent`.
+
+    It is the continuous one, cut into ranks, so that nothing has to be summed up or stored.
+    """
+
+    count: int
+    exponent: float
+    flat: float = 0.0
+
+    def ranks(self, uniform: Floats) -> Ints:
+        """Return ranks that are drawn by numbers from 0 to below 1."""
+        low, high = 1.0 + self.flat, self.count + 1.0 + self.flat
+        power = 1.0 - self.exponent
+        if abs(power) < 1e-9:  # noqa: PLR2004
+            places = low * (high / low) ** uniform
+        else:
+            places = (low**power + uniform * (high**power - low**power)) ** (1 / power)
+        return np.clip(np.floor(places - low), 0, self.count - 1).astype(np.int64)
+
+    def shares(self, ranks: Ints) -> Floats:
+        """Return how likely each rank is drawn."""
+        low, high = 1.0 + self.flat, self.count + 1.0 + self.flat
+        at = ranks + low
+        power = 1.0 - self.exponent
+        if abs(power) < 1e-9:  # noqa: PLR2004
+            found: Floats = np.log1p(1 / at) / math.log(high / low)
+        else:
+            found = ((at + 1) ** power - at**power) / (high**power - low**power)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clickstream:
+    """The truth of a service: who is there on a day, what is shown, who clicks.
+
+    Attributes:
+        users: that are there on a day; and so `items`.
+        events: of a day, for `shown`.
+        zipf: the exponent of the items' popularity; 0 shows all as often.
+        drift: share of popularity and of tastes that changes in a day.
+        new_users: of a day, in the place of as many old ones; and so `new_items`.
+        seed: of all.
+    """
+
+    users: int = 10_000_000
+    items: int = 1_000_000
+    events: int = 1_000_000
+    zipf: float = 1.0
+    drift: float = 0.02
+    new_users: int = 50_000
+    new_items: int = 5_000
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is out of range."""
+        for name in ("users", "items", "events"):
+            whole(name, getattr(self, name), 1, _MOST)
+        whole("new_users", self.new_users, 0, self.users)
+        whole("new_items", self.new_items, 0, self.items)
+        whole("seed", self.seed, 0, 2**31 - 1)
+        for name, most in (("zipf", _STEEPEST), ("drift", 1.0)):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 <= value <= most:
+                refuse(name, value, f"a number from 0 to {most:g}")
+
+    def draw(self, day: int, split: int, part: int) -> dict[str, Ints]:
+        """Return `PART` events: user, item, shown and label of each."""
+        # Of NumPy's generators only this one promises the same numbers in every version.
+        random = np.random.RandomState([self.seed, day, split, part])
+        visits = self._user_law.ranks(random.random_sample(PART // VISIT))
+        users = np.repeat(self._ids(visits, _USERS, day), VISIT)
+        ranks = self._item_law.ranks(random.random_sample(PART))
+        fashion, share = self._fashion(day)
+        later = random.random_sample(PART) < share
+        slots = np.where(later, *(self._slots(ranks, each) for each in (fashion + 1, fashion)))
+        items = self._ids(slots, _ITEMS, day)
+        clicks = random.random_sample(PART) < self.chances(users, items, day)
+        return {
+            "user": users,
+            "item": items,
+            "shown": self.shown(items, day),
+            "label": clicks.astype(np.int64),
+        }
+
+    def chances(self, users: Ints, items: Ints, day: int) -> Floats:
+        """Return the chance of a click of each pair, on a day."""
+        known, where = np.unique(users, return_inverse=True)
+        wanted = self.tastes(known, day)[where] * self.features(items)
+        score = BASE + AFFINITY * wanted.sum(axis=1) / math.sqrt(RANK) + self.quality(items)
+        found: Floats = 1 / (1 + np.exp(-score))
+        return found
+
+    def tastes(self, users: Ints, day: int) -> Floats:
+        """Return what users like on a day [n, RANK]."""
+        angle = self.drift * day * math.pi / 2
+        first, second = (self._normals(users, RANK, each) for each in (_TASTE, _TURNED))
+        found: Floats = math.cos(angle) * first + math.sin(angle) * second
+        return found
+
+    def features(self, items: Ints) -> Floats:
+        """Return what items have of what users like [n, RANK]."""
+        return self._normals(items, RANK, _ITEMS)
+
+    def quality(self, items: Ints) -> Floats:
+        """Return by how much items are liked more by all [n], in units of the score."""
+        return QUALITY * self._normals(items, 2, _QUALITY)[:, 0]
+
+    def exposure(self, items: Ints, day: int) -> Floats:
+        """Return the share of a day's events that show an item; 0 where it is not there."""
+        serials = self._serials(items, _ITEMS)
+        first = day * self.new_items
+        slots = serials % self.items
+        fashion, share = self._fashion(day)
+        now, later = (
+            self._item_law.shares(self._ranks(slots, each)) for each in (fashion, fashion + 1)
+        )
+        there = (serials >= first) & (serials < first + self.items)
+        return np.where(there, (1 - share) * now + share * later, 0.0)
+
+    def shown(self, items: Ints, day: int) -> Ints:
+        """Return how often items were shown the day before, as whole numbers."""
+        expected = self.events * self.exposure(items, day - 1)
+        salt = np.uint64(_hashed(self.seed, _SHOWN, day))
+        # Rounded up as often as it is near to the next number: means stay right.
+        return np.floor(expected + _uniform(_mixed(items.astype(np.uint64) ^ salt))).astype(
+            np.int64
+        )
+
+    def first_item(self, items: Ints) -> Ints:
+        """Return the day on which each item was new; 0 for those that were there from the first."""
+        return np.maximum(0, self._serials(items, _ITEMS) - self.items + self.new_items) // max(
+            1, self.new_items
+        )
+
+    @property
+    def _user_law(self) -> Law:
+        return Law(count=self.users, exponent=_ACTIVITY, flat=_FLAT)
+
+    @property
+    def _item_law(self) -> Law:
+        return Law(count=self.items, exponent=self.zipf)
+
+    def _fashion(self, day: int) -> tuple[int, float]:
+        """Return which ranking holds, and the share of events that follow the next one already."""
+        at = math.floor(day * self.drift)
+        return at, day * self.drift - at
+
+    def _order(self, fashion: int) -> tuple[int, int]:
+        """Return the factor and the shift of a ranking: `slot = factor * rank + shift`."""
+        factor = _hashed(self.seed, 10, fashion) % self.items
+        while math.gcd(factor, self.items) != 1:
+            factor = (factor + 1) % self.items if self.items > 1 else 1
+        return factor, _hashed(self.seed, 11, fashion) % self.items
+
+    def _slots(self, ranks: Ints, fashion: int) -> Ints:
+        factor, shift = self._order(fashion)
+        found: Ints = (ranks * factor + shift) % self.items
+        return found
+
+    def _ranks(self, slots: Ints, fashion: int) -> Ints:
+        factor, shift = self._order(fashion)
+        inverse = pow(factor, -1, self.items)
+        found: Ints = ((slots - shift) % self.items * inverse) % self.items
+        return found
+
+    def _ids(self, slots: Ints, kind: int, day: int) -> Ints:
+        """Return the ids of slots: on a day the newest serial numbers are in them, each in one."""
+        count, new = (
+            (self.users, self.new_users) if kind == _USERS else (self.items, self.new_items)
+        )
+        first = day * new
+        found = (first + (slots - first) % count).astype(np.uint64)
+        found = (found * np.uint64(_FACTORS[0]) + self._key(kind)) & _MASK
+        found ^= found >> np.uint64(_HALF)
+        found = (found * np.uint64(_FACTORS[1])) & _MASK
+        found ^= found >> np.uint64(_HALF)
+        return found.astype(np.int64)
+
+    def _serials(self, ids: Ints, kind: int) -> Ints:
+        """Return what `_ids` made ids of."""
+        first, second = (np.uint64(pow(each, -1, 1 << _BITS)) for each in _FACTORS)
+        found = ids.astype(np.uint64)
+        found ^= found >> np.uint64(_HALF)
+        found = (found * second) & _MASK
+        found ^= found >> np.uint64(_HALF)
+        serials: Hashes = ((found - self._key(kind)) * first) & _MASK
+        return serials.astype(np.int64)
+
+    def _key(self, kind: int) -> np.uint64:
+        return np.uint64(_hashed(self.seed, 12, kind) & int(_MASK))
+
+    def _normals(self, ids: Ints, count: int, kind: int) -> Floats:
+        """Return normal numbers [n, count] of ids; `count` is even (Box and Muller 1958)."""
+        found = np.empty((len(ids), count))
+        for place in range(0, count, 2):
+            salts = (np.uint64(_hashed(self.seed, kind, place + each)) for each in (0, 1))
+            one, two = (_uniform(_mixed(ids.astype(np.uint64) ^ salt)) for salt in salts)
+            radius = np.sqrt(-2 * np.log1p(-one))
+            found[:, place] = radius * np.cos(2 * math.pi * two)
+            found[:, place + 1] = radius * np.sin(2 * math.pi * two)
+        return found
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """Return hashes of whole numbers (splitmix64: Steele, Lea and Flood 2014)."""
+    found = values + np.uint64(_FACTORS[0])
+    found = (found ^ (found >> np.uint64(30))) * np.uint64(_FACTORS[1])
+    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return found ^ (found >> np.uint64(31))
+
+
+def _uniform(hashes: Hashes) -> Floats:
+    return (hashes >> np.uint64(11)).astype(np.float64) / 2**53
+
+
+def _hashed(*values: int) -> int:
+    found = np.zeros(1, np.uint64)
+    for value in values:
+        found = _mixed(found ^ np.uint64(value % 2**64))
+    return int(found[0])
+
+
+def refuse(name: str, value: Any, wanted: str) -> None:
+    """Raise `ConfigError` over an argument of the builder."""
+    raise ConfigError(f"data.builder_args.{name}: {value!r} is not allowed; it has to be {wanted}")
+
+
+def whole(name: str, value: Any, least: int, most: int) -> None:
+    """Raise `ConfigError` where an argument is no whole number of a range."""
+    if type(value) is not int or not least <= value <= most:
+        refuse(name, value, f"a whole number from {least} to {most}")
+
+
+class ClicksLarge(tfds.core.GeneratorBasedBuilder):
+    """Generated clicks of a day, or of several that end with it."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def __init__(  # noqa: PLR0913
+        self,
+        *,
+        day: int = 0,
+        days: int = 1,
+        since: str = "",
+        events: int = 1_000_000,
+        test_events: int = 100_000,
+        data_dir: Any = None,
+        version: str | None = None,
+        **truth: Any,
+    ) -> None:
+        """Take what is drawn.
+
+        Args:
+            day: the newest one.
+            days: whose events are for training; those of the test are of the newest one.
+            since: date of day 0 as 2026-11-23, in the place of `day`: the newest is that of today.
+            events: of a day, for training.
+            test_events: of the newest day.
+            data_dir: of TFDS.
+            version: 1.0.DAY, in the place of `day`.
+            truth: arguments of `Clickstream`.
+        """
+        known = {each.name for each in fields(Clickstream)}
+        if unknown := [name for name in truth if name not in known]:
+            raise TypeError(f"{unknown[0]!r} is none of its arguments ({', '.join(sorted(known))})")
+        self.day = _day(version, since, day)
+        whole("days", days, 1, self.day + 1)
+        whole("test_events", test_events, 1, _MOST)
+        self.days = days
+        self.clickstream = Clickstream(events=events, **truth)
+        #: Examples of each split: with it this class is read by `columns`, and TFDS writes nothing.
+        self.sizes: Mapping[str, int] = {"train": events * days, "test": test_events}
+        self.VERSION = tfds.core.Version(f"1.0.{self.day}")
+        super().__init__(data_dir=data_dir, version=version)
+
+    def columns(self, split: str, first: int, end: int) -> Iterator[dict[str, Ints]]:
+        """Yield the events of a range of a split, some at a time; days take turns."""
+        number, days = _SPLITS.index(split), self.days if split == "train" else 1
+        for part in range(first // PART, -(-end // PART)):
+            drawn = self.clickstream.draw(self.day - part % days, number, part // days)
+            kept = slice(max(first - part * PART, 0), end - part * PART)
+            yield {name: values[kept] for name, values in drawn.items()}
+
+    def _info(self) -> Any:
+        number = tfds.features.Scalar(np.int64)
+        label = tfds.features.ClassLabel(names=["no_click", "click"])
+        inputs = ("user", "item", "shown")
+        return tfds.core.DatasetInfo(
+            builder=self,
+            description=self.__doc__,
+            features=tfds.features.FeaturesDict(dict.fromkeys(inputs, number) | {"label": label}),
+            supervised_keys=({name: name for name in inputs}, "label"),
+        )
+
+    def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+        del dl_manager
+        return {split: self._generate_examples(split) for split in self.sizes}
+
+    def _generate_examples(self, split: str) -> Iterator[tuple[int, dict[str, int]]]:
+        number = 0
+        for columns in self.columns(split, 0, self.sizes[split]):
+            for values in zip(*(each.tolist() for each in columns.values()), strict=True):
+                yield number, dict(zip(columns, values, strict=True))
+                number += 1
+
+
+def _day(version: str | None, since: str, day: int) -> int:
+    if version:
+        text = version.removeprefix("1.0.")
+        if not (text.isdecimal() and text.isascii()) or text == version:
+            raise ConfigError(f"data.version: {version!r} names no day; write 1.0.17 for day 17")
+        if int(text) > LAST_DAY:
+            raise ConfigError(f"data.version: {version} is beyond the last day, {LAST_DAY}")
+        return int(text)
+    whole("day", day, 0, LAST_DAY)
+    if not since:
+        return day
+    try:
+        begin = date.fromisoformat(since)
+    except (TypeError, ValueError):
+        raise ConfigError(
+            f"data.builder_args.since: {since!r} is no date; write it as 2026-11-23"
+        ) from None
+    passed = (datetime.now(UTC).date() - begin).days
+    if not 0 <= passed <= LAST_DAY:
+        refuse("since", since, f"a date from {LAST_DAY} days ago to today")
+    return passed

@@ -1,0 +1,190 @@
+"""Recommender of two towers that finds and ranks: vectors for a search, and the chance of a click.
+
+Both towers look their id up in a table. Two losses train them together:
+
+    click        binary cross entropy of the logit, which the task `recommendation` has: the dot
+                 product of both vectors and a small network of them
+    retrieval    of each click the softmax over the items of all examples of the batch, by the dot
+                 products of vectors. Items are in a batch as often as they are popular, which is
+                 taken out again: scores are less by the logarithm of how often they are shown (Yi
+                 et al. 2019, "Sampling-Bias-Corrected Neural Modeling for Large Corpus Item
+                 Recommendations"). Where that comes from is a feature, `popularity`: how often an
+                 item was shown the day before. It is an input of the item's tower as well, so that
+                 a new item is known to be one
+
+The last number of an item's vector is how much all like it, that of a user's is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from trainer.errors import ConfigError, nearest
+from trainer.models.sharded_embedding import UNKNOWN, ShardedEmbedding
+from trainer.models.spec import InputSpec, size, sizes
+
+_ANSWER = "answer"
+_NEVER = -1e9
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class FoundAndRanked(keras.layers.Layer):
+    """The outputs of the task `recommendation`, and the loss of their vectors."""
+
+    def __init__(self, retrieval: float, item: str, popularity: str = "", **kwargs: Any) -> None:
+        """Take the weight of the loss, and the features that it reads."""
+        super().__init__(**{**kwargs, "dtype": "float32"})
+        self.retrieval, self.item, self.popularity = retrieval, item, popularity
+
+    def call(self, given: Sequence[Any]) -> Any:
+        """Return [n, 1 + 2 size] of the logit and the vectors of user and item."""
+        return keras.ops.concatenate(list(given), axis=1)
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the arguments of the layer, for saving."""
+        own = {"retrieval": self.retrieval, "item": self.item, "popularity": self.popularity}
+        return {**super().get_config(), **own}
+
+    def loss(self, x: Mapping[str, Any], y: Any, outputs: Any, weights: Any) -> tf.Tensor:
+        """Return the weighted mean of the softmax loss over the clicks of a batch."""
+        width = (outputs.shape[-1] - 1) // 2
+        users, items = outputs[:, 1 : 1 + width], outputs[:, 1 + width :]
+        scores = tf.matmul(users, items, transpose_b=True)
+        if self.popularity:
+            # Their number is unknown, and would be the same for all.
+            scores -= tf.math.log1p(tf.cast(x[self.popularity], tf.float32))[tf.newaxis]
+        ids = x[self.item]
+        same = tf.equal(ids[:, tf.newaxis], ids[tf.newaxis])
+        own = tf.eye(tf.shape(ids)[0], dtype=tf.bool)
+        # The same item shown to someone else is no other item.
+        scores = tf.where(same & ~own, _NEVER, scores)
+        each = tf.reduce_logsumexp(scores, axis=1) - tf.linalg.diag_part(scores)
+        clicks = tf.cast(tf.reshape(y, [-1]), tf.float32)
+        if weights is not None:
+            clicks *= tf.cast(tf.reshape(weights, [-1]), tf.float32)
+        return self.retrieval * tf.math.divide_no_nan(
+            tf.reduce_sum(clicks * each), tf.reduce_sum(clicks)
+        )
+
+
+@keras.saving.register_keras_serializable(package="flotilla")
+class Recommender(keras.Model):
+    """A model whose last layer is `FoundAndRanked`."""
+
+    # As that of Keras's own functional models, so that it is saved as one of them.
+    def __init__(self, inputs: Any, outputs: Any, name: str | None = None, **kwargs: Any) -> None:
+        """Take symbolic inputs and outputs."""
+        super().__init__(inputs, outputs, name=name, **kwargs)
+
+    def compute_loss(
+        self,
+        x: Any = None,
+        y: Any = None,
+        y_pred: Any = None,
+        sample_weight: Any = None,
+        training: bool = True,
+    ) -> Any:
+        """Return the loss of the task and that of the vectors."""
+        of_task = super().compute_loss(
+            x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training
+        )
+        return of_task + self.get_layer(_ANSWER).loss(x, y, y_pred, sample_weight)
+
+
+# Each one is a key of `model.args`.
+def two_tower_ranker(  # noqa: PLR0913
+    spec: InputSpec,
+    *,
+    rows: Mapping[str, int] | None = None,
+    user: str = "user",
+    item: str = "item",
+    popularity: str = "",
+    dimension: int = 16,
+    hidden_units: Sequence[int] = (),
+    ranking_units: Sequence[int] = (32,),
+    shards: int = 2,
+    unknown: str = "wrap",
+    retrieval: float = 1.0,
+) -> keras.Model:
+    """Return the logit and both vectors of pairs, as the task `recommendation` takes them.
+
+    Args:
+        spec: whole numbers: an id of a user, one of an item, and the popularity where it is named.
+        rows: of the table of each id, by its feature.
+        user: the feature that is the id of a user.
+        item: the feature that is the id of an item.
+        popularity: the feature that says how often an item was shown before; empty for none.
+        dimension: of a row, and of a tower's vector but for its last number.
+        hidden_units: ReLU layers of each tower.
+        ranking_units: ReLU layers of the network of both vectors.
+        shards: variables that each table is split over.
+        unknown: what an id outside of its table gets: "wrap" for `id mod rows`, or "error".
+        retrieval: weight of the loss of the search; 0 for none.
+    """
+    counts = _checked(spec, rows, (user, item), popularity)
+    dimension, shards = size("dimension", dimension), size("shards", shards)
+    if unknown not in UNKNOWN:
+        raise ConfigError(f"unknown: {unknown!r} is not allowed; it is one of {', '.join(UNKNOWN)}")
+    if type(retrieval) not in (int, float) or not 0 <= retrieval < float("inf"):
+        raise ConfigError(f"retrieval: {retrieval!r} is not allowed; it has to be 0 or more")
+    given = spec.symbols()
+    of_user, of_item = (
+        ShardedEmbedding(
+            counts[name],
+            dimension,
+            shards=min(shards, counts[name]),
+            unknown=unknown,
+            name=f"{name}_embedding",
+        )(given[name])
+        for name in (user, item)
+    )
+    if popularity:
+        column = keras.layers.Reshape((1,), name="popularity")(given[popularity])
+        known = keras.ops.log1p(keras.ops.cast(column, "float32"))
+        of_item = keras.layers.Concatenate(name="item_known")([of_item, known])
+    rows_of = {user: of_user, item: of_item}
+    vectors = [_tower(name, row, hidden_units, dimension) for name, row in rows_of.items()]
+    match = keras.layers.Dot(axes=1, name="match")(vectors)
+    x = keras.layers.Concatenate(name="both")([*vectors, of_user, of_item])
+    for index, units in enumerate(sizes("ranking_units", ranking_units)):
+        x = keras.layers.Dense(units, activation="relu", name=f"ranking_{index}")(x)
+    logit = keras.layers.Add(name="logit")([match, keras.layers.Dense(1, name="ranking")(x)])
+    liked = keras.layers.Dense(1, name="liked")(of_item)
+    ends = zip(vectors, (keras.ops.ones_like(liked), liked), strict=True)
+    both = (keras.ops.concatenate(each, axis=1) for each in ends)
+    answer = FoundAndRanked(float(retrieval), item, popularity, name=_ANSWER)
+    return Recommender(given, answer([logit, *both]), name="two_tower_ranker")
+
+
+def _tower(name: str, x: Any, hidden_units: Sequence[int], dimension: int) -> Any:
+    for index, units in enumerate(sizes("hidden_units", hidden_units)):
+        x = keras.layers.Dense(units, activation="relu", name=f"{name}_hidden_{index}")(x)
+    return keras.layers.Dense(dimension, name=f"{name}_vector")(x)
+
+
+def _checked(
+    spec: InputSpec, rows: Mapping[str, int] | None, ids: tuple[str, str], popularity: str
+) -> dict[str, int]:
+    """Return the rows of each table."""
+    wanted = [*ids, *filter(None, [popularity])]
+    if not isinstance(spec.shape, Mapping) or not isinstance(spec.dtype, Mapping):
+        raise ConfigError(f"takes {', '.join(wanted)}; set data.inputs to them")
+    for name in wanted:
+        if name not in spec.shape:
+            hint = nearest(name, spec.shape) or f" (the inputs are {', '.join(spec.shape)})"
+            raise ConfigError(f"there is no input {name!r}{hint}")
+    if others := [name for name in spec.shape if name not in wanted]:
+        raise ConfigError(f"it does not take the input {others[0]!r}: leave it out of data.inputs")
+    for name in wanted:
+        if tuple(spec.shape[name]) or (name in ids and "int" not in spec.dtype[name]):
+            what = f"{spec.dtype[name]} of shape {tuple(spec.shape[name])}"
+            raise ConfigError(f"takes one whole number as {name!r}; it is {what}")
+    if not isinstance(rows, Mapping) or rows.keys() != set(ids):
+        raise ConfigError(
+            f"rows: {rows!r} is not allowed; it has to be {{{ids[0]}: COUNT, {ids[1]}: COUNT}}"
+        )
+    return {name: size(f"rows of {name}", rows[name]) for name in ids}

@@ -1,0 +1,1 @@
+"""Recommenders: a score of each pair, and vectors by which the best items are found."""

@@ -1,0 +1,191 @@
+"""What a user takes of what is shown, and which items are found for them among all.
+
+    label     as of `ranking`: taken or not
+    outputs   [n, 1 + 2 size]: the logit of "taken", the vector of the user, the vector of the item
+    loss      binary cross entropy of the logit; a model adds that of its vectors, as
+              `trainer.models.two_tower_ranker` does
+    metrics   those of `ranking`, and in an evaluation `recall_at_<k>`, which
+              `trainer.tasks.retrieval.recall` defines; all of them in slices too
+    answers   `logit`, `probability`, `user_vector`, `item_vector`: the items of the largest dot
+              products with a vector of a user are those that are found for them
+
+`data.group` names the user, `task.args.item` the item.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from trainer.errors import ConfigError, UserError
+from trainer.tasks.base import Array, Examples, Floats, Part, Shape, Tally, Target
+from trainer.tasks.ranking import Ranking, by_query, interval
+from trainer.tasks.retrieval.recall import Search
+
+NUMBERS = (10, 100)
+
+
+class OfLogit(keras.losses.BinaryCrossentropy):
+    """Keras's, of the first column of the outputs."""
+
+    def call(self, y_true: Any, y_pred: Any) -> Any:
+        """Return the loss [n]."""
+        return super().call(y_true, y_pred[:, :1])
+
+
+class Recommendation(Ranking):
+    """See the module."""
+
+    name = "recommendation"
+    output_shape: ClassVar[Shape] = (-1,)
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        group: str = "",
+        item: str = "item",
+        k: Sequence[int] = NUMBERS,
+    ) -> None:
+        """Take a label, the features of user and item, and the numbers of `recall_at_<k>`."""
+        super().__init__(target, group=group)
+        if not group:
+            raise ConfigError("it needs the feature that names the user: set data.group")
+        if not isinstance(k, Sequence) or isinstance(k, str) or not k:
+            raise ConfigError(f"k: {k!r} is not allowed; it has to be numbers, as [10, 100]")
+        for each in k:
+            if type(each) is not int or each < 1:
+                raise ConfigError(
+                    f"k: {each!r} is not allowed; it has to be a whole number of at least 1"
+                )
+        self._user, self._item, self._numbers = group, item, tuple(dict.fromkeys(k))
+        self.directions = {  # type: ignore[misc]
+            **Ranking.directions,
+            **{_named(each): "higher" for each in self._numbers},
+        }
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The features that name user and item."""
+        return (self._user, self._item)
+
+    def loss(self) -> keras.losses.Loss:
+        """Return the cross entropy of the logit."""
+        return OfLogit(from_logits=True)
+
+    def predictions(self, outputs: Any) -> Any:
+        """Return the probabilities [n, 1] of "taken"."""
+        return tf.sigmoid(outputs[:, :1])
+
+    def answers(self, outputs: Any) -> dict[str, tf.Tensor]:
+        """Return logit and probability, and both vectors."""
+        logit, user, item = tf.split(outputs, [1, *[_size(outputs)] * 2], axis=1)
+        return {**super().answers(logit), "user_vector": user, "item_vector": item}
+
+    def outputs_of(self, answers: Mapping[str, Any]) -> Any:
+        """Return logits and vectors."""
+        logit = super().outputs_of(answers)
+        return np.concatenate([logit, answers["user_vector"], answers["item_vector"]], axis=1)
+
+    def check_output(self, output: Any, last: Any) -> None:
+        """Refuse what is not a logit and two vectors of one size."""
+        super().check_output(output, last)
+        width = output.shape[-1]
+        if width is None or width < 3 or width % 2 == 0:  # noqa: PLR2004
+            raise ConfigError(
+                f"its output has to be a logit and two vectors of one size, (batch, 1 + 2 size), "
+                f"for {self.name}, not {tuple(output.shape)}"
+            )
+
+    def details(self, examples: Examples) -> dict[str, Any]:
+        """Add the recalls, whose vectors are held in memory.
+
+        Raises:
+            UserError: there are fewer items than one of `k`.
+        """
+        found = super().details(_Scored(examples))
+        search = Search()
+        for part in examples.parts():
+            self.fill(search, part)
+        most = search.candidates
+        if above := [each for each in self._numbers if each > most]:
+            raise UserError(
+                f"task.args.k: recall at {above[0]} of the {most} items that the evaluation has is "
+                f"no recall; set it to {most} or less, or evaluate more examples"
+            )
+        recalls = self.recalls(search)
+        for kind in ("metrics", "intervals"):
+            found[kind] |= {n: value for n, value in recalls[kind].items() if value is not None}
+        found["tables"] += [
+            {"title": "Candidates", "columns": ["Items", "Number"], "rows": [["all", most]]}
+        ]
+        return found
+
+    def tally(self) -> Tally:
+        """Return what gathers the metrics by user of one slice."""
+        return _OfSlice(self)
+
+    def fill(self, search: Search, part: Part) -> None:
+        """Add examples to a search."""
+        size = _size(part.outputs)
+        users, items = (part.columns[each] for each in (self._user, self._item))
+        vectors = part.outputs[:, 1 : 1 + size], part.outputs[:, 1 + size :]
+        search.add(users, items, part.labels.astype(bool), *vectors)
+
+    def recalls(self, search: Search) -> dict[str, dict[str, Any]]:
+        """Return `metrics` and `intervals` of a search; a metric that is not defined is None."""
+        found = search.recalls(self._numbers)
+        metrics: dict[str, Any] = dict.fromkeys(map(_named, self._numbers))
+        metrics |= {_named(each): float(v.mean()) for each, v in found.items() if len(v)}
+        return {
+            "metrics": metrics,
+            "intervals": {_named(each): interval(v) for each, v in found.items() if len(v)},
+        }
+
+
+class _OfSlice(Tally):
+    def __init__(self, task: Recommendation) -> None:
+        self._task = task
+        self._search = Search()
+        self._scored: list[tuple[Array, Array, Floats]] = []
+
+    def add(self, part: Part) -> None:
+        self._task.fill(self._search, part)
+        users = part.columns[self._task.columns[0]]
+        self._scored.append((users, part.labels.astype(bool), part.outputs[:, 0].copy()))
+
+    def result(self) -> dict[str, Any]:
+        found = self._task.recalls(self._search)
+        given = (np.concatenate(each) for each in zip(*self._scored, strict=True))
+        for name, values in by_query(*given).items():
+            found["metrics"][name] = float(values.mean()) if len(values) else None
+            found["intervals"] |= {name: interval(values)} if len(values) else {}
+        return found
+
+
+@dataclass(frozen=True)
+class _Scored:
+    """The examples with their logits alone: see `trainer.tasks.base.Examples`."""
+
+    _examples: Examples
+
+    @property
+    def count(self) -> int:
+        return self._examples.count
+
+    def parts(self) -> Iterator[Part]:
+        for part in self._examples.parts():
+            yield part._replace(outputs=part.outputs[:, :1])
+
+
+def _named(number: int) -> str:
+    return f"recall_at_{number}"
+
+
+def _size(outputs: Any) -> int:
+    return (int(outputs.shape[-1]) - 1) // 2
