@@ -10,12 +10,15 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from kfp import local
 
 from components.records.record import STOPPING
+from pipelines.runs.forked_steps import forking
 from pipelines.training import PIPELINES
 from trainer import events
 from trainer.cluster import signals
@@ -36,13 +39,18 @@ def main() -> None:
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{path}"
     sys.executable = "python3"
     arguments = json.loads((folder / "arguments.json").read_text(encoding="utf-8"))
+    with forking(folder, name):
+        _run(name, folder, arguments)
+    events.emit(events.RunEnd())
+
+
+def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
     local.init(
         runner=local.SubprocessRunner(use_venv=False),
         pipeline_root=str(folder / "kfp"),
         raise_on_error=True,
     )
     PIPELINES[name](**arguments)
-    events.emit(events.RunEnd())
 
 
 def _no_further_step(_number: int, _frame: FrameType | None) -> None:
