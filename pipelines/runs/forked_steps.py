@@ -13,13 +13,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from glob import glob
 from pathlib import Path
-
-from kfp.local import subprocess_task_handler
 
 from components.table import STEPS, step_of
 from trainer.cluster import signals
@@ -34,9 +33,13 @@ _AT_ONCE = ("kfp.dsl.executor", "kfp.dsl.kfp_config", "kfp.dsl.utils")
 _OF_STEPS = {
     "evaluate_model": "trainer.evaluation.evaluate",
     "export_model": "trainer.export.export",
+    # Where it compares the model with a champion that the gate has not seen.
+    "register_model": "trainer.evaluation.evaluate",
 }
+#: KFP looks at it when it is imported: it loads what a running step needs, and no more.
+KFP_RUNTIME = "_KFP_RUNTIME"
 # In the order in which a run needs them.
-_LATER = ("tensorflow", *dict.fromkeys(MODULES.values()), *_OF_STEPS.values())
+_LATER = ("tensorflow", *dict.fromkeys(MODULES.values()), *dict.fromkeys(_OF_STEPS.values()))
 _GPUS = ("/dev/nvidia[0-9]*", "/dev/dxg")
 _SECONDS_TO_END = 5.0
 
@@ -50,8 +53,10 @@ class _Addresses:
 
 
 @contextmanager
-def forking(folder: Path, pipeline: str) -> Iterator[None]:
-    """Fork the steps of this process's runs, in this block, where that is possible.
+def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
+    """Start a fork server for this block, where that is possible.
+
+    Yields what lets KFP's runner fork the steps, once it is loaded.
 
     Args:
         folder: of the run, which is on the command line of each of its processes.
@@ -59,7 +64,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[None]:
     """
     asked = os.environ.pop(client.VARIABLE, "")
     if asked == client.NONE or not _is_possible():
-        yield
+        yield lambda: None
         return
     steps = [f"components.{step.name}" for step in STEPS]
     # A copy of a process that has seen a GPU cannot use it.
@@ -69,18 +74,23 @@ def forking(folder: Path, pipeline: str) -> Iterator[None]:
     with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):
         if later:
             os.environ[client.VARIABLE] = addresses.tensorflow
-        as_ever = subprocess_task_handler.run_local_subprocess
-
-        def run(full_command: list[str], env_vars: Mapping[str, str] | None = None) -> int:
-            forked = _forked(addresses, full_command, env_vars or {})
-            return as_ever(full_command, env_vars) if forked is None else forked
-
-        subprocess_task_handler.run_local_subprocess = run
         try:
-            yield
+            yield partial(_fork_steps, addresses)
         finally:
-            subprocess_task_handler.run_local_subprocess = as_ever
             os.environ.pop(client.VARIABLE, None)
+
+
+def _fork_steps(addresses: _Addresses) -> None:
+    # It takes a second to load, in which the server starts.
+    from kfp.local import subprocess_task_handler
+
+    as_ever = subprocess_task_handler.run_local_subprocess
+
+    def run(full_command: list[str], env_vars: Mapping[str, str] | None = None) -> int:
+        code = _forked(addresses, full_command, env_vars or {})
+        return as_ever(full_command, env_vars) if code is None else code
+
+    subprocess_task_handler.run_local_subprocess = run
 
 
 def _is_possible() -> bool:
@@ -130,8 +140,7 @@ def _environment(sockets: Sequence[int]) -> dict[str, str]:
         **os.environ,
         **signals.parent_environment(),
         "GRPC_FAIL_FAST": "use_caller",
-        # KFP looks at it when it is imported.
-        "_KFP_RUNTIME": "true",
+        KFP_RUNTIME: "true",
         server.SOCKETS: ":".join(map(str, sockets)),
     }
 
@@ -155,7 +164,7 @@ def _forked(
         command=command,
         loaded=module or f"components.{step_of(name).name}",
         folder=os.getcwd(),
-        environment={**os.environ, **env_vars, "_KFP_RUNTIME": "true"},
+        environment={**os.environ, **env_vars, KFP_RUNTIME: "true"},
     )
     reader, writer = os.pipe()
     try:

@@ -30,6 +30,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from trainer import optional_packages
 from trainer.cluster import signals
 from trainer.cluster.forks import command_line, request
 from trainer.cluster.forks.request import Request
@@ -222,6 +223,7 @@ def end_with(parent: int) -> None:
 def main() -> None:
     """Serve; in a process that was forked, run what was asked for."""
     signals.end_with_parent()
+    optional_packages.leave_out()
     # They go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
