@@ -32,7 +32,7 @@ class _Absent(MetaPathFinder):
 
 def _importer() -> str:
     """Return the package whose module imports; empty for none."""
-    frame = sys._getframe(2)  # noqa: SLF001
+    frame = sys._getframe(2)
     while frame:
         package = str(frame.f_globals.get("__name__", "")).partition(".")[0]
         if package not in _MACHINERY:

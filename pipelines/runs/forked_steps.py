@@ -82,7 +82,7 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
 
 def _fork_steps(addresses: _Addresses) -> None:
     # It takes a second to load, in which the server starts.
-    from kfp.local import subprocess_task_handler
+    from kfp.local import subprocess_task_handler  # noqa: PLC0415
 
     as_ever = subprocess_task_handler.run_local_subprocess
 
@@ -107,7 +107,9 @@ def _server(
             sockets.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             for _ in range(2)
         ]
-        for listener, name in zip(listeners, (addresses.steps, f"{addresses.steps}.tf")):
+        for listener, name in zip(
+            listeners, (addresses.steps, f"{addresses.steps}.tf"), strict=True
+        ):
             listener.bind(f"\0{name}")
             listener.listen(server.BACKLOG)
         numbers = [listener.fileno() for listener in listeners]

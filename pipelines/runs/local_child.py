@@ -46,9 +46,9 @@ def main() -> None:
 
 
 def _run(name: str, folder: Path, arguments: Mapping[str, Any]) -> None:
-    from kfp import local
+    from kfp import local  # noqa: PLC0415
 
-    from pipelines.training import PIPELINES
+    from pipelines.training import PIPELINES  # noqa: PLC0415
 
     local.init(
         runner=local.SubprocessRunner(use_venv=False),

@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer import events, user_code
 from trainer.cluster import lease, liveness, signals, termination
 from trainer.cluster.forks import client
+from trainer.cluster.forks.request import Request
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
 from trainer.errors import RETRYABLE, UserError
@@ -170,14 +171,16 @@ class TaskProcess:
         beats = client.high(beats)
         own = liveness.heartbeat_environment(beats, self._job.config.training.stall_timeout)
         with output, os.fdopen(beats, "wb"):
-            self._started = client.started(
-                self._command(),
+            wanted = Request(
+                command=self._command(),
                 loaded=self._loads(),
-                folder=self.folder,
+                folder=str(self.folder),
                 environment={**self._environment(), **own},
-                output=output.fileno(),
-                descriptor=beats,
+                # A Ctrl-C of the terminal goes to the launcher alone.
+                own_session=True,
+                descriptors=(beats,),
             )
+            self._started = client.started(wanted, output.fileno())
         if self._serves:
             pin_to_cores(self._started.pid, self._cluster, self.task)
         return self._started
@@ -210,7 +213,7 @@ class TaskProcess:
 
     def end(self) -> End:
         """Return how it ended, once it has."""
-        code = self._started.returncode if self._started else 0
+        code = (self._started.poll() if self._started else 0) or 0
         if self._killed and code == self._killed.code:
             return self._killed
         return End(code=code)
@@ -218,7 +221,8 @@ class TaskProcess:
     def resident_bytes(self) -> int:
         """Return its resident memory; 0 where the system has no `/proc`."""
         try:
-            text = Path(f"/proc/{self._started.pid if self._started else 0}/statm").read_text("ascii")
+            pid = self._started.pid if self._started else 0
+            text = Path(f"/proc/{pid}/statm").read_text("ascii")
         except OSError:
             return 0
         return int(text.split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -8,9 +8,7 @@ import signal
 import socket
 import subprocess
 import threading
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 from trainer.cluster.forks import request
@@ -20,6 +18,8 @@ from trainer.cluster.forks.request import Request
 VARIABLE = "FLOTILLA_FORK_SERVER"
 # Of a user who wants no process to be forked.
 NONE = "none"
+# Above what libraries open.
+_HIGH = 200
 
 
 class Process(Protocol):
@@ -118,52 +118,30 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
     return Forked(connection, pid, descriptor)
 
 
-def started(
-    command: Sequence[str],
-    *,
-    loaded: str,
-    folder: Path,
-    environment: Mapping[str, str],
-    output: int,
-    descriptor: int,
-) -> Process:
-    """Start a process in a session of its own; it may be forked from a server.
+def started(wanted: Request, output: int) -> Process:
+    """Start a process, forked where a server can; with `loaded` empty always anew.
 
     Args:
-        command: `python -m MODULE ...`.
-        loaded: the module whose import takes most of its start; empty for a process anew.
-        folder: its working folder.
-        environment: all of its environment.
+        wanted: the process.
         output: descriptor of its standard output and standard error.
-        descriptor: one that it has to have under the same number.
     """
     address = server_address()
-    if address and loaded:
-        wanted = Request(
-            command=command,
-            loaded=loaded,
-            folder=str(folder),
-            environment=environment,
-            own_session=True,
-            descriptors=(descriptor,),
-        )
-        if forked := fork(address, wanted, output):
-            return forked
+    if address and wanted.loaded and (forked := fork(address, wanted, output)):
+        return forked
     return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        pass_fds=(descriptor,),
+        wanted.command,
+        cwd=wanted.folder,
+        env=wanted.environment,
+        pass_fds=wanted.descriptors,
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
-        # Its own session: a Ctrl-C of the terminal goes to the launcher alone.
-        start_new_session=True,
+        start_new_session=wanted.own_session,
     )
 
 
 def high(descriptor: int) -> int:
     """Return a copy of a descriptor, whose number no library uses; the first one is closed."""
-    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 200)
+    copy = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH)
     os.close(descriptor)
     return copy

@@ -28,12 +28,12 @@ class Request:
 
     Attributes:
         command: the whole command line; the third word is the module.
-        loaded: the module that has to be loaded in the server before it forks.
+        loaded: the module whose import takes most of its start: a server has loaded it before it
+            forks. Empty for a process that is not to be forked.
         folder: its working folder.
         environment: all of its environment.
         own_session: whether it begins a session.
-        descriptors: the numbers that the descriptors which come with the request get; the first is
-            that of its output, which standard output and standard error are.
+        descriptors: what it inherits, under the same numbers.
     """
 
     command: Sequence[str]

@@ -1,9 +1,9 @@
 """The fork server of a run: a process that has loaded TensorFlow once, and is forked for each task.
 
 `python -m trainer.cluster.forks.server FOLDER AT_ONCE LATER`, with two listening sockets at the
-descriptors that `SOCKETS` names, and ends with its standard input. It loads the modules AT_ONCE, forks a second server, which goes
-on to load the modules LATER, and serves requests for processes that need the first ones; the second
-server serves the others, each as soon as its module is loaded.
+descriptors that `SOCKETS` names. It loads the modules AT_ONCE, forks a second server, which goes on
+to load the modules LATER, and serves requests for processes that need the first ones; the second
+server serves the others, each as soon as its module is loaded. Both end with standard input.
 
 A process may be forked from another if no thread of that one holds what the copy needs, for the
 copy has only the thread that has forked. A server has one thread of its own, and those that
@@ -227,9 +227,7 @@ def main() -> None:
     # They go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    first, second = (
-        socket.socket(fileno=int(each)) for each in os.environ.pop(SOCKETS).split(":")
-    )
+    first, second = (socket.socket(fileno=int(each)) for each in os.environ.pop(SOCKETS).split(":"))
     _, _, at_once, later = sys.argv
     # A kernel without it is found now, and processes are started anew then.
     command_line.show([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
