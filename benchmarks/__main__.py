@@ -21,6 +21,7 @@ from benchmarks import (
     on_gpu,
     preparing,
     same_accuracy,
+    startup,
     storage,
     training,
     whole_run,
@@ -39,6 +40,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
     "input-later": examples.later_epochs,
     "prepare": preparing.preparing,
     "run": whole_run.whole_run,
+    "startup": startup.startup,
     "memory": memory.memory,
     "files": storage.many_files,
     "checkpoints": storage.checkpoints,
@@ -49,7 +51,7 @@ MEASURES: Mapping[str, Callable[[], comparisons.Comparison]] = {
 # Measured only on request: an accuracy does not change with the machine.
 OF_ACCURACY = "same-"
 # They take digits, or what they make themselves.
-WITHOUT_MNIST = {"run", "memory", "files", "checkpoints", "evaluation"}
+WITHOUT_MNIST = {"run", "startup", "memory", "files", "checkpoints", "evaluation"}
 
 
 def main() -> None:

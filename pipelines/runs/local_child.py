@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from components.records.record import STOPPING
-from pipelines.runs.forked_steps import KFP_RUNTIME, forking
+from pipelines.forked_steps import KFP_RUNTIME, forking
 from trainer import events
 from trainer.cluster import signals
 

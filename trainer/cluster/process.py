@@ -17,8 +17,8 @@ from pathlib import Path
 
 from trainer import events, user_code
 from trainer.cluster import lease, liveness, signals, termination
-from trainer.cluster.forks import client
-from trainer.cluster.forks.request import Request
+from trainer.cluster.forks import forked
+from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.launcher import Job, task_command
 from trainer.config.schema import Config
 from trainer.errors import RETRYABLE, UserError
@@ -145,12 +145,12 @@ class TaskProcess:
         self._cluster = cluster
         leads = topology_of(job.config.training.strategy).leads(task)
         self._serves = task.role != "evaluator" and not leads
-        self._started: client.Process | None = None
+        self._started: forked.Process | None = None
         self._killed: End | None = None
         self.started_at = 0.0
         self.heartbeat = -1
 
-    def start(self) -> client.Process:
+    def start(self) -> forked.Process:
         """Start the process; its output is appended to the log of its folder.
 
         Its heartbeats come from the descriptor `heartbeat`, which the caller has to close.
@@ -168,7 +168,7 @@ class TaskProcess:
         self._killed = None
         self.started_at = time.monotonic()
         self.heartbeat, beats = os.pipe()
-        beats = client.high(beats)
+        beats = forked.high(beats)
         own = liveness.heartbeat_environment(beats, self._job.config.training.stall_timeout)
         with output, os.fdopen(beats, "wb"):
             wanted = Request(
@@ -180,7 +180,7 @@ class TaskProcess:
                 own_session=True,
                 descriptors=(beats,),
             )
-            self._started = client.started(wanted, output.fileno())
+            self._started = forked.started(wanted, output.fileno())
         if self._serves:
             pin_to_cores(self._started.pid, self._cluster, self.task)
         return self._started

@@ -19,7 +19,7 @@ _FIELDS = {
     "start_brk": 47, "env_start": 50, "env_end": 51,
 }  # fmt: skip
 # Shown for as long as this process runs.
-_shown: list[mmap.mmap] = []
+_memory: list[mmap.mmap] = []
 
 
 class _Map(ctypes.Structure):
@@ -59,4 +59,4 @@ def show(words: Sequence[str]) -> None:
     new.brk = libc.sbrk(0)
     if libc.prctl(_PR_SET_MM, _PR_SET_MM_MAP, ctypes.byref(new), ctypes.sizeof(new), 0):
         raise OSError(ctypes.get_errno(), "PR_SET_MM_MAP")
-    _shown[:] = [memory]
+    _memory[:] = [memory]

@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from trainer.cluster import signals
-from trainer.cluster.forks import client, server
-from trainer.cluster.forks.request import Request
+from trainer.cluster.forks import fork_server, forked
+from trainer.cluster.forks.fork_request import Request
 
 SECONDS = 60
-PROGRAM = "tests.trainer.cluster.forks.forked"
+PROGRAM = "tests.trainer.cluster.forks.program"
 LOADED = "json"
 
 
@@ -35,14 +35,14 @@ def serving(folder, at_once=LOADED, later="", **environment):
     sockets = [socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) for _ in range(2)]
     for each, address in zip(sockets, (name, f"{name}.tf"), strict=True):
         each.bind(f"\0{address}")
-        each.listen(server.BACKLOG)
+        each.listen(fork_server.BACKLOG)
     numbers = [each.fileno() for each in sockets]
+    names = ":".join(map(str, numbers))
     process = subprocess.Popen(
-        [sys.executable, "-m", server.__name__, str(folder), at_once, later],
+        [sys.executable, "-m", fork_server.__name__, str(folder), names, at_once, later],
         env={
             **os.environ,
             **signals.parent_environment(),
-            server.SOCKETS: ":".join(map(str, numbers)),
             **environment,
         },
         stdin=subprocess.PIPE,
@@ -69,7 +69,7 @@ class Asked:
     def __post_init__(self):
         self._read, self._write = os.pipe()
         self.output, self._output = os.pipe()
-        number = client.high(self._read)
+        number = forked.high(self._read)
         self.wanted = Request(
             command=[sys.executable, "-m", PROGRAM, str(number), *self.arguments],
             loaded=self.loaded,
@@ -91,7 +91,7 @@ class Asked:
 
     def fork(self, address):
         with self.descriptors() as output:
-            return client.fork(address, self.wanted, output)
+            return forked.fork(address, self.wanted, output)
 
     def says(self):
         """Return what it says, once it runs."""

@@ -17,5 +17,5 @@ sys.stdout.buffer.write(open("/proc/self/cmdline", "rb").read())
 @pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
 def test_a_process_shows_the_words_that_it_wants():
     words = ["a b", "", "x" * 10_000]
-    shown = subprocess.run([sys.executable, "-c", PROGRAM, *words], check=True, capture_output=True)
-    assert shown.stdout.split(b"\0") == [*(word.encode() for word in words), b"again", b""]
+    found = subprocess.run([sys.executable, "-c", PROGRAM, *words], check=True, capture_output=True)
+    assert found.stdout.split(b"\0") == [*(word.encode() for word in words), b"again", b""]

@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, has_ended, serving
-from trainer.cluster.forks import request
+from trainer.cluster.forks import fork_request
 
 pytestmark = pytest.mark.cluster
 
@@ -22,13 +22,13 @@ def test_a_copy_is_as_if_it_was_started_anew(server, tmp_path):
     asked = Asked(folder=tmp_path, arguments=("a b", ""), environment={"OWN": "1"})
     process = asked.fork(server.first)
     said = asked.says()
-    shown = psutil.Process(process.pid)
+    seen = psutil.Process(process.pid)
     assert said["arguments"] == asked.wanted.command[3:]
     assert said["environment"] == asked.wanted.environment
     assert said["folder"] == str(tmp_path)
     assert said["session"]
-    assert shown.cmdline() == asked.wanted.command
-    assert shown.ppid() == server.process.pid
+    assert seen.cmdline() == asked.wanted.command
+    assert seen.ppid() == server.process.pid
     assert process.poll() is None
     asked.end(7)
     assert process.wait(SECONDS) == process.poll() == 7
@@ -51,8 +51,8 @@ def test_a_copy_ends_with_its_starter_also_when_it_is_stopped(server, tmp_path):
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as starter:
         starter.connect(f"\0{server.first}")
         with asked.descriptors() as output:
-            request.send(starter, asked.wanted, output)
-        pid, descriptor = request.receive_number(starter)
+            fork_request.send(starter, asked.wanted, output)
+        pid, descriptor = fork_request.receive_number(starter)
         asked.says()
         os.kill(pid, signal.SIGSTOP)
     assert has_ended(descriptor)
@@ -79,7 +79,7 @@ def test_a_request_that_is_none_is_dropped(server, tmp_path):
         stranger.shutdown(socket.SHUT_WR)
         stranger.settimeout(SECONDS)
         with pytest.raises((ConnectionError, OSError)):
-            request.receive_number(stranger)
+            fork_request.receive_number(stranger)
     asked = Asked(folder=tmp_path)
     assert asked.fork(server.first)
     asked.says()

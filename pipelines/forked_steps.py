@@ -2,11 +2,12 @@
 
 KFP's runner starts a shell and a Python for each step, which imports KFP, Flotilla and, for some,
 TensorFlow. Here a fork server does all of that once for a run, while the first steps work; see
-`trainer.cluster.forks.server`. Where no process can be forked the runner works as it always does.
+`trainer.cluster.forks.fork_server`. Where none can be forked the runner works as it always does.
 """
 
 from __future__ import annotations
 
+import builtins
 import os
 import secrets
 import socket
@@ -22,8 +23,8 @@ from pathlib import Path
 
 from components.table import STEPS, step_of
 from trainer.cluster import signals
-from trainer.cluster.forks import client, server
-from trainer.cluster.forks.request import Request
+from trainer.cluster.forks import fork_server, forked
+from trainer.cluster.forks.fork_request import Request
 from trainer.cluster.process import MODULES
 
 # What KFP's runner puts between the command and the source of a step.
@@ -62,8 +63,8 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
         folder: of the run, which is on the command line of each of its processes.
         pipeline: a name of `pipelines.training.PIPELINES`.
     """
-    asked = os.environ.pop(client.VARIABLE, "")
-    if asked == client.NONE or not _is_possible():
+    asked = os.environ.pop(forked.VARIABLE, "")
+    if asked == forked.NONE or not _is_possible():
         yield lambda: None
         return
     steps = [f"components.{step.name}" for step in STEPS]
@@ -73,11 +74,11 @@ def forking(folder: Path, pipeline: str) -> Iterator[Callable[[], None]]:
     addresses = _Addresses(steps=name, tensorflow=f"{name}.tf" if later else "")
     with _server(folder, addresses, [*_AT_ONCE, *steps], _LATER if later else ()):
         if later:
-            os.environ[client.VARIABLE] = addresses.tensorflow
+            os.environ[forked.VARIABLE] = addresses.tensorflow
         try:
             yield partial(_fork_steps, addresses)
         finally:
-            os.environ.pop(client.VARIABLE, None)
+            os.environ.pop(forked.VARIABLE, None)
 
 
 def _fork_steps(addresses: _Addresses) -> None:
@@ -111,14 +112,14 @@ def _server(
             listeners, (addresses.steps, f"{addresses.steps}.tf"), strict=True
         ):
             listener.bind(f"\0{name}")
-            listener.listen(server.BACKLOG)
+            listener.listen(fork_server.BACKLOG)
         numbers = [listener.fileno() for listener in listeners]
         process = subprocess.Popen(
             [
-                sys.executable, "-m", server.__name__, str(folder),
+                sys.executable, "-m", fork_server.__name__, str(folder), ":".join(map(str, numbers)),
                 ",".join(at_once), ",".join(later),
             ],
-            env=_environment(numbers),
+            env=_environment(),
             stdin=subprocess.PIPE,
             pass_fds=numbers,
         )  # fmt: skip
@@ -134,7 +135,7 @@ def _server(
             process.wait()
 
 
-def _environment(sockets: Sequence[int]) -> dict[str, str]:
+def _environment() -> dict[str, str]:
     return {
         # As tasks have them; some are read when TensorFlow is loaded.
         "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -143,7 +144,6 @@ def _environment(sockets: Sequence[int]) -> dict[str, str]:
         **signals.parent_environment(),
         "GRPC_FAIL_FAST": "use_caller",
         KFP_RUNTIME: "true",
-        server.SOCKETS: ":".join(map(str, sockets)),
     }
 
 
@@ -170,14 +170,14 @@ def _forked(
     )
     reader, writer = os.pipe()
     try:
-        process = client.fork(address, wanted, writer)
+        process = forked.fork(address, wanted, writer)
     finally:
         os.close(writer)
     with open(reader, encoding="utf-8", errors="replace") as lines:
         if process is None:
             return None
-        # As the runner does, which has patched `print`.
+        # The runner has patched it: it indents what a step says.
         for line in lines:
-            print(line, end="")  # noqa: T201
-    print("\n")  # noqa: T201
+            builtins.print(line, end="")  # noqa: T201
+    builtins.print("\n")  # noqa: T201
     return process.wait()

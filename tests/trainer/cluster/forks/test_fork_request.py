@@ -3,8 +3,8 @@ import socket
 
 import pytest
 
-from trainer.cluster.forks import request
-from trainer.cluster.forks.request import Request
+from trainer.cluster.forks import fork_request
+from trainer.cluster.forks.fork_request import Request
 
 WANTED = Request(
     command=["python", "-m", "json.tool"],
@@ -26,8 +26,8 @@ def test_it_passes_with_its_descriptors(ends):
     one, other = ends
     reader, writer = os.pipe()
     wanted = Request(**{**vars(WANTED), "descriptors": [writer]})
-    request.send(one, wanted, writer)
-    found, descriptors = request.receive(other)
+    fork_request.send(one, wanted, writer)
+    found, descriptors = fork_request.receive(other)
     assert found == wanted
     assert len(descriptors) == 2
     os.write(descriptors[1], b"x")
@@ -38,10 +38,10 @@ def test_it_passes_with_its_descriptors(ends):
 
 def test_a_number_passes_with_a_descriptor_or_without(ends):
     one, other = ends
-    request.send_number(one, -9)
-    request.send_number(one, 1 << 40, one.fileno())
-    assert request.receive_number(other) == (-9, None)
-    number, descriptor = request.receive_number(other)
+    fork_request.send_number(one, -9)
+    fork_request.send_number(one, 1 << 40, one.fileno())
+    assert fork_request.receive_number(other) == (-9, None)
+    number, descriptor = fork_request.receive_number(other)
     assert number == 1 << 40
     os.close(descriptor)
 
@@ -54,8 +54,8 @@ def test_what_is_no_request_is_an_error(ends, sent):
     one.sendall(sent)
     one.close()
     with pytest.raises(OSError):  # noqa: PT011
-        request.receive(other)
+        fork_request.receive(other)
 
 
 def test_the_other_end_is_of_this_user(ends):
-    assert request.is_own_user(ends[0])
+    assert fork_request.is_own_user(ends[0])

@@ -11,8 +11,8 @@ import threading
 from contextlib import suppress
 from typing import Protocol
 
-from trainer.cluster.forks import request
-from trainer.cluster.forks.request import Request
+from trainer.cluster.forks import fork_request
+from trainer.cluster.forks.fork_request import Request
 
 # Its address; processes below have it in their environment.
 VARIABLE = "FLOTILLA_FORK_SERVER"
@@ -55,7 +55,7 @@ class Forked:
 
     def _follow(self) -> None:
         try:
-            code, _ = request.receive_number(self._connection)
+            code, _ = fork_request.receive_number(self._connection)
         except OSError:
             # The server was killed, and the process with it.
             code = -signal.SIGKILL
@@ -107,10 +107,10 @@ def fork(address: str, wanted: Request, output: int) -> Forked | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.connect(f"\0{address}")
-        if not request.is_own_user(connection):
+        if not fork_request.is_own_user(connection):
             raise PermissionError("a server of another user")
-        request.send(connection, wanted, output)
-        pid, descriptor = request.receive_number(connection)
+        fork_request.send(connection, wanted, output)
+        pid, descriptor = fork_request.receive_number(connection)
     except OSError:
         connection.close()
         return None
@@ -126,8 +126,8 @@ def started(wanted: Request, output: int) -> Process:
         output: descriptor of its standard output and standard error.
     """
     address = server_address()
-    if address and wanted.loaded and (forked := fork(address, wanted, output)):
-        return forked
+    if address and wanted.loaded and (found := fork(address, wanted, output)):
+        return found
     return subprocess.Popen(
         wanted.command,
         cwd=wanted.folder,

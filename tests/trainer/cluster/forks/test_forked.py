@@ -5,23 +5,23 @@ import subprocess
 import pytest
 
 from tests.trainer.cluster.forks.serving import SECONDS, Asked, serving
-from trainer.cluster.forks import client
+from trainer.cluster.forks import forked
 
 pytestmark = pytest.mark.cluster
 
 
 def started(asked):
     with asked.descriptors() as output:
-        return client.started(asked.wanted, output)
+        return forked.started(asked.wanted, output)
 
 
 def test_a_process_is_forked_where_there_is_a_server(tmp_path, monkeypatch):
     with serving(tmp_path) as server:
-        monkeypatch.setenv(client.VARIABLE, server.first)
+        monkeypatch.setenv(forked.VARIABLE, server.first)
         asked = Asked(folder=tmp_path)
         process = started(asked)
         asked.says()
-        assert isinstance(process, client.Forked)
+        assert isinstance(process, forked.Forked)
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0)
         process.kill()
@@ -29,9 +29,9 @@ def test_a_process_is_forked_where_there_is_a_server(tmp_path, monkeypatch):
         process.kill()
 
 
-@pytest.mark.parametrize("address", ["", client.NONE, "no-such-server"])
+@pytest.mark.parametrize("address", ["", forked.NONE, "no-such-server"])
 def test_it_is_started_anew_where_there_is_none(tmp_path, monkeypatch, address):
-    monkeypatch.setenv(client.VARIABLE, address)
+    monkeypatch.setenv(forked.VARIABLE, address)
     asked = Asked(folder=tmp_path, environment={"PYTHONPATH": os.getcwd()})
     process = started(asked)
     assert asked.says()["session"]
@@ -42,7 +42,7 @@ def test_it_is_started_anew_where_there_is_none(tmp_path, monkeypatch, address):
 
 def test_it_is_started_anew_where_nothing_is_to_be_loaded(tmp_path, monkeypatch):
     with serving(tmp_path) as server:
-        monkeypatch.setenv(client.VARIABLE, server.first)
+        monkeypatch.setenv(forked.VARIABLE, server.first)
         asked = Asked(folder=tmp_path, loaded="", environment={"PYTHONPATH": os.getcwd()})
         process = started(asked)
         asked.says()

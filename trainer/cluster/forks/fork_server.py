@@ -1,9 +1,9 @@
 """The fork server of a run: a process that has loaded TensorFlow once, and is forked for each task.
 
-`python -m trainer.cluster.forks.server FOLDER AT_ONCE LATER`, with two listening sockets at the
-descriptors that `SOCKETS` names. It loads the modules AT_ONCE, forks a second server, which goes on
-to load the modules LATER, and serves requests for processes that need the first ones; the second
-server serves the others, each as soon as its module is loaded. Both end with standard input.
+`python -m trainer.cluster.forks.fork_server FOLDER SOCKETS AT_ONCE LATER`: SOCKETS are
+the descriptors of two listening sockets. It loads the modules AT_ONCE, forks a second server, which
+goes on to load the modules LATER, and serves requests for processes that need the first ones; the
+second server serves the others, each as soon as its module is loaded. Both end with standard input.
 
 A process may be forked from another if no thread of that one holds what the copy needs, for the
 copy has only the thread that has forked. A server has one thread of its own, and those that
@@ -32,10 +32,9 @@ from dataclasses import dataclass
 
 from trainer import optional_packages
 from trainer.cluster import signals
-from trainer.cluster.forks import command_line, request
-from trainer.cluster.forks.request import Request
+from trainer.cluster.forks import command_line, fork_request
+from trainer.cluster.forks.fork_request import Request
 
-SOCKETS = "FLOTILLA_FORK_SOCKETS"
 # Above what libraries open.
 _HIGH = 400
 BACKLOG = 64
@@ -156,9 +155,9 @@ class Server:
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
         try:
-            if not request.is_own_user(connection):
+            if not fork_request.is_own_user(connection):
                 raise PermissionError("another user")
-            self._waiting.append((connection, *request.receive(connection)))
+            self._waiting.append((connection, *fork_request.receive(connection)))
         except OSError:
             connection.close()
 
@@ -182,7 +181,7 @@ class Server:
         self._selector.register(process, selectors.EVENT_READ, lambda _: self._ended(connection))
         self._selector.register(connection, selectors.EVENT_READ, self._left)
         with suppress(OSError):
-            request.send_number(connection, pid, process)
+            fork_request.send_number(connection, pid, process)
         return None
 
     def _ended(self, connection: socket.socket) -> None:
@@ -196,7 +195,7 @@ class Server:
         with suppress(KeyError):
             self._selector.unregister(connection)
         with suppress(OSError):
-            request.send_number(connection, status if by_itself else -status)
+            fork_request.send_number(connection, status if by_itself else -status)
         connection.close()
 
     def _left(self, connection: socket.socket) -> None:
@@ -227,8 +226,8 @@ def main() -> None:
     # They go to the process group: the runner ends, and this process with it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
-    first, second = (socket.socket(fileno=int(each)) for each in os.environ.pop(SOCKETS).split(":"))
-    _, _, at_once, later = sys.argv
+    _, _, sockets, at_once, later = sys.argv
+    first, second = (socket.socket(fileno=int(each)) for each in sockets.split(":"))
     # A kernel without it is found now, and processes are started anew then.
     command_line.show([sys.executable, "-m", __spec__.name if __spec__ else "", *sys.argv[1:]])
     copy = _first(first, second, at_once.split(","), later.split(",") if later else [])
